@@ -1,0 +1,1 @@
+"""The steps of the chain: one package per step, and what they share in `common`."""

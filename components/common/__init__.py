@@ -1,0 +1,1 @@
+"""What the steps share: contracts (manifests, TransformSpec), loaders, runners, tracking."""

@@ -1,0 +1,27 @@
+"""Errors a user can cause or must act on. Every message says what failed, the value seen, and the fix."""
+
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+EXIT_GATE_FAILED = 3
+
+
+class EngineryError(Exception):
+    """A failure with a message meant for the user. `exit_code` is what the process ends with."""
+
+    exit_code = EXIT_FAILURE
+
+
+class UserError(EngineryError):
+    """The user's input or environment is at fault, and the message says how to mend it."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+class GateFailed(EngineryError):
+    """The model did not pass its gate. The report is already written when this is raised."""
+
+    exit_code = EXIT_GATE_FAILED
+
+
+class RuntimeUnavailable(EngineryError):
+    """An inference runtime (TensorRT, OpenVINO, ...) is not usable here. The message says what to install."""

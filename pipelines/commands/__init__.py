@@ -1,0 +1,1 @@
+"""The verbs of the `enginery` command line, one module each."""

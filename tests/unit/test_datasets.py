@@ -1,0 +1,242 @@
+"""The built-in data sets: what is written, that it is reproducible, and what happens to directories."""
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from components.common.errors import UserError
+from pipelines.commands.data import data
+from pipelines.datasets.digits import write_digits
+from pipelines.datasets.synthesis import FAMILIES, TRAITS, class_traits, texture_image
+from pipelines.datasets.textures import texture_jpeg, write_textures
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMALL: dict[str, Any] = {"num_classes": 3, "num_train": 10, "num_val": 4, "image_size": 32, "num_workers": 1}
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Digest of every file under a directory, by its path inside."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("textures") / "small"
+    write_textures(directory, **SMALL)
+    return directory
+
+
+def test_digits_are_1797_gray_jpegs_in_ten_folders(tmp_path: Path) -> None:
+    summary = write_digits(tmp_path / "digits")
+
+    files = sorted((tmp_path / "digits").glob("*/*.jpg"))
+    assert (len(files), summary.num_images, summary.num_classes) == (1797, 1797, 10)
+    assert {path.parent.name for path in files} == {str(digit) for digit in range(10)}
+    for path in files[::200]:
+        with Image.open(path) as image:
+            assert (image.format, image.mode, image.size) == ("JPEG", "L", (32, 32))
+
+
+def test_digits_are_the_same_bytes_each_time_and_show_the_digit(tmp_path: Path) -> None:
+    write_digits(tmp_path / "a")
+    write_digits(tmp_path / "b")
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()  # the first one is a zero
+    shown = np.asarray(Image.open(tmp_path / "a" / "0" / "0000.jpg").resize((8, 8), Image.Resampling.BOX))
+    assert np.corrcoef(shown.ravel(), digits.images[0].ravel())[0, 1] > 0.95
+
+
+def test_digits_leave_a_complete_directory_alone(tmp_path: Path) -> None:
+    assert not write_digits(tmp_path / "digits").already_complete
+    assert write_digits(tmp_path / "digits").already_complete
+
+
+def test_textures_spread_a_remainder_over_the_first_classes(small: Path) -> None:
+    counts = {
+        split: [len(list((small / split / f"{index:03d}").glob("*.jpg"))) for index in range(3)]
+        for split in ("train", "val")
+    }
+    assert counts == {"train": [4, 3, 3], "val": [2, 1, 1]}
+    with Image.open(small / "train" / "000" / "00000.jpg") as image:
+        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
+
+
+def test_textures_do_not_depend_on_the_number_of_workers(small: Path, tmp_path: Path) -> None:
+    write_textures(tmp_path / "two", **{**SMALL, "num_workers": 2})
+    assert digests(tmp_path / "two") == digests(small)
+
+
+def test_another_seed_gives_other_images(small: Path, tmp_path: Path) -> None:
+    write_textures(tmp_path / "other", **SMALL, seed=1)
+    ours, others = digests(small), digests(tmp_path / "other")
+    assert ours.keys() == others.keys()
+    assert not set(ours.values()) & set(others.values())
+
+
+def test_no_image_is_in_both_splits(small: Path) -> None:
+    images = [digest for name, digest in digests(small).items() if name.endswith(".jpg")]
+    assert len(set(images)) == 14
+
+
+def test_a_finished_directory_is_left_alone(small: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in small.rglob("*")}
+    summary = write_textures(small, **{**SMALL, "num_workers": 2})
+    assert summary.already_complete
+    assert summary.num_images == 14
+    assert {path: path.stat().st_mtime_ns for path in small.rglob("*")} == before
+
+
+def test_other_arguments_are_refused_with_their_names(small: Path) -> None:
+    with pytest.raises(UserError, match=r"seed is 0, not 5.*another directory"):
+        write_textures(small, **SMALL, seed=5)
+    with pytest.raises(UserError, match="dataset is textures, not digits"):
+        write_digits(small)
+
+
+def test_foreign_files_are_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"not empty.*Give an empty or a new directory"):
+        write_textures(tmp_path, **SMALL)
+    assert digests(tmp_path).keys() == {"holiday.jpg"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_classes": 0}, "num_classes is 0.*--num-classes"),
+        ({"num_val": 2}, "num_val is 2, and must be at least 3"),
+        ({"seed": -1}, "seed is -1"),
+        ({"image_size": 8}, "image_size is 8, and must be at least 16"),
+    ],
+)
+def test_arguments_out_of_range(tmp_path: Path, changed: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        write_textures(tmp_path / "new", **{**SMALL, **changed})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_partial_run_is_continued(small: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "partial"
+    write_textures(directory, **SMALL)
+    (directory / "dataset.json").rename(directory / "dataset.partial.json")
+    (directory / "train" / "001" / "00002.jpg").unlink()
+    (directory / "val" / "000" / "00000.jpg").write_bytes(b"")  # what a power cut leaves
+    kept = directory / "train" / "000" / "00000.jpg"
+    written_ns = kept.stat().st_mtime_ns
+
+    with pytest.raises(UserError, match="an unfinished data set of other arguments: seed"):
+        write_textures(directory, **SMALL, seed=1)
+    assert not write_textures(directory, **SMALL).already_complete
+    assert digests(directory) == digests(small)
+    assert kept.stat().st_mtime_ns == written_ns
+
+
+def test_a_killed_run_takes_its_workers_along_and_is_continued(tmp_path: Path) -> None:
+    directory = tmp_path / "killed"
+    arguments: dict[str, Any] = {"num_classes": 2, "num_train": 600, "num_val": 2, "image_size": 128, "num_workers": 2}
+    script = tmp_path / "write.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from pipelines.datasets.textures import write_textures\n"
+        f"if __name__ == '__main__':\n    write_textures(Path({str(directory)!r}), **{arguments!r})\n"
+    )
+    process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    deadline = time.monotonic() + 60
+    while not list(directory.glob("train/*/*.jpg")):
+        assert time.monotonic() < deadline, "no image in 60 s"
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+
+    time.sleep(0.5)
+    written = sorted(directory.glob("train/*/*.jpg"))
+    time.sleep(0.5)
+    assert sorted(directory.glob("train/*/*.jpg")) == written  # no worker outlived its parent
+    assert len(written) < 600
+    assert (directory / "dataset.partial.json").exists()
+    for path in written:
+        Image.open(path).load()  # whole, or not there
+
+    write_textures(directory, **arguments)
+    assert len(list(directory.glob("train/*/*.jpg"))) == 600
+    assert {path.suffix for path in directory.rglob("*") if path.is_file()} == {".jpg", ".json"}
+    assert not (directory / "dataset.partial.json").exists()
+
+
+def test_classes_fill_the_space_of_traits_evenly() -> None:
+    traits = np.stack([class_traits(index) for index in range(50)])
+    assert traits.shape == (50, len(TRAITS))
+    assert ((traits >= 0) & (traits < 1)).all()
+    assert (class_traits(7) == traits[7]).all()
+    for family in range(len(FAMILIES)):
+        members = traits[family :: len(FAMILIES)]
+        distances = np.linalg.norm(members[:, None] - members[None], axis=-1)
+        assert distances[~np.eye(len(members), dtype=bool)].min() > 0.3
+
+
+@pytest.mark.parametrize("class_index", range(len(FAMILIES)))
+def test_every_family_draws_a_picture(class_index: int) -> None:
+    image = texture_image(np.random.default_rng(0), class_index, 96)
+    assert image.size == (96, 96)
+    assert np.asarray(image).std() > 8
+    decoded = Image.open(io.BytesIO(texture_jpeg(0, 0, class_index, 0, 97)))  # odd sizes too
+    assert decoded.size == (97, 97)
+
+
+def test_colours_alone_do_not_tell_the_classes() -> None:
+    """Nearest class mean of colour histograms over 10 classes (chance: 10 %): far from solving it."""
+    means = np.stack([np.mean([_histogram(0, label, index) for index in range(24)], axis=0) for label in range(10)])
+    hits = [
+        np.abs(means - _histogram(1, label, index)).sum(axis=1).argmin() == label
+        for label in range(10)
+        for index in range(8)
+    ]
+    assert np.mean(hits) < 0.5
+
+
+def _histogram(split: int, class_index: int, index: int) -> npt.NDArray[np.float64]:
+    """[64] shares of the colours, 4 levels per channel, of one 64 px image."""
+    pixels = np.asarray(Image.open(io.BytesIO(texture_jpeg(0, split, class_index, index, 64)))) >> 6
+    codes = (pixels[..., 0].astype(int) * 4 + pixels[..., 1]) * 4 + pixels[..., 2]
+    shares: npt.NDArray[np.float64] = np.bincount(codes.ravel(), minlength=64) / codes.size
+    return shares
+
+
+def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
+    directory = tmp_path / "my textures"
+    options = ["--num-classes=2", "--num-train=4", "--num-val=2", "--image-size=32", "--num-workers=1"]
+    first = CliRunner().invoke(data, ["textures", str(directory), *options])
+    assert first.exit_code == 0, first.output
+    assert "6 images in 2 classes are in" in first.stdout
+    assert f"enginery run pipelines/resnet50.py --data '{directory}'" in first.stdout
+
+    again = CliRunner().invoke(data, ["textures", str(directory), *options])
+    assert "already holds these 6 images in 2 classes; nothing was written" in again.stdout
+
+    refused = CliRunner().invoke(data, ["textures", str(directory), "--seed", "3", *options])
+    assert isinstance(refused.exception, UserError)
+
+
+def test_the_digits_command(tmp_path: Path) -> None:
+    result = CliRunner().invoke(data, ["digits", str(tmp_path / "digits")])
+    assert result.exit_code == 0, result.output
+    assert "1,797 images in 10 classes are in" in result.stdout
