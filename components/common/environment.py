@@ -1,0 +1,102 @@
+"""What a step ran on: library, GPU and driver versions, as recorded in every manifest."""
+
+import os
+import platform
+from functools import cache
+from importlib import metadata
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_DISTRIBUTIONS = {
+    "torch": "torch",
+    "torchvision": "torchvision",
+    "timm": "timm",
+    "dali": "nvidia-dali-cuda130",
+    "onnx": "onnx",
+    "onnxruntime": "onnxruntime",
+    "openvino": "openvino",
+    "tensorrt": "tensorrt",
+    "mlflow": "mlflow",
+    "kfp": "kfp",
+    "numpy": "numpy",
+    "pillow": "pillow",
+}
+
+
+class Gpu(BaseModel):
+    """One GPU as NVML names it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+class Environment(BaseModel):
+    """Hardware and software a step ran on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    python: str
+    platform: str
+    cpu: str
+    num_cores: int
+    gpus: tuple[Gpu, ...]
+    versions: dict[str, str] = Field(description="Installed versions of the libraries that matter to the result.")
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """The NVIDIA GPUs this process may use; empty without a driver or with CUDA_VISIBLE_DEVICES=""."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return ()
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()  # no driver: a machine without a GPU
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    found = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        found.append(Gpu(name=pynvml.nvmlDeviceGetName(handle), memory_bytes=memory_bytes, driver=driver))
+    return tuple(found)
+
+
+@cache
+def cpu_name() -> str:
+    """The processor's marketing name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Cores this process may run on (respects affinity and thus container CPU sets)."""
+    return len(os.sched_getaffinity(0))
+
+
+def environment() -> Environment:
+    """Describe the machine and the installed libraries. Reads package metadata only; imports none of them."""
+    versions = {}
+    for name, distribution in _DISTRIBUTIONS.items():
+        try:
+            versions[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return Environment(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cpu=cpu_name(),
+        num_cores=num_cores(),
+        gpus=gpus(),
+        versions=versions,
+    )

@@ -1,0 +1,53 @@
+"""TransformSpec, the single source of resize, crop, mean and std for every step; and training's augmentation."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+Interpolation = Literal["bilinear", "bicubic"]
+
+
+class TransformSpec(BaseModel):
+    """How an image file becomes a model's input.
+
+    Decode to RGB with EXIF orientation applied, scale the shorter side to `resize_size` keeping the aspect ratio,
+    cut the central square of `crop_size`, divide by 255, subtract `mean`, divide by `std`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    resize_size: int = Field(ge=1, description="Length of the shorter side after resizing, in pixels.")
+    crop_size: int = Field(ge=1, description="Side of the central square that the model sees, in pixels.")
+    interpolation: Interpolation = Field("bilinear", description="Resampling filter; antialiased when shrinking.")
+    mean: tuple[float, float, float] = Field(IMAGENET_MEAN, description="Mean per RGB channel, in units of 0..1.")
+    std: tuple[float, float, float] = Field(IMAGENET_STD, description="Deviation per RGB channel, in units of 0..1.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TransformSpec":
+        if self.crop_size > self.resize_size:
+            raise ValueError(f"crop_size {self.crop_size} is larger than resize_size {self.resize_size}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be positive, got {self.std}")
+        return self
+
+
+class Augmentation(BaseModel):
+    """Random changes to training images; evaluation has none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_area: float = Field(0.08, gt=0, le=1, description="Smallest share of the image that a random crop keeps.")
+    max_aspect_ratio: float = Field(4 / 3, ge=1, description="Widest aspect ratio of a crop; the narrowest is 1/x.")
+    flip_probability: float = Field(0.5, ge=0, le=1, description="Chance of a horizontal mirror image.")
+
+
+def transform_for(image_size: int, *, resize_ratio: float, interpolation: Interpolation = "bilinear") -> TransformSpec:
+    """The usual evaluation transform for models trained at `image_size` pixels: resize to size * ratio, crop."""
+    return TransformSpec(
+        resize_size=max(image_size, round(image_size * resize_ratio)),
+        crop_size=image_size,
+        interpolation=interpolation,
+    )

@@ -1,0 +1,329 @@
+"""The FP32 ONNX file: exported from a torch model, or taken over from the user, and verified either way.
+
+Opset 17, IR 8, classic exporter: what TensorRT 8.6's parser reads. Newer runtimes read it too.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from onnx import TensorProto, ValueInfoProto, version_converter
+
+from components.common.artifacts import write_atomically
+from components.common.errors import EngineryError, UserError
+from components.common.shapes import ShapeSpec
+from components.export.placement import inline_constants, model_opset
+
+OPSET = 17
+IR_VERSION = 8
+MAX_RELATIVE_ERROR = 1e-3  # of the logits, against the largest logit
+
+_TRACE_BATCH = 2  # not 1: a batch of one can be confused with a broadcast axis
+_USER_OPSETS = range(13, 22)
+_PROBE_SEED = 0
+_REEXPORT = (
+    "Re-export it with torch.onnx.export(model, torch.zeros(2, 3, height, width), path, dynamo=False, "
+    'opset_version=17, input_names=["images"], output_names=["logits"], '
+    'dynamic_axes={"images": {0: "batch"}, "logits": {0: "batch"}}).'
+)
+
+
+@dataclass(frozen=True)
+class OnnxClassifier:
+    """What a classifier's ONNX file says about itself."""
+
+    shapes: ShapeSpec
+    """Names and image size from the file; batch range at its defaults."""
+    num_classes: int
+
+
+def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
+    """Writes `model` in eval mode to `path` (atomically): opset 17, IR 8, dynamic batch, all else static.
+
+    Args:
+        model: maps [B, C, H, W] float32 to [B, classes] float32. Left in the mode it came in.
+        path: the file to write.
+        shapes: names and image size.
+
+    Raises:
+        EngineryError: torch can't export the model, or the file isn't as stated above.
+    """
+    images = torch.zeros(shapes.input_shape(_TRACE_BATCH), device=_device(model))  # [2, C, H, W] float32
+    try:
+        with _eval_mode(model), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            # The classic exporter is chosen on purpose: the new one writes opset 18, which TensorRT 8.6 gets wrong.
+            warnings.filterwarnings("ignore", "You are using the legacy TorchScript", DeprecationWarning)
+            warnings.filterwarnings("ignore", "The feature will be removed", DeprecationWarning, r"torch\.onnx")
+            torch.onnx.export(
+                model,
+                (images,),
+                Path(folder, "model.onnx"),
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=[shapes.input_name],
+                output_names=[shapes.output_name],
+                dynamic_axes={shapes.input_name: {0: "batch"}, shapes.output_name: {0: "batch"}},
+            )
+            proto = inline_constants(onnx.load(Path(folder, "model.onnx")))
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
+        raise EngineryError(
+            f"export: torch can't write {type(model).__name__} as ONNX opset {OPSET} at {shapes.height} x "
+            f"{shapes.width} pixels: {str(error).splitlines()[0]}"
+        ) from error
+    proto.ir_version = IR_VERSION
+    _verify_export(proto, shapes)
+    write_atomically(path, proto.SerializeToString())
+
+
+def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, images: np.ndarray) -> float:
+    """Compares ONNX Runtime with torch in FP32 (TF32 off), at batch 1 and at batch len(images).
+
+    Args:
+        model: the exported model.
+        path: its ONNX file.
+        shapes: names and image size.
+        images: [B, C, H, W] float32, normalized as for the model.
+
+    Returns:
+        The largest difference between logits, relative to the largest logit.
+
+    Raises:
+        EngineryError: it is above `MAX_RELATIVE_ERROR`, or the images don't fit the model.
+    """
+    if images.shape[1:] != shapes.input_shape(1)[1:] or len(images) == 0:
+        raise EngineryError(
+            f"export check: images have shape {list(images.shape)}, expected [B, {shapes.channels}, "
+            f"{shapes.height}, {shapes.width}] with B >= 1."
+        )
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    worst = 0.0
+    with _eval_mode(model), torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        for batch in (images[:1], images):
+            expected = model(torch.from_numpy(batch).to(_device(model))).float().cpu().numpy()
+            actual = session.run([shapes.output_name], {shapes.input_name: batch})[0]
+            worst = max(worst, _relative_error(actual, expected))
+    if not worst <= MAX_RELATIVE_ERROR:
+        raise EngineryError(
+            f"export check: logits of {path.name} differ from torch by {worst:.2e} of the largest logit, allowed "
+            f"{MAX_RELATIVE_ERROR:.0e}. Does the forward pass depend on Python values, randomness or the batch size?"
+        )
+    return worst
+
+
+def read_classifier(path: Path) -> OnnxClassifier:
+    """Reads names, image size and number of classes of a classifier's ONNX file.
+
+    Raises:
+        UserError: the file isn't a classifier with one [N, 3, H, W] float32 input, dynamic in N alone, and one
+            [N, classes] float32 output; the message names what was seen and the fix.
+    """
+    return _describe(_load(path), path)
+
+
+def normalize_user_onnx(source: Path, destination: Path) -> OnnxClassifier:
+    """Takes over a user's classifier: checks it and writes it to `destination` at opset 17 and IR 8.
+
+    A file that fits already is copied byte for byte; others are converted, and must answer as before. Names stay.
+
+    Args:
+        source: ONNX classifier of opset 13 to 21, see `read_classifier`; without external data.
+        destination: the file to write (atomically).
+
+    Raises:
+        UserError: the file can't be used; the message names what was seen and the fix.
+    """
+    proto = _load(source)
+    opset = model_opset(proto)
+    if opset not in _USER_OPSETS:
+        raise UserError(
+            f"{source}: opset {opset}, supported are {_USER_OPSETS.start} to {_USER_OPSETS.stop - 1}. {_REEXPORT}"
+        )
+    classifier = _describe(proto, source)
+    content = source.read_bytes()
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    fits = opset == OPSET and proto.ir_version <= IR_VERSION
+    if not fits or any(value.name in initializers for value in proto.graph.input):
+        content = _converted(proto, source).SerializeToString()
+    expected = _probe(source.read_bytes(), classifier, source)
+    actual = _probe(content, classifier, source)
+    if not _relative_error(actual, expected) <= MAX_RELATIVE_ERROR:
+        raise UserError(f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_REEXPORT}")
+    write_atomically(destination, content)
+    return classifier
+
+
+def _load(path: Path) -> onnx.ModelProto:
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file. Give the path of an ONNX model.") from error
+    except Exception as error:  # protobuf's DecodeError has no stable home
+        raise UserError(f"{path}: not an ONNX file ({error}).") from error
+    if any(tensor.data_location == TensorProto.EXTERNAL for tensor in proto.graph.initializer):
+        raise UserError(
+            f"{path}: keeps its weights in external data files. Write one file: "
+            f"onnx.save(onnx.load('{path.name}'), 'single.onnx', save_as_external_data=False)."
+        )
+    domains = sorted({node.domain for node in proto.graph.node} - {"", "ai.onnx"})
+    if domains:
+        raise UserError(
+            f"{path}: uses operators of {domains}, which TensorRT can't read. Give the model as exported, before any "
+            "optimizer of another runtime."
+        )
+    operators = {node.op_type for node in proto.graph.node}
+    if found := operators & {"If", "Loop", "Scan"}:
+        raise UserError(f"{path}: holds control flow ({sorted(found)}), supported are plain graphs. {_REEXPORT}")
+    if found := operators & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "ConvInteger"}:
+        raise UserError(f"{path}: is already quantized ({sorted(found)}). Give the FP32 model.")
+    return proto
+
+
+def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
+    """The classifier's shapes, from the declared input and output."""
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    inputs = [value for value in proto.graph.input if value.name not in initializers]
+    if len(inputs) != 1 or len(proto.graph.output) != 1:
+        raise UserError(
+            f"{path}: has inputs {[value.name for value in inputs]} and outputs "
+            f"{[value.name for value in proto.graph.output]}, expected one image input and one logits output. "
+            "Export the classifier alone, without auxiliary heads."
+        )
+    image, logits = inputs[0], proto.graph.output[0]
+    _check_type(image, path, "input", "[N, 3, H, W]")
+    _check_type(logits, path, "output", "[N, classes]")
+    size = _dims(image)
+    if len(size) != 4 or size[1] != 3:
+        raise UserError(f"{path}: input '{image.name}' has shape {size}, expected [N, 3, H, W]. {_REEXPORT}")
+    if isinstance(size[0], int):
+        raise UserError(
+            f"{path}: input '{image.name}' has the fixed batch {size[0]} (shape {size}), expected a dynamic batch "
+            f"axis. {_REEXPORT}"
+        )
+    height, width = size[2:]
+    if not (isinstance(height, int) and isinstance(width, int)):
+        raise UserError(
+            f"{path}: input '{image.name}' has shape {size}, expected a fixed height and width with only the batch "
+            f"dynamic. {_REEXPORT}"
+        )
+    output_size = _dims(logits) or _dims(onnx.shape_inference.infer_shapes(proto).graph.output[0])
+    if len(output_size) != 2 or not isinstance(output_size[1], int) or isinstance(output_size[0], int):
+        raise UserError(
+            f"{path}: output '{logits.name}' has shape {output_size}, expected [N, classes] with a dynamic N and a "
+            f"fixed number of classes. {_REEXPORT}"
+        )
+    shapes = ShapeSpec(input_name=image.name, output_name=logits.name, channels=3, height=height, width=width)
+    return OnnxClassifier(shapes, output_size[1])
+
+
+def _check_type(value: ValueInfoProto, path: Path, role: str, shape: str) -> None:
+    element = value.type.tensor_type.elem_type
+    if element != TensorProto.FLOAT:
+        raise UserError(
+            f"{path}: {role} '{value.name}' has type {TensorProto.DataType.Name(element)}, expected FLOAT {shape}. "
+            "Export the FP32 model; lower precisions are made from it."
+        )
+
+
+def _dims(value: ValueInfoProto) -> list[int | str]:
+    """Axes of a tensor: a number where fixed, a name (or "?") where dynamic."""
+    return [
+        axis.dim_value if axis.HasField("dim_value") and axis.dim_value > 0 else axis.dim_param or "?"
+        for axis in value.type.tensor_type.shape.dim
+    ]
+
+
+def _converted(proto: onnx.ModelProto, source: Path) -> onnx.ModelProto:
+    """The model at opset 17 and IR 8, without initializers among its inputs."""
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    for index in reversed([i for i, value in enumerate(proto.graph.input) if value.name in initializers]):
+        del proto.graph.input[index]
+    try:
+        if model_opset(proto) != OPSET:
+            proto = version_converter.convert_version(proto, OPSET)
+        proto.ir_version = IR_VERSION
+        onnx.checker.check_model(proto, full_check=True)
+    except (RuntimeError, version_converter.ConvertError, onnx.checker.ValidationError) as error:
+        raise UserError(
+            f"{source}: can't be converted from opset {model_opset(proto)} to {OPSET}: "
+            f"{str(error).splitlines()[0]}. {_REEXPORT}"
+        ) from error
+    return proto
+
+
+def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarray:
+    """Logits of ONNX Runtime for two random images. Fails where the batch axis is dynamic in name only."""
+    shapes = classifier.shapes
+    images = np.random.default_rng(_PROBE_SEED).standard_normal(shapes.input_shape(2), dtype=np.float32)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # the exception says it all
+    try:
+        session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        logits: np.ndarray = session.run([shapes.output_name], {shapes.input_name: images})[0]
+    except Exception as error:  # onnxruntime's exceptions share no public base class
+        raise UserError(
+            f"{source}: ONNX Runtime can't run it on two images of {shapes.height} x {shapes.width} pixels: "
+            f"{str(error).splitlines()[0]} {_REEXPORT}"
+        ) from error
+    if logits.shape != (2, classifier.num_classes):
+        raise UserError(
+            f"{source}: two images give output shape {list(logits.shape)}, expected [2, {classifier.num_classes}]. "
+            f"{_REEXPORT}"
+        )
+    return logits
+
+
+def _verify_export(proto: onnx.ModelProto, shapes: ShapeSpec) -> None:
+    """Checks what torch.onnx.export was asked for: some versions silently write another opset."""
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise EngineryError(f"export: torch wrote an invalid ONNX model: {error}") from error
+    seen = {
+        "opset": model_opset(proto),
+        "IR": proto.ir_version,
+        "inputs": {value.name: _dims(value) for value in proto.graph.input},
+        "outputs": [value.name for value in proto.graph.output],
+        "output batch": [_dims(value)[0] for value in proto.graph.output],
+        "output rank": [len(_dims(value)) for value in proto.graph.output],
+    }
+    expected = {
+        "opset": OPSET,
+        "IR": IR_VERSION,
+        "inputs": {shapes.input_name: ["batch", *shapes.input_shape(1)[1:]]},
+        "outputs": [shapes.output_name],
+        "output batch": ["batch"],
+        "output rank": [2],
+    }
+    if wrong := [f"{key} {seen[key]} (expected {expected[key]})" for key in expected if seen[key] != expected[key]]:
+        raise EngineryError(f"export: torch {torch.__version__} wrote an ONNX model with {', '.join(wrong)}.")
+
+
+def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference relative to the largest expected magnitude; infinite for NaN or other shapes."""
+    if actual.shape != expected.shape or not (np.isfinite(actual).all() and np.isfinite(expected).all()):
+        return float("inf")
+    return float(np.abs(actual - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny))
+
+
+@contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Eval mode for all modules; each gets its own mode back afterwards (frozen ones may differ from the rest)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device

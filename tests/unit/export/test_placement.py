@@ -1,0 +1,343 @@
+"""Where Q/DQ nodes stand, asserted on the graph of real networks; and what the quantized files compute."""
+
+import collections
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from components.common.errors import EngineryError
+from components.export.placement import (
+    activation_tensors,
+    inline_constants,
+    insert_qdq,
+    quantizable_layers,
+    scales_below_fp16,
+)
+
+# name, Conv nodes, Gemm nodes, residual Adds, poolings
+NETWORKS = [
+    ("resnet18", 20, 1, 8, 2),
+    ("resnet50", 53, 1, 16, 2),
+    ("googlenet", 57, 1, 0, 14),
+    ("vgg19", 16, 3, 0, 6),
+    ("alexnet", 5, 3, 0, 4),
+    ("mobilenet_v2", 52, 1, 10, 1),
+    ("efficientnet_b0", 81, 1, 9, 17),
+]
+POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
+ACTIVATIONS = ("Relu", "Clip", "Sigmoid", "HardSwish")
+
+
+class Graph:
+    """Lookups over a quantized graph, written apart from the code under test."""
+
+    def __init__(self, model):
+        self.nodes = list(model.graph.node)
+        self.initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.producer = {output: node for node in self.nodes for output in node.output}
+        self.consumers = collections.defaultdict(list)
+        for node in self.nodes:
+            for name in node.input:
+                self.consumers[name].append(node)
+
+    def of_type(self, *op_types):
+        return [node for node in self.nodes if node.op_type in op_types]
+
+    def array(self, name):
+        return numpy_helper.to_array(self.initializers[name])
+
+    def is_dequantized(self, name):
+        return name in self.producer and self.producer[name].op_type == "DequantizeLinear"
+
+    def pair(self, name):
+        """The Q and DQ nodes behind a dequantized tensor."""
+        dequantize = self.producer[name]
+        return self.producer[dequantize.input[0]], dequantize
+
+
+@pytest.fixture(scope="module")
+def quantized(onnx_of):
+    """`quantized("resnet18")`: the network with all activation scales 0.1."""
+    graphs = {}
+
+    def graph_of(name):
+        if name not in graphs:
+            model = onnx.load(onnx_of(name))
+            model = insert_qdq(model, dict.fromkeys(activation_tensors(model), 0.1))
+            onnx.checker.check_model(model, full_check=True)
+            graphs[name] = Graph(model)
+        return graphs[name]
+
+    return graph_of
+
+
+@pytest.mark.parametrize(("name", "convs", "gemms", "adds", "pools"), NETWORKS, ids=[row[0] for row in NETWORKS])
+class TestNetworks:
+    def test_counts(self, quantized, name, convs, gemms, adds, pools):
+        graph = quantized(name)
+        counts = collections.Counter(node.op_type for node in graph.nodes)
+        assert (counts["Conv"], counts["Gemm"], counts["Add"]) == (convs, gemms, adds)
+        assert sum(counts[pool] for pool in POOLS) == pools
+        assert counts["Identity"] == counts["Constant"] == 0
+        weights = [node for node in graph.of_type("QuantizeLinear") if node.input[0] in graph.initializers]
+        assert len(weights) == convs + gemms
+        assert counts["QuantizeLinear"] == counts["DequantizeLinear"]
+
+    def test_every_conv_and_gemm_reads_quantized_tensors(self, quantized, name, convs, gemms, adds, pools):
+        graph = quantized(name)
+        for node in graph.of_type("Conv", "Gemm"):
+            assert graph.is_dequantized(node.input[0]), node.name
+            for activation in graph.pair(node.input[0]):
+                assert graph.array(activation.input[1]).shape == ()
+                assert graph.array(activation.input[1]).dtype == np.float32
+            quantize, dequantize = graph.pair(node.input[1])
+            weights = graph.array(quantize.input[0])
+            for half in (quantize, dequantize):
+                assert helper.get_attribute_value(half.attribute[0]) == 0
+                assert half.attribute[0].name == "axis"
+                scales = graph.array(half.input[1])
+                np.testing.assert_allclose(
+                    scales, np.abs(weights).reshape(len(weights), -1).max(axis=1) / 127, rtol=1e-6
+                )
+                zero_points = graph.array(half.input[2])
+                assert zero_points.dtype == np.int8
+                assert zero_points.shape == scales.shape
+                assert not zero_points.any()
+        first = graph.of_type("Conv")[0]
+        assert graph.pair(first.input[0])[0].input[0] == "images"
+
+    def test_pools_read_quantized_tensors(self, quantized, name, convs, gemms, adds, pools):
+        graph = quantized(name)
+        assert all(graph.is_dequantized(node.input[0]) for node in graph.of_type(*POOLS))
+
+    def test_nothing_between_conv_and_activation(self, quantized, name, convs, gemms, adds, pools):
+        graph = quantized(name)
+        for node in graph.of_type(*ACTIVATIONS, "Mul"):
+            assert not any(graph.is_dequantized(tensor) for tensor in node.input), node.name
+        for node in graph.of_type("Relu", "Clip"):
+            assert graph.producer[node.input[0]].op_type in ("Conv", "Gemm", "Add")
+
+    def test_one_pair_per_tensor(self, quantized, name, convs, gemms, adds, pools):
+        graph = quantized(name)
+        sources = [node.input[0] for node in graph.of_type("QuantizeLinear")]
+        assert len(sources) == len(set(sources))
+
+    def test_residual_adds_quantize_the_shortcut_alone(self, quantized, name, convs, gemms, adds, pools):
+        graph = quantized(name)
+        for add in graph.of_type("Add"):
+            shortcuts = [tensor for tensor in add.input if graph.is_dequantized(tensor)]
+            mains = [tensor for tensor in add.input if not graph.is_dequantized(tensor)]
+            assert len(shortcuts) == len(mains) == 1, add.name
+            conv = graph.producer[mains[0]]
+            assert conv.op_type == "Conv"
+            # Names tell which block a node belongs to: /layer1/layer1.0/Add, /layer1/layer1.0/conv3/Conv.
+            block = add.name.rsplit("/", 1)[0]
+            assert conv.name.startswith(f"{block}/")
+            assert "downsample" not in conv.name
+            source = graph.producer[graph.pair(shortcuts[0])[0].input[0]]
+            assert not source.name.startswith(f"{block}/") or "downsample" in source.name
+
+    def test_pooled_values_keep_their_scale(self, quantized, onnx_of, name, convs, gemms, adds, pools):
+        tensors = activation_tensors(onnx.load(onnx_of(name)))
+        producers = {output: node.op_type for node in onnx.load(onnx_of(name)).graph.node for output in node.output}
+        assert not {producers.get(tensor) for tensor in tensors} & {"MaxPool", "Flatten", "Reshape"}
+        assert tensors[0] == "images"
+
+
+def test_downsampling_convs_are_the_only_ones_quantized_at_once(quantized):
+    graph = quantized("resnet50")
+    after_conv = [
+        conv.name
+        for conv in graph.of_type("Conv")
+        if any(node.op_type == "QuantizeLinear" for node in graph.consumers[conv.output[0]])
+    ]
+    assert len(after_conv) == 4
+    assert all("downsample" in name for name in after_conv)
+
+
+def run(model, images):
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: images})[0]
+
+
+def relative(actual, expected):
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def test_int8_agrees_with_fp32(resnet18):
+    _, model, images, scales = resnet18
+    expected = run(model, images)
+    actual = run(insert_qdq(model, scales), images)
+    assert 1e-4 < relative(actual, expected) < 0.08
+
+
+def test_weight_storage_changes_size_and_nothing_else(resnet18):
+    _, model, images, scales = resnet18
+    float_weights = insert_qdq(model, scales, weights="qdq")
+    int8_weights = insert_qdq(model, scales, weights="dq")
+    onnx.checker.check_model(int8_weights, full_check=True)
+    assert int8_weights.ByteSize() < 0.3 * float_weights.ByteSize()
+    np.testing.assert_allclose(run(int8_weights, images), run(float_weights, images), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["qdq", "dq"])
+def test_openvino_runs_the_same_file_in_int8(resnet18, tmp_path, weights):
+    import openvino
+
+    _, model, images, scales = resnet18
+    quantized = insert_qdq(model, scales, weights=weights)
+    onnx.save(quantized, tmp_path / "int8.onnx")
+    hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(tmp_path / "int8.onnx", "CPU", hints)
+    assert relative(compiled(images)[0], run(quantized, images)) < 0.08
+    precisions = collections.Counter(
+        node.get_rt_info()["runtimePrecision"].astype(str)
+        for node in compiled.get_runtime_model().get_ops()
+        if node.get_rt_info()["layerType"].astype(str) == "Convolution"
+    )
+    assert precisions == {"i8": 20}
+
+
+def test_excluded_nodes_stay_in_float(resnet18):
+    _, model, images, scales = resnet18
+    layers = quantizable_layers(model)
+    assert len(layers) == 21
+    excluded = next(name for name in layers if name.endswith("layer1.0/conv2/Conv"))
+    graph = Graph(insert_qdq(model, scales, exclude={excluded}))
+    conv = next(node for node in graph.nodes if node.name == excluded)
+    assert not graph.is_dequantized(conv.input[0])
+    assert conv.input[1] in graph.initializers
+    add = next(node for node in graph.of_type("Add") if node.name == "/layer1/layer1.0/Add")
+    assert not any(graph.is_dequantized(name) for name in add.input)  # nothing to fuse it into
+    everything = {node.name for node in model.graph.node}
+    untouched = insert_qdq(model, {}, exclude=everything)
+    np.testing.assert_array_equal(run(untouched, images), run(model, images))
+    assert activation_tensors(model, everything) == []
+
+
+def test_the_input_model_is_left_alone(resnet18):
+    _, model, _, scales = resnet18
+    before = model.SerializeToString()
+    insert_qdq(model, scales)
+    activation_tensors(model)
+    assert model.SerializeToString() == before
+
+
+def test_errors_name_what_is_wrong(resnet18):
+    _, model, _, scales = resnet18
+    with pytest.raises(EngineryError, match="no scale for tensor 'images'"):
+        insert_qdq(model, {})
+    with pytest.raises(EngineryError, match=r"'images' is 0.0, expected a finite positive"):
+        insert_qdq(model, scales | {"images": 0.0})
+    with pytest.raises(EngineryError, match="unknown nodes \\['nowhere'\\]"):
+        insert_qdq(model, scales, exclude={"nowhere"})
+    with pytest.raises(EngineryError, match="already holds Q/DQ"):
+        insert_qdq(insert_qdq(model, scales), scales)
+
+
+def test_scales_below_fp16():
+    assert scales_below_fp16({"a": 1e-5, "b": 0.1}) == ["a"]
+
+
+def graph_model(nodes, weights, output, opset=17):
+    """A model of one input x [N, 4, 8, 8] with the given nodes and initializers."""
+    graph = helper.make_graph(
+        nodes,
+        "test",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4, 8, 8])],
+        [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    model = onnx.shape_inference.infer_shapes(model)  # fills in the output's shape
+    onnx.checker.check_model(model)
+    return model
+
+
+def conv_weights(seed=0, out=4):
+    return np.random.default_rng(seed).standard_normal((out, 4, 1, 1), dtype=np.float32)
+
+
+def quantize_all(model, **options):
+    return Graph(insert_qdq(model, dict.fromkeys(activation_tensors(model), 0.05), **options))
+
+
+def test_batch_normalization_does_not_hide_the_main_branch():
+    ones = np.ones(4, np.float32)
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"]),
+        helper.make_node("Conv", ["r", "w"], ["c"]),
+        helper.make_node("BatchNormalization", ["c", "one", "one", "one", "one"], ["b"]),
+        helper.make_node("Add", ["b", "r"], ["y"]),
+    ]
+    graph = quantize_all(graph_model(nodes, {"w": conv_weights(), "one": ones}, "y"))
+    add = graph.of_type("Add")[0]
+    assert [graph.is_dequantized(name) for name in add.input] == [False, True]
+
+
+def test_an_add_without_a_conv_of_its_own_stays_in_float():
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("Add", ["c", "r"], ["s"]),  # c has two readers: no convolution can take the Add in
+        helper.make_node("Add", ["s", "k"], ["y"]),  # a constant is no shortcut
+    ]
+    graph = quantize_all(graph_model(nodes, {"w": conv_weights(), "k": np.ones((1, 4, 1, 1), np.float32)}, "y"))
+    assert not any(graph.is_dequantized(name) for node in graph.of_type("Add") for name in node.input)
+
+
+def test_matmul_and_untransposed_gemm_have_their_channels_last():
+    rng = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["m"], axes=[2, 3], keepdims=0),
+        helper.make_node("MatMul", ["m", "w1"], ["h"]),
+        helper.make_node("Gemm", ["h", "w2"], ["g"]),
+        helper.make_node("MatMul", ["g", "g2"], ["y"]),
+        helper.make_node("Transpose", ["g"], ["g2"]),
+    ]
+    nodes[3], nodes[4] = nodes[4], nodes[3]
+    weights = {
+        "w1": rng.standard_normal((4, 6), dtype=np.float32),
+        "w2": rng.standard_normal((6, 5), dtype=np.float32),
+    }
+    graph = quantize_all(graph_model(nodes, weights, "y"))
+    assert graph.is_dequantized(graph.of_type("ReduceMean")[0].input[0])
+    for node, channels in ((graph.of_type("MatMul")[0], 6), (graph.of_type("Gemm")[0], 5)):
+        quantize, _ = graph.pair(node.input[1])
+        assert helper.get_attribute_value(quantize.attribute[0]) == 1
+        assert graph.array(quantize.input[1]).shape == (channels,)
+    assert not any(graph.is_dequantized(name) for name in graph.of_type("MatMul")[1].input)  # no weights
+
+
+def test_shared_and_zero_weights():
+    weights = conv_weights()
+    weights[2] = 0.0
+    nodes = [helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node("Conv", ["a", "w"], ["y"])]
+    model = graph_model(nodes, {"w": weights}, "y")
+    scales = dict.fromkeys(activation_tensors(model), 0.05)
+    for storage in ("qdq", "dq"):
+        quantized = insert_qdq(model, scales, weights=storage)
+        graph = Graph(quantized)
+        first, second = graph.of_type("Conv")
+        assert first.input[1] == second.input[1]
+        assert (graph.array("w_scale") > 0).all()
+        assert np.isfinite(run(quantized, np.ones((1, 4, 8, 8), np.float32))).all()
+
+
+def test_inline_constants_reads_initializers_directly():
+    constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(conv_weights(), "value"))
+    nodes = [
+        constant,
+        helper.make_node("Identity", ["b"], ["b2"]),
+        helper.make_node("Conv", ["x", "w", "b2"], ["y"]),
+    ]
+    model = graph_model(nodes, {"b": np.ones(4, np.float32)}, "y")
+    inlined = inline_constants(model)
+    onnx.checker.check_model(inlined, full_check=True)
+    assert [node.op_type for node in inlined.graph.node] == ["Conv"]
+    assert list(inlined.graph.node[0].input) == ["x", "w", "b"]
+    images = np.ones((2, 4, 8, 8), np.float32)
+    np.testing.assert_array_equal(run(inlined, images), run(model, images))
