@@ -1,0 +1,65 @@
+"""One Protocol over the inference runtimes. Each runtime is a module of its own, imported only when asked for."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What a benchmark of one runner at one batch size saw, on trtexec's terms.
+
+    Throughput counts whole batches over host wall time; latency is one batch from input to output.
+    """
+
+    batch_size: int
+    latencies_ms: np.ndarray  # [iterations] float64
+    wall_s: float
+
+    @property
+    def images_per_s(self) -> float:
+        """Images per second of host wall time."""
+        return self.batch_size * len(self.latencies_ms) / self.wall_s
+
+    def percentile_ms(self, percent: float) -> float:
+        """Latency in milliseconds below which `percent` per cent of the iterations lie."""
+        return float(np.percentile(self.latencies_ms, percent))
+
+
+class Runner(Protocol):
+    """A loaded model that turns normalized images into logits."""
+
+    runtime: str  # "tensorrt", "openvino", "onnxruntime" or "torch"
+    device: str  # what it runs on, as a person would name it: "NVIDIA H200", "Intel(R) Xeon(R) ..."
+
+    def infer(self, images: np.ndarray) -> np.ndarray:
+        """Logits of a batch. images: [B, 3, H, W] float32, normalized. Returns [B, classes] float32."""
+        ...
+
+    def measure(self, batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int) -> Timing:
+        """Time inference of random batches for at least `duration_s` and `min_iterations`."""
+        ...
+
+    def close(self) -> None:
+        """Free the runtime's memory. The runner can't be used afterwards."""
+        ...
+
+
+def measure_host(
+    infer_once: Callable[[], object], batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int
+) -> Timing:
+    """Time a blocking call on the host clock: the way for every runtime whose call returns when the result is there."""
+    started = time.perf_counter()
+    while time.perf_counter() - started < warmup_s:
+        infer_once()
+    latencies_ms: list[float] = []
+    started = previous = time.perf_counter()
+    while previous - started < duration_s or len(latencies_ms) < min_iterations:
+        infer_once()
+        now = time.perf_counter()
+        latencies_ms.append((now - previous) * 1e3)
+        previous = now
+    return Timing(batch_size=batch_size, latencies_ms=np.asarray(latencies_ms), wall_s=previous - started)

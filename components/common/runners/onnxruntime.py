@@ -1,0 +1,51 @@
+"""ONNX Runtime on the CPU: the numerical reference. It simulates Q/DQ in floats, so its speed says nothing."""
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from components.common.environment import cpu_name, num_cores
+from components.common.runners import Timing, measure_host
+from components.common.shapes import ShapeSpec
+
+
+def new_session(model: Path | bytes) -> onnxruntime.InferenceSession:
+    """A CPU session that uses the cores this process may use and is silent below errors."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_cores()
+    options.log_severity_level = 3
+    source = str(model) if isinstance(model, Path) else model
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+class OnnxRuntimeRunner:
+    """One ONNX file on the CPU."""
+
+    runtime = "onnxruntime"
+
+    def __init__(self, onnx_path: Path, shapes: ShapeSpec) -> None:
+        """Load."""
+        self._shapes = shapes
+        self.device = f"{cpu_name()}, {num_cores()} cores"
+        self._session = new_session(onnx_path)
+
+    def infer(self, images: np.ndarray) -> np.ndarray:
+        """See Runner."""
+        logits: np.ndarray = self._session.run([self._shapes.output_name], {self._shapes.input_name: images})[0]
+        return logits.astype(np.float32, copy=False)
+
+    def measure(self, batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int) -> Timing:
+        """See Runner."""
+        images = np.random.default_rng(0).standard_normal(self._shapes.input_shape(batch_size), dtype=np.float32)
+        return measure_host(
+            lambda: self.infer(images),
+            batch_size,
+            warmup_s=warmup_s,
+            duration_s=duration_s,
+            min_iterations=min_iterations,
+        )
+
+    def close(self) -> None:
+        """See Runner."""
+        del self._session

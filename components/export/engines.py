@@ -1,0 +1,249 @@
+"""TensorRT plans from ONNX files, by one code path for TensorRT 8.6, 10 and 11.
+
+What a version lacks is found with `hasattr`, never by its number: 11 renumbered enums and dropped weak typing. Where
+networks are strongly typed (10 and 11) precision is a property of the ONNX file; on 8.6 flags ask for it.
+"""
+
+import logging
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from components.common.artifacts import write_atomically
+from components.common.environment import gpus
+from components.common.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.runners.tensorrt import load_tensorrt, tensorrt_logger
+from components.common.shapes import ShapeSpec
+
+_log = logging.getLogger(__name__)
+
+_STRONGLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}
+_WEAKLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp32.onnx", "int8": "int8.onnx"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What a plan was built from, with and for. It runs only on this TensorRT version and GPU model."""
+
+    precision: str
+    """"fp32", "fp16" or "int8"."""
+    tensorrt_version: str
+    gpu_name: str
+    compute_capability: str
+    """Of the GPU, as "9.0"."""
+    driver_version: str
+    build_seconds: float
+    """Wall time from reading the ONNX file to the finished plan."""
+    size_bytes: int
+    strongly_typed: bool
+    """Whether the types of the ONNX file were binding for TensorRT."""
+    source_onnx: str
+    """Name of the ONNX file, without its folder."""
+
+
+def onnx_file_for(precision: str) -> str:
+    """Name of the bundle's ONNX file that a precision is compiled from on the TensorRT installed here.
+
+    Raises:
+        UserError: there is no such precision.
+        RuntimeUnavailable: TensorRT can't be used here.
+    """
+    _check_precision(precision)
+    return (_STRONGLY_TYPED_FILES if _is_strongly_typed(load_tensorrt()) else _WEAKLY_TYPED_FILES)[precision]
+
+
+def build_engine(
+    onnx_path: Path,
+    plan_path: Path,
+    *,
+    precision: str,
+    shapes: ShapeSpec,
+    timing_cache_path: Path | None,
+    optimization_level: int,
+    workspace_bytes: int,
+) -> EngineInfo:
+    """Compile an ONNX file for the current CUDA device and write the plan.
+
+    Args:
+        onnx_path: The file that `onnx_file_for(precision)` names.
+        plan_path: Where the plan goes; written in full or not at all.
+        precision: "fp32" (with TF32 off), "fp16" or "int8".
+        shapes: Names of the input and output, and the batches the plan has to take.
+        timing_cache_path: Directory of timing caches, one file per TensorRT version, GPU model and driver, or None. A
+            second build with the same cache takes a fraction of the time and chooses the same kernels.
+        optimization_level: 0 (quick build) to 5 (slow build, fastest engine); TensorRT's own default is 3.
+        workspace_bytes: Most scratch memory that a layer may use on the GPU.
+
+    Raises:
+        UserError: the precision or optimization level does not exist, or the file is missing or has other tensors.
+        RuntimeUnavailable: TensorRT can't be used here.
+        EngineryError: TensorRT can't parse or build the model; the message holds its reasons.
+    """
+    _check_precision(precision)
+    if not 0 <= optimization_level <= 5:
+        raise UserError(f"optimization_level must be 0 (quick build) to 5 (fastest engine), got {optimization_level}")
+    if not onnx_path.is_file():
+        raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from")
+    trt = load_tensorrt()
+    logger = tensorrt_logger()
+    logger.take_errors()
+    started = time.perf_counter()
+    builder = _builder(trt)
+    network = builder.create_network(_network_flags(trt))
+    _parse(trt, network, onnx_path)
+    _check_tensors(network, onnx_path, shapes)
+    config = _configure(trt, builder, precision, shapes, optimization_level, workspace_bytes)
+    cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt)
+    _load_timing_cache(config, cache_file)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise EngineryError(
+            f"TensorRT {trt.__version__} can't build {onnx_path} as {precision}: {logger.take_errors()}"
+        )
+    build_seconds = time.perf_counter() - started
+    plan_path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(plan_path, memoryview(plan).tobytes())
+    _save_timing_cache(config, cache_file)
+    major, minor = torch.cuda.get_device_capability()
+    return EngineInfo(
+        precision=precision,
+        tensorrt_version=trt.__version__,
+        gpu_name=torch.cuda.get_device_name(),
+        compute_capability=f"{major}.{minor}",
+        driver_version=_driver_version(),
+        build_seconds=build_seconds,
+        size_bytes=plan_path.stat().st_size,
+        strongly_typed=_is_strongly_typed(trt),
+        source_onnx=onnx_path.name,
+    )
+
+
+def _builder(trt: ModuleType) -> Any:
+    try:
+        return trt.Builder(tensorrt_logger())
+    except TypeError:  # what pybind11 raises when the library returns no object
+        raise RuntimeUnavailable(
+            f"TensorRT {trt.__version__} can't start on {torch.cuda.get_device_name()}, driver {_driver_version()}: "
+            f"{tensorrt_logger().take_errors()}; a newer driver is the usual fix"
+        ) from None
+
+
+def _check_precision(precision: str) -> None:
+    if precision not in _STRONGLY_TYPED_FILES:
+        raise UserError(f"unknown precision {precision!r}; engines exist in {', '.join(_STRONGLY_TYPED_FILES)}")
+
+
+def _is_strongly_typed(trt: ModuleType) -> bool:
+    return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED") or not hasattr(trt.BuilderFlag, "FP16")
+
+
+def _network_flags(trt: ModuleType) -> int:
+    """Bits of `create_network`: 8.6 needs to be told of the batch axis, 10 to keep the types of the ONNX file."""
+    flags = 0
+    if hasattr(trt.NetworkDefinitionCreationFlag, "EXPLICIT_BATCH"):
+        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
+    if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
+        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    return flags
+
+
+def _parse(trt: ModuleType, network: Any, onnx_path: Path) -> None:
+    parser = trt.OnnxParser(network, tensorrt_logger())
+    # The path lets the parser find weights that are stored beside the file.
+    if parser.parse(onnx_path.read_bytes(), str(onnx_path)):
+        return
+    reasons = [str(parser.get_error(index)).strip() for index in range(parser.num_errors)]
+    listed = "".join(f"\n  {number}. {reason}" for number, reason in enumerate(reasons, start=1))
+    raise EngineryError(
+        f"TensorRT {trt.__version__} can't parse {onnx_path}:{listed or ' ' + tensorrt_logger().take_errors()}\n"
+        "Usual causes: an operator this version lacks, or a newer ONNX opset than it reads (8.6: opset 17)"
+    )
+
+
+def _check_tensors(network: Any, onnx_path: Path, shapes: ShapeSpec) -> None:
+    inputs = [network.get_input(index).name for index in range(network.num_inputs)]
+    outputs = [network.get_output(index).name for index in range(network.num_outputs)]
+    if inputs != [shapes.input_name] or outputs != [shapes.output_name]:
+        raise UserError(
+            f"{onnx_path} has inputs {inputs} and outputs {outputs}, expected one input {shapes.input_name!r} and one "
+            f"output {shapes.output_name!r}: export it with these names, or name the model's own in its shapes"
+        )
+
+
+def _configure(
+    trt: ModuleType, builder: Any, precision: str, shapes: ShapeSpec, optimization_level: int, workspace_bytes: int
+) -> Any:
+    config = builder.create_builder_config()
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+    config.builder_optimization_level = optimization_level
+    # Names and formats of all layers stay readable: the report says from them which layers run in INT8.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    _set_precision_flags(trt, config, precision)
+    _leave_out_external_kernels(trt, config)
+    if hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
+        # Else a second execution context on the same profile fails to enqueue on 8.6.
+        config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
+    profile = builder.create_optimization_profile()
+    batches = (shapes.min_batch, shapes.opt_batch, shapes.max_batch)
+    profile.set_shape(shapes.input_name, *(shapes.input_shape(batch) for batch in batches))
+    config.add_optimization_profile(profile)
+    return config
+
+
+def _set_precision_flags(trt: ModuleType, config: Any, precision: str) -> None:
+    if precision == "fp32" and hasattr(trt.BuilderFlag, "TF32"):
+        config.clear_flag(trt.BuilderFlag.TF32)  # on by default; FP32 in a report means FP32
+    if _is_strongly_typed(trt):
+        return  # the ONNX file says the precision, and TensorRT refuses flags beside it
+    if precision in ("fp16", "int8") and hasattr(trt.BuilderFlag, "FP16"):
+        config.set_flag(trt.BuilderFlag.FP16)
+    if precision == "int8" and hasattr(trt.BuilderFlag, "INT8"):
+        config.set_flag(trt.BuilderFlag.INT8)
+
+
+def _leave_out_external_kernels(trt: ModuleType, config: Any) -> None:
+    """Build without kernels of cuBLAS and cuDNN, which 11 dropped: a plan should need TensorRT and the driver only."""
+    sources = config.get_tactic_sources()
+    if hasattr(trt.TacticSource, "CUBLAS"):
+        sources &= ~(1 << int(trt.TacticSource.CUBLAS))
+    if hasattr(trt.TacticSource, "CUBLAS_LT"):
+        sources &= ~(1 << int(trt.TacticSource.CUBLAS_LT))
+    if hasattr(trt.TacticSource, "CUDNN"):
+        sources &= ~(1 << int(trt.TacticSource.CUDNN))
+    config.set_tactic_sources(sources)
+
+
+def _timing_cache_name(trt: ModuleType) -> str:
+    """Timings hold for one TensorRT version, GPU model and driver."""
+    name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{_driver_version()}"
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()) + ".timing"
+
+
+def _driver_version() -> str:
+    """Version of the NVIDIA driver; "unknown" where NVML is not reachable, as in some sandboxes."""
+    found = gpus()
+    return found[0].driver if found else "unknown"
+
+
+def _load_timing_cache(config: Any, cache_file: Path | None) -> None:
+    """Give the build a timing cache: that of `cache_file` when there is a usable one, else an empty one."""
+    known = cache_file.read_bytes() if cache_file is not None and cache_file.is_file() else b""
+    cache = config.create_timing_cache(known)
+    if cache is None or not config.set_timing_cache(cache, False):
+        _log.warning(
+            "the timing cache %s is not usable and starts anew: %s", cache_file, tensorrt_logger().take_errors()
+        )
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def _save_timing_cache(config: Any, cache_file: Path | None) -> None:
+    cache = config.get_timing_cache()
+    if cache_file is None or cache is None:
+        return
+    cache_file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(cache_file, memoryview(cache.serialize()).tobytes())

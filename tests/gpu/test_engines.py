@@ -1,0 +1,230 @@
+"""Engines of a small network in all precisions, against torch. Fails, never skips, without a GPU or TensorRT."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from components.common.errors import EngineryError, UserError
+from components.common.runners.tensorrt import TensorRTRunner, load_tensorrt, tensorrt_logger, why_no_tensorrt
+from components.common.shapes import ShapeSpec
+from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
+from components.export.engines import EngineInfo, build_engine, onnx_file_for
+from components.export.onnx_export import export_onnx
+from components.export.placement import activation_tensors, insert_qdq
+from components.export.precision import raise_opset, to_fp16
+
+SHAPES = ShapeSpec(height=32, width=32, min_batch=1, opt_batch=4, max_batch=8)
+PRECISIONS = ("fp32", "fp16", "int8")
+# Largest difference of a logit from torch in FP32, relative to the largest logit.
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "int8": 1e-1}
+TIMES = {"warmup_s": 0.05, "duration_s": 0.2, "min_iterations": 10}
+
+
+class Network(nn.Module):
+    """Convolutions with a residual addition, pooling and a linear layer: all that Q/DQ placement has to deal with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
+        self.block = nn.Sequential(
+            nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32)
+        )
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.stem(images)  # [B, 32, 16, 16]
+        return self.head(torch.relu(self.block(features) + features))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tensorrt() -> None:
+    reason = why_no_tensorrt()
+    assert reason is None, reason
+
+
+@pytest.fixture(scope="session")
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Network().eval()
+
+
+@pytest.fixture(scope="session")
+def bundle(network, tmp_path_factory) -> Path:
+    """The four ONNX files."""
+    folder = tmp_path_factory.mktemp("bundle")
+    export_onnx(network, folder / "fp32.onnx", SHAPES)
+    fp32 = onnx.load(folder / "fp32.onnx")
+    batches = [images(8, seed) for seed in range(4)]
+    histograms = collect_with_onnxruntime(folder / "fp32.onnx", activation_tensors(fp32), batches)
+    scales = {name: compute_scale(histogram, CalibrationMethod.MAX) for name, histogram in histograms.items()}
+    onnx.save(to_fp16(fp32), folder / "fp16.onnx")
+    onnx.save(insert_qdq(fp32, scales), folder / "int8.onnx")
+    onnx.save(insert_qdq(to_fp16(raise_opset(fp32)), scales), folder / "int8_fp16.onnx")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def built(bundle) -> dict[str, EngineInfo]:
+    """A plan per precision in the bundle's folder."""
+    return {precision: build(bundle, precision) for precision in PRECISIONS}
+
+
+@pytest.fixture(params=PRECISIONS)
+def runner(request, bundle, built):
+    runner = TensorRTRunner(bundle / f"{request.param}.plan", SHAPES)
+    yield runner
+    runner.close()
+
+
+def build(bundle: Path, precision: str, **changes) -> EngineInfo:
+    options = {
+        "shapes": SHAPES,
+        "timing_cache_path": bundle / "timing",
+        "optimization_level": 3,
+        "workspace_bytes": 1 << 30,
+    }
+    source = bundle / onnx_file_for(precision)
+    return build_engine(source, bundle / f"{precision}.plan", precision=precision, **(options | changes))
+
+
+def images(batch: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(SHAPES.input_shape(batch), dtype=np.float32)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("batch", [1, 3, 8, 21])  # 21 = 8 + 8 + 5
+def test_logits_are_those_of_torch(network, bundle, built, precision, batch):
+    inputs = images(batch, seed=100 + batch)
+    with torch.inference_mode():
+        expected = network(torch.from_numpy(inputs)).numpy()
+    runner = TensorRTRunner(bundle / f"{precision}.plan", SHAPES)
+    logits = runner.infer(inputs)
+    runner.close()
+    assert logits.shape == (batch, 10)
+    assert logits.dtype == np.float32
+    assert np.abs(logits - expected).max() <= TOLERANCE[precision] * np.abs(expected).max()
+
+
+def test_int8_is_quantized(bundle, built):
+    """The INT8 engine differs from FP16: its quantization was not optimized away."""
+    answers = []
+    for precision in ("fp16", "int8"):
+        runner = TensorRTRunner(bundle / f"{precision}.plan", SHAPES)
+        answers.append(runner.infer(images(8)))
+        runner.close()
+    assert np.abs(answers[0] - answers[1]).max() > 1e-4
+
+
+def test_info(bundle, built):
+    trt = load_tensorrt()
+    for precision, info in built.items():
+        assert info.precision == precision
+        assert info.source_onnx == onnx_file_for(precision)
+        assert info.tensorrt_version == trt.__version__
+        assert info.gpu_name == torch.cuda.get_device_name()
+        assert info.compute_capability == "{}.{}".format(*torch.cuda.get_device_capability())
+        assert info.size_bytes == (bundle / f"{precision}.plan").stat().st_size
+        assert info.build_seconds > 0
+
+
+def test_timing_cache_is_reused(bundle, built):
+    (cache,) = (bundle / "timing").iterdir()
+    before = cache.stat().st_size
+    again = build(bundle, "fp16")
+    assert before > 0
+    assert cache.stat().st_size >= before
+    assert again.build_seconds < built["fp16"].build_seconds
+
+
+def test_damaged_timing_cache_starts_anew(bundle, built, tmp_path):
+    (cache,) = (bundle / "timing").iterdir()
+    (tmp_path / cache.name).write_bytes(b"not a timing cache")
+    build(bundle, "fp32", timing_cache_path=tmp_path)
+    assert (tmp_path / cache.name).read_bytes() != b"not a timing cache"
+
+
+@pytest.mark.parametrize("with_transfers", [True, False])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_measure(runner, batch, with_transfers):
+    timing = runner.measure(batch, **TIMES, with_transfers=with_transfers)
+    assert timing.batch_size == batch
+    assert len(timing.latencies_ms) >= TIMES["min_iterations"]
+    assert timing.wall_s >= TIMES["duration_s"]
+    assert (timing.latencies_ms > 0).all()
+    assert timing.images_per_s > 0
+
+
+def test_measured_computation_is_a_cuda_graph(runner):
+    runner.measure(4, **TIMES)
+    assert all(slot.graph is not None for slot in runner._slots)
+
+
+def test_runner_answers_the_same_after_measuring(runner):
+    inputs = images(5)
+    before = runner.infer(inputs)
+    runner.measure(8, **TIMES)
+    np.testing.assert_array_equal(runner.infer(inputs), before)
+
+
+def test_two_runners_of_one_plan(bundle, built):
+    first, second = (TensorRTRunner(bundle / "fp16.plan", SHAPES) for _ in range(2))
+    np.testing.assert_array_equal(first.infer(images(3)), second.infer(images(3)))
+    first.close()
+    second.close()
+
+
+def test_measure_refuses_batches_outside_the_profile(runner):
+    with pytest.raises(UserError, match="batches of 1 to 8, got 9"):
+        runner.measure(9, **TIMES)
+
+
+def test_infer_refuses_other_shapes(runner):
+    with pytest.raises(UserError, match=r"got \(2, 3, 16, 16\)"):
+        runner.infer(np.zeros((2, 3, 16, 16), np.float32))
+
+
+def test_closed_runner(bundle, built):
+    runner = TensorRTRunner(bundle / "fp32.plan", SHAPES)
+    runner.close()
+    with pytest.raises(EngineryError, match="closed"):
+        runner.infer(images(1))
+    with pytest.raises(EngineryError, match="closed"):
+        runner.measure(1, **TIMES)
+    runner.close()  # a second time does no harm
+
+
+def test_plan_of_another_version(bundle, built, tmp_path):
+    damaged = bytearray((bundle / "fp32.plan").read_bytes())
+    damaged[:64] = bytes(64)  # where TensorRT keeps its magic number and version
+    (tmp_path / "other.plan").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"can't load the plan .*export again on this machine"):
+        TensorRTRunner(tmp_path / "other.plan", SHAPES)
+
+
+def test_plan_for_smaller_batches(bundle, built):
+    larger = SHAPES.model_copy(update={"max_batch": 64})
+    with pytest.raises(UserError, match="export again with these shapes"):
+        TensorRTRunner(bundle / "fp32.plan", larger)
+
+
+def test_parser_errors_are_readable(bundle, tmp_path):
+    (tmp_path / "bad.onnx").write_bytes(b"no protobuf at all")
+    with pytest.raises(EngineryError, match=r"can't parse .*bad\.onnx"):
+        build_engine(
+            tmp_path / "bad.onnx",
+            tmp_path / "bad.plan",
+            precision="fp32",
+            shapes=SHAPES,
+            timing_cache_path=None,
+            optimization_level=3,
+            workspace_bytes=1 << 30,
+        )
+    assert not (tmp_path / "bad.plan").exists()
+
+
+def test_logger_is_one_per_process():
+    assert tensorrt_logger() is tensorrt_logger()

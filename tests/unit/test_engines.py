@@ -1,0 +1,164 @@
+"""What of the TensorRT code needs no GPU: the probe, the choice of ONNX file and the checks of arguments."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from components.common.errors import RuntimeUnavailable, UserError
+from components.common.runners.tensorrt import TensorRTRunner, load_tensorrt, why_no_tensorrt
+from components.common.shapes import ShapeSpec
+from components.export import engines
+
+SHAPES = ShapeSpec(height=8, width=8)
+
+
+def fake_tensorrt(*, creation_flags: tuple[str, ...], builder_flags: tuple[str, ...]) -> SimpleNamespace:
+    """The two enums that tell versions apart, with members as in the version meant."""
+    return SimpleNamespace(
+        NetworkDefinitionCreationFlag=SimpleNamespace(**{flag: bit for bit, flag in enumerate(creation_flags)}),
+        BuilderFlag=SimpleNamespace(**{flag: bit for bit, flag in enumerate(builder_flags)}),
+    )
+
+
+TENSORRT_8 = fake_tensorrt(
+    creation_flags=("EXPLICIT_BATCH", "EXPLICIT_PRECISION"), builder_flags=("FP16", "INT8", "TF32")
+)
+TENSORRT_10 = fake_tensorrt(creation_flags=("EXPLICIT_BATCH", "STRONGLY_TYPED"), builder_flags=("FP16", "INT8", "TF32"))
+TENSORRT_11 = fake_tensorrt(creation_flags=("STRONGLY_TYPED",), builder_flags=("TF32",))
+
+
+class Config:
+    """Records flags; TF32 is on from the start, as in TensorRT."""
+
+    def __init__(self, trt: SimpleNamespace) -> None:
+        self.flags = {trt.BuilderFlag.TF32}
+
+    def set_flag(self, flag: int) -> None:
+        self.flags.add(flag)
+
+    def clear_flag(self, flag: int) -> None:
+        self.flags.remove(flag)
+
+
+@pytest.fixture
+def with_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """An importable folder `tensorrt` that hides any installed one."""
+    folder = tmp_path / "tensorrt"
+    folder.mkdir()
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    sys.modules.pop("tensorrt", None)
+
+
+def test_without_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA GPU" in why_no_tensorrt()
+    with pytest.raises(RuntimeUnavailable, match="no CUDA GPU"):
+        load_tensorrt()
+    with pytest.raises(RuntimeUnavailable, match="no CUDA GPU"):
+        TensorRTRunner(Path("missing.plan"), SHAPES)
+
+
+def test_not_installed(monkeypatch, with_gpu):
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    reason = why_no_tensorrt()
+    assert "not installed" in reason
+    assert "pip install 'enginery[tensorrt]'" in reason
+
+
+def test_installed_without_libraries(package, with_gpu):
+    cause = "libnvinfer.so.10: cannot open shared object file"
+    (package / "__init__.py").write_text(f"raise ImportError({cause!r})\n")
+    reason = why_no_tensorrt()
+    assert cause in reason
+    assert "NVIDIA's package index" in reason
+
+
+def test_installed_without_its_own_dependency(package, with_gpu):
+    (package / "__init__.py").write_text("import tensorrt_bindings_that_are_missing\n")
+    assert "tensorrt_bindings_that_are_missing" in why_no_tensorrt()
+
+
+def test_empty_folder_of_that_name(package, with_gpu):
+    assert "does not load" in why_no_tensorrt()
+
+
+def test_usable(package, with_gpu):
+    (package / "__init__.py").write_text("class Builder: pass\n")
+    assert why_no_tensorrt() is None
+    assert load_tensorrt().Builder
+
+
+@pytest.mark.parametrize(
+    ("trt", "files"),
+    [
+        (TENSORRT_8, {"fp32": "fp32.onnx", "fp16": "fp32.onnx", "int8": "int8.onnx"}),
+        (TENSORRT_10, {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}),
+        (TENSORRT_11, {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}),
+    ],
+    ids=["8.6", "10", "11"],
+)
+def test_onnx_file(monkeypatch, trt, files):
+    monkeypatch.setattr(engines, "load_tensorrt", lambda: trt)
+    assert {precision: engines.onnx_file_for(precision) for precision in files} == files
+
+
+@pytest.mark.parametrize(
+    ("trt", "bits"), [(TENSORRT_8, 0b01), (TENSORRT_10, 0b11), (TENSORRT_11, 0b1)], ids=["8.6", "10", "11"]
+)
+def test_network_flags(trt, bits):
+    assert engines._network_flags(trt) == bits
+
+
+@pytest.mark.parametrize(
+    ("trt", "precision", "flags"),
+    [
+        (TENSORRT_8, "fp32", set()),
+        (TENSORRT_8, "fp16", {"FP16", "TF32"}),
+        (TENSORRT_8, "int8", {"FP16", "INT8", "TF32"}),
+        (TENSORRT_10, "fp32", set()),
+        (TENSORRT_10, "int8", {"TF32"}),
+        (TENSORRT_11, "fp32", set()),
+        (TENSORRT_11, "fp16", {"TF32"}),
+    ],
+)
+def test_precision_flags(trt, precision, flags):
+    config = Config(trt)
+    engines._set_precision_flags(trt, config, precision)
+    assert config.flags == {getattr(trt.BuilderFlag, flag) for flag in flags}
+
+
+def test_unknown_precision():
+    with pytest.raises(UserError, match=r"'int4'.*fp32, fp16, int8"):
+        engines.onnx_file_for("int4")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"optimization_level": 6}, "optimization_level must be 0 .* got 6"),
+        ({}, "there is no ONNX file"),
+    ],
+)
+def test_arguments_are_checked_before_tensorrt_is_needed(tmp_path, change, message):
+    arguments = {"precision": "fp16", "optimization_level": 3} | change
+    with pytest.raises(UserError, match=message):
+        engines.build_engine(
+            tmp_path / "fp16.onnx",
+            tmp_path / "fp16.plan",
+            shapes=SHAPES,
+            timing_cache_path=None,
+            workspace_bytes=1 << 30,
+            **arguments,
+        )
