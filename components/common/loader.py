@@ -1,0 +1,177 @@
+"""DALI loaders built from a data set's shards and its TransformSpec, on the CPU or a GPU.
+
+The evaluation pipeline does what TransformSpec says and nothing else; the training pipeline adds augmentation.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+from components.common.artifacts import Artifact, DatasetManifest
+from components.common.environment import num_cores
+from components.common.transforms import Augmentation, TransformSpec
+
+IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")
+_INTERPOLATION = {"bilinear": types.DALIInterpType.INTERP_LINEAR, "bicubic": types.DALIInterpType.INTERP_CUBIC}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Images and labels on the loader's device."""
+
+    images: torch.Tensor  # [B, 3, H, W] float32, channels_last, normalized
+    labels: torch.Tensor  # [B] int64
+
+
+def _normalize(images: Any, spec: TransformSpec, *, mirror: Any, crop: int | None) -> Any:
+    scale = [255.0 * value for value in spec.std]
+    mean = [255.0 * value for value in spec.mean]
+    crops = {"crop": (crop, crop)} if crop else {}
+    # HWC float32: permuted to NCHW on arrival, this is torch's channels_last without a copy.
+    return fn.crop_mirror_normalize(
+        images, dtype=types.FLOAT, output_layout="HWC", mean=mean, std=scale, mirror=mirror, **crops
+    )
+
+
+@pipeline_def(enable_conditionals=False)
+def _evaluation_pipeline(reader: dict[str, Any], spec: TransformSpec, device: str) -> tuple[Any, Any]:
+    # label: uint8 text of fixed width, see _labels
+    raw, label = fn.readers.webdataset(**reader)
+    images = fn.decoders.image(raw, device="mixed" if device == "gpu" else "cpu", output_type=types.RGB)
+    images = fn.resize(
+        images, resize_shorter=spec.resize_size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True
+    )
+    return _normalize(images, spec, mirror=0, crop=spec.crop_size), label
+
+
+@pipeline_def(enable_conditionals=False)
+def _training_pipeline(
+    reader: dict[str, Any], spec: TransformSpec, augmentation: Augmentation, device: str
+) -> tuple[Any, Any]:
+    raw, label = fn.readers.webdataset(**reader)
+    ratio = augmentation.max_aspect_ratio
+    images = fn.decoders.image_random_crop(
+        raw,
+        device="mixed" if device == "gpu" else "cpu",
+        output_type=types.RGB,
+        random_area=[augmentation.min_area, 1.0],
+        random_aspect_ratio=[1 / ratio, ratio],
+    )
+    images = fn.resize(
+        images, size=[spec.crop_size] * 2, interp_type=_INTERPOLATION[spec.interpolation], antialias=True
+    )
+    mirror = fn.random.coin_flip(probability=augmentation.flip_probability)
+    return _normalize(images, spec, mirror=mirror, crop=None), label
+
+
+class Loader:
+    """Batches of one split, epoch after epoch.
+
+    In training every rank gets the same number of full batches; the samples that don't fill one are left to the
+    next epochs' shuffle. In evaluation each image comes exactly once and the last batch may be smaller.
+    """
+
+    def __init__(
+        self,
+        dataset: Artifact[DatasetManifest],
+        split: str,
+        spec: TransformSpec,
+        *,
+        batch_size: int,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+        shard_id: int = 0,
+        num_shards: int = 1,
+        device_id: int | None = None,
+        num_threads: int = 0,
+    ) -> None:
+        """Build the pipeline.
+
+        Args:
+            dataset: the artifact that preprocess wrote.
+            split: "train" or "val".
+            spec: resize, crop and normalization.
+            batch_size: images per batch of this process.
+            augmentation: None for evaluation.
+            seed: of shuffling and augmentation.
+            shard_id: this process's part of the split, 0 <= shard_id < num_shards.
+            num_shards: processes that share the split.
+            device_id: GPU to decode and to deliver on; None for the CPU.
+            num_threads: decoder threads; 0 for one per core.
+        """
+        info = dataset.manifest.splits[split]  # type: ignore[index]
+        training = augmentation is not None
+        reader = {
+            "name": "reader",
+            "paths": [str(dataset.path / shard) for shard in info.shards],
+            "index_paths": [str((dataset.path / shard).with_suffix(".idx")) for shard in info.shards],
+            "ext": [";".join(IMAGE_EXTENSIONS), "cls"],
+            "missing_component_behavior": "error",
+            "random_shuffle": training,
+            "initial_fill": min(8192, info.num_images),
+            "shard_id": shard_id,
+            "num_shards": num_shards,
+            "stick_to_shard": not training,
+            "pad_last_batch": not training,
+            "dont_use_mmap": False,
+        }
+        options = {
+            "batch_size": batch_size,
+            "num_threads": num_threads or num_cores(),
+            "device_id": device_id,
+            "seed": seed + 1000003 * shard_id,
+        }
+        device = "cpu" if device_id is None else "gpu"
+        if augmentation is not None:
+            pipe = _training_pipeline(reader, spec, augmentation, device, **options)
+        else:
+            pipe = _evaluation_pipeline(reader, spec, device, **options)
+        first, last = (info.num_images * shard // num_shards for shard in (shard_id, shard_id + 1))
+        self.num_images = last - first
+        if training:
+            # The smallest part decides for all ranks, so that none waits for a batch that never comes.
+            self.num_batches = info.num_images // num_shards // batch_size
+        else:
+            self.num_batches = math.ceil(self.num_images / batch_size)
+        pipe.build()
+        self._iterator = _torch_iterator(pipe, self.num_batches * batch_size if training else None)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        for (batch,) in self._iterator:
+            yield Batch(images=batch["images"].permute(0, 3, 1, 2), labels=_labels(batch["labels"]))
+
+
+def _torch_iterator(pipe: Any, epoch_size: int | None) -> DALIGenericIterator:
+    """Torch batches of `pipe`: exactly `epoch_size` images an epoch in full batches, or the whole split once."""
+    options: dict[str, Any] = {"auto_reset": True, "prepare_first_batch": False}
+    if epoch_size is None:
+        options |= {"reader_name": "reader", "last_batch_policy": LastBatchPolicy.PARTIAL}
+        return DALIGenericIterator([pipe], ["images", "labels"], **options)
+    with warnings.catch_warnings():
+        # DALI advises against a size set by hand, because samples then move between epochs. Here they should.
+        warnings.simplefilter("ignore")
+        options |= {"size": epoch_size, "last_batch_policy": LastBatchPolicy.DROP}
+        return DALIGenericIterator([pipe], ["images", "labels"], **options)
+
+
+def _labels(encoded: torch.Tensor) -> torch.Tensor:
+    """Decimal text of fixed width to numbers. encoded: [B, width] uint8, ASCII digits."""
+    digits = encoded.to(torch.int64) - ord("0")
+    powers = 10 ** torch.arange(digits.shape[1] - 1, -1, -1, dtype=torch.int64, device=digits.device)
+    return (digits * powers).sum(dim=1)
+
+
+def to_numpy(images: torch.Tensor) -> np.ndarray:
+    """A batch as the runners take it: [B, 3, H, W] float32, C-contiguous, on the host."""
+    return images.cpu().contiguous().numpy()

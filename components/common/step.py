@@ -1,0 +1,132 @@
+"""How a step starts and ends, the same under KFP, in a container and typed by a person."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import psutil
+
+from components.common.errors import EXIT_FAILURE, EngineryError, UserError
+from components.common.settings import StepConfig, load_yaml, parse_value, resolve, type_label
+from components.common.steplog import StepLog
+
+DEBUG_VARIABLE = "ENGINERY_DEBUG"  # "1": show tracebacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of the chain: its name, config and what it reads. `components.<name>.run` holds its work.
+
+    `run(config, log, *, output, **inputs)` writes an artifact into the directory `output` and returns one line
+    that says what it made.
+    """
+
+    name: str
+    config: type[StepConfig]
+    inputs: Mapping[str, str]  # name of each input -> what a person should name there
+
+    def execute(self, settings: Mapping[str, Any], *, output: str | Path, **inputs: str | Path) -> None:
+        """Run the step and leave the process when it fails, with the exit code that says whose fault it was."""
+        log = StepLog(self.name)
+        signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
+        except KeyboardInterrupt:
+            _fail(log, EngineryError("interrupted"), code=130)
+        except EngineryError as error:
+            _fail(log, error, code=error.exit_code)
+        except Exception as error:  # the boundary of the process: a bug or a broken machine, told in one line
+            reason = f"{type(error).__name__}: {error}"
+            _fail(log, EngineryError(f"{reason} (set {DEBUG_VARIABLE}=1 for the traceback)"), code=EXIT_FAILURE)
+
+    def _execute(self, log: StepLog, settings: Mapping[str, Any], output: Path, inputs: dict[str, Path]) -> None:
+        process_started = psutil.Process().create_time()
+        log.event("started", process_started=process_started)
+        config = resolve(self.config, self.name, settings)
+        tracked = any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
+        run: Callable[..., str] = import_module(f"components.{self.name}.run").run
+        if tracked:
+            from components.common.tracking import step_run
+        imports_s = time.time() - process_started
+        started = time.perf_counter()
+        with step_run(self.name) if tracked else nullcontext() as tracker:
+            log.run = tracker
+            log.tracking_s = time.perf_counter() - started
+            log.params(config.model_dump(mode="json"))
+            work_started = time.perf_counter()
+            tracking_before = log.tracking_s
+            outcome = run(config, log, output=output, **inputs)
+            work_s = time.perf_counter() - work_started - (log.tracking_s - tracking_before)
+            if (manifest := output / "manifest.json").exists():
+                log.artifact(manifest)
+        seconds = {"imports": imports_s, "work": work_s, "tracking": log.tracking_s}
+        log.event("finished", outcome=outcome, seconds=seconds)
+        print(f"{self.name}: {outcome}", file=sys.stderr, flush=True)
+
+    def command(self) -> click.Command:
+        """The command line of the step, its options made from the config's fields."""
+        options: list[click.Parameter] = [
+            click.Option([f"--{name}"], required=True, type=click.Path(path_type=Path), metavar="DIR", help=text)
+            for name, text in self.inputs.items()
+        ]
+        options.append(
+            click.Option(
+                ["--output"],
+                required=True,
+                type=click.Path(path_type=Path),
+                metavar="DIR",
+                help="Empty or new directory.",
+            )
+        )
+        options.append(
+            click.Option(["--config"], type=click.Path(path_type=Path), help="YAML file of the settings below.")
+        )
+        options.extend(config_option(name, self.config) for name in self.config.model_fields)
+        text = import_module(f"components.{self.name}").__doc__ or ""
+        return click.Command(
+            self.name,
+            params=options,
+            callback=self._from_command_line,
+            help=text.replace("\n\n", "\n\n\b\n"),  # click keeps the lines of a paragraph that starts so
+        )
+
+    def _from_command_line(self, output: Path, config: Path | None, **values: Any) -> None:
+        inputs = {name: values.pop(name) for name in self.inputs}
+        try:
+            from_file = load_yaml(config) if config else {}
+            typed = {name: parse_value(value) for name, value in values.items() if value is not None}
+        except UserError as error:
+            _fail(StepLog(self.name), error, code=error.exit_code)
+        self.execute({**from_file, **typed}, output=output, **inputs)
+
+
+def config_option(name: str, config: type[StepConfig]) -> click.Option:
+    """A command-line option for one config field; the config itself converts and checks the value."""
+    field = config.model_fields[name]
+    default = "" if field.is_required() else f"  [default: {field.get_default(call_default_factory=True)}]"
+    return click.Option(
+        [f"--{name.replace('_', '-')}"],
+        metavar=type_label(field).upper() if "|" not in type_label(field) else f"[{type_label(field)}]",
+        help=f"{field.description}{default}",
+    )
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _fail(log: StepLog, error: EngineryError, *, code: int) -> NoReturn:
+    log.event("failed", message=str(error), exit_code=code)
+    if os.environ.get(DEBUG_VARIABLE) == "1":
+        traceback.print_exc()
+    print(f"{log.step}: {error}", file=sys.stderr, flush=True)
+    sys.exit(code)

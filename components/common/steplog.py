@@ -1,0 +1,109 @@
+"""What a step says while it runs: events for the parent, lines for a person, metrics for MLflow.
+
+A local run passes a step's output on line by line, so an event is one line: a prefix and a JSON object. The parent
+(`enginery run`) renders the events and files everything else in the step's log. Without a parent, a person reads.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from components.common.errors import UserError
+
+if TYPE_CHECKING:
+    from components.common.artifacts import AccuracyRow, BenchmarkRow
+    from components.common.tracking import StepRun
+
+EVENT_PREFIX = "@enginery "
+EVENTS_VARIABLE = "ENGINERY_EVENTS"  # set to "1" by a parent that renders events
+
+_EVENT_INTERVAL_S = 0.2
+_LINE_INTERVAL_S = 5.0
+
+
+class StepLog:
+    """The voice of one running step."""
+
+    def __init__(self, step: str, run: "StepRun | None" = None) -> None:
+        """`run` is the step's MLflow run, or None where nothing is tracked."""
+        self.step = step
+        self.run = run
+        self.tracking_s = 0.0  # time spent talking to MLflow, reported apart from the step's work
+        self._events = os.environ.get(EVENTS_VARIABLE) == "1"
+        self._last_progress = 0.0
+        self._last_phase = ""
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Tell the parent something. Nothing is printed where there is no parent."""
+        if self._events:
+            line = json.dumps({"event": event, "step": self.step, "time": time.time(), **fields})
+            print(EVENT_PREFIX + line, flush=True)
+
+    def note(self, text: str) -> None:
+        """One line a person should see."""
+        self._say("note", text)
+
+    def warning(self, text: str) -> None:
+        """One line a person must see: something is missing or doubtful, and the step goes on."""
+        self._say("warning", text)
+
+    def _say(self, kind: str, text: str) -> None:
+        self.event(kind, text=text)
+        if not self._events:
+            print(f"{self.step}: {text}", file=sys.stderr, flush=True)
+
+    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
+        """How far a phase is, such as ("training", 1200, 8622, "epoch 2/6, loss 0.81"). Rate-limited."""
+        now = time.monotonic()
+        interval_s = _EVENT_INTERVAL_S if self._events else _LINE_INTERVAL_S
+        if phase == self._last_phase and now - self._last_progress < interval_s and done < total:
+            return
+        self._last_phase, self._last_progress = phase, now
+        self.event("progress", phase=phase, done=done, total=total, detail=detail)
+        if not self._events:
+            text = f"{self.step}: {phase} {done}/{total}" + (f", {detail}" if detail else "")
+            print(text, file=sys.stderr, flush=True)
+
+    def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
+        """Log metrics to MLflow; `position` is the epoch, or whatever the x axis of the metric is."""
+        if self.run is not None:
+            with self._tracking():
+                self.run.log_metrics(values, position)
+
+    def params(self, values: dict[str, Any]) -> None:
+        """Log parameters to MLflow, nested mappings flattened with dots."""
+        if self.run is not None:
+            with self._tracking():
+                self.run.log_params(values)
+
+    def artifact(self, path: Path, directory: str = "") -> None:
+        """Upload a file or a directory to the step's MLflow run."""
+        if self.run is not None:
+            with self._tracking():
+                self.run.log_artifact(path, directory)
+
+    def model(
+        self, accuracy: "AccuracyRow", benchmark: list["BenchmarkRow"], tags: dict[str, str], *, dataset_digest: str
+    ) -> None:
+        """Log one precision as a LoggedModel with what was measured on the validation split."""
+        if self.run is not None:
+            with self._tracking():
+                self.run.log_model(accuracy, benchmark, tags, dataset_digest=dataset_digest)
+
+    def register(self, name: str, artifact_directory: str, alias: str, tags: dict[str, str]) -> str:
+        """Register what was uploaded to `artifact_directory`; returns the version. Needs a run."""
+        if self.run is None:
+            raise UserError("registering a model needs MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
+        with self._tracking():
+            return self.run.register(name, artifact_directory, alias, tags)
+
+    @contextmanager
+    def _tracking(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.tracking_s += time.perf_counter() - started

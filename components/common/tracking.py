@@ -1,0 +1,192 @@
+"""MLflow, and nothing else imports it. Metric names carry their unit: `val_top1_pct`, `p50_ms`, `images_per_s`.
+
+A step finds its run by the contract of KFP's MLflow plugin: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_ID and
+MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the parent passes its own run in
+ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Param
+from mlflow.exceptions import MlflowException
+from mlflow.utils.time import get_current_time_millis
+
+from components.common.artifacts import AccuracyRow, BenchmarkRow
+from components.common.errors import EngineryError
+
+PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
+_MAX_PARAM_LENGTH = 500
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = str(value)[:_MAX_PARAM_LENGTH]
+    return flat
+
+
+class StepRun:
+    """The MLflow run of one step."""
+
+    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str) -> None:
+        self.client = client
+        self.run_id = run_id
+        self.experiment_id = experiment_id
+
+    def log_params(self, values: Mapping[str, Any]) -> None:
+        """Log parameters, nested mappings flattened with dots."""
+        params = [Param(key, value) for key, value in _flatten(values).items()]
+        self.client.log_batch(self.run_id, params=params)
+
+    def log_metrics(self, values: Mapping[str, float], position: int) -> None:
+        """Log metrics at one position of their x axis."""
+        now = get_current_time_millis()
+        self.client.log_batch(self.run_id, metrics=[Metric(key, value, now, position) for key, value in values.items()])
+
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        """Set tags of the run."""
+        for key, value in values.items():
+            self.client.set_tag(self.run_id, key, value)
+
+    def log_artifact(self, path: Path, directory: str = "") -> None:
+        """Upload a file, or a directory with all it holds."""
+        upload = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
+        upload(self.run_id, str(path), directory or None)
+
+    def log_model(
+        self,
+        accuracy: AccuracyRow,
+        benchmark: list[BenchmarkRow],
+        tags: Mapping[str, str],
+        *,
+        dataset_digest: str,
+    ) -> str:
+        """One LoggedModel per precision, its metrics tied to the data they were measured on. Returns the model's id."""
+        model = self.client.create_logged_model(
+            self.experiment_id,
+            name=f"{tags['architecture'].replace('/', '_')}-{accuracy.precision}",
+            source_run_id=self.run_id,
+            tags={"precision": accuracy.precision, "runtime": accuracy.runtime, **tags},
+            params={"file": accuracy.file, "size_bytes": str(accuracy.size_bytes), "device": accuracy.device},
+            model_type="classifier",
+        )
+        metrics = {"top1_pct": accuracy.top1_pct, "top5_pct": accuracy.top5_pct}
+        metrics["delta_top1_points"] = accuracy.delta_top1_points
+        for row in benchmark:
+            metrics[f"p50_ms_b{row.batch_size}"] = row.p50_ms
+            metrics[f"images_per_s_b{row.batch_size}"] = row.images_per_s
+        for key, value in metrics.items():
+            if value is not None:
+                self.client.log_metric(
+                    self.run_id,
+                    key,
+                    value,
+                    model_id=model.model_id,
+                    dataset_name="val",
+                    dataset_digest=dataset_digest.removeprefix("sha256:")[:36],  # MLflow's longest
+                )
+        self.client.log_outputs(self.run_id, [LoggedModelOutput(model_id=model.model_id, step=0)])
+        self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+        return str(model.model_id)
+
+    def register(self, name: str, artifact_directory: str, alias: str, tags: Mapping[str, str]) -> str:
+        """Register what this run uploaded to `artifact_directory` as a model version with an alias.
+
+        Returns:
+            The version's number, as MLflow writes it.
+        """
+        try:
+            self.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        uri = f"{self.client.get_run(self.run_id).info.artifact_uri}/{artifact_directory}"
+        version = self.client.create_model_version(name, uri, run_id=self.run_id, tags=dict(tags))
+        self.client.set_registered_model_alias(name, alias, version.version)
+        return str(version.version)
+
+
+def tracking_configured() -> bool:
+    """Whether the environment names a place to track in."""
+    return any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
+
+
+@contextmanager
+def step_run(step: str) -> Iterator[StepRun]:
+    """The run of a step: the one that KFP's plugin made, or a new one nested in the pipeline's run.
+
+    The run ends FINISHED, FAILED or, on an interrupt, KILLED.
+    """
+    client = MlflowClient()
+    if run_id := os.environ.get("MLFLOW_RUN_ID"):
+        info = client.get_run(run_id).info
+        yield StepRun(client, run_id, info.experiment_id)
+        return  # whoever made the run ends it
+    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, "enginery")
+    tags = {"enginery.step": step}
+    if parent := os.environ.get(PARENT_RUN_VARIABLE):
+        tags["mlflow.parentRunId"] = parent
+    run = client.create_run(experiment_id, run_name=step, tags=tags)
+    status = "FAILED"
+    try:
+        yield StepRun(client, run.info.run_id, experiment_id)
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        client.set_terminated(run.info.run_id, status=status)
+
+
+def _experiment(client: MlflowClient, name: str) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    root = os.environ.get("ENGINERY_ARTIFACT_ROOT")  # only for a tracking store without a server of its own
+    return str(client.create_experiment(name, artifact_location=root))
+
+
+class PipelineRun:
+    """The parent run of one pipeline run; the steps' runs are nested in it."""
+
+    def __init__(self, tracking_uri: str, experiment: str, name: str, artifact_root: Path | None) -> None:
+        """Open the tracking store (creating a fresh SQLite file before any step can) and start the run.
+
+        Raises:
+            EngineryError: the tracking server can't be reached or refuses.
+        """
+        mlflow.set_tracking_uri(tracking_uri)
+        if artifact_root is not None:
+            os.environ["ENGINERY_ARTIFACT_ROOT"] = artifact_root.absolute().as_uri()
+        try:
+            self.client = MlflowClient()
+            self.experiment_id = _experiment(self.client, experiment)
+            self.run_id = self.client.create_run(self.experiment_id, run_name=name).info.run_id
+        except MlflowException as error:
+            raise EngineryError(
+                f"MLflow at {tracking_uri} can't be used: {error}. "
+                "Start the server, or unset MLFLOW_TRACKING_URI to track in a local SQLite file"
+            ) from None
+        self.step_run = StepRun(self.client, self.run_id, self.experiment_id)
+
+    def environment(self) -> dict[str, str]:
+        """What the steps need to find this run."""
+        return {
+            "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri(),
+            "MLFLOW_EXPERIMENT_ID": self.experiment_id,
+            PARENT_RUN_VARIABLE: self.run_id,
+        }
+
+    def finish(self, status: str, tags: Mapping[str, str]) -> None:
+        """End the run as "FINISHED", "FAILED" or "KILLED"."""
+        self.step_run.set_tags(tags)
+        self.client.set_terminated(self.run_id, status=status)

@@ -1,0 +1,51 @@
+"""export as KFP components: one for a Checkpoint of the train step, one for a model of the user's own."""
+
+from kfp import dsl
+
+from components.common.images import image_for
+
+
+@dsl.component(base_image=image_for("export"), packages_to_install=[], install_kfp_package=False)
+def export(
+    checkpoint: dsl.Input[dsl.Model],
+    dataset: dsl.Input[dsl.Dataset],
+    calibration_method: str,
+    num_calibration_images: int,
+    seed: int,
+    settings: dict,  # type: ignore[type-arg]
+    bundle: dsl.Output[dsl.Model],
+) -> None:
+    """Checkpoint -> ONNX in three precisions and TensorRT engines."""
+    from components.export.__main__ import STEP
+
+    values = {
+        "calibration_method": calibration_method,
+        "num_calibration_images": num_calibration_images,
+        "seed": seed,
+    }
+    STEP.execute({**settings, **values}, model=checkpoint.path, dataset=dataset.path, output=bundle.path)
+
+
+@dsl.component(base_image=image_for("export"), packages_to_install=[], install_kfp_package=False)
+def export_own(
+    model: str,
+    dataset: dsl.Input[dsl.Dataset],
+    architecture: str,
+    image_size: int,
+    calibration_method: str,
+    num_calibration_images: int,
+    seed: int,
+    settings: dict,  # type: ignore[type-arg]
+    bundle: dsl.Output[dsl.Model],
+) -> None:
+    """Own checkpoint or ONNX file -> ONNX in three precisions and TensorRT engines."""
+    from components.export.__main__ import STEP
+
+    values = {
+        "architecture": architecture,
+        "image_size": image_size,
+        "calibration_method": calibration_method,
+        "num_calibration_images": num_calibration_images,
+        "seed": seed,
+    }
+    STEP.execute({**settings, **values}, model=model, dataset=dataset.path, output=bundle.path)

@@ -1,0 +1,9 @@
+"""`python -m components.preprocess`: the container's command and the laptop's."""
+
+from components.common.step import Step
+from components.preprocess.config import PreprocessConfig
+
+STEP = Step(name="preprocess", config=PreprocessConfig, inputs={})
+
+if __name__ == "__main__":
+    STEP.command()()

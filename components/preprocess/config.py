@@ -1,0 +1,35 @@
+"""Settings of preprocess."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from components.common.settings import StepConfig
+
+
+class PreprocessConfig(StepConfig):
+    """How images are found, split, checked and packed."""
+
+    data: str = Field(
+        min_length=1, description="Folder of labelled images: one sub-folder per class, or train/ and val/."
+    )
+    val_fraction: float = Field(
+        0.2, gt=0, lt=1, description="Share of each class held out for validation; unused when the folder has val/."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the split and of the order of the training images.")
+    shard_bytes: int = Field(128_000_000, ge=1_000_000, description="Size that a shard aims at, in bytes.")
+    num_workers: int = Field(0, ge=0, description="Processes that decode and pack; 0 for one per core.")
+    on_bad: Literal["skip", "fail"] = Field(
+        "skip", description="What to do with files that are no usable image: list and leave them out, or stop."
+    )
+    max_bad_fraction: float = Field(
+        0.1, ge=0, le=1, description="Largest share of unusable files that may be left out before the step stops."
+    )
+    max_pixels: int = Field(
+        178_956_970, ge=1, description="Images with more pixels are rejected (decompression bombs)."
+    )
+    class_names_file: str = Field(
+        "",
+        description="Text file with one class name per line, in the order of an existing model's outputs; "
+        "empty for the sorted folder names.",
+    )

@@ -1,0 +1,17 @@
+"""`python -m components.promote`: the container's command and the laptop's."""
+
+from components.common.step import Step
+from components.promote.config import PromoteConfig
+
+STEP = Step(
+    name="promote",
+    config=PromoteConfig,
+    inputs={
+        "bundle": "Bundle that export wrote.",
+        "report": "Report that validate wrote on it.",
+        "verdict": "Verdict that gate wrote on the report.",
+    },
+)
+
+if __name__ == "__main__":
+    STEP.command()()

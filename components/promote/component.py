@@ -1,0 +1,26 @@
+"""promote as a KFP component."""
+
+from kfp import dsl
+
+from components.common.images import image_for
+
+
+@dsl.component(base_image=image_for("promote"), packages_to_install=[], install_kfp_package=False)
+def promote(
+    bundle: dsl.Input[dsl.Model],
+    report: dsl.Input[dsl.Artifact],
+    verdict: dsl.Input[dsl.Artifact],
+    registered_model: str,
+    settings: dict,  # type: ignore[type-arg]
+    promotion: dsl.Output[dsl.Artifact],
+) -> None:
+    """Bundle that passed -> MLflow model version with an alias."""
+    from components.promote.__main__ import STEP
+
+    STEP.execute(
+        {**settings, "registered_model": registered_model},
+        bundle=bundle.path,
+        report=report.path,
+        verdict=verdict.path,
+        output=promotion.path,
+    )

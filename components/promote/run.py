@@ -1,0 +1,66 @@
+"""promote: Bundle + Report + Verdict -> MLflow model version."""
+
+from pathlib import Path
+
+from components.common.artifacts import (
+    BundleManifest,
+    PromotionManifest,
+    ReportManifest,
+    VerdictManifest,
+    load,
+    prepare_directory,
+    seal,
+)
+from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.steplog import StepLog
+from components.promote.config import PromoteConfig
+
+_DIRECTORY = "model"
+
+
+def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verdict: Path, output: Path) -> str:
+    """Check that the three belong together, upload and register. See the package's docstring.
+
+    Raises:
+        GateFailed: the verdict is not a pass.
+        EngineryError: report or verdict are of another bundle.
+        UserError: no MLflow is configured.
+    """
+    models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
+    measured = load(report, ReportManifest)
+    decision = load(verdict, VerdictManifest)
+    if not decision.manifest.passed:
+        raise GateFailed(f"the verdict {verdict} is not a pass; only a bundle that passed its gate is promoted")
+    if measured.manifest.inputs["bundle"] != models.digest:
+        raise EngineryError(f"the report {report} was measured on another bundle than {bundle}; validate this one")
+    if decision.manifest.inputs["report"] != measured.digest:
+        raise EngineryError(f"the verdict {verdict} is on another report than {report}; run the gate on this one")
+    if log.run is None:
+        raise UserError("promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
+    prepare_directory(output)
+    num_bytes = sum(entry.size_bytes for entry in models.manifest.files.values())
+    log.progress("uploading", 0, 1, f"{num_bytes / 1e6:.0f} MB")
+    log.artifact(bundle, f"{_DIRECTORY}/bundle")
+    log.artifact(report, f"{_DIRECTORY}/report")
+    log.artifact(verdict, f"{_DIRECTORY}/verdict")
+    tags = {
+        "bundle_digest": models.digest,
+        "report_digest": measured.digest,
+        "verdict_digest": decision.digest,
+        "precision": decision.manifest.precision,
+        "architecture": models.manifest.architecture,
+    }
+    version = log.register(config.registered_model, _DIRECTORY, config.alias, tags)
+    seal(
+        output,
+        PromotionManifest,
+        inputs={"bundle": models.digest, "report": measured.digest, "verdict": decision.digest},
+        config=config,
+        registered_model=config.registered_model,
+        version=version,
+        alias=config.alias,
+        bundle_digest=models.digest,
+        verdict_digest=decision.digest,
+    )
+    log.event("promotion", registered_model=config.registered_model, version=version, alias=config.alias)
+    return f"{config.registered_model} version {version} registered in MLflow as @{config.alias}"

@@ -1,0 +1,8 @@
+"""Measure what each precision costs in accuracy and buys in speed, by the runtime that would serve it.
+
+Reads:   a Bundle and the validation split of a Dataset.
+Writes:  a Report: accuracy.json, benchmark.json, predictions.npz, manifest.json.
+Needs:   a GPU with TensorRT for engines; without one, OpenVINO runs FP32 and INT8 on the CPU.
+
+Always finishes, whatever it measures: the gate step decides.
+"""

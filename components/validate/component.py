@@ -1,0 +1,18 @@
+"""validate as a KFP component."""
+
+from kfp import dsl
+
+from components.common.images import image_for
+
+
+@dsl.component(base_image=image_for("validate"), packages_to_install=[], install_kfp_package=False)
+def validate(
+    bundle: dsl.Input[dsl.Model],
+    dataset: dsl.Input[dsl.Dataset],
+    settings: dict,  # type: ignore[type-arg]
+    report: dsl.Output[dsl.Artifact],
+) -> None:
+    """Bundle + validation split -> accuracy and speed of each precision."""
+    from components.validate.__main__ import STEP
+
+    STEP.execute(settings, bundle=bundle.path, dataset=dataset.path, output=report.path)

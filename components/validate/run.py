@@ -1,0 +1,170 @@
+"""validate: Bundle + validation split -> Report."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from components.common.artifacts import (
+    AccuracyReport,
+    AccuracyRow,
+    Artifact,
+    BenchmarkReport,
+    BenchmarkRow,
+    BundleManifest,
+    DatasetManifest,
+    ReportManifest,
+    load,
+    prepare_directory,
+    seal,
+    write_atomically,
+)
+from components.common.errors import UserError
+from components.common.evaluation import Predictions, predict
+from components.common.loader import Loader
+from components.common.runners import Runner
+from components.common.steplog import StepLog
+from components.validate.config import ValidateConfig
+from components.validate.serving import Serving, serving_runners
+
+_CPU_BATCHES = (1, 16)
+_GPU_BATCHES = (1, 8, 64, 128)
+
+
+def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, output: Path) -> str:
+    """Measure accuracy, then speed. See the package's docstring."""
+    models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
+    data = load(dataset, DatasetManifest)
+    if models.manifest.classes != data.manifest.classes:
+        raise UserError(f"the bundle {bundle} and the data set {dataset} have different classes")
+    prepare_directory(output)
+    log.progress("loading models", 0, 1)
+    servings = serving_runners(models, config)
+    predictions = _predict(config, servings, models, data, log)
+    accuracy = AccuracyReport(
+        dataset_digest=data.digest,
+        split_digest=data.manifest.splits["val"].digest,
+        bundle_digest=models.digest,
+        rows=tuple(_accuracy_row(serving, predictions) for serving in servings),
+    )
+    benchmark = BenchmarkReport(
+        bundle_digest=models.digest, rows=tuple(_benchmark(config, servings, models.manifest.shapes.max_batch, log))
+    )
+    for serving in servings:
+        if serving.runner is not None:
+            serving.runner.close()
+    write_atomically(output / "accuracy.json", accuracy.model_dump_json(indent=1).encode())
+    write_atomically(output / "benchmark.json", benchmark.model_dump_json(indent=1).encode())
+    arrays = {name: entry.top for name, entry in predictions.items()}  # [N, k] int32 each
+    arrays["labels"] = next(iter(predictions.values())).labels
+    with (output / "predictions.npz").open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
+    report = seal(
+        output,
+        ReportManifest,
+        inputs={"bundle": models.digest, "dataset": data.digest},
+        config=config,
+        accuracy=accuracy,
+        benchmark=benchmark,
+    )
+    _track(report, models, data, log)
+    return _outcome(accuracy)
+
+
+def _predict(
+    config: ValidateConfig,
+    servings: list[Serving],
+    bundle: Artifact[BundleManifest],
+    data: Artifact[DatasetManifest],
+    log: StepLog,
+) -> dict[str, Predictions]:
+    runners: dict[str, Runner] = {
+        serving.precision: serving.runner for serving in servings if serving.runner is not None
+    }
+    on_gpu = config.loader == "auto" and torch.cuda.is_available()
+    loader = Loader(
+        data,
+        "val",
+        bundle.manifest.transform,
+        batch_size=min(config.batch_size, bundle.manifest.shapes.max_batch),
+        device_id=0 if on_gpu else None,
+    )
+    return predict(runners, loader, lambda done, total: log.progress("measuring accuracy", done, total, "images"))
+
+
+def _accuracy_row(serving: Serving, predictions: dict[str, Predictions]) -> AccuracyRow:
+    if serving.runner is None or serving.file is None:
+        return AccuracyRow(precision=serving.precision, runtime="n/a", note=serving.note)
+    own, fp32 = predictions[serving.precision], predictions.get("fp32")
+    return AccuracyRow(
+        precision=serving.precision,
+        runtime=serving.runner.runtime,
+        device=serving.runner.device,
+        file=serving.file.name,
+        size_bytes=serving.file.stat().st_size,
+        num_images=own.num_images,
+        top1_pct=own.top1_pct,
+        top5_pct=own.top5_pct,
+        delta_top1_points=own.top1_pct - fp32.top1_pct if fp32 else None,
+        agreement_pct=own.agreement_pct(fp32) if fp32 else None,
+        note=serving.note,
+    )
+
+
+def _benchmark(config: ValidateConfig, servings: list[Serving], max_batch: int, log: StepLog) -> list[BenchmarkRow]:
+    active = [(serving.precision, serving.runner) for serving in servings if serving.runner is not None]
+    on_gpu = any(runner.runtime == "tensorrt" for _, runner in active)
+    wanted = config.benchmark_batch_sizes or (_GPU_BATCHES if on_gpu else _CPU_BATCHES)
+    batch_sizes = [size for size in sorted(set(wanted)) if size <= max_batch]
+    rows: list[BenchmarkRow] = []
+    for batch_size in batch_sizes:
+        for precision, runner in active:
+            log.progress(
+                "measuring speed", len(rows), len(batch_sizes) * len(active), f"{precision}, batch {batch_size}"
+            )
+            timing = runner.measure(
+                batch_size,
+                warmup_s=config.benchmark_warmup_seconds,
+                duration_s=config.benchmark_seconds,
+                min_iterations=config.min_iterations,
+            )
+            rows.append(
+                BenchmarkRow(
+                    precision=precision,
+                    runtime=runner.runtime,
+                    batch_size=batch_size,
+                    images_per_s=timing.images_per_s,
+                    p50_ms=timing.percentile_ms(50),
+                    p90_ms=timing.percentile_ms(90),
+                    p99_ms=timing.percentile_ms(99),
+                    num_iterations=len(timing.latencies_ms),
+                )
+            )
+    return rows
+
+
+def _track(
+    report: Artifact[ReportManifest],
+    bundle: Artifact[BundleManifest],
+    data: Artifact[DatasetManifest],
+    log: StepLog,
+) -> None:
+    accuracy, benchmark = report.manifest.accuracy, report.manifest.benchmark
+    log.event("results", accuracy=accuracy.model_dump(mode="json"), benchmark=benchmark.model_dump(mode="json"))
+    for row in accuracy.rows:
+        if row.top1_pct is not None:
+            log.metrics({f"{row.precision}_top1_pct": row.top1_pct})
+        rows = [entry for entry in benchmark.rows if entry.precision == row.precision]
+        tags = {"architecture": bundle.manifest.architecture, "bundle_digest": bundle.digest}
+        log.model(row, rows, tags, dataset_digest=data.manifest.splits["val"].digest)
+    for name in ("accuracy.json", "benchmark.json"):
+        log.artifact(report.file(name))
+
+
+def _outcome(accuracy: AccuracyReport) -> str:
+    parts = [
+        f"{row.precision.upper()} {row.top1_pct:.2f} %" if row.top1_pct is not None else f"{row.precision.upper()} n/a"
+        for row in accuracy.rows
+    ]
+    num_images = max(row.num_images for row in accuracy.rows)
+    return f"top-1 on {num_images:,} images: {', '.join(parts)}"

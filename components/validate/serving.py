@@ -1,0 +1,84 @@
+"""Which runtime would serve each precision of a bundle on this machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.common.artifacts import PRECISIONS, Artifact, BundleManifest, EngineEntry, Precision
+from components.common.environment import gpus
+from components.common.errors import RuntimeUnavailable
+from components.common.runners import Runner
+from components.validate.config import ValidateConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """A precision and what runs it here: a runner, or the reason why there is none."""
+
+    precision: Precision
+    file: Path | None
+    runner: Runner | None
+    note: str
+
+
+def serving_runners(bundle: Artifact[BundleManifest], config: ValidateConfig) -> list[Serving]:
+    """A runner per precision, or why there is none.
+
+    Raises:
+        RuntimeUnavailable: config.runtime is "tensorrt" and the bundle has no engines that run here.
+    """
+    engines, missing = _usable_engines(bundle, config)
+    if config.runtime == "tensorrt" and not engines:
+        raise RuntimeUnavailable(f"validate.runtime is tensorrt, but {missing}")
+    servings = []
+    for precision in PRECISIONS:
+        if precision in engines:
+            servings.append(_on_tensorrt(bundle, engines[precision]))
+        elif config.runtime == "onnxruntime":
+            servings.append(_on_onnxruntime(bundle, precision))
+        elif engines or precision == "fp16":
+            reason = "its engine was not built" if engines else "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
+            servings.append(Serving(precision=precision, file=None, runner=None, note=reason))
+        else:
+            servings.append(_on_openvino(bundle, precision))
+    return servings
+
+
+def _usable_engines(bundle: Artifact[BundleManifest], config: ValidateConfig) -> tuple[dict[str, EngineEntry], str]:
+    if config.runtime not in ("auto", "tensorrt"):
+        return {}, f"validate.runtime is {config.runtime}"
+    engines = bundle.manifest.engines
+    if not engines:
+        return {}, f"the bundle has no engines: {bundle.manifest.engines_missing}"
+    from components.common.runners.tensorrt import why_no_tensorrt
+
+    if missing := why_no_tensorrt():
+        return {}, missing
+    here = gpus()[0].name if gpus() else "no GPU"
+    if engines[0].gpu_name != here:
+        return {}, f"the bundle's engines are for {engines[0].gpu_name}, this is {here}; run export here"
+    return {engine.precision: engine for engine in engines}, ""
+
+
+def _on_tensorrt(bundle: Artifact[BundleManifest], engine: EngineEntry) -> Serving:
+    from components.common.runners.tensorrt import TensorRTRunner
+
+    file = bundle.file(engine.file)
+    return Serving(precision=engine.precision, file=file, runner=TensorRTRunner(file, bundle.manifest.shapes), note="")
+
+
+def _on_openvino(bundle: Artifact[BundleManifest], precision: Precision) -> Serving:
+    from components.common.runners.openvino import OpenVINORunner, cpu_has_vnni
+
+    note = ""
+    if precision == "int8" and not cpu_has_vnni():
+        note = "this CPU has no VNNI: INT8 sums may saturate, so accuracy here can differ from other machines"
+    file = bundle.file(bundle.manifest.models[precision])
+    return Serving(precision=precision, file=file, runner=OpenVINORunner(file, bundle.manifest.shapes), note=note)
+
+
+def _on_onnxruntime(bundle: Artifact[BundleManifest], precision: Precision) -> Serving:
+    from components.common.runners.onnxruntime import OnnxRuntimeRunner
+
+    file = bundle.file(bundle.manifest.models[precision])
+    runner = OnnxRuntimeRunner(file, bundle.manifest.shapes)
+    return Serving(precision=precision, file=file, runner=runner, note="simulated: numerical reference")
