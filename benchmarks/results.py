@@ -1,0 +1,56 @@
+"""Write a measurement in the one form that documents may quote."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from components.common.artifacts import write_atomically
+from components.common.environment import environment
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(
+    machine: str, name: str, *, measures: dict[str, float], runs: list[Any], notes: str, directory: Path = RESULTS
+) -> Path:
+    """Write directory/<machine>/<name>.json. `measures` holds medians, `runs` the single values."""
+    here = environment()
+    gpu = here.gpus[0] if here.gpus else None
+    result = {
+        "schema_version": 1,
+        "name": name,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _commit(),
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "machine": {
+            "gpu": gpu.name if gpu else None,
+            "num_gpus": len(here.gpus),
+            "driver": gpu.driver if gpu else None,
+            "cpu": here.cpu,
+            "num_cores": here.num_cores,
+        },
+        "versions": {"python": here.python, **here.versions},
+        "measures": {key: round(value, 4) for key, value in measures.items()},
+        "runs": runs,
+        "notes": notes,
+    }
+    path = directory / machine / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
+    print(f"{path} written")
+    return path
+
+
+def _commit() -> str:
+    """Commit of the code; where there is no git, the ENGINERY_COMMIT that the caller gives."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("ENGINERY_COMMIT", "unknown")
+    return commit + ("+changes" if changed.stdout.strip() else "")

@@ -1,0 +1,117 @@
+"""The graph that every classifier pipeline shares."""
+
+from typing import Any
+
+from kfp import dsl
+
+from components.export.component import export, export_own
+from components.gate.component import gate
+from components.preprocess.component import preprocess
+from components.promote.component import promote
+from components.train.component import train
+from components.validate.component import validate
+from pipelines.resources import needs_gpu
+
+Settings = dict[str, Any]
+
+
+def prepare(*, data: str, seed: int, settings: Settings) -> dsl.PipelineTask:
+    """Images to a data set."""
+    return preprocess(data=data, seed=seed, settings=settings).set_caching_options(False)
+
+
+def fit(
+    dataset: dsl.PipelineTask,
+    *,
+    architecture: str,
+    image_size: int,
+    epochs: int,
+    global_batch_size: int,
+    learning_rate: float,
+    seed: int,
+    settings: Settings,
+) -> dsl.PipelineTask:
+    """A data set to trained weights."""
+    task = train(
+        dataset=dataset.outputs["dataset"],
+        architecture=architecture,
+        image_size=image_size,
+        epochs=epochs,
+        global_batch_size=global_batch_size,
+        learning_rate=learning_rate,
+        seed=seed,
+        settings=settings,
+    )
+    return needs_gpu(task.set_caching_options(False))
+
+
+def quantize(
+    checkpoint: dsl.PipelineTask,
+    dataset: dsl.PipelineTask,
+    *,
+    calibration_method: str,
+    num_calibration_images: int,
+    seed: int,
+    settings: Settings,
+) -> dsl.PipelineTask:
+    """Trained weights to a bundle."""
+    task = export(
+        checkpoint=checkpoint.outputs["checkpoint"],
+        dataset=dataset.outputs["dataset"],
+        calibration_method=calibration_method,
+        num_calibration_images=num_calibration_images,
+        seed=seed,
+        settings=settings,
+    )
+    return needs_gpu(task.set_caching_options(False))
+
+
+def quantize_own(
+    model: str,
+    dataset: dsl.PipelineTask,
+    *,
+    architecture: str,
+    image_size: int,
+    calibration_method: str,
+    num_calibration_images: int,
+    seed: int,
+    settings: Settings,
+) -> dsl.PipelineTask:
+    """The user's own model to a bundle."""
+    task = export_own(
+        model=model,
+        dataset=dataset.outputs["dataset"],
+        architecture=architecture,
+        image_size=image_size,
+        calibration_method=calibration_method,
+        num_calibration_images=num_calibration_images,
+        seed=seed,
+        settings=settings,
+    )
+    task.set_display_name("export")
+    return needs_gpu(task.set_caching_options(False))
+
+
+def prove_and_promote(
+    bundle: dsl.PipelineTask,
+    dataset: dsl.PipelineTask,
+    *,
+    max_top1_drop_points: float,
+    registered_model: str,
+    validate_settings: Settings,
+    gate_settings: Settings,
+    promote_settings: Settings,
+) -> None:
+    """A bundle to a verdict, and to the registry if it passes."""
+    measured = validate(bundle=bundle.outputs["bundle"], dataset=dataset.outputs["dataset"], settings=validate_settings)
+    needs_gpu(measured.set_caching_options(False))
+    decided = gate(
+        report=measured.outputs["report"], max_top1_drop_points=max_top1_drop_points, settings=gate_settings
+    ).set_caching_options(False)
+    promote(
+        bundle=bundle.outputs["bundle"],
+        report=measured.outputs["report"],
+        verdict=decided.outputs["verdict"],
+        registered_model=registered_model,
+        settings=promote_settings,
+    ).set_caching_options(False)

@@ -1,0 +1,22 @@
+"""`enginery ui`: MLflow's own UI on this machine's runs."""
+
+import os
+import sys
+
+import click
+
+from pipelines.local import StateDirectory
+
+
+@click.command()
+@click.option("--port", default=5000, show_default=True, help="TCP port on this machine.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+def ui(port: int, host: str) -> None:
+    """Open the MLflow UI on this machine's runs."""
+    uri, _ = StateDirectory.current().tracking()
+    if uri.startswith(("http://", "https://")):
+        click.echo(f"MLFLOW_TRACKING_URI names a server; its UI is at {uri}")
+        return
+    click.echo(f"http://{host}:{port} shows {uri}; Ctrl-C ends it")
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
+    os.execv(sys.executable, command)

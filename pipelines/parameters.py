@@ -1,0 +1,218 @@
+"""Pipeline files, their inputs as command-line options, and the values that reach them: flag > file > default."""
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from kfp.dsl.graph_component import GraphComponent
+
+from components.common.errors import UserError
+from components.common.settings import StepConfig, load_yaml, parse_value, resolve, type_label
+from components.export.config import ExportConfig
+from components.gate.config import GateConfig
+from components.preprocess.config import PreprocessConfig
+from components.promote.config import PromoteConfig
+from components.train.config import TrainConfig
+from components.validate.config import ValidateConfig
+
+STEP_CONFIGS: dict[str, type[StepConfig]] = {
+    "preprocess": PreprocessConfig,
+    "train": TrainConfig,
+    "export": ExportConfig,
+    "validate": ValidateConfig,
+    "gate": GateConfig,
+    "promote": PromoteConfig,
+}
+
+# The steps that a plain pipeline input sets, in the order in which a pipeline that lacks one falls to the next.
+_OWNERS: dict[str, tuple[str, ...]] = {
+    "data": ("preprocess",),
+    "architecture": ("train", "export"),
+    "image_size": ("train", "export"),
+    "epochs": ("train",),
+    "global_batch_size": ("train",),
+    "learning_rate": ("train",),
+    "calibration_method": ("export",),
+    "num_calibration_images": ("export",),
+    "max_top1_drop_points": ("gate",),
+    "registered_model": ("promote",),
+    "seed": ("preprocess", "train", "export"),
+}
+_DESCRIPTIONS = {
+    "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, or a Checkpoint directory.",
+    "seed": "Seed of the split, the weights, shuffling, augmentation and the choice of calibration images.",
+}
+_PATHS = ("data", "model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFile:
+    """A KFP pipeline and where it was read from."""
+
+    path: Path
+    pipeline: GraphComponent
+
+    @property
+    def name(self) -> str:
+        """The pipeline's name in KFP and MLflow."""
+        return str(self.pipeline.name)
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """KFP's input specs by name."""
+        return dict(self.pipeline.component_spec.inputs or {})
+
+    @property
+    def steps(self) -> list[str]:
+        """The steps whose settings this pipeline takes, in the order of the chain."""
+        return [step for step in STEP_CONFIGS if step in self.inputs]
+
+    def owners(self, parameter: str) -> list[str]:
+        """The steps of this pipeline that a plain input sets."""
+        return [step for step in _OWNERS.get(parameter, ()) if step in self.inputs]
+
+    def plain_inputs(self) -> list[str]:
+        """Inputs that are a single value, and become options of their own."""
+        return [name for name in self.inputs if name not in STEP_CONFIGS]
+
+
+def load_pipeline(path: Path) -> PipelineFile:
+    """Import a pipeline file.
+
+    Raises:
+        UserError: no such file, it can't be imported, or it defines no pipeline.
+    """
+    if not path.is_file():
+        raise UserError(
+            f"there is no pipeline file {path}; the ready ones are pipelines/resnet50.py and pipelines/quantize.py"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path.absolute())
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # user code: whatever it raises
+        raise UserError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
+    found = [value for value in vars(module).values() if isinstance(value, GraphComponent)]
+    if not found:
+        raise UserError(f"{path} defines no pipeline; decorate its function with @kfp.dsl.pipeline")
+    named = [value for value in found if value.name == path.stem.replace("_", "-")]
+    return PipelineFile(path=path, pipeline=(named or found)[-1])
+
+
+def options_of(file: PipelineFile) -> list[click.Option]:
+    """A command-line option for every plain input, explained by the config field that it sets."""
+    options = []
+    for name in file.plain_inputs():
+        spec = file.inputs[name]
+        owners = file.owners(name)
+        field = STEP_CONFIGS[owners[0]].model_fields.get(name) if owners else None
+        text = _DESCRIPTIONS.get(name) or (field.description if field else None) or "Input of the pipeline."
+        label = type_label(field) if field else str(spec.type).lower()
+        default = f"[default: {spec.default}]" if spec.optional and spec.default != "" else ""
+        required = "" if spec.optional else "[required]"
+        options.append(
+            click.Option(
+                [f"--{name.replace('_', '-')}", name],
+                metavar=f"[{label}]" if "|" in label else label.upper(),
+                help=" ".join(filter(None, (text, default, required))),
+            )
+        )
+    return options
+
+
+def settings_help(file: PipelineFile) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The settings of each step that have no option of their own: (step, [(key and type, explanation)])."""
+    sections = []
+    for step in file.steps:
+        rows = [
+            (f"{step}.{name} ({type_label(field)})", f"{field.description}  [default: {_show(field.default)}]")
+            for name, field in STEP_CONFIGS[step].model_fields.items()
+            if step not in file.owners(name)
+        ]
+        sections.append((step, rows))
+    return sections
+
+
+def _show(default: Any) -> str:
+    if hasattr(default, "model_dump"):
+        return ", ".join(f"{name}: {value:.4g}" for name, value in default.model_dump().items())
+    return f"{default:.4g}" if isinstance(default, float) else str(default)
+
+
+def resolve_arguments(
+    file: PipelineFile, *, config_file: Path | None, flags: Mapping[str, str], assignments: Sequence[str]
+) -> dict[str, Any]:
+    """The pipeline's arguments, each step's config checked before anything runs.
+
+    Args:
+        file: the pipeline.
+        config_file: YAML with plain inputs at the top and a mapping per step.
+        flags: plain inputs as typed.
+        assignments: "STEP.KEY=VALUE" as typed.
+
+    Raises:
+        UserError: an unknown input, step or key, or a value that its config refuses.
+    """
+    plain: dict[str, Any] = {}
+    steps: dict[str, dict[str, Any]] = {step: {} for step in file.steps}
+    for key, value in (load_yaml(config_file) if config_file else {}).items():
+        _take(file, plain, steps, key, value, source=str(config_file))
+    for text in assignments:
+        key, separator, value = text.partition("=")
+        step, dot, name = key.partition(".")
+        if not separator or not dot:
+            raise UserError(f"--set takes STEP.KEY=VALUE, such as --set train.weight_decay=1e-4; got {text!r}")
+        _take(file, plain, steps, step, {name: parse_value(value)}, source="--set")
+    plain.update(flags)
+    return _checked(file, plain, steps)
+
+
+def _take(
+    file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]], key: str, value: Any, *, source: str
+) -> None:
+    """Sort one entry of a config file or --set into the plain inputs and the steps' settings."""
+    if key in steps:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{source}: {key} must be a mapping of settings, got {value!r}")
+        for name, entry in value.items():
+            if key in file.owners(name):
+                plain[name] = entry  # the same thing under its longer name
+            else:
+                steps[key][name] = entry
+    elif key in file.plain_inputs():
+        plain[key] = value
+    else:
+        valid = [*file.plain_inputs(), *steps]
+        close = difflib.get_close_matches(key, valid, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid)}"
+        raise UserError(f"{source}: the pipeline {file.name} has no input {key!r}; {hint}")
+
+
+def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    for name in file.plain_inputs():
+        spec = file.inputs[name]
+        if name not in plain:
+            if not spec.optional:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is required; `enginery run {file.path} --help` explains it"
+                )
+            plain[name] = spec.default
+    for name in _PATHS:
+        # Steps run with another working directory than the user's. A URI stays as it is.
+        if plain.get(name) and "://" not in str(plain[name]):
+            plain[name] = str(Path(str(plain[name])).expanduser().absolute())
+    for step in file.steps:
+        own = {name: value for name, value in plain.items() if step in file.owners(name)}
+        config = resolve(STEP_CONFIGS[step], step, steps[step], own)
+        plain.update({name: getattr(config, name) for name in own})  # "5" as typed becomes 5
+        given = config.model_dump(mode="json", include=set(steps[step]))
+        steps[step] = given
+    return {**plain, **steps}

@@ -1,0 +1,58 @@
+"""Quantize a model of your own: from a checkpoint or an ONNX file to a validated INT8 model.
+
+    enginery run pipelines/quantize.py --model FILE --data DIR
+
+The data set gives the images to calibrate with (its training split) and to validate with.
+"""
+
+from typing import Any
+
+from kfp import dsl
+
+from pipelines import classifier
+
+
+@dsl.pipeline(name="quantize", description="Own checkpoint or ONNX file -> INT8 model, proved as accurate as FP32.")
+def quantize(
+    model: str,
+    data: str,
+    architecture: str = "",
+    image_size: int = 224,
+    calibration_method: str = "max",
+    num_calibration_images: int = 512,
+    max_top1_drop_points: float = 0.5,
+    registered_model: str = "quantized",
+    seed: int = 0,
+    preprocess: dict[str, Any] = {},  # noqa: B006
+    export: dict[str, Any] = {},  # noqa: B006
+    validate: dict[str, Any] = {},  # noqa: B006
+    gate: dict[str, Any] = {},  # noqa: B006
+    promote: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """The chain from export on."""
+    dataset = classifier.prepare(data=data, seed=seed, settings=preprocess)
+    bundle = classifier.quantize_own(
+        model,
+        dataset,
+        architecture=architecture,
+        image_size=image_size,
+        calibration_method=calibration_method,
+        num_calibration_images=num_calibration_images,
+        seed=seed,
+        settings=export,
+    )
+    classifier.prove_and_promote(
+        bundle,
+        dataset,
+        max_top1_drop_points=max_top1_drop_points,
+        registered_model=registered_model,
+        validate_settings=validate,
+        gate_settings=gate,
+        promote_settings=promote,
+    )
+
+
+if __name__ == "__main__":
+    from pipelines.cli import run_this
+
+    run_this(__file__)

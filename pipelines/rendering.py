@@ -1,0 +1,153 @@
+"""What a person sees of a local run: progress bars, a line per finished step, and the table at the end."""
+
+import io
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from components.common.steplog import EVENT_PREFIX
+from pipelines.summary import RunSummary
+
+_PLAIN_INTERVAL_S = 10.0  # between progress lines where the output is no terminal
+
+
+class EventStream(io.TextIOBase):
+    """Takes the steps' output line by line: events go to `on_event`, everything goes to the log."""
+
+    def __init__(self, log: TextIO, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._log = log
+        self._on_event = on_event
+        self._partial = ""
+
+    def writable(self) -> bool:
+        """Streams ask."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Split into lines; a line that is no event is only logged."""
+        *lines, self._partial = (self._partial + text).split("\n")
+        for line in lines:
+            text_of_step = line.lstrip()  # KFP indents what a step prints
+            if text_of_step.startswith(EVENT_PREFIX):
+                self._on_event(json.loads(text_of_step.removeprefix(EVENT_PREFIX)))
+            else:
+                self._log.write(line + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Make the log readable up to here."""
+        self._log.flush()
+
+
+class Renderer:
+    """Turns events into what a person sees. Bars where the output is a terminal, occasional lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("[bold]{task.fields[step]:>10}[/]"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[detail]}", style="dim"),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task: TaskID | None = None
+        self._phase = ""
+        self._step_started = time.time()
+        self._last_line = 0.0
+
+    def __enter__(self) -> "Renderer":
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Show one event."""
+        kind, step = event["event"], event["step"]
+        if kind == "started":
+            self._step_started = event["process_started"]
+            self._show_progress(step, "starting", 0, 1, "")
+        elif kind == "progress":
+            self._show_progress(step, event["phase"], event["done"], event["total"], event["detail"])
+        elif kind == "note":
+            self._console.print(f"[bold]{step:>10}[/] {escape(event['text'])}", style="dim", highlight=False)
+        elif kind == "warning":
+            self._console.print(f"[bold]{step:>10}[/] [yellow]warning:[/] {escape(event['text'])}", highlight=False)
+        elif kind == "finished":
+            self._close(step, "[green]done[/]  ", event["outcome"], event["time"])
+        elif kind == "failed":
+            self._close(step, "[red]failed[/]", event["message"], event["time"])
+
+    def _show_progress(self, step: str, phase: str, done: int, total: int, detail: str) -> None:
+        if not self._console.is_terminal:
+            now = time.monotonic()
+            if done and now - self._last_line >= _PLAIN_INTERVAL_S:
+                self._last_line = now
+                text = f"{step:>10} {phase} {done}/{total}" + (f", {detail}" if detail else "")
+                self._console.print(text, highlight=False)
+            return
+        if self._task is None or self._phase != step + phase:
+            self._remove_bar()
+            self._phase = step + phase
+            self._task = self._progress.add_task(phase, total=total, step=step, detail="")
+        self._progress.update(self._task, completed=done, total=total, detail=detail)
+
+    def _remove_bar(self) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+    def _close(self, step: str, mark: str, text: str, now: float) -> None:
+        self._remove_bar()
+        seconds = now - self._step_started
+        self._console.print(f"[bold]{step:>10}[/] {mark} {seconds:6.1f} s  {escape(text)}", highlight=False)
+
+
+def print_summary(console: Console, summary: RunSummary) -> None:
+    """The table that a run ends with."""
+    if not summary.rows:
+        return
+    first = summary.rows[0]
+    table = Table(title=f"{summary.pipeline}, {first.num_images:,} validation images", title_justify="left")
+    table.add_column("precision")
+    table.add_column("runtime")
+    for name in ("top-1 %", "delta to FP32", "p50 ms", "images/s", "size MB"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for row in summary.rows:
+        table.add_row(
+            row.precision.upper(),
+            row.runtime,
+            _number(row.top1_pct, ".2f"),
+            _number(row.delta_top1_points, "+.2f") if row.precision != "fp32" else "",
+            _number(row.p50_ms, ".2f"),
+            _number(row.images_per_s, ",.0f"),
+            _number(row.size_bytes / 1e6 if row.size_bytes else None, ".1f"),
+            {"pass": "[green]pass[/]", "fail": "[red]fail[/]"}.get(row.verdict, row.verdict),
+        )
+    console.print()
+    console.print(table)
+    device = next((row.device for row in summary.rows if row.device), "")
+    batch = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
+    console.print(f"p50 at batch 1, images/s at batch {batch}, on {device}. Delta in percentage points.", style="dim")
+    for row in summary.rows:
+        if row.note:
+            console.print(f"{row.precision.upper()}: {row.note}", style="dim", highlight=False)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
