@@ -2,7 +2,7 @@
 
 import os
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -43,7 +43,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(metadata.version("enginery"), prog_name="enginery")
+@click.version_option(package_name="enginery", prog_name="enginery")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def cli(debug: bool) -> None:
     """From a folder of labelled images to INT8 engines proved as accurate as the FP32 model.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -84,9 +85,12 @@ class Renderer:
         elif kind == "progress":
             self._show_progress(step, event["phase"], event["done"], event["total"], event["detail"])
         elif kind == "note":
-            self._console.print(f"[bold]{step:>10}[/] {escape(event['text'])}", style="dim", highlight=False)
+            self._console.print(
+                f"[bold]{step:>10}[/] {escape(event['text'])}", style="dim", highlight=False, soft_wrap=True
+            )
         elif kind == "warning":
-            self._console.print(f"[bold]{step:>10}[/] [yellow]warning:[/] {escape(event['text'])}", highlight=False)
+            text = f"[bold]{step:>10}[/] [yellow]warning:[/] {escape(event['text'])}"
+            self._console.print(text, highlight=False, soft_wrap=True)
         elif kind == "finished":
             self._close(step, "[green]done[/]  ", event["outcome"], event["time"])
         elif kind == "failed":
@@ -98,7 +102,7 @@ class Renderer:
             if done and now - self._last_line >= _PLAIN_INTERVAL_S:
                 self._last_line = now
                 text = f"{step:>10} {phase} {done}/{total}" + (f", {detail}" if detail else "")
-                self._console.print(text, highlight=False)
+                self._console.print(text, highlight=False, soft_wrap=True)
             return
         if self._task is None or self._phase != step + phase:
             self._remove_bar()
@@ -114,20 +118,20 @@ class Renderer:
     def _close(self, step: str, mark: str, text: str, now: float) -> None:
         self._remove_bar()
         seconds = now - self._step_started
-        self._console.print(f"[bold]{step:>10}[/] {mark} {seconds:6.1f} s  {escape(text)}", highlight=False)
+        line = f"[bold]{step:>10}[/] {mark} {seconds:6.1f} s  {escape(text)}"
+        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:
     """The table that a run ends with."""
     if not summary.rows:
         return
-    first = summary.rows[0]
-    table = Table(title=f"{summary.pipeline}, {first.num_images:,} validation images", title_justify="left")
-    table.add_column("precision")
-    table.add_column("runtime")
-    for name in ("top-1 %", "delta to FP32", "p50 ms", "images/s", "size MB"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("precision", no_wrap=True)
+    table.add_column("runtime", no_wrap=True)
+    for name in ("top-1 %", "delta", "p50 ms", "images/s", "MB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for row in summary.rows:
         table.add_row(
             row.precision.upper(),
@@ -141,12 +145,23 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         )
     console.print()
     console.print(table)
-    device = next((row.device for row in summary.rows if row.device), "")
-    batch = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
-    console.print(f"p50 at batch 1, images/s at batch {batch}, on {device}. Delta in percentage points.", style="dim")
+    _print_legend(console, summary)
     for row in summary.rows:
         if row.note:
-            console.print(f"{row.precision.upper()}: {row.note}", style="dim", highlight=False)
+            console.print(f"{row.precision.upper()}: {row.note}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _print_legend(console: Console, summary: RunSummary) -> None:
+    """What the table's numbers are."""
+    num_images = max(row.num_images for row in summary.rows)
+    device = next((row.device for row in summary.rows if row.device), "nothing")
+    batch_size = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
+    lines = [
+        f"top-1 on {num_images:,} validation images; delta to FP32 in percentage points",
+        f"p50 latency at batch 1, images/s at batch {batch_size}, on {device}",
+    ]
+    for line in lines:
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
 def _number(value: float | None, form: str) -> str:

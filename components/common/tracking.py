@@ -5,6 +5,7 @@ MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the pare
 ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -164,6 +165,7 @@ class PipelineRun:
         Raises:
             EngineryError: the tracking server can't be reached or refuses.
         """
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it announces every table it creates
         mlflow.set_tracking_uri(tracking_uri)
         if artifact_root is not None:
             os.environ["ENGINERY_ARTIFACT_ROOT"] = artifact_root.absolute().as_uri()

@@ -1,0 +1,79 @@
+"""The quickstart's chain: ResNet-50 on digits, from the image folder to the registered INT8 model, by step.
+
+    python -m benchmarks.quickstart --machine cpu-2core
+
+Wall time counts from the start of `enginery run` to its end; writing the data set and installing are not in it.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.results import write_result
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@click.command()
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--repeat", default=1, show_default=True, help="Runs; seeds 0, 1, 2, ...")
+def main(machine: str, repeat: int) -> None:
+    runs = [_run(seed) for seed in range(repeat)]
+    measures = {
+        "quickstart_seconds": _median(run["seconds_wall"] for run in runs),
+        "quickstart_overhead_seconds": _median(run["seconds_overhead"] for run in runs),
+        "quickstart_overhead_seconds_worst_step": max(
+            step["seconds_overhead"] for run in runs for step in run["steps"]
+        ),
+        "quickstart_top1_pct": _median(run["rows"][0]["top1_pct"] for run in runs),
+        "int8_delta_points": _median(run["rows"][2]["delta_top1_points"] for run in runs),
+    }
+    for index, step in enumerate(runs[0]["steps"]):
+        measures[f"{step['name']}_seconds"] = _median(run["steps"][index]["seconds_total"] for run in runs)
+    notes = (
+        "Overhead: wall time that is neither a step's work nor imports nor MLflow; the parent's own start is in it. "
+        f"Medians over {repeat} run(s)."
+    )
+    write_result(machine, "quickstart", measures=measures, runs=runs, notes=notes)
+
+
+def _median(values: Any) -> float:
+    return statistics.median(values)
+
+
+def _run(seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        data, summary_file = Path(folder, "digits"), Path(folder, "summary.json")
+        enginery = [sys.executable, "-m", "pipelines.cli"]
+        subprocess.run([*enginery, "data", "digits", str(data)], check=True, cwd=ROOT)
+        command = [*enginery, "run", "pipelines/resnet50.py", "--config", "pipelines/configs/digits.yaml"]
+        command += ["--data", str(data), "--seed", str(seed), "--summary", str(summary_file)]
+        started = time.perf_counter()
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "ENGINERY_HOME": str(Path(folder, "home"))})
+        seconds_wall = time.perf_counter() - started
+        summary = json.loads(summary_file.read_text())
+    steps = []
+    for step in summary["steps"]:
+        parts = step["seconds_work"] + step["seconds_imports"] + step["seconds_tracking"]
+        steps.append({**step, "seconds_overhead": step["seconds_total"] - parts})
+    return {
+        "seed": seed,
+        "seconds_wall": seconds_wall,
+        "seconds_overhead": sum(step["seconds_overhead"] for step in steps),
+        "seconds_parent": seconds_wall - sum(step["seconds_total"] for step in steps),
+        "steps": steps,
+        "rows": summary["rows"],
+        "checks": summary["checks"],
+    }
+
+
+if __name__ == "__main__":
+    main()
