@@ -4,6 +4,7 @@ An artifact is a directory with a `manifest.json`. It is complete when the manif
 written last. The digest of the manifest is the artifact's identity: it covers the digest of every file.
 """
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,11 +256,14 @@ def prepare_directory(path: Path) -> Path:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a reader sees either nothing or all of it, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # there only if writing failed, such as on a full disk
 
 
 def seal(
@@ -268,7 +272,7 @@ def seal(
     """Record every file under `path` in a manifest and write it last, which completes the artifact."""
     files = {}
     for file in sorted(path.rglob("*")):
-        if file.is_file() and file.name != MANIFEST:
+        if file.is_file() and file != path / MANIFEST:
             entry = FileEntry(size_bytes=file.stat().st_size, digest=digest_file(file))
             files[file.relative_to(path).as_posix()] = entry
     sealed = manifest(
@@ -297,12 +301,23 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
     try:
         record = manifest.model_validate_json(data)
     except ValidationError as error:
+        if (found := _kind_of(data)) not in (kind, ""):
+            raise UserError(f"{path} is a {found}, and a {kind} is needed here") from None
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
         raise EngineryError(f"{file} is not a valid {kind} manifest: {where}: {problem['msg']}") from None
     for name, entry in record.files.items():
         _check_file(path, name, entry, by_digest=name.endswith(verify) if verify else False)
     return Artifact(path=path, manifest=record, digest=digest_bytes(data))
+
+
+def _kind_of(data: bytes) -> str:
+    """The kind that a manifest claims, or "" where it is too damaged to say."""
+    try:
+        record = json.loads(data)
+    except ValueError:
+        return ""
+    return str(record.get("kind", "")) if isinstance(record, dict) else ""
 
 
 def _check_file(path: Path, name: str, entry: FileEntry, *, by_digest: bool) -> None:

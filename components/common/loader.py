@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali import math as math_ops
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
@@ -31,13 +32,13 @@ class Batch:
     labels: torch.Tensor  # [B] int64
 
 
-def _normalize(images: Any, spec: TransformSpec, *, mirror: Any, crop: int | None) -> Any:
+def _normalize(images: Any, spec: TransformSpec, *, mirror: Any, crop: int | None, **position: Any) -> Any:
     scale = [255.0 * value for value in spec.std]
     mean = [255.0 * value for value in spec.mean]
     crops = {"crop": (crop, crop)} if crop else {}
     # HWC float32: permuted to NCHW on arrival, this is torch's channels_last without a copy.
     return fn.crop_mirror_normalize(
-        images, dtype=types.FLOAT, output_layout="HWC", mean=mean, std=scale, mirror=mirror, **crops
+        images, dtype=types.FLOAT, output_layout="HWC", mean=mean, std=scale, mirror=mirror, **crops, **position
     )
 
 
@@ -46,10 +47,23 @@ def _evaluation_pipeline(reader: dict[str, Any], spec: TransformSpec, device: st
     # label: uint8 text of fixed width, see _labels
     raw, label = fn.readers.webdataset(**reader)
     images = fn.decoders.image(raw, device="mixed" if device == "gpu" else "cpu", output_type=types.RGB)
-    images = fn.resize(
-        images, resize_shorter=spec.resize_size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True
-    )
-    return _normalize(images, spec, mirror=0, crop=spec.crop_size), label
+    # Sizes and positions are computed here because DALI rounds both in its own way: one pixel off the transforms
+    # that published models were trained with (torchvision's Resize and CenterCrop) on most aspect ratios.
+    shape = fn.peek_image_shape(raw)  # [H, W, C] int64 on the host, EXIF orientation applied
+    height, width = shape[0], shape[1]
+    shorter = math_ops.min(height, width)
+    height, width = (side * spec.resize_size // shorter for side in (height, width))
+    size = fn.cast(fn.stack(height, width), dtype=types.FLOAT)
+    images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
+    y, x = (_center(side - spec.crop_size) for side in (height, width))
+    return _normalize(images, spec, mirror=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x), label
+
+
+def _center(margin: Any) -> Any:
+    """Where the central window starts, as DALI wants it: a share of the margin. Halves go to the even pixel."""
+    odd = margin % 2
+    start = odd * (2 * ((margin + 1) // 4)) + (1 - odd) * (margin // 2)
+    return fn.cast(start, dtype=types.FLOAT) / math_ops.max(margin, 1)
 
 
 @pipeline_def(enable_conditionals=False)
@@ -149,7 +163,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         for (batch,) in self._iterator:
-            yield Batch(images=batch["images"].permute(0, 3, 1, 2), labels=_labels(batch["labels"]))
+            images = batch["images"].permute(0, 3, 1, 2)
+            # DALI reads labels on the host; images may already be on the GPU.
+            yield Batch(images=images, labels=_labels(batch["labels"]).to(images.device, non_blocking=True))
 
 
 def _torch_iterator(pipe: Any, epoch_size: int | None) -> DALIGenericIterator:

@@ -16,9 +16,9 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class StepConfig(BaseModel):
-    """What every step's config has in common: immutable, no unknown keys, defaults validated too."""
+    """What every step's config has in common: immutable, no unknown keys, no infinities, defaults validated too."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 def resolve(config: type[Config], step: str, *layers: Mapping[str, Any]) -> Config:

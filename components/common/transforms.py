@@ -37,7 +37,7 @@ class TransformSpec(BaseModel):
 class Augmentation(BaseModel):
     """Random changes to training images; evaluation has none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     min_area: float = Field(0.08, gt=0, le=1, description="Smallest share of the image that a random crop keeps.")
     max_aspect_ratio: float = Field(4 / 3, ge=1, description="Widest aspect ratio of a crop; the narrowest is 1/x.")

@@ -16,6 +16,8 @@ from components.common.errors import GateFailed
 from components.common.steplog import StepLog
 from components.gate.config import GateConfig
 
+_DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
+
 
 def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     """Check, write the verdict, then fail if it is one. See the package's docstring.
@@ -29,7 +31,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     checks = run_checks(config, accuracy.row("fp32"), accuracy.row(config.precision), measured.manifest.benchmark)
     passed = all(check.verdict == "pass" for check in checks)
     num_images = accuracy.row("fp32").num_images
-    note = f"one of {num_images:,} validation images is {100 / num_images:.2f} points" if num_images < 5000 else ""
+    note = f"one of {num_images:,} validation images is {100 / num_images:.2f} points" if 0 < num_images < 5000 else ""
     seal(
         output,
         VerdictManifest,
@@ -65,9 +67,8 @@ def run_checks(config: GateConfig, fp32: AccuracyRow, own: AccuracyRow, benchmar
                 explanation=explanation,
             )
         ]
-    # Differences of percentages carry rounding noise; a drop of exactly the threshold passes.
-    drop = round(fp32.top1_pct - own.top1_pct, 9)
-    relative = round(100 * own.top1_pct / fp32.top1_pct, 9) if fp32.top1_pct > 0 else 0.0
+    drop = fp32.top1_pct - own.top1_pct
+    relative = 100 * own.top1_pct / fp32.top1_pct if fp32.top1_pct > 0 else 0.0
     checks = [
         _at_most("top1_drop_points", drop, config.max_top1_drop_points, "top-1 drop", "points"),
         _at_least("relative_top1_pct", relative, config.min_relative_top1_pct, "share of FP32's top-1", "%"),
@@ -95,12 +96,12 @@ def _speedup(config: GateConfig, benchmark: BenchmarkReport) -> GateCheck:
 
 
 def _at_most(name: str, measured: float, threshold: float, label: str, unit: str) -> GateCheck:
-    passed = measured <= threshold
+    passed = round(measured, _DIGITS) <= threshold
     return _check(name, measured, threshold, passed, f"{label} {measured:.2f}, allowed {threshold:g} {unit}")
 
 
 def _at_least(name: str, measured: float, threshold: float, label: str, unit: str) -> GateCheck:
-    passed = measured >= threshold
+    passed = round(measured, _DIGITS) >= threshold
     return _check(name, measured, threshold, passed, f"{label} {measured:.2f}, at least {threshold:g} {unit}")
 
 

@@ -11,13 +11,24 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from wds2idx import IndexCreator
 
 from components.preprocess.sources import Sample
 
 # What both Pillow (which checks here) and DALI (which decodes later) read, and the member name it gets.
-_EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "TIFF": "tif"}
+_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "TIFF": "tif"}
+# TIFF holds more than pictures. DALI fails on some of the rest (1 bit, 32-bit integers) and scales others its own way.
+_TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
+_TRANSPOSITIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
 LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
 
@@ -100,7 +111,7 @@ def write_shard(task: ShardTask) -> ShardResult:
 
 
 def _decode(data: bytes, max_pixels: int) -> tuple[str, np.ndarray]:
-    """Decode fully. Returns the member's extension and the pixels: [H, W, 3] uint8."""
+    """Decode fully. Returns the member's extension and the pixels as the loader delivers them: [H, W, 3] uint8."""
     if not data:
         raise _Rejected("empty file")
     try:
@@ -111,15 +122,49 @@ def _decode(data: bytes, max_pixels: int) -> tuple[str, np.ndarray]:
                 raise _Rejected(f"format {image.format} is not supported; convert it to JPEG or PNG")
             if image.width * image.height > max_pixels:
                 raise _Rejected(f"{image.width}x{image.height} has more than max_pixels = {max_pixels} pixels")
-            if image.mode.startswith("I;16"):
-                return _EXTENSIONS[image.format], _from_16_bit(np.asarray(image))
-            return _EXTENSIONS[image.format], np.asarray(image.convert("RGB"))
+            if image.format == "TIFF" and image.mode not in _TIFF_MODES:
+                raise _Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
+            _check_structure(image.format, data)
+            extension = _EXTENSIONS[image.format]
+            image.load()
+            upright = _upright(image)
+            if upright.mode.startswith("I;16"):
+                return extension, _from_16_bit(np.asarray(upright))
+            return extension, np.asarray(upright.convert("RGB"))
+    except _Rejected:
+        raise
     except UnidentifiedImageError:
         raise _Rejected("not an image") from None
     except Image.DecompressionBombError:
         raise _Rejected(f"more than max_pixels = {max_pixels} pixels") from None
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged data
+    except Exception as error:  # damaged data: mostly OSError, but Pillow's parsers let everything through
         raise _Rejected(f"damaged: {error}") from None
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation, as DALI does; a damaged EXIF block says nothing."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # Pillow's EXIF parser raises anything
+        return image
+    turn = _TRANSPOSITIONS.get(orientation)  # type: ignore[arg-type]  # whatever the file says
+    return image if turn is None else image.transpose(turn)
+
+
+def _check_structure(image_format: str, data: bytes) -> None:
+    """Refuse damage that Pillow reads past and DALI stops at: one such file would end a training."""
+    if image_format == "PNG" and b"IEND" not in data[-64_000:]:
+        raise _Rejected("damaged: the end of the PNG is missing")
+    if image_format not in ("JPEG", "MPO"):
+        return
+    position = 2  # after the start-of-image marker
+    while data[position : position + 2] != b"\xff\xda":  # start of scan
+        if data[position : position + 1] != b"\xff":
+            raise _Rejected(f"damaged: no JPEG marker at byte {position}")
+        if data[position + 1 : position + 2] == b"\xff":
+            position += 1  # a fill byte
+        else:
+            position += 2 + int.from_bytes(data[position + 2 : position + 4])
 
 
 def _from_16_bit(gray: np.ndarray) -> np.ndarray:
