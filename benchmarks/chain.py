@@ -67,6 +67,7 @@ def main(
                 "checks": manifests["gate"]["checks"],
             }
         ],
+        versions={"tensorrt": engine["tensorrt_version"] for engine in manifests["export"]["engines"]},
         notes="One run. Seconds are wall time of each step's process, imports included.",
         directory=results,
     )

@@ -5,8 +5,10 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from components.common.artifacts import write_atomically
@@ -16,9 +18,19 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def write_result(
-    machine: str, name: str, *, measures: dict[str, float], runs: list[Any], notes: str, directory: Path = RESULTS
+    machine: str,
+    name: str,
+    *,
+    measures: dict[str, float],
+    runs: list[Any],
+    notes: str,
+    versions: Mapping[str, str] = MappingProxyType({}),
+    directory: Path = RESULTS,
 ) -> Path:
-    """Write directory/<machine>/<name>.json. `measures` holds medians, `runs` the single values."""
+    """Write directory/<machine>/<name>.json. `measures` holds medians, `runs` the single values.
+
+    `versions` adds what package metadata does not know, such as a TensorRT that was not installed by pip.
+    """
     here = environment()
     gpu = here.gpus[0] if here.gpus else None
     result = {
@@ -34,7 +46,7 @@ def write_result(
             "cpu": here.cpu,
             "num_cores": here.num_cores,
         },
-        "versions": {"python": here.python, **here.versions},
+        "versions": {"python": here.python, **here.versions, **versions},
         "measures": {key: round(value, 4) for key, value in measures.items()},
         "runs": runs,
         "notes": notes,

@@ -98,7 +98,7 @@ def run_locally(
     uri, artifact_root = state.tracking()
     from components.common.tracking import PipelineRun  # MLflow takes seconds to import: only when something runs
 
-    tracked = PipelineRun(uri, experiment, directory.name, artifact_root)
+    tracked = PipelineRun(uri, experiment, directory.name, source=str(file.path), artifact_root=artifact_root)
     tracked.step_run.log_params(arguments)
     builder = SummaryBuilder(time.time())
     status = _execute(file, arguments, directory, tracked.environment(), builder, console)

@@ -5,6 +5,7 @@ MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the pare
 ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 """
 
+import getpass
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -133,7 +134,7 @@ def step_run(step: str) -> Iterator[StepRun]:
         yield StepRun(client, run_id, info.experiment_id)
         return  # whoever made the run ends it
     experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, "enginery")
-    tags = {"enginery.step": step}
+    tags = {"enginery.step": step, "mlflow.source.name": f"components.{step}", "mlflow.user": _user()}
     if parent := os.environ.get(PARENT_RUN_VARIABLE):
         tags["mlflow.parentRunId"] = parent
     run = client.create_run(experiment_id, run_name=step, tags=tags)
@@ -148,19 +149,37 @@ def step_run(step: str) -> Iterator[StepRun]:
         client.set_terminated(run.info.run_id, status=status)
 
 
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an arbitrary UID in a container has no name
+        return str(os.getuid())
+
+
 def _experiment(client: MlflowClient, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
     root = os.environ.get("ENGINERY_ARTIFACT_ROOT")  # only for a tracking store without a server of its own
-    return str(client.create_experiment(name, artifact_location=root))
+    # The kind makes the UI open on training runs and models instead of traces of language models.
+    tags = {"mlflow.experimentKind": "custom_model_development"}
+    return str(client.create_experiment(name, artifact_location=root, tags=tags))
 
 
 class PipelineRun:
     """The parent run of one pipeline run; the steps' runs are nested in it."""
 
-    def __init__(self, tracking_uri: str, experiment: str, name: str, artifact_root: Path | None) -> None:
+    def __init__(
+        self, tracking_uri: str, experiment: str, name: str, *, source: str, artifact_root: Path | None
+    ) -> None:
         """Open the tracking store (creating a fresh SQLite file before any step can) and start the run.
+
+        Args:
+            tracking_uri: where MLflow tracks.
+            experiment: name of the experiment, made if it is new.
+            name: of the run.
+            source: the pipeline file, shown as the run's source.
+            artifact_root: where a new experiment keeps files; None where a server decides.
 
         Raises:
             EngineryError: the tracking server can't be reached or refuses.
@@ -172,7 +191,8 @@ class PipelineRun:
         try:
             self.client = MlflowClient()
             self.experiment_id = _experiment(self.client, experiment)
-            self.run_id = self.client.create_run(self.experiment_id, run_name=name).info.run_id
+            tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
+            self.run_id = self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
         except MlflowException as error:
             raise EngineryError(
                 f"MLflow at {tracking_uri} can't be used: {error}. "
