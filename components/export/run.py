@@ -125,12 +125,12 @@ def _calibrate(
 def _write_precisions(fp32: onnx.ModelProto, scales: dict[str, float], output: Path, log: StepLog) -> None:
     """The four files: one graph, one set of scales."""
     log.progress("writing ONNX", 0, 3, "int8.onnx")
-    onnx.save(insert_qdq(fp32, scales, weights="dq"), output / _MODELS["int8"])
+    onnx.save(insert_qdq(fp32, scales), output / _MODELS["int8"])
     log.progress("writing ONNX", 1, 3, "fp16.onnx")
     fp16 = to_fp16(fp32)
     onnx.save(fp16, output / _MODELS["fp16"])
     log.progress("writing ONNX", 2, 3, "int8_fp16.onnx")
-    onnx.save(insert_qdq(raise_opset(fp16), scales, weights="dq"), output / _MODELS["int8_fp16"])
+    onnx.save(insert_qdq(raise_opset(fp16), scales), output / _MODELS["int8_fp16"])
 
 
 def _build_engines(

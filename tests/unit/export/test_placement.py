@@ -82,30 +82,33 @@ class TestNetworks:
         assert (counts["Conv"], counts["Gemm"], counts["Add"]) == (convs, gemms, adds)
         assert sum(counts[pool] for pool in POOLS) == pools
         assert counts["Identity"] == counts["Constant"] == 0
-        weights = [node for node in graph.of_type("QuantizeLinear") if node.input[0] in graph.initializers]
+        weights = [node for node in graph.of_type("DequantizeLinear") if node.input[0] in graph.initializers]
         assert len(weights) == convs + gemms
-        assert counts["QuantizeLinear"] == counts["DequantizeLinear"]
+        assert counts["QuantizeLinear"] + len(weights) == counts["DequantizeLinear"]
 
-    def test_every_conv_and_gemm_reads_quantized_tensors(self, quantized, name, convs, gemms, adds, pools):
+    def test_every_conv_and_gemm_reads_quantized_tensors(self, quantized, onnx_of, name, convs, gemms, adds, pools):
         graph = quantized(name)
+        float_model = onnx.load(onnx_of(name))
+        float_weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in float_model.graph.initializer}
+        weights_of = {node.name: node.input[1] for node in float_model.graph.node if len(node.input) > 1}
         for node in graph.of_type("Conv", "Gemm"):
             assert graph.is_dequantized(node.input[0]), node.name
             for activation in graph.pair(node.input[0]):
                 assert graph.array(activation.input[1]).shape == ()
                 assert graph.array(activation.input[1]).dtype == np.float32
-            quantize, dequantize = graph.pair(node.input[1])
-            weights = graph.array(quantize.input[0])
-            for half in (quantize, dequantize):
-                assert helper.get_attribute_value(half.attribute[0]) == 0
-                assert half.attribute[0].name == "axis"
-                scales = graph.array(half.input[1])
-                np.testing.assert_allclose(
-                    scales, np.abs(weights).reshape(len(weights), -1).max(axis=1) / 127, rtol=1e-6
-                )
-                zero_points = graph.array(half.input[2])
-                assert zero_points.dtype == np.int8
-                assert zero_points.shape == scales.shape
-                assert not zero_points.any()
+            dequantize = graph.producer[node.input[1]]
+            assert dequantize.op_type == "DequantizeLinear"
+            assert dequantize.attribute[0].name == "axis"
+            assert helper.get_attribute_value(dequantize.attribute[0]) == 0
+            expected = float_weights[weights_of[node.name]]
+            codes, scales, zero_points = (graph.array(tensor) for tensor in dequantize.input)
+            largest = np.abs(expected).reshape(len(expected), -1).max(axis=1)
+            np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
+            assert codes.dtype == zero_points.dtype == np.int8
+            assert zero_points.shape == scales.shape
+            assert not zero_points.any()
+            steps = scales.reshape(-1, *[1] * (expected.ndim - 1))
+            assert np.abs(codes * steps - expected).max() <= 0.501 * scales.max()
         first = graph.of_type("Conv")[0]
         assert graph.pair(first.input[0])[0].input[0] == "images"
 
@@ -306,9 +309,9 @@ def test_matmul_and_untransposed_gemm_have_their_channels_last():
     graph = quantize_all(graph_model(nodes, weights, "y"))
     assert graph.is_dequantized(graph.of_type("ReduceMean")[0].input[0])
     for node, channels in ((graph.of_type("MatMul")[0], 6), (graph.of_type("Gemm")[0], 5)):
-        quantize, _ = graph.pair(node.input[1])
-        assert helper.get_attribute_value(quantize.attribute[0]) == 1
-        assert graph.array(quantize.input[1]).shape == (channels,)
+        dequantize = graph.producer[node.input[1]]
+        assert helper.get_attribute_value(dequantize.attribute[0]) == 1
+        assert graph.array(dequantize.input[1]).shape == (channels,)
     assert not any(graph.is_dequantized(name) for name in graph.of_type("MatMul")[1].input)  # no weights
 
 
