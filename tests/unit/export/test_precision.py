@@ -93,8 +93,11 @@ def test_int8_fp16_is_typed_fp16_around_int8(int8_fp16):
     assert set(float_types(int8_fp16).values()) == {TensorProto.FLOAT16}
     kinds = {tensor.data_type for tensor in int8_fp16.graph.initializer}
     assert kinds == {TensorProto.FLOAT16, TensorProto.INT8}
-    zero_points = [tensor for tensor in int8_fp16.graph.initializer if tensor.data_type == TensorProto.INT8]
-    assert all(not numpy_helper.to_array(tensor).any() for tensor in zero_points)
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in int8_fp16.graph.initializer}
+    for node in int8_fp16.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            assert values[node.input[2]].dtype == np.int8
+            assert not values[node.input[2]].any()  # symmetric
 
 
 def test_int8_fp16_has_the_scales_of_int8(resnet18, int8_fp16):
@@ -121,7 +124,7 @@ def test_int8_fp16_answers_as_int8(resnet18, int8_fp16):
     _, model, images, scales = resnet18
     expected = run(model, images)
     assert relative(run(int8_fp16, images), expected) < 0.08
-    assert relative(run(insert_qdq(raise_opset(to_fp16(model)), scales, weights="dq"), images), expected) < 0.08
+    assert relative(run(insert_qdq(raise_opset(to_fp16(model)), scales, weights="qdq"), images), expected) < 0.08
 
 
 def test_tiny_scales_are_raised_to_normal_numbers(resnet18, fp16):
