@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
 import kfp.local
 from rich.console import Console
@@ -116,7 +117,7 @@ def run_locally(
         checks=builder.checks,
         registered=builder.registered,
         run_directory=str(directory),
-        tracking_uri=uri,
+        tracking_uri=without_credentials(uri),
         mlflow_run_id=tracked.run_id,
         environment=environment(),
     )
@@ -222,6 +223,14 @@ def _print_pointers(summary: RunSummary, console: Console) -> None:
     console.print(f"files       {_relative(summary.run_directory)}", highlight=False, soft_wrap=True)
     console.print(f"tracking    {summary.tracking_uri}  (look at it: enginery ui)", highlight=False, soft_wrap=True)
     console.print(f"time        {summary.seconds_total:.0f} s", highlight=False)
+
+
+def without_credentials(uri: str) -> str:
+    """A URI without user and password, for files and screens."""
+    parts = urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
 
 
 def _relative(path: str) -> str:

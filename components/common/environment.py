@@ -2,24 +2,26 @@
 
 import os
 import platform
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# Name in manifests -> the distributions that may provide it.
 _DISTRIBUTIONS = {
-    "torch": "torch",
-    "torchvision": "torchvision",
-    "timm": "timm",
-    "dali": "nvidia-dali-cuda130",
-    "onnx": "onnx",
-    "onnxruntime": "onnxruntime",
-    "openvino": "openvino",
-    "tensorrt": "tensorrt",
-    "mlflow": "mlflow",
-    "kfp": "kfp",
-    "numpy": "numpy",
-    "pillow": "pillow",
+    "torch": ("torch",),
+    "torchvision": ("torchvision",),
+    "timm": ("timm",),
+    "dali": ("nvidia-dali-cuda130",),
+    "onnx": ("onnx",),
+    "onnxruntime": ("onnxruntime",),
+    "openvino": ("openvino",),
+    "tensorrt": ("tensorrt-cu13", "tensorrt"),
+    "mlflow": ("mlflow",),
+    "kfp": ("kfp",),
+    "numpy": ("numpy",),
+    "pillow": ("pillow",),
 }
 
 
@@ -87,11 +89,10 @@ def num_cores() -> int:
 def environment() -> Environment:
     """Describe the machine and the installed libraries. Reads package metadata only; imports none of them."""
     versions = {}
-    for name, distribution in _DISTRIBUTIONS.items():
-        try:
-            versions[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+    for name, distributions in _DISTRIBUTIONS.items():
+        for distribution in distributions:
+            with suppress(metadata.PackageNotFoundError):
+                versions.setdefault(name, metadata.version(distribution))
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),

@@ -1,0 +1,97 @@
+# `make` lists the targets. Everything is installed into .venv, and runs write into .enginery; nothing else is touched.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STATE := .enginery
+ARGS ?=
+
+# Newer than what they were installed from: nothing to do.
+PINS := pyproject.toml constraints.txt
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+INSTALLED_TENSORRT := $(VENV)/.installed-tensorrt
+
+# pip shows its progress to a person and is quiet in a log.
+PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart install-tensorrt install-dev test test-all test-gpu lint typecheck lock golden clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(INSTALLED) ## Install into .venv (PYTHON=python3.12 chooses the Python)
+
+quickstart: $(INSTALLED) ## Install, train ResNet-50 on real digits, end with an INT8 model and its verdict
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+		$(MAKE) --no-print-directory install-tensorrt || echo "Going on without TensorRT: INT8 is measured on the CPU."; \
+	fi
+	$(BIN)/enginery data digits $(STATE)/data/digits
+	$(BIN)/enginery run pipelines/resnet50.py --config pipelines/configs/digits.yaml \
+		--data $(STATE)/data/digits --summary $(STATE)/quickstart.json
+
+install-tensorrt: $(INSTALLED_TENSORRT) ## Add TensorRT, for a machine with an NVIDIA GPU
+
+install-dev: $(INSTALLED_DEV) ## Add what tests, linter and type checker need
+
+test: $(INSTALLED_DEV) ## Quick test suite, without a GPU (ARGS="-k gate" is passed to pytest)
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(INSTALLED_DEV) ## The slow tests too
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(INSTALLED_DEV) ## Tests that need a GPU and TensorRT; they fail where either is missing
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+lint: $(INSTALLED_DEV) ## Linter and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(INSTALLED_DEV) ## Type checker
+	$(BIN)/mypy
+
+lock: $(INSTALLED) ## Write constraints.txt anew from pyproject.toml, with the newest versions it allows
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --fork-strategy fewest --all-extras \
+		--annotation-style line --no-header --output-file constraints.txt pyproject.toml
+	sed -i '1i # Pins for `pip install -c`: one set for Python 3.11 to 3.13, all extras. Written by `make lock`.' constraints.txt
+
+golden: $(INSTALLED_DEV) ## Write the golden files of the tests anew; read the diff before you commit it
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/pipelines --update-golden $(ARGS)
+
+clean: ## Remove .venv and caches; your runs in .enginery stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@[ "$$(uname -s)" = Linux ] || { echo "enginery runs on Linux; this is $$(uname -s). Use a Linux machine."; exit 1; } >&2
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "There is no '$(PYTHON)'. Install Python 3.11 or newer (Debian, Ubuntu: sudo apt-get install python3-venv),"; \
+		echo "or name yours: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "enginery needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)."; \
+		echo "Install a newer one and name it: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	@reason=$$($(PYTHON) -m venv $(VENV) 2>&1) || { \
+		package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+		if $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then echo "$$reason"; \
+		else echo "'$(PYTHON)' can't make a virtual environment: its venv module is incomplete."; \
+		echo "Fix on Debian and Ubuntu: sudo apt-get install $$package"; fi; exit 1; } >&2
+
+$(INSTALLED): $(PINS) | $(BIN)/pip
+	@echo "Installing into $(VENV): about 7 GB on disk, some minutes (PyTorch with CUDA, DALI, OpenVINO, KFP, MLflow)."
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	@echo "Installing what tests, linter and type checker need: less than a minute."
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(INSTALLED_TENSORRT): $(INSTALLED)
+	@echo "Installing TensorRT: some GB and minutes. Its libraries come from NVIDIA's own package index."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tensorrt]' \
+		>$(VENV)/tensorrt.log 2>&1 && $(BIN)/python -c 'import tensorrt' 2>>$(VENV)/tensorrt.log || { \
+		echo "TensorRT could not be installed, so no engines can be built here. pip's reason is in $(VENV)/tensorrt.log;"; \
+		echo "most often NVIDIA's package index is out of reach. Then try again: make install-tensorrt"; exit 1; } >&2
+	@touch $@
