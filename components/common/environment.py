@@ -88,7 +88,7 @@ def num_cores() -> int:
 
 def environment() -> Environment:
     """Describe the machine and the installed libraries. Reads package metadata only; imports none of them."""
-    versions = {}
+    versions: dict[str, str] = {}
     for name, distributions in _DISTRIBUTIONS.items():
         for distribution in distributions:
             with suppress(metadata.PackageNotFoundError):
