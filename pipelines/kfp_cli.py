@@ -11,9 +11,15 @@ def main() -> None:
 
         enginery(arguments)
         return
+    sys.argv[0] = "kfp"
+    sys.modules["__main__"].__package__ = None  # or click calls the program "python -m pipelines.kfp"
+    if arguments == ["run"] or (arguments[:1] == ["run"] and "--help" in arguments):
+        from kfp.cli.run import run  # by itself: the whole command line wants a server, even for help
+
+        print("kfp run FILE.py [OPTIONS] runs a pipeline file on this machine; the rest is for a KFP server.\n")
+        run(arguments[1:] or ["--help"], prog_name="kfp run")
     from kfp.cli.__main__ import main as stock
 
-    sys.argv[0] = "kfp"
     stock()
 
 

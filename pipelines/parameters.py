@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 from kfp.dsl.graph_component import GraphComponent
+from pydantic import TypeAdapter, ValidationError
 
 from components.common.errors import UserError
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, type_label
@@ -48,6 +49,9 @@ _DESCRIPTIONS = {
     "seed": "Seed of the split, the weights, shuffling, augmentation and the choice of calibration images.",
 }
 _PATHS = ("data", "model")
+_FROM_GATE = ("validate", "gate")  # the report shows the verdict, so a pipeline passes the gate's thresholds on
+# KFP's names of the types of inputs that no step's config knows.
+_TYPES: dict[str, type] = {"String": str, "Integer": int, "Float": float, "Boolean": bool, "List": list, "Dict": dict}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +139,7 @@ def settings_help(file: PipelineFile) -> list[tuple[str, list[tuple[str, str]]]]
         rows = [
             (f"{step}.{name} ({type_label(field)})", f"{field.description}  [default: {_show(field.default)}]")
             for name, field in STEP_CONFIGS[step].model_fields.items()
-            if step not in file.owners(name)
+            if step not in file.owners(name) and (step, name) != _FROM_GATE
         ]
         sections.append((step, rows))
     return sections
@@ -143,12 +147,17 @@ def settings_help(file: PipelineFile) -> list[tuple[str, list[tuple[str, str]]]]
 
 def _show(default: Any) -> str:
     if hasattr(default, "model_dump"):
-        return ", ".join(f"{name}: {value:.4g}" for name, value in default.model_dump().items())
+        return ", ".join(f"{name}: {_show(value)}" for name, value in default.model_dump().items())
     return f"{default:.4g}" if isinstance(default, float) else str(default)
 
 
 def resolve_arguments(
-    file: PipelineFile, *, config_file: Path | None, flags: Mapping[str, str], assignments: Sequence[str]
+    file: PipelineFile,
+    *,
+    config_file: Path | None,
+    flags: Mapping[str, str],
+    assignments: Sequence[str],
+    local: bool = True,
 ) -> dict[str, Any]:
     """The pipeline's arguments, each step's config checked before anything runs.
 
@@ -157,6 +166,7 @@ def resolve_arguments(
         config_file: YAML with plain inputs at the top and a mapping per step.
         flags: plain inputs as typed.
         assignments: "STEP.KEY=VALUE" as typed.
+        local: paths are this machine's and become absolute; a cluster's stay as they are.
 
     Raises:
         UserError: an unknown input, step or key, or a value that its config refuses.
@@ -172,6 +182,9 @@ def resolve_arguments(
             raise UserError(f"--set takes STEP.KEY=VALUE, such as --set train.weight_decay=1e-4; got {text!r}")
         _take(file, plain, steps, step, {name: parse_value(value)}, source="--set")
     plain.update(flags)
+    _fill(file, plain)
+    if local:
+        _make_absolute(plain)
     return _checked(file, plain, steps)
 
 
@@ -183,6 +196,8 @@ def _take(
         if not isinstance(value, Mapping):
             raise UserError(f"{source}: {key} must be a mapping of settings, got {value!r}")
         for name, entry in value.items():
+            if (key, name) == _FROM_GATE:
+                raise UserError(f"{source}: validate takes its thresholds from the gate; set gate.KEY instead")
             if key in file.owners(name):
                 plain[name] = entry  # the same thing under its longer name
             else:
@@ -196,7 +211,8 @@ def _take(
         raise UserError(f"{source}: the pipeline {file.name} has no input {key!r}; {hint}")
 
 
-def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _fill(file: PipelineFile, plain: dict[str, Any]) -> None:
+    """Add the defaults."""
     for name in file.plain_inputs():
         spec = file.inputs[name]
         if name not in plain:
@@ -205,10 +221,19 @@ def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[st
                     f"--{name.replace('_', '-')} is required; `enginery run {file.path} --help` explains it"
                 )
             plain[name] = spec.default
+
+
+def _make_absolute(plain: dict[str, Any]) -> None:
+    """Steps run with another working directory than the user's. A URI stays as it is."""
     for name in _PATHS:
-        # Steps run with another working directory than the user's. A URI stays as it is.
         if plain.get(name) and "://" not in str(plain[name]):
             plain[name] = str(Path(str(plain[name])).expanduser().absolute())
+
+
+def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    for name in file.plain_inputs():
+        if not file.owners(name):
+            plain[name] = _converted(name, plain[name], str(file.inputs[name].type))
     for step in file.steps:
         own = {name: value for name, value in plain.items() if step in file.owners(name)}
         config = resolve(STEP_CONFIGS[step], step, steps[step], own)
@@ -216,3 +241,17 @@ def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[st
         given = config.model_dump(mode="json", include=set(steps[step]))
         steps[step] = given
     return {**plain, **steps}
+
+
+def _converted(name: str, value: Any, type_name: str) -> Any:
+    """An input that no step's config checks: KFP wants the type that the pipeline declares."""
+    wanted = _TYPES.get(type_name)
+    if wanted is None:
+        return value
+    if isinstance(value, str) and wanted in (list, dict):
+        value = parse_value(value)
+    try:
+        return TypeAdapter(wanted).validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise UserError(f"{name}: {message[0].lower()}{message[1:]} (got {value!r})") from None

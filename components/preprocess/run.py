@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -84,8 +85,7 @@ def _shard_bytes(config: PreprocessConfig, samples: list[Sample]) -> int:
 
 
 def _check_rejected(config: PreprocessConfig, rejected: list[dict[str, str]], num_files: int, output: Path) -> None:
-    lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in rejected)
-    write_atomically(output / "rejected.jsonl", lines.encode())
+    write_atomically(output / "rejected.jsonl", _json_lines(rejected))
     if not rejected:
         return
     example = f"{rejected[0]['path']}: {rejected[0]['reason']}"
@@ -104,13 +104,18 @@ def _close_split(split: str, results: list[ShardResult], source: Source, output:
     if not accepted:
         raise UserError(f"no usable image is left in the {split} split; see {output / 'rejected.jsonl'}")
     listing = output / f"{split}.jsonl"
-    write_atomically(listing, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in accepted).encode())
+    write_atomically(listing, _json_lines(accepted))
     return Split(
         num_images=len(accepted),
         shards=tuple(sorted(path.name for path in output.glob(f"{split}-*.tar"))),
         class_counts=counts_by_label([int(str(entry["label"])) for entry in accepted], len(source.classes)),
         digest=digest_file(listing),
     )
+
+
+def _json_lines(entries: Sequence[Mapping[str, object]]) -> bytes:
+    # File names that are not UTF-8 hold lone surrogates; written as \udcXX they are JSON and come back the same.
+    return "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries).encode(errors="backslashreplace")
 
 
 def _statistics(results: dict[str, list[ShardResult]]) -> DatasetStatistics:
@@ -137,6 +142,8 @@ def _report(artifact: Artifact[DatasetManifest], log: StepLog) -> None:
     manifest = artifact.manifest
     sizes = {f"num_{split}_images": float(info.num_images) for split, info in manifest.splits.items()}
     log.metrics({**sizes, "num_rejected_files": float(manifest.num_rejected)})
+    for split, info in manifest.splits.items():
+        log.dataset(split, info.digest, info.num_images, "training" if split == "train" else "validation")
     log.artifact(artifact.file("rejected.jsonl"))
     if manifest.num_rejected:
         log.warning(f"{manifest.num_rejected} unusable files left out, see {artifact.file('rejected.jsonl')}")

@@ -102,9 +102,15 @@ def _read_class_names(path: Path) -> tuple[str, ...]:
 
 def _subfolders(root: Path) -> list[str]:
     try:
-        return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
         raise UserError(f"can't read {root}: {error.strerror}") from None
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:  # it becomes a class name, which travels in JSON
+            raise UserError(f"{root} has a folder whose name is not UTF-8: {name!r}; rename it") from None
+    return names
 
 
 def _images_of(root: Path, folder: str, label: int) -> list[Sample]:
@@ -127,7 +133,7 @@ def _split_class(samples: list[Sample], name: str, val_fraction: float, seed: in
             f"class {name!r} has {len(samples)} file(s); at least 2 are needed to split it into train and val. "
             "Add images or remove the folder"
         )
-    drawn = sorted(samples, key=lambda sample: digest_bytes(f"{seed}:{sample.path}".encode()))
+    drawn = sorted(samples, key=lambda sample: digest_bytes(f"{seed}:{sample.path}".encode(errors="surrogateescape")))
     num_val = min(max(1, round(len(samples) * val_fraction)), len(samples) - 1)
     held_out = {sample.path for sample in drawn[:num_val]}
     return (

@@ -1,11 +1,20 @@
 """train: Dataset -> Checkpoint."""
 
+import math
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load, prepare_directory, seal
+from components.common.artifacts import (
+    Artifact,
+    CheckpointManifest,
+    DatasetManifest,
+    EpochRecord,
+    load,
+    prepare_directory,
+    seal,
+)
 from components.common.environment import num_cores
 from components.common.errors import UserError
 from components.common.loader import Loader
@@ -13,7 +22,7 @@ from components.common.models import build_model
 from components.common.steplog import StepLog
 from components.common.transforms import TransformSpec, transform_for
 from components.train.config import TrainConfig
-from components.train.trainer import Trainer
+from components.train.trainer import EpochResult, Trainer
 
 
 def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
@@ -41,11 +50,18 @@ def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> st
         classes=data.manifest.classes,
         transform=spec,
         metrics=result.metrics(),
+        history=tuple(_record(epoch) for epoch in trainer.history),
     )
     return (
         f"{config.architecture} at {result.val_top1_pct:.2f} % top-1 after {config.epochs} epochs, "
         f"{result.train_images_per_s:,.0f} images/s on {_device_name(device)}"
     )
+
+
+def _record(epoch: EpochResult) -> EpochRecord:
+    # An early epoch may overflow on validation images and the next ones recover; JSON has no infinities.
+    val_loss = epoch.val_loss if math.isfinite(epoch.val_loss) else None
+    return EpochRecord.model_validate({**epoch.metrics(), "val_loss": val_loss})
 
 
 def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> TransformSpec:

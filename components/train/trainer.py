@@ -1,5 +1,6 @@
 """The training loop."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -55,24 +56,31 @@ class Trainer:
         self.schedule = build_schedule(self.optimizer, config, self.num_steps)
         # Only FP16 gradients are small enough to vanish; bf16 has the range of FP32.
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.history: list[EpochResult] = []
         self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
 
     def fit(self) -> EpochResult:
         """Train for all epochs and return the last one's result.
 
         Raises:
-            EngineryError: the loss is not finite.
+            EngineryError: the loss is not finite, in training or after the last epoch on validation images.
         """
         result = None
         for epoch in range(self.config.epochs):
             result = self._epoch(epoch)
+            self.history.append(result)
             self.log.metrics(result.metrics(), position=epoch)
-            if not result.train_loss < float("inf"):
+            if not math.isfinite(result.train_loss):
                 raise EngineryError(
                     f"training diverged in epoch {epoch + 1}: the loss is {result.train_loss}. "
                     "Lower train.learning_rate, or raise train.warmup_fraction"
                 )
         assert result is not None  # config.epochs >= 1
+        if not math.isfinite(result.val_loss):
+            raise EngineryError(
+                f"the trained model is of no use: its loss on validation images is {result.val_loss}, though that of "
+                f"training was {result.train_loss:.2f}. Lower train.learning_rate, or raise train.warmup_fraction"
+            )
         return result
 
     def _epoch(self, epoch: int) -> EpochResult:

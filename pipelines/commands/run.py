@@ -1,17 +1,24 @@
 """`enginery run`: a pipeline file on this machine."""
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipelines.parameters import load_pipeline, options_of, resolve_arguments, settings_help
+from components.common.errors import UserError
+from pipelines.parameters import PipelineFile, load_pipeline, options_of, resolve_arguments, settings_help
 
-_CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+# What follows FILE.py is for the command line that the file itself defines.
+FILE_FIRST: dict[str, Any] = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,
+}
 
 
-@click.command(context_settings=_CONTEXT, add_help_option=False, options_metavar="")
+@click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE.py [OPTIONS]")
 @click.pass_context
 def run(ctx: click.Context, file: Path) -> None:
@@ -39,28 +46,26 @@ class _PipelineCommand(click.Command):
                     formatter.write_dl(rows, col_max=34)
 
 
-def command_for(file: Path) -> click.Command:
-    """The command line of one pipeline file.
+def pipeline_command(
+    file: PipelineFile, execute: Callable[..., None], options: Sequence[click.Parameter], *, local: bool
+) -> click.Command:
+    """A command line of a pipeline's own inputs, --config, --set, and further options.
 
-    Raises:
-        UserError: the file is no pipeline.
+    Args:
+        file: the pipeline.
+        execute: called with the resolved arguments, and the values of `options` by name.
+        options: what the verb adds.
+        local: whether paths among the arguments are this machine's.
     """
-    loaded = load_pipeline(file)
 
-    def execute(
-        config: Path | None, assignments: tuple[str, ...], summary: Path | None, experiment: str | None, **flags: Any
-    ) -> None:
-        from pipelines.local import new_console, run_locally
+    def callback(config: Path | None, assignments: tuple[str, ...], **values: Any) -> None:
+        typed = {name: values.pop(name) for name in file.plain_inputs()}
+        flags = {name: value for name, value in typed.items() if value is not None}
+        arguments = resolve_arguments(file, config_file=config, flags=flags, assignments=assignments, local=local)
+        execute(arguments, **values)
 
-        typed = {name: value for name, value in flags.items() if value is not None}
-        arguments = resolve_arguments(loaded, config_file=config, flags=typed, assignments=assignments)
-        result = run_locally(
-            loaded, arguments, experiment=experiment or loaded.name, console=new_console(), summary_path=summary
-        )
-        sys.exit(result.exit_code)
-
-    options: list[click.Parameter] = [
-        *options_of(loaded),
+    own: list[click.Parameter] = [
+        *options_of(file),
         click.Option(["--config"], type=click.Path(path_type=Path), metavar="FILE.yaml", help="Inputs and settings."),
         click.Option(
             ["--set", "assignments"],
@@ -68,17 +73,50 @@ def command_for(file: Path) -> click.Command:
             metavar="STEP.KEY=VALUE",
             help="One setting of one step; repeatable.",
         ),
+    ]
+    command = _PipelineCommand(
+        file.name,
+        params=[*own, *options],
+        callback=callback,
+        help=f"{file.pipeline.description or ''}\n\nA flag wins over --config, which wins over the default.",
+        context_settings={"max_content_width": 110},
+    )
+    command.sections = settings_help(file)
+    return command
+
+
+def command_for(path: Path) -> click.Command:
+    """The command line of one pipeline file on this machine.
+
+    Raises:
+        UserError: the file is no pipeline.
+    """
+    file = load_pipeline(path)
+
+    def execute(arguments: dict[str, Any], summary: Path | None, experiment: str | None, reuse: bool) -> None:
+        if summary is not None and not summary.absolute().parent.is_dir():
+            raise UserError(f"--summary {summary}: the folder {summary.absolute().parent} does not exist; make it")
+        from pipelines.local import new_console, run_locally
+
+        result = run_locally(
+            file,
+            arguments,
+            experiment=experiment or file.name,
+            console=new_console(),
+            summary_path=summary,
+            reuse=reuse,
+        )
+        sys.exit(result.exit_code)
+
+    options = [
         click.Option(
             ["--summary"], type=click.Path(path_type=Path), metavar="FILE.json", help="Write the result as JSON."
         ),
+        click.Option(
+            ["--reuse/--no-reuse"],
+            default=True,
+            help="Take over finished steps that nothing changed for.  [default: reuse]",
+        ),
         click.Option(["--experiment"], metavar="NAME", help="MLflow experiment.  [default: the pipeline's name]"),
     ]
-    command = _PipelineCommand(
-        loaded.name,
-        params=options,
-        callback=execute,
-        help=f"{loaded.pipeline.description or ''}\n\nA flag wins over --config, which wins over the default.",
-        context_settings={"max_content_width": 110},
-    )
-    command.sections = settings_help(loaded)
-    return command
+    return pipeline_command(file, execute, options, local=True)

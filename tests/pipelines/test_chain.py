@@ -1,0 +1,430 @@
+"""The whole chain as a person starts it: every step real, on real digits, on the CPU."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from components.common.artifacts import BundleManifest, PromotionManifest, VerdictManifest, load
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
+ENGINERY = [sys.executable, "-m", "pipelines.cli"]
+SMALL = [
+    *("--image-size", "32", "--num-calibration-images", "32", "--max-top1-drop-points", "100"),
+    *("--set", "gate.min_relative_top1_pct=0", "--set", "validate.benchmark_seconds=0.1"),
+]
+TRAINING = [
+    *("--architecture", "resnet18", "--epochs", "2", "--global-batch-size", "32", "--learning-rate", "0.4"),
+    *("--set", "train.resize_ratio=1.0"),
+]
+
+
+def variables(home: Path) -> dict[str, str]:
+    # A GPU, if there is one, is not for these tests; and rich breaks lines where the terminal ends.
+    return {**os.environ, "ENGINERY_HOME": str(home), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+
+
+def call(*command: str, home: Path, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    environment = {**variables(home), "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One run of a pipeline and what it left."""
+
+    done: subprocess.CompletedProcess[str]
+    summary: dict[str, Any]
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(self.summary["tracking_uri"])
+
+    @property
+    def parent(self) -> Run:
+        return self.client.get_run(self.summary["mlflow_run_id"])
+
+    @property
+    def nested(self) -> dict[str, Run]:
+        tag = f"tags.`mlflow.parentRunId` = '{self.parent.info.run_id}'"
+        runs = self.client.search_runs([self.parent.info.experiment_id], tag, order_by=["attributes.start_time"])
+        return {run.info.run_name: run for run in runs}
+
+    def artifact(self, task: str, name: str) -> Path:
+        (found,) = Path(self.summary["run_directory"]).glob(f"artifacts/*/{task}/{name}")
+        return found
+
+    def row(self, precision: str) -> dict[str, Any]:
+        return next(row for row in self.summary["rows"] if row["precision"] == precision)
+
+    def step(self, name: str) -> dict[str, Any]:
+        return next(step for step in self.summary["steps"] if step["name"] == name)
+
+
+def run_pipeline(name: str, *options: str, home: Path, cwd: Path = REPOSITORY) -> Chain:
+    summary = home.parent / f"summary-{time.monotonic_ns()}.json"
+    command = [*ENGINERY, "run", str(REPOSITORY / f"pipelines/{name}.py"), *options, "--summary", str(summary)]
+    done = call(*command, home=home, cwd=cwd)
+    assert summary.exists(), done.stdout + done.stderr
+    return Chain(done, json.loads(summary.read_text()))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chain") / "home"
+
+
+@pytest.fixture(scope="module")
+def chain(home: Path, few_digits: Path) -> Chain:
+    """The resnet50 pipeline, with a gate that lets everything through. Started elsewhere, with a relative path."""
+    return run_pipeline("resnet50", "--data", few_digits.name, *TRAINING, *SMALL, home=home, cwd=few_digits.parent)
+
+
+@pytest.fixture(scope="module")
+def failed(chain: Chain, home: Path, few_digits: Path) -> Chain:
+    """The same pipeline, with a gate that nothing passes."""
+    options = [*TRAINING, *SMALL, "--set", "gate.min_top1_pct=100"]
+    return run_pipeline("resnet50", "--data", str(few_digits), *options, home=home)
+
+
+# What a person sees
+
+
+def test_it_ends_well_and_says_what_came_out(chain: Chain) -> None:
+    assert chain.done.returncode == 0, chain.done.stdout + chain.done.stderr
+    text = chain.done.stdout
+    for step in STEPS:
+        assert re.search(rf"^ *{step} done +\d+\.\d s  \S", text, re.MULTILINE), step
+    assert "480 training and 120 validation images, 10 classes, 0 files rejected" in text
+    int8, fp32 = chain.row("int8"), chain.row("fp32")
+    assert re.search(rf"FP32 +openvino +{fp32['top1_pct']:.2f} .*reference", text)
+    assert re.search(rf"INT8 +openvino +{int8['top1_pct']:.2f} .*pass", text)
+    assert re.search(r"FP16 +n/a", text)
+    assert "resnet50 version 1" in text
+    assert "Traceback" not in text + chain.done.stderr
+    assert "@enginery" not in text + chain.done.stderr  # events are for the parent alone
+
+
+def test_the_summary_holds_the_same(chain: Chain) -> None:
+    summary = chain.summary
+    assert (summary["status"], summary["exit_code"], summary["message"]) == ("done", 0, "")
+    assert (summary["pipeline"], summary["registered"]) == ("resnet50", "resnet50/1")
+    assert summary["arguments"]["epochs"] == 2
+    assert summary["arguments"]["train"] == {"resize_ratio": 1.0}
+    assert [step["name"] for step in summary["steps"]] == STEPS
+    assert {step["status"] for step in summary["steps"]} == {"done"}
+    for step in summary["steps"]:
+        assert 0 < step["seconds_work"] < step["seconds_total"]
+        known = step["seconds_work"] + step["seconds_imports"] + step["seconds_tracking"]
+        assert known <= step["seconds_total"] + 0.1
+    assert sum(step["seconds_total"] for step in summary["steps"]) <= summary["seconds_total"]
+    assert json.loads(Path(summary["run_directory"], "summary.json").read_text()) == summary
+
+
+def test_rows_are_measured_on_the_same_images_and_fit_together(chain: Chain) -> None:
+    fp32, fp16, int8 = (chain.row(precision) for precision in ("fp32", "fp16", "int8"))
+    assert [row["precision"] for row in chain.summary["rows"]] == ["fp32", "fp16", "int8"]
+    for row in (fp32, int8):
+        assert (row["runtime"], row["num_images"]) == ("openvino", 120)
+        assert 0 <= row["top1_pct"] <= row["top5_pct"] <= 100
+        assert row["p50_ms"] > 0
+        assert row["images_per_s"] > 0
+        assert row["throughput_batch_size"] == 16
+    assert int8["delta_top1_points"] == pytest.approx(int8["top1_pct"] - fp32["top1_pct"])
+    assert fp32["delta_top1_points"] == 0
+    assert int8["size_bytes"] < 0.3 * fp32["size_bytes"]
+    assert (fp16["runtime"], fp16["top1_pct"]) == ("n/a", None)
+    assert "FP16 arithmetic" in fp16["note"]
+    assert (fp32["verdict"], fp16["verdict"], int8["verdict"]) == ("reference", "", "pass")
+
+
+def test_the_fp32_row_is_the_accuracy_that_training_saw(chain: Chain) -> None:
+    """PyTorch and OpenVINO on the same images by the same transform: two images of 120 at most differ."""
+    trained = chain.nested["train"].data.metrics["val_top1_pct"]
+    assert chain.row("fp32")["top1_pct"] == pytest.approx(trained, abs=1.7)
+
+
+# MLflow
+
+
+def test_one_parent_run_and_one_nested_run_per_step(chain: Chain) -> None:
+    assert chain.parent.info.status == "FINISHED"
+    assert chain.parent.data.tags["enginery.status"] == "done"
+    assert chain.client.get_experiment(chain.parent.info.experiment_id).name == "resnet50"
+    assert sorted(chain.nested) == sorted(STEPS)
+    assert {run.info.status for run in chain.nested.values()} == {"FINISHED"}
+    logged = {file.path for file in chain.client.list_artifacts(chain.parent.info.run_id)}
+    assert {"summary.json", "run.log"} <= logged
+
+
+def test_parameters_are_the_resolved_configuration(chain: Chain) -> None:
+    assert chain.parent.data.params["epochs"] == "2"
+    params = chain.nested["train"].data.params
+    assert (params["architecture"], params["epochs"], params["resize_ratio"]) == ("resnet18", "2", "1.0")
+    assert params["augmentation.flip_probability"] == "0.5"
+    assert chain.nested["gate"].data.params["min_relative_top1_pct"] == "0.0"
+
+
+def test_metrics_have_one_value_per_epoch(chain: Chain) -> None:
+    run_id = chain.nested["train"].info.run_id
+    for name in ("train_loss", "val_loss", "val_top1_pct", "train_images_per_s"):
+        history = chain.client.get_metric_history(run_id, name)
+        assert [entry.step for entry in history] == [0, 1], name
+    assert chain.nested["preprocess"].data.metrics["num_train_images"] == 480
+    assert chain.nested["gate"].data.metrics["gate_passed"] == 1
+
+
+def test_one_logged_model_per_precision(chain: Chain) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        models = chain.client.search_logged_models([chain.parent.info.experiment_id])
+    own = {
+        model.tags["precision"]: model
+        for model in models
+        if model.source_run_id == chain.nested["validate"].info.run_id
+    }
+    assert sorted(own) == ["fp16", "fp32", "int8"]
+    for precision, model in own.items():
+        assert model.name == f"resnet18-{precision}"
+        assert model.status.name == "READY"
+    metrics = {metric.key: metric for metric in own["int8"].metrics}
+    assert metrics["top1_pct"].value == pytest.approx(chain.row("int8")["top1_pct"])
+    assert metrics["images_per_s_b16"].value == pytest.approx(chain.row("int8")["images_per_s"])
+    assert metrics["top1_pct"].dataset_digest == metrics["delta_top1_points"].dataset_digest != ""
+
+
+def test_the_registered_version_is_what_was_measured(chain: Chain) -> None:
+    version = chain.client.get_model_version_by_alias("resnet50", "candidate")
+    promotion = load(chain.artifact("promote", "promotion"), PromotionManifest).manifest
+    bundle = load(chain.artifact("export", "bundle"), BundleManifest, verify=(".onnx",))
+    assert (version.version, promotion.version, promotion.alias) in {("1", "1", "candidate"), (1, "1", "candidate")}
+    assert version.run_id == chain.nested["promote"].info.run_id
+    assert version.tags["bundle_digest"] == promotion.bundle_digest == bundle.digest
+    registered = Path(version.source.removeprefix("file://")) / "bundle"
+    assert load(registered, BundleManifest, verify=(".onnx",)).digest == bundle.digest
+
+
+# A gate that nothing passes
+
+
+def test_a_failed_gate_ends_with_3_after_its_verdict(failed: Chain) -> None:
+    assert failed.done.returncode == 3, failed.done.stdout + failed.done.stderr
+    assert (failed.summary["status"], failed.summary["exit_code"]) == ("failed", 3)
+    assert "INT8 did not pass: top-1" in failed.summary["message"]
+    assert "at least 100 %" in failed.summary["message"]
+    verdict = load(failed.artifact("gate", "verdict"), VerdictManifest).manifest
+    assert (verdict.passed, verdict.precision) == (False, "int8")
+    assert {check.name: check.verdict for check in verdict.checks}["top1_pct"] == "fail"
+    assert (failed.row("fp32")["verdict"], failed.row("int8")["verdict"]) == ("reference", "fail")
+    assert "Traceback" not in failed.done.stdout + failed.done.stderr
+
+
+def test_a_failed_gate_promotes_nothing(failed: Chain) -> None:
+    assert "promote" not in {step["name"] for step in failed.summary["steps"]}
+    assert failed.step("gate")["status"] == "failed"
+    assert {step["status"] for step in failed.summary["steps"]} <= {"done", "reused", "failed"}
+    assert failed.summary["registered"] == ""
+    assert "promote" not in failed.nested
+    assert [str(version.version) for version in failed.client.search_model_versions("name='resnet50'")] == ["1"]
+
+
+def test_a_failed_gate_is_failed_in_mlflow(failed: Chain) -> None:
+    assert failed.parent.info.status == "FAILED"
+    assert failed.nested["gate"].info.status == "FAILED"
+    assert failed.nested["gate"].data.metrics["gate_passed"] == 0
+
+
+# What a user gets wrong
+
+
+def one_message(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    done = call(*ENGINERY, "run", "pipelines/resnet50.py", "--data", str(absent), home=tmp_path / "home")
+    text = one_message(done)
+    assert text.count(f"the data folder {absent} does not exist") == 1
+    assert re.search(r"^ *preprocess failed", text, re.MULTILINE)
+
+
+def test_mistakes_that_need_no_run_to_be_found(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    run = (*ENGINERY, "run", "pipelines/resnet50.py", "--data", "d")
+    assert "train.global_batch_size" in one_message(call(*run, "--global-batch-size", "-1", home=home))
+    assert "No such option" in one_message(call(*run, "--epoch", "1", home=home))
+    assert "does not exist; make it" in one_message(call(*run, "--summary", "absent/s.json", home=home))
+    assert "there is no pipeline file absent.py" in one_message(call(*ENGINERY, "run", "absent.py", home=home))
+    assert not home.exists()
+
+
+# Ways to start it
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ([sys.executable, "pipelines/resnet50.py", "--help"], "--max-top1-drop-points"),
+        (["./kfp", "run", "pipelines/resnet50.py", "--help"], "--max-top1-drop-points"),
+        (["./kfp", "--version"], f"kfp {metadata.version('kfp')}"),
+        (["./kfp", "run", "--help"], "Manage run resources"),
+        (["./kfp", "run", "create", "--help"], "--package-file"),
+        (["./kfp", "dsl", "compile", "--help"], "--py"),
+        ([*ENGINERY, "--help"], "Run a pipeline file on this machine."),
+    ],
+)
+def test_ways_to_start(command: list[str], expected: str, tmp_path: Path) -> None:
+    # With a virtual environment active, as a person's shell has it.
+    environment = {**variables(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment["VIRTUAL_ENV"] = sys.prefix
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_kfp_is_found_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(REPOSITORY / "kfp")
+    file = str(REPOSITORY / "pipelines/quantize.py")
+    done = subprocess.run(
+        [str(tmp_path / "link"), "run", file, "--help"],
+        cwd=tmp_path,
+        env={**variables(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--model" in done.stdout
+
+
+# Models of one's own
+
+
+def own_model() -> Any:
+    import torch
+    import torchvision
+
+    torch.manual_seed(0)
+    return torchvision.models.resnet18(num_classes=10).eval()
+
+
+def check_verdict(chain: Chain) -> None:
+    assert chain.done.returncode == 0, chain.done.stdout + chain.done.stderr
+    assert sorted(step["name"] for step in chain.summary["steps"]) == sorted(step for step in STEPS if step != "train")
+    assert {step["status"] for step in chain.summary["steps"]} <= {"done", "reused"}
+    assert chain.row("int8")["verdict"] == "pass"
+    assert chain.row("int8")["num_images"] == 120
+    assert chain.summary["registered"].startswith("quantized/")
+    verdict = load(chain.artifact("gate", "verdict"), VerdictManifest).manifest
+    assert verdict.passed
+
+
+def test_quantize_an_onnx_file(home: Path, few_digits: Path, tmp_path: Path) -> None:
+    import numpy as np
+    import onnxruntime
+    import torch
+
+    model, images = own_model(), torch.randn(3, 3, 32, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            model,
+            (images,),
+            tmp_path / "mine.onnx",
+            dynamo=False,
+            opset_version=17,
+            input_names=["x"],
+            output_names=["y"],
+            dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
+        )
+    chain = run_pipeline("quantize", "--model", "mine.onnx", "--data", str(few_digits), *SMALL, home=home, cwd=tmp_path)
+    check_verdict(chain)
+    bundle = load(chain.artifact("export-own", "bundle"), BundleManifest).manifest
+    assert (bundle.architecture, bundle.shapes.height, bundle.num_quantized_layers) == ("mine", 32, 21)
+    session = onnxruntime.InferenceSession(chain.artifact("export-own", "bundle") / "fp32.onnx")
+    (logits,) = session.run(None, {bundle.shapes.input_name: images.numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(logits, model(images).numpy(), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_quantize_a_state_dict(home: Path, few_digits: Path, tmp_path: Path) -> None:
+    import torch
+
+    torch.save(own_model().state_dict(), tmp_path / "mine.pt")
+    options = ["--model", str(tmp_path / "mine.pt"), "--architecture", "resnet18", "--data", str(few_digits)]
+    chain = run_pipeline("quantize", *options, *SMALL, home=home)
+    check_verdict(chain)
+    assert load(chain.artifact("export-own", "bundle"), BundleManifest).manifest.architecture == "resnet18"
+
+
+# Ctrl-C
+
+
+def alive(session_id: int) -> list[str]:
+    """Command lines of what still runs in a session. A zombie has ended, whoever is to collect it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path) -> None:
+    home = tmp_path / "home"
+    options = ["--data", str(few_digits), *TRAINING, "--image-size", "32", "--epochs", "500"]
+    process = subprocess.Popen(
+        [*ENGINERY, "run", "pipelines/resnet50.py", *options],
+        cwd=REPOSITORY,
+        env=variables(home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        seen = next((line for line in process.stdout if "train training" in line), "it ended")
+        assert "/500, loss" in seen
+        assert len(alive(process.pid)) >= 2
+        os.killpg(process.pid, signal.SIGINT)
+        text = process.communicate(timeout=30)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, text
+    assert "interrupted; nothing was promoted" in text
+    assert "Traceback" not in text
+    deadline = time.monotonic() + 10
+    while alive(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive(process.pid) == []
+
+    client = MlflowClient(f"sqlite:///{home / 'mlflow.db'}")
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    statuses = {run.info.run_name: run.info.status for run in runs}
+    (parent,) = [name for name in statuses if name.startswith("resnet50-")]
+    assert statuses == {parent: "KILLED", "preprocess": "FINISHED", "train": "KILLED"}
+    (summary,) = home.glob("runs/*/summary.json")
+    record = json.loads(summary.read_text())
+    assert (record["status"], record["exit_code"]) == ("killed", 130)

@@ -1,0 +1,136 @@
+"""The compiled pipelines, as files: a change of the graph, an image or an input shows in review.
+
+`pytest tests/pipelines/test_golden.py --update-golden` writes them anew.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from pipelines.commands.compile import compile as compile_command
+from pipelines.parameters import STEP_CONFIGS, PipelineFile, load_pipeline
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+PIPELINES = ("resnet50", "quantize")
+# Names that stand for another thing in each pipeline: a user's own model has no default architecture.
+OWN_DEFAULTS = {
+    ("resnet50", "registered_model"): "resnet50",
+    ("quantize", "registered_model"): "quantized",
+}
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    """The YAML documents (pipeline and platform spec) without what another KFP version writes differently."""
+    specs = list(yaml.safe_load_all(text))
+    for spec in specs:
+        spec.pop("sdkVersion", None)
+    return specs
+
+
+def compiled(name: str, tmp_path: Path) -> str:
+    output = tmp_path / f"{name}.yaml"
+    arguments = [str(REPOSITORY / f"pipelines/{name}.py"), "--output", str(output)]
+    result = CliRunner().invoke(compile_command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    return output.read_text()
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_compiled_pipeline_is_the_golden_file(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    text = compiled(name, tmp_path)
+    golden = GOLDEN / f"{name}.yaml"
+    if pytestconfig.getoption("--update-golden"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert documents(text) == documents(golden.read_text()), (
+        f"{golden} is out of date: see whether the change is meant, then run this with --update-golden"
+    )
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_stock_kfp_compiles_the_same(name: str, tmp_path: Path) -> None:
+    output = tmp_path / "stock.yaml"
+    kfp = Path(sys.executable).parent / "kfp"
+    command = [str(kfp), "dsl", "compile", "--py", f"pipelines/{name}.py", "--output", str(output)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert documents(output.read_text()) == documents(compiled(name, tmp_path))
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
+def pipeline(request: pytest.FixtureRequest) -> PipelineFile:
+    return load_pipeline(REPOSITORY / f"pipelines/{request.param}.py")
+
+
+def test_input_defaults_are_those_of_the_steps(pipeline: PipelineFile) -> None:
+    checked = 0
+    for name in pipeline.plain_inputs():
+        spec = pipeline.inputs[name]
+        if (pipeline.name, name) in OWN_DEFAULTS:
+            assert spec.default == OWN_DEFAULTS[(pipeline.name, name)]
+            continue
+        # The first owner speaks: in resnet50 train decides image_size and architecture, and export follows the model.
+        owners = pipeline.owners(name)
+        if not owners:
+            assert name == "model"
+            continue
+        field = STEP_CONFIGS[owners[0]].model_fields[name]
+        assert spec.optional == (not field.is_required()), name
+        if spec.optional:
+            assert spec.default == field.default, name
+            checked += 1
+    assert checked >= 6
+
+
+def test_seed_has_one_default(pipeline: PipelineFile) -> None:
+    defaults = {STEP_CONFIGS[step].model_fields["seed"].default for step in pipeline.owners("seed")}
+    assert len(pipeline.owners("seed")) >= 2
+    assert defaults == {pipeline.inputs["seed"].default}
+
+
+def test_every_step_takes_its_settings_and_every_input_has_a_reader(pipeline: PipelineFile) -> None:
+    spec = documents_of(pipeline)[0]
+    tasks = spec["root"]["dag"]["tasks"]
+    read = {
+        source["componentInputParameter"]
+        for task in tasks.values()
+        for source in task["inputs"].get("parameters", {}).values()
+        if "componentInputParameter" in source
+    }
+    assert read == set(pipeline.inputs)
+    settings = {
+        task["inputs"]["parameters"]["settings"]["componentInputParameter"]: name for name, task in tasks.items()
+    }
+    assert set(settings) == set(pipeline.steps)
+    assert {task["taskInfo"]["name"] for task in tasks.values()} == set(pipeline.steps)
+
+
+def test_gpu_steps_ask_for_gpu_and_shared_memory(pipeline: PipelineFile) -> None:
+    spec, platform = documents_of(pipeline)
+    executors = spec["deploymentSpec"]["executors"]
+    kubernetes = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    gpu = {
+        name.removeprefix("exec-")
+        for name, executor in executors.items()
+        if executor["container"].get("resources", {}).get("accelerator", {}).get("resourceCount")
+    }
+    assert gpu == ({"train", "export", "validate"} if pipeline.name == "resnet50" else {"export-own", "validate"})
+    for name in gpu:
+        config = kubernetes[f"exec-{name}"]
+        assert [mount["mountPath"] for mount in config["emptyDirMounts"]] == ["/dev/shm"]
+        assert config["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_promote_and_the_rest_are_never_served_from_an_old_run(pipeline: PipelineFile) -> None:
+    for name, task in documents_of(pipeline)[0]["root"]["dag"]["tasks"].items():
+        assert not task["cachingOptions"].get("enableCache"), name
+
+
+def documents_of(pipeline: PipelineFile) -> list[dict[str, Any]]:
+    return documents((GOLDEN / f"{pipeline.name}.yaml").read_text())

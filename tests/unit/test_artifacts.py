@@ -1,0 +1,164 @@
+"""Manifests: what is sealed comes back, and what was touched since does not."""
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.common.artifacts import (
+    MANIFEST,
+    Artifact,
+    DatasetManifest,
+    PromotionManifest,
+    load,
+    prepare_directory,
+    seal,
+    write_atomically,
+)
+from components.common.digests import digest_file
+from components.common.errors import EngineryError, UserError
+from components.promote.config import PromoteConfig
+
+FIELDS = {"registered_model": "m", "version": "1", "alias": "a", "bundle_digest": "b", "verdict_digest": "v"}
+
+
+def seal_one(path: Path, content: bytes = b"weights") -> Artifact[PromotionManifest]:
+    (path / "sub").mkdir(parents=True)
+    (path / "a.bin").write_bytes(content)
+    (path / "sub" / "b.txt").write_text("text")
+    (path / "sub" / MANIFEST).write_text("a file like any other")
+    return seal(path, PromotionManifest, inputs={"bundle": "sha256:0"}, config=PromoteConfig(), **FIELDS)
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    return seal_one(tmp_path / "artifact").path
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    record = json.loads((path / MANIFEST).read_text())
+    change(record)
+    (path / MANIFEST).write_text(json.dumps(record))
+
+
+def test_what_is_sealed_comes_back(tmp_path: Path) -> None:
+    written = seal_one(tmp_path / "artifact")
+    read = load(tmp_path / "artifact", PromotionManifest, verify=("",))
+    assert read == written
+    assert read.digest == digest_file(tmp_path / "artifact" / MANIFEST)
+    assert set(read.manifest.files) == {"a.bin", "sub/b.txt", f"sub/{MANIFEST}"}
+    assert read.manifest.files["a.bin"].digest == digest_file(read.file("a.bin"))
+    assert read.manifest.files["a.bin"].size_bytes == 7
+    assert read.manifest.config == {"registered_model": "classifier", "alias": "candidate"}
+    assert read.manifest.environment.versions["torch"]
+
+
+def test_the_digest_depends_on_the_content_and_nothing_else(tmp_path: Path) -> None:
+    first, second, other = (
+        seal_one(tmp_path / "a"),
+        seal_one(tmp_path / "elsewhere" / "b"),
+        seal_one(tmp_path / "c", b"Weights"),
+    )
+    assert first.digest == second.digest != other.digest
+
+
+def test_without_a_manifest_it_is_not_finished(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is no finished dataset: it has no manifest\.json"):
+        load(tmp_path, DatasetManifest)
+    with pytest.raises(UserError, match="is no finished dataset"):
+        load(tmp_path / "absent", DatasetManifest)
+
+
+def test_another_kind_is_named(sealed: Path) -> None:
+    with pytest.raises(UserError, match="is a promotion, and a dataset is needed here"):
+        load(sealed, DatasetManifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: record.update(schema_version=2), "schema_version: Input should be 1"),
+        (lambda record: record.pop("version"), "version: Field required"),
+        (lambda record: record.update(surprise=1), "surprise: Extra inputs are not permitted"),
+        (lambda record: record["files"].update({"../x": record["files"]["a.bin"]}), "names a file outside the artif"),
+        (lambda record: record["files"].update({"/etc/passwd": record["files"]["a.bin"]}), "names a file outside"),
+        (lambda record: record["files"].update({"absent": record["files"]["a.bin"]}), "absent is missing"),
+    ],
+)
+def test_a_manifest_that_cannot_be_trusted(sealed: Path, change: Callable[[Any], object], message: str) -> None:
+    (sealed.parent / "x").write_bytes(b"weights")
+    edit(sealed, change)
+    with pytest.raises(EngineryError, match=message):
+        load(sealed, PromotionManifest)
+
+
+def test_a_manifest_that_is_no_json(sealed: Path) -> None:
+    (sealed / MANIFEST).write_bytes(b"{\x00")
+    with pytest.raises(EngineryError, match="is not a valid promotion manifest"):
+        load(sealed, PromotionManifest)
+
+
+def test_a_missing_file_and_one_of_another_size(sealed: Path) -> None:
+    (sealed / "a.bin").write_bytes(b"longer than before")
+    with pytest.raises(EngineryError, match=r"a\.bin has 18 bytes, its manifest says 7"):
+        load(sealed, PromotionManifest)
+    (sealed / "a.bin").unlink()
+    with pytest.raises(EngineryError, match=r"a\.bin is missing"):
+        load(sealed, PromotionManifest)
+
+
+def test_a_swapped_file_of_the_same_size_is_found_by_its_digest(sealed: Path) -> None:
+    (sealed / "a.bin").write_bytes(b"wEights")
+    assert load(sealed, PromotionManifest).manifest.version == "1"  # sizes alone don't tell
+    assert load(sealed, PromotionManifest, verify=(".txt",)).manifest.version == "1"
+    with pytest.raises(EngineryError, match=r"a\.bin was changed after it was sealed"):
+        load(sealed, PromotionManifest, verify=(".onnx", ".bin"))
+
+
+def test_a_link_out_of_the_artifact_is_refused(sealed: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.bin"
+    outside.write_bytes(b"weights")
+    (sealed / "a.bin").unlink()
+    (sealed / "a.bin").symlink_to(outside)
+    with pytest.raises(EngineryError, match="names a file outside the artifact"):
+        load(sealed, PromotionManifest)
+
+
+def test_atomic_write_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"old")
+    write_atomically(file, b"new")
+    assert file.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"old")
+    with pytest.raises(TypeError):
+        write_atomically(file, "no bytes")  # type: ignore[arg-type]
+    assert file.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_output_directories(tmp_path: Path) -> None:
+    assert prepare_directory(tmp_path / "new" / "deep").is_dir()
+    assert prepare_directory(tmp_path / "new" / "deep") == tmp_path / "new" / "deep"  # empty: fine again
+    with pytest.raises(UserError, match=r"is not empty \(it holds deep\)"):
+        prepare_directory(tmp_path / "new")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file; name a directory"):
+        prepare_directory(tmp_path / "file")
+    with pytest.raises(UserError, match="is a file; name a directory"):
+        prepare_directory(tmp_path / "file" / "below")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_output_directory_without_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(UserError, match="can't write the output directory"):
+        prepare_directory(tmp_path / "new")

@@ -1,0 +1,86 @@
+"""Predictions of several runners over one split."""
+
+import json
+
+import numpy as np
+import pytest
+
+from components.common.artifacts import Artifact, DatasetManifest
+from components.common.evaluation import Predictions, predict, top_classes
+from components.common.loader import Loader
+from components.common.runners import Timing
+from components.common.transforms import transform_for
+
+
+class Recorder:
+    """A runner that keeps what it sees; its logits come from the mean of the image, or say nothing at all."""
+
+    runtime = "fake"
+    device = "none"
+
+    def __init__(self, *, flat: bool) -> None:
+        self.batches: list[np.ndarray] = []
+        self._flat = flat
+
+    def infer(self, images: np.ndarray) -> np.ndarray:
+        self.batches.append(images.copy())
+        logits = np.zeros((len(images), 10), np.float32)
+        if not self._flat:
+            logits[np.arange(len(images)), np.abs(images.mean(axis=(1, 2, 3)) * 1e4).astype(int) % 10] = 1
+        return logits
+
+    def measure(self, batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int) -> Timing:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def test_top_classes_are_sorted_and_ties_go_to_the_lower_index() -> None:
+    logits = np.array([[0, 3, 1, 3, 2, -1, 3], [1, 1, 1, 1, 1, 1, 1]], np.float32)
+    assert top_classes(logits).tolist() == [[1, 3, 6, 4, 2], [0, 1, 2, 3, 4]]
+    assert top_classes(logits).dtype == np.int32
+
+
+@pytest.mark.parametrize("num_classes", [2, 4, 5, 6])
+def test_fewer_than_five_classes(num_classes: int) -> None:
+    logits = np.random.default_rng(0).standard_normal((20, num_classes)).astype(np.float32)
+    top = top_classes(logits)
+    assert top.shape == (20, min(5, num_classes))
+    predictions = Predictions(top=top, labels=np.arange(20, dtype=np.int32) % num_classes)
+    if num_classes <= 5:
+        assert predictions.top5_pct == 100.0
+    expected = 100 * np.mean(logits.argmax(axis=1) == np.arange(20) % num_classes)
+    assert predictions.top1_pct == pytest.approx(expected)
+
+
+def test_shares_are_of_all_images() -> None:
+    top = np.array([[0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [5, 1, 2, 3, 4], [0, 1, 2, 3, 4]], np.int32)
+    predictions = Predictions(top=top, labels=np.array([0, 0, 0, 5], np.int32))
+    assert (predictions.num_images, predictions.top1_pct, predictions.top5_pct) == (4, 25.0, 50.0)
+    other = Predictions(top=np.roll(top, 1, axis=1), labels=predictions.labels)
+    assert predictions.agreement_pct(predictions) == 100.0
+    assert predictions.agreement_pct(other) == 0.0
+
+
+def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(
+    digits_dataset: Artifact[DatasetManifest],
+) -> None:
+    loader = Loader(digits_dataset, "val", transform_for(32, resize_ratio=1.0), batch_size=50)
+    runners = {"fp32": Recorder(flat=False), "int8": Recorder(flat=True)}
+    seen: list[tuple[int, int]] = []
+    results = predict(runners, loader, lambda done, total: seen.append((done, total)))
+
+    assert [len(batch) for batch in runners["fp32"].batches] == [50, 50, 20]
+    for first, second in zip(runners["fp32"].batches, runners["int8"].batches, strict=True):
+        assert first.flags.c_contiguous
+        assert first.dtype == np.float32
+        np.testing.assert_array_equal(first, second)
+    listing = [json.loads(line)["label"] for line in digits_dataset.file("val.jsonl").read_text().splitlines()]
+    for name in runners:
+        assert results[name].labels.tolist() == listing
+    assert seen == [(50, 120), (100, 120), (120, 120)]
+    # A runner that knows nothing says class 0, by the rule on ties.
+    assert results["int8"].top1_pct == pytest.approx(100 * listing.count(0) / 120)
+    logits = np.concatenate([Recorder(flat=False).infer(batch) for batch in runners["fp32"].batches])
+    assert results["fp32"].top[:, 0].tolist() == logits.argmax(axis=1).tolist()

@@ -1,0 +1,137 @@
+"""Which module imports what: compiling needs no engine room, and dependencies point one way."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS = ("preprocess", "train", "export", "validate", "gate", "promote")
+LIGHT = [
+    *(f"components.{step}.{module}" for step in STEPS for module in ("config", "component", "__main__")),
+    "components.common.artifacts",
+    "pipelines.resnet50",
+    "pipelines.quantize",
+    "pipelines.classifier",
+    "pipelines.parameters",
+    "pipelines.cli",
+]
+HEAVY = ("torch", "torchvision", "tensorrt", "nvidia.dali", "mlflow", "onnx", "onnxruntime", "openvino")
+IMPORT_BLOCKED = """
+import importlib, sys
+
+heavy = {heavy!r}
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == module or name.startswith(module + ".") for module in heavy):
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Block())
+for name in heavy:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        continue
+    sys.exit(name + " was not blocked")
+for name in {light!r}:
+    importlib.import_module(name)
+print("imported", len({light!r}))
+"""
+
+
+def sources(*folders: str) -> list[Path]:
+    files = [path for folder in folders for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+    assert len(files) > 10
+    return files
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, inside functions too, by import statement or importlib's function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__", "find_spec") and node.args:
+                argument = node.args[0]
+                if isinstance(argument, ast.Constant):
+                    yield str(argument.value)
+
+
+def is_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def test_compiling_needs_no_engine_room() -> None:
+    script = IMPORT_BLOCKED.format(heavy=HEAVY, light=LIGHT)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == f"imported {len(LIGHT)}"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_imports_no_other_step_and_no_pipeline(step: str) -> None:
+    others = [f"components.{other}" for other in STEPS if other != step] + ["pipelines", "tests", "benchmarks"]
+    files = sorted((REPOSITORY / "components" / step).rglob("*.py"))
+    assert {"__init__.py", "__main__.py", "config.py", "run.py", "component.py"} <= {path.name for path in files}
+    found = [(path.name, name) for path in files for name in imports(path) if any(is_of(name, o) for o in others)]
+    assert found == []
+
+
+def test_common_imports_no_step_and_no_pipeline() -> None:
+    above = [f"components.{step}" for step in STEPS] + ["pipelines"]
+    files = sorted((REPOSITORY / "components/common").rglob("*.py"))
+    found = [(path.name, name) for path in files for name in imports(path) if any(is_of(name, o) for o in above)]
+    assert len(files) > 10
+    assert found == []
+
+
+def test_every_folder_of_components_is_a_step_or_common() -> None:
+    folders = {path.name for path in (REPOSITORY / "components").iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders == {*STEPS, "common"}
+
+
+@pytest.mark.parametrize(
+    ("library", "home"),
+    [("mlflow", "components/common/tracking.py"), ("tensorrt", "components/common/runners/tensorrt.py")],
+)
+def test_a_library_has_one_home(library: str, home: str) -> None:
+    users = {
+        path.relative_to(REPOSITORY).as_posix()
+        for path in sources("components", "pipelines")
+        if any(is_of(name, library) for name in imports(path))
+    }
+    assert users == {home}
+
+
+def test_what_this_file_calls_an_import(tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text(
+        "import a.b\nfrom c import d\ndef f():\n    from e.f import g\n"
+        "    import importlib\n    importlib.import_module('tensorrt')\n"
+    )
+    assert set(imports(file)) == {"a.b", "c.d", "e.f.g", "importlib", "tensorrt"}
+
+
+def test_nothing_is_called_utils() -> None:
+    assert [path for path in sources("components", "pipelines", "tests", "benchmarks") if "util" in path.stem] == []
+
+
+def test_the_folder_mlflow_does_not_shadow_the_library() -> None:
+    assert list((REPOSITORY / "mlflow").rglob("*.py")) == []
+    done = subprocess.run(
+        [sys.executable, "-c", "import mlflow; print(hasattr(mlflow, 'start_run'))"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "True", done.stderr[-2000:]
