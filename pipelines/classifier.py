@@ -103,7 +103,13 @@ def prove_and_promote(
     promote_settings: Settings,
 ) -> None:
     """A bundle to a verdict, and to the registry if it passes."""
-    measured = validate(bundle=bundle.outputs["bundle"], dataset=dataset.outputs["dataset"], settings=validate_settings)
+    measured = validate(
+        bundle=bundle.outputs["bundle"],
+        dataset=dataset.outputs["dataset"],
+        max_top1_drop_points=max_top1_drop_points,
+        settings=validate_settings,
+        gate_settings=gate_settings,
+    )
     needs_gpu(measured.set_caching_options(False))
     decided = gate(
         report=measured.outputs["report"], max_top1_drop_points=max_top1_drop_points, settings=gate_settings

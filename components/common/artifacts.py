@@ -76,6 +76,15 @@ class DatasetManifest(Manifest):
     num_rejected: int
 
 
+class EpochRecord(_Record):
+    """What one epoch of training measured."""
+
+    train_loss: float
+    train_images_per_s: float
+    val_loss: float | None = Field(description="Over the validation split; None where it was not finite.")
+    val_top1_pct: float
+
+
 class CheckpointManifest(Manifest):
     """Trained weights and everything needed to use them."""
 
@@ -84,6 +93,16 @@ class CheckpointManifest(Manifest):
     classes: tuple[str, ...]
     transform: TransformSpec
     metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
+    history: tuple[EpochRecord, ...] = Field((), description="One entry per epoch, the first epoch first.")
+
+
+class TrainingRecord(_Record):
+    """How a model was trained, as its checkpoint tells it."""
+
+    history: tuple[EpochRecord, ...]
+    config: dict[str, Any] = Field(description="The resolved config of the train step.")
+    metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
+    environment: Environment
 
 
 class EngineEntry(_Record):
@@ -122,6 +141,7 @@ class BundleManifest(Manifest):
     calibration: CalibrationEntry
     num_quantized_layers: int = Field(description="Convolutions and matrix products with INT8 inputs and weights.")
     num_quantizable_layers: int
+    training: TrainingRecord | None = Field(None, description="None for a model that was not trained by this chain.")
 
 
 class AccuracyRow(_Record):
@@ -179,7 +199,7 @@ class BenchmarkReport(_Record):
 
 
 class ReportManifest(Manifest):
-    """The measurements of one bundle: accuracy.json, benchmark.json and the predictions behind them."""
+    """The measurements of one bundle, the predictions behind them, and what people and programs read of both."""
 
     kind: Literal["report"] = "report"
     accuracy: AccuracyReport

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from components.common.errors import UserError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from components.common.tracking import StepRun
 
 EVENT_PREFIX = "@enginery "
+FAILURE = "failure.json"  # what a failed step leaves in its output directory
 EVENTS_VARIABLE = "ENGINERY_EVENTS"  # set to "1" by a parent that renders events
 
 _EVENT_INTERVAL_S = 0.2
@@ -42,7 +43,11 @@ class StepLog:
         """Tell the parent something. Nothing is printed where there is no parent."""
         if self._events:
             line = json.dumps({"event": event, "step": self.step, "time": time.time(), **fields})
-            print(EVENT_PREFIX + line, flush=True)
+            try:
+                print(EVENT_PREFIX + line, flush=True)
+            except BrokenPipeError:  # the run that listened was interrupted or is gone
+                self._events = False
+                raise KeyboardInterrupt from None
 
     def note(self, text: str) -> None:
         """One line a person should see."""
@@ -86,6 +91,12 @@ class StepLog:
         if self.run is not None:
             with self._tracking():
                 self.run.log_artifact(path, directory)
+
+    def dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
+        """Log a split as an input of the step's MLflow run."""
+        if self.run is not None:
+            with self._tracking():
+                self.run.log_dataset(name, digest, num_images, context)
 
     def model(
         self, accuracy: "AccuracyRow", benchmark: list["BenchmarkRow"], tags: dict[str, str], *, dataset_digest: str

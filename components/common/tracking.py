@@ -6,16 +6,17 @@ ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 """
 
 import getpass
+import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Param
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.utils.time import get_current_time_millis
 
@@ -34,6 +35,11 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[prefix + key] = str(value)[:_MAX_PARAM_LENGTH]
     return flat
+
+
+def _short(digest: str) -> str:
+    """A data set's digest as MLflow keeps it. Metrics and inputs must agree on it for the UI to connect them."""
+    return digest.removeprefix("sha256:")[:36]  # MLflow's longest
 
 
 class StepRun:
@@ -63,6 +69,14 @@ class StepRun:
         """Upload a file, or a directory with all it holds."""
         upload = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
         upload(self.run_id, str(path), directory or None)
+
+    def log_dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
+        """Record a split as an input of this run: `name` is "train" or "val", `digest` that of its listing."""
+        profile = json.dumps({"num_images": num_images})
+        source = json.dumps({"digest": digest})
+        dataset = Dataset(name, _short(digest), source_type="enginery", source=source, profile=profile)
+        tags = [InputTag("mlflow.data.context", context)]
+        self.client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, tags)])
 
     def log_model(
         self,
@@ -94,7 +108,7 @@ class StepRun:
                     value,
                     model_id=model.model_id,
                     dataset_name="val",
-                    dataset_digest=dataset_digest.removeprefix("sha256:")[:36],  # MLflow's longest
+                    dataset_digest=_short(dataset_digest),
                 )
         self.client.log_outputs(self.run_id, [LoggedModelOutput(model_id=model.model_id, step=0)])
         self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
@@ -156,11 +170,18 @@ def _user() -> str:
         return str(os.getuid())
 
 
+def _beside_database(uri: str) -> str | None:
+    """Where files go when the store is an SQLite file without a server; MLflow's default is the current directory."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
+
+
 def _experiment(client: MlflowClient, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
-    root = os.environ.get("ENGINERY_ARTIFACT_ROOT")  # only for a tracking store without a server of its own
+    root = _beside_database(mlflow.get_tracking_uri())
     # The kind makes the UI open on training runs and models instead of traces of language models.
     tags = {"mlflow.experimentKind": "custom_model_development"}
     return str(client.create_experiment(name, artifact_location=root, tags=tags))
@@ -169,9 +190,7 @@ def _experiment(client: MlflowClient, name: str) -> str:
 class PipelineRun:
     """The parent run of one pipeline run; the steps' runs are nested in it."""
 
-    def __init__(
-        self, tracking_uri: str, experiment: str, name: str, *, source: str, artifact_root: Path | None
-    ) -> None:
+    def __init__(self, tracking_uri: str, experiment: str, name: str, *, source: str) -> None:
         """Open the tracking store (creating a fresh SQLite file before any step can) and start the run.
 
         Args:
@@ -179,15 +198,12 @@ class PipelineRun:
             experiment: name of the experiment, made if it is new.
             name: of the run.
             source: the pipeline file, shown as the run's source.
-            artifact_root: where a new experiment keeps files; None where a server decides.
 
         Raises:
             EngineryError: the tracking server can't be reached or refuses.
         """
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it announces every table it creates
         mlflow.set_tracking_uri(tracking_uri)
-        if artifact_root is not None:
-            os.environ["ENGINERY_ARTIFACT_ROOT"] = artifact_root.absolute().as_uri()
         try:
             self.client = MlflowClient()
             self.experiment_id = _experiment(self.client, experiment)
@@ -209,6 +225,57 @@ class PipelineRun:
         }
 
     def finish(self, status: str, tags: Mapping[str, str]) -> None:
-        """End the run as "FINISHED", "FAILED" or "KILLED"."""
+        """End the run as "FINISHED", "FAILED" or "KILLED", and steps' runs that could not end themselves."""
         self.step_run.set_tags(tags)
-        self.client.set_terminated(self.run_id, status=status)
+        self._close(self.run_id, status)
+
+    def close(self, run_id: str) -> None:
+        """Mark another pipeline run, whose process was killed, as "KILLED" if this store knows it."""
+        with suppress(MlflowException):
+            self._close(run_id, "KILLED")
+
+    def _close(self, run_id: str, status: str) -> None:
+        experiment_id = self.client.get_run(run_id).info.experiment_id
+        nested = f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'"
+        for run in self.client.search_runs([experiment_id], nested):
+            self.client.set_terminated(run.info.run_id, status="KILLED")
+        self.client.set_terminated(run_id, status=status)
+
+
+def aliased_versions(uri: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Every alias of a store's registry: (label for a person, "name/version", ids and names of the runs behind it)."""
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    token = None
+    while True:
+        page = client.search_registered_models(page_token=token)
+        for model in page:
+            for alias, number in model.aliases.items():
+                run_id = client.get_model_version(model.name, str(number)).run_id
+                label = f"{model.name}@{alias} (version {number})"
+                yield label, f"{model.name}/{number}", _run_and_parents(client, run_id)
+        token = page.token
+        if not token:
+            return
+
+
+def known_runs(uri: str, run_ids: Collection[str]) -> set[str]:
+    """Which of the runs a store has."""
+    if not run_ids:
+        return set()
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    return {run_id for run_id in run_ids if _run_and_parents(client, run_id)}
+
+
+def _run_and_parents(client: MlflowClient, run_id: str | None) -> list[str]:
+    """Ids and names of a run and of the runs it is nested in. A run deleted for good has none."""
+    names: list[str] = []
+    while run_id:
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            break
+        names += [run_id, str(run.info.run_name)]
+        run_id = run.data.tags.get("mlflow.parentRunId")
+    return names

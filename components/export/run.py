@@ -64,6 +64,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         calibration=calibration,
         num_quantized_layers=len(layers),
         num_quantizable_layers=len(layers),
+        training=source.training,
     )
     log.metrics({"calibration_seconds": calibration.seconds, "num_calibration_images": float(calibration.num_images)})
     log.artifact(output / "scales.json")

@@ -8,7 +8,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.artifacts import MANIFEST, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.artifacts import (
+    MANIFEST,
+    Artifact,
+    CheckpointManifest,
+    DatasetManifest,
+    TrainingRecord,
+    load,
+)
 from components.common.digests import digest_file
 from components.common.errors import UserError
 from components.common.models import build_model, load_weights
@@ -30,6 +37,7 @@ class SourceModel:
     shapes: ShapeSpec
     input_digest: str  # of the checkpoint's manifest, or of the user's file
     module: nn.Module | None  # None when the model came as ONNX
+    training: TrainingRecord | None = None  # None when the model is the user's own
 
 
 def write_fp32_onnx(
@@ -81,6 +89,9 @@ def _from_checkpoint(
         shapes=shapes,
         input_digest=checkpoint.digest,
         module=module,
+        training=TrainingRecord(
+            history=record.history, config=record.config, metrics=record.metrics, environment=record.environment
+        ),
     )
 
 

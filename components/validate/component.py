@@ -9,10 +9,14 @@ from components.common.images import image_for
 def validate(
     bundle: dsl.Input[dsl.Model],
     dataset: dsl.Input[dsl.Dataset],
+    max_top1_drop_points: float,
     settings: dict,  # type: ignore[type-arg]
+    gate_settings: dict,  # type: ignore[type-arg]
     report: dsl.Output[dsl.Artifact],
 ) -> None:
     """Bundle + validation split -> accuracy and speed of each precision."""
     from components.validate.__main__ import STEP
 
-    STEP.execute(settings, bundle=bundle.path, dataset=dataset.path, output=report.path)
+    # The report starts with the verdict, so it needs the thresholds that the gate will apply.
+    gate = {**gate_settings, "max_top1_drop_points": max_top1_drop_points}
+    STEP.execute({**settings, "gate": gate}, bundle=bundle.path, dataset=dataset.path, output=report.path)

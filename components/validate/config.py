@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from components.common.settings import StepConfig
+from components.common.verdict import Thresholds
 
 
 class ValidateConfig(StepConfig):
@@ -23,3 +24,7 @@ class ValidateConfig(StepConfig):
     benchmark_warmup_seconds: float = Field(0.2, ge=0, description="Time each benchmark warms up, in seconds.")
     min_iterations: int = Field(10, ge=1, description="Batches that each benchmark runs at least.")
     loader: Literal["auto", "cpu"] = Field("auto", description="Where images are decoded: on the GPU if there is one.")
+    gate: Thresholds = Field(
+        Thresholds(),
+        description="The gate's thresholds, for the verdict in the report. In a pipeline they are those of gate.",
+    )

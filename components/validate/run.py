@@ -25,6 +25,9 @@ from components.common.loader import Loader
 from components.common.runners import Runner
 from components.common.steplog import StepLog
 from components.validate.config import ValidateConfig
+from components.validate.pictures import thumbnails
+from components.validate.rendering import REPORT_FILES, write_report
+from components.validate.report import gather_report, image_keys
 from components.validate.serving import Serving, serving_runners
 
 _CPU_BATCHES = (1, 16)
@@ -32,7 +35,7 @@ _GPU_BATCHES = (1, 8, 64, 128)
 
 
 def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, output: Path) -> str:
-    """Measure accuracy, then speed. See the package's docstring."""
+    """Measure accuracy, then speed, and write the report. See the package's docstring."""
     models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
     data = load(dataset, DatasetManifest)
     if models.manifest.classes != data.manifest.classes:
@@ -59,6 +62,11 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     arrays["labels"] = next(iter(predictions.values())).labels
     with (output / "predictions.npz").open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
+    log.progress("writing the report", 0, 1)
+    shown = gather_report(config, models, data, predictions, accuracy, benchmark)
+    keys = image_keys(data, shown.disagreements)
+    pictures = thumbnails(data, keys.values())
+    write_report(shown, {index: pictures[key] for index, key in keys.items() if key in pictures}, output)
     report = seal(
         output,
         ReportManifest,
@@ -150,14 +158,21 @@ def _track(
     log: StepLog,
 ) -> None:
     accuracy, benchmark = report.manifest.accuracy, report.manifest.benchmark
-    log.event("results", accuracy=accuracy.model_dump(mode="json"), benchmark=benchmark.model_dump(mode="json"))
+    split = data.manifest.splits["val"]
+    log.dataset("val", split.digest, split.num_images, "validation")
+    log.event(
+        "results",
+        accuracy=accuracy.model_dump(mode="json"),
+        benchmark=benchmark.model_dump(mode="json"),
+        report=str(report.file("report.html")),
+    )
     for row in accuracy.rows:
         if row.top1_pct is not None:
             log.metrics({f"{row.precision}_top1_pct": row.top1_pct})
         rows = [entry for entry in benchmark.rows if entry.precision == row.precision]
         tags = {"architecture": bundle.manifest.architecture, "bundle_digest": bundle.digest}
-        log.model(row, rows, tags, dataset_digest=data.manifest.splits["val"].digest)
-    for name in ("accuracy.json", "benchmark.json"):
+        log.model(row, rows, tags, dataset_digest=split.digest)
+    for name in ("accuracy.json", "benchmark.json", *REPORT_FILES):
         log.artifact(report.file(name))
 
 

@@ -1,0 +1,222 @@
+"""Gather report.json: what was measured, compared image by image and class by class, and where it came from."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import numpy as np
+
+from components.common.artifacts import (
+    AccuracyReport,
+    Artifact,
+    BenchmarkReport,
+    BundleManifest,
+    DatasetManifest,
+)
+from components.common.errors import EngineryError
+from components.common.evaluation import Predictions
+from components.common.verdict import Thresholds, one_image_note, run_checks
+from components.validate.config import ValidateConfig
+from components.validate.provenance import gather_provenance
+from components.validate.schema import (
+    Calibration,
+    Change,
+    ClassChange,
+    ConfusedPair,
+    Confusion,
+    Data,
+    Disagreement,
+    Model,
+    Report,
+    SplitSummary,
+    Verdict,
+)
+
+MAX_DISAGREEMENTS = 24
+MAX_PAIRS = 20
+MAX_MATRIX_CLASSES = 50
+_Z95 = 1.959964  # two-sided 95 % of the normal distribution
+
+
+def gather_report(
+    config: ValidateConfig,
+    bundle: Artifact[BundleManifest],
+    data: Artifact[DatasetManifest],
+    predictions: Mapping[str, Predictions],
+    accuracy: AccuracyReport,
+    benchmark: BenchmarkReport,
+) -> Report:
+    """All that the report says. `predictions` is by precision and holds those that were measured."""
+    fp32, own = predictions.get("fp32"), predictions.get(config.gate.precision)
+    compared = (fp32, own) if fp32 is not None and own is not None else None
+    classes = bundle.manifest.classes
+    return Report(
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        model=_model(bundle.manifest),
+        verdict=_verdict(config.gate, accuracy, benchmark),
+        accuracy=accuracy,
+        benchmark=benchmark,
+        change=change(*compared) if compared else None,
+        disagreements=_disagreements(data, *compared) if compared else (),
+        confusion=_confusion(classes, *compared) if compared else None,
+        class_changes=_class_changes(classes, *compared) if compared else (),
+        calibration=Calibration(
+            **bundle.manifest.calibration.model_dump(),
+            num_quantized_layers=bundle.manifest.num_quantized_layers,
+            num_quantizable_layers=bundle.manifest.num_quantizable_layers,
+        ),
+        training=bundle.manifest.training,
+        data=_data(data.manifest),
+        provenance=gather_provenance(config, bundle, data),
+    )
+
+
+def _model(bundle: BundleManifest) -> Model:
+    return Model(
+        architecture=bundle.architecture,
+        classes=bundle.classes,
+        transform=bundle.transform,
+        shapes=bundle.shapes,
+        engines=bundle.engines,
+        engines_missing=bundle.engines_missing,
+    )
+
+
+def _verdict(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> Verdict:
+    checks = run_checks(thresholds, accuracy.row("fp32"), accuracy.row(thresholds.precision), benchmark)
+    return Verdict(
+        passed=all(check.verdict == "pass" for check in checks),
+        precision=thresholds.precision,
+        thresholds=Thresholds(**thresholds.model_dump()),
+        checks=tuple(checks),
+        note=one_image_note(accuracy),
+    )
+
+
+def change(fp32: Predictions, own: Predictions) -> Change:
+    """Lost and gained images, and the 95 % interval of the difference in top-1.
+
+    Both precisions saw the same images, so only those count on which one is right and the other wrong. The interval
+    is that of Bonett and Price, "Adjusted Wald confidence interval for a difference of binomial proportions based on
+    paired data" (2012), which holds for few images and few differences too.
+    """
+    right_fp32, right_own = fp32.top[:, 0] == fp32.labels, own.top[:, 0] == own.labels
+    lost, gained = int((right_fp32 & ~right_own).sum()), int((~right_fp32 & right_own).sum())
+    count = fp32.num_images
+    share_lost, share_gained = (lost + 1) / (count + 2), (gained + 1) / (count + 2)
+    middle = share_gained - share_lost
+    margin = _Z95 * math.sqrt((share_gained + share_lost - middle**2) / (count + 2))
+    return Change(
+        num_images=count,
+        num_differing=int((fp32.top[:, 0] != own.top[:, 0]).sum()),
+        num_lost=lost,
+        num_gained=gained,
+        delta_top1_points=own.top1_pct - fp32.top1_pct,
+        low_points=100 * max(-1.0, middle - margin),
+        high_points=100 * min(1.0, middle + margin),
+    )
+
+
+def image_keys(data: Artifact[DatasetManifest], disagreements: tuple[Disagreement, ...]) -> dict[int, str]:
+    """Key in the shards of each of these images, by its index."""
+    wanted = {entry.index for entry in disagreements}
+    return {index: str(entry["key"]) for index, entry in _listing(data, wanted).items()}
+
+
+def _listing(data: Artifact[DatasetManifest], wanted: set[int]) -> dict[int, dict[str, Any]]:
+    """Lines of val.jsonl, which is in the order of the evaluation loader."""
+    if not wanted:
+        return {}
+    with data.file("val.jsonl").open(encoding="utf-8") as lines:
+        return {index: json.loads(line) for index, line in enumerate(lines) if index in wanted}
+
+
+def _disagreements(data: Artifact[DatasetManifest], fp32: Predictions, own: Predictions) -> tuple[Disagreement, ...]:
+    classes = data.manifest.classes
+    every = np.flatnonzero(fp32.top[:, 0] != own.top[:, 0])
+    # Spread over the split, which is sorted by class: the first ones would show a single class.
+    chosen = np.unique(np.linspace(0, len(every) - 1, min(len(every), MAX_DISAGREEMENTS)).round().astype(int))
+    different = every[chosen].tolist()
+    listing = _listing(data, set(different))
+    if any(listing[index]["label"] != fp32.labels[index] for index in different):
+        raise EngineryError(f"val.jsonl of {data.path} is not in the order of its shards; run preprocess again")
+    return tuple(
+        Disagreement(
+            index=index,
+            path=listing[index]["path"].encode(errors="backslashreplace").decode(),
+            label=classes[fp32.labels[index]],
+            fp32=classes[fp32.top[index, 0]],
+            own=classes[own.top[index, 0]],
+        )
+        for index in different
+    )
+
+
+def _pair_counts(predictions: Predictions) -> Counter[tuple[int, int]]:
+    """Images by (label, prediction). No matrix: with 20,000 classes it would not fit."""
+    return Counter(zip(predictions.labels.tolist(), predictions.top[:, 0].tolist(), strict=True))
+
+
+def _confusion(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> Confusion:
+    counts, counts_fp32 = _pair_counts(own), _pair_counts(fp32)
+    per_label = Counter(own.labels.tolist())
+    wrong = sorted((pair for pair in counts if pair[0] != pair[1]), key=lambda pair: (-counts[pair], pair))
+    indices = range(len(classes))
+    small = len(classes) <= MAX_MATRIX_CLASSES
+    return Confusion(
+        matrix=tuple(tuple(counts[row, column] for column in indices) for row in indices) if small else None,
+        pairs=tuple(
+            ConfusedPair(
+                label=classes[label],
+                predicted=classes[predicted],
+                num_images=counts[label, predicted],
+                num_images_fp32=counts_fp32[label, predicted],
+                share_pct=100 * counts[label, predicted] / per_label[label],
+            )
+            for label, predicted in wrong[:MAX_PAIRS]
+        ),
+    )
+
+
+def _class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> tuple[ClassChange, ...]:
+    num_images = np.bincount(own.labels, minlength=len(classes))
+    right = [
+        np.bincount(entry.labels[entry.top[:, 0] == entry.labels], minlength=len(classes)) for entry in (fp32, own)
+    ]
+    changes = []
+    for index, name in enumerate(classes):
+        if num_images[index] == 0:
+            continue
+        fp32_pct, own_pct = (100 * float(counts[index] / num_images[index]) for counts in right)
+        changes.append(
+            ClassChange(
+                name=name,
+                num_images=int(num_images[index]),
+                fp32_pct=fp32_pct,
+                own_pct=own_pct,
+                delta_points=own_pct - fp32_pct,
+            )
+        )
+    return tuple(sorted(changes, key=lambda entry: entry.delta_points))
+
+
+def _data(data: DatasetManifest) -> Data:
+    names: tuple[Literal["train", "val"], ...] = ("train", "val")
+    return Data(
+        num_classes=len(data.classes),
+        splits=tuple(
+            SplitSummary(
+                name=name,
+                num_images=data.splits[name].num_images,
+                digest=data.splits[name].digest,
+                fewest=min(data.splits[name].class_counts),
+                most=max(data.splits[name].class_counts),
+            )
+            for name in names
+        ),
+        statistics=data.statistics,
+        num_rejected=data.num_rejected,
+    )

@@ -1,0 +1,173 @@
+"""The shape of report.json. `python -m components.validate.schema` prints its JSON schema.
+
+report.html and model_card.md show the same values; the pictures are only in report.html.
+"""
+
+import json
+import sys
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.common.artifacts import (
+    AccuracyReport,
+    BenchmarkReport,
+    CalibrationEntry,
+    DatasetStatistics,
+    EngineEntry,
+    GateCheck,
+    Precision,
+    TrainingRecord,
+)
+from components.common.environment import Environment
+from components.common.shapes import ShapeSpec
+from components.common.transforms import TransformSpec
+from components.common.verdict import Thresholds
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Verdict(_Record):
+    """The answer, and each check behind it. The gate step gives the same one."""
+
+    passed: bool
+    precision: Precision
+    thresholds: Thresholds
+    checks: tuple[GateCheck, ...]
+    note: str = Field(description="How many points one validation image is; empty where that does not matter.")
+
+
+class Change(_Record):
+    """How the predictions of the judged precision differ from FP32's, image by image."""
+
+    num_images: int
+    num_differing: int = Field(description="Images on which the two predict different classes.")
+    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
+    num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
+    delta_top1_points: float = Field(description="top-1 of the precision minus that of FP32, in percentage points.")
+    low_points: float = Field(description="Lower end of the 95 % interval of that difference (Bonett and Price, 2012).")
+    high_points: float = Field(description="Upper end of that interval.")
+
+
+class Disagreement(_Record):
+    """One image on which FP32 and the judged precision predict different classes."""
+
+    index: int = Field(description="Position in the validation split, from 0: the line of val.jsonl.")
+    path: str = Field(description="File in the source folder; bytes that are not UTF-8 are escaped.")
+    label: str
+    fp32: str = Field(description="Class that FP32 predicts.")
+    own: str = Field(description="Class that the precision predicts.")
+
+
+class ConfusedPair(_Record):
+    """Images of one class that the judged precision takes for another."""
+
+    label: str
+    predicted: str
+    num_images: int
+    num_images_fp32: int = Field(description="The same count with FP32.")
+    share_pct: float = Field(description="Of all images of the class.")
+
+
+class Confusion(_Record):
+    """Which classes the judged precision takes for which."""
+
+    matrix: tuple[tuple[int, ...], ...] | None = Field(
+        description="Images by [label][prediction], in the order of `model.classes`; None for more than 50 classes."
+    )
+    pairs: tuple[ConfusedPair, ...] = Field(description="The most frequent confusions, at most 20.")
+
+
+class ClassChange(_Record):
+    """Accuracy on the images of one class."""
+
+    name: str
+    num_images: int
+    fp32_pct: float
+    own_pct: float
+    delta_points: float
+
+
+class Model(_Record):
+    """What was measured."""
+
+    architecture: str
+    classes: tuple[str, ...]
+    transform: TransformSpec
+    shapes: ShapeSpec
+    engines: tuple[EngineEntry, ...]
+    engines_missing: str = Field(description="Why there are no TensorRT engines; empty when there are.")
+
+
+class Calibration(CalibrationEntry):
+    """How the INT8 scales came about, and how much of the model is INT8."""
+
+    num_quantized_layers: int
+    num_quantizable_layers: int
+
+
+class SplitSummary(_Record):
+    """One part of the data."""
+
+    name: Literal["train", "val"]
+    num_images: int
+    digest: str
+    fewest: int = Field(description="Images of the class that has fewest.")
+    most: int = Field(description="Images of the class that has most.")
+
+
+class Data(_Record):
+    """The images behind the model and the measurement."""
+
+    num_classes: int
+    splits: tuple[SplitSummary, ...]
+    statistics: DatasetStatistics
+    num_rejected: int
+
+
+class Code(_Record):
+    """Which code measured."""
+
+    version: str = Field(description="Version of the package enginery.")
+    commit: str = Field(description="Git commit; empty where it is not known.")
+    modified: bool = Field(description="The working tree held changes that are in no commit.")
+
+
+class Provenance(_Record):
+    """Where everything came from."""
+
+    code: Code
+    digests: dict[str, str] = Field(description="Of manifests, splits and files, by name.")
+    configs: dict[str, dict[str, Any]] = Field(description="Resolved config by step.")
+    environments: dict[str, Environment] = Field(description="Machine and libraries by step.")
+
+
+class Report(_Record):
+    """report.json: one model in several precisions, measured on one validation split."""
+
+    schema_version: Literal[1] = 1
+    created: str = Field(description="When, in UTC: YYYY-MM-DDThh:mm:ssZ.")
+    model: Model
+    verdict: Verdict
+    accuracy: AccuracyReport
+    benchmark: BenchmarkReport
+    change: Change | None = Field(description="None where FP32 or the judged precision was not measured.")
+    disagreements: tuple[Disagreement, ...] = Field(description="At most 24, spread over the split.")
+    confusion: Confusion | None
+    class_changes: tuple[ClassChange, ...] = Field(description="Classes with validation images, worst change first.")
+    calibration: Calibration
+    training: TrainingRecord | None = Field(description="None for a model that was not trained by this chain.")
+    data: Data
+    provenance: Provenance
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON schema of report.json."""
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return {**dialect, **Report.model_json_schema(mode="serialization")}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(report_schema(), indent=1, ensure_ascii=False) + "\n")

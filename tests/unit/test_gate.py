@@ -1,0 +1,164 @@
+"""The gate: thresholds at their borders, and what is written before it fails."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.common.artifacts import (
+    AccuracyReport,
+    AccuracyRow,
+    BenchmarkReport,
+    BenchmarkRow,
+    GateCheck,
+    ReportManifest,
+    VerdictManifest,
+    load,
+    seal,
+)
+from components.common.errors import GateFailed
+from components.common.steplog import StepLog
+from components.common.verdict import run_checks
+from components.gate.config import GateConfig
+from components.gate.run import run
+from components.validate.config import ValidateConfig
+
+
+def accuracy(precision: str, top1_pct: float | None, num_images: int = 10_000) -> AccuracyRow:
+    if top1_pct is None:
+        return AccuracyRow(precision=precision, runtime="n/a", note="needs TensorRT")
+    return AccuracyRow(precision=precision, runtime="openvino", top1_pct=top1_pct, num_images=num_images)
+
+
+def speed(precision: str, batch_size: int, images_per_s: float) -> BenchmarkRow:
+    return BenchmarkRow(
+        precision=precision,
+        runtime="openvino",
+        batch_size=batch_size,
+        images_per_s=images_per_s,
+        p50_ms=1,
+        p90_ms=1,
+        p99_ms=1,
+        num_iterations=10,
+    )
+
+
+def benchmark(*rows: BenchmarkRow) -> BenchmarkReport:
+    return BenchmarkReport(bundle_digest="sha256:b", rows=rows)
+
+
+def check(
+    name: str, fp32: float | None, own: float | None, *rows: BenchmarkRow, **settings: Any
+) -> tuple[str, float | None]:
+    config = GateConfig(**settings)
+    checks = run_checks(config, accuracy("fp32", fp32), accuracy("int8", own), benchmark(*rows))
+    found = next(entry for entry in checks if entry.name == name)
+    return found.verdict, found.measured
+
+
+@pytest.mark.parametrize(
+    ("fp32", "own", "allowed", "verdict"),
+    [
+        (80.0, 79.5, 0.5, "pass"),  # exactly the threshold
+        (80.0, 79.49, 0.5, "fail"),
+        (76.3, 75.8, 0.5, "pass"),  # 76.3 - 75.8 is 0.5000000000000000 and a bit in binary
+        (100 * 0.57, 100 * 0.56, 1.0, "pass"),
+        (80.0, 81.0, 0.0, "pass"),  # better than FP32
+        (80.0, 80.0, 0.0, "pass"),
+        (80.0, 79.99, 0.0, "fail"),
+    ],
+)
+def test_drop_in_points(fp32: float, own: float, allowed: float, verdict: str) -> None:
+    found = check("top1_drop_points", fp32, own, max_top1_drop_points=allowed, min_relative_top1_pct=0)
+    assert found == (verdict, pytest.approx(fp32 - own))
+
+
+@pytest.mark.parametrize(
+    ("fp32", "own", "verdict"),
+    [(80.0, 79.2, "pass"), (80.0, 79.19, "fail"), (70.0, 69.3, "pass"), (0.0, 0.0, "fail"), (50.0, 60.0, "pass")],
+)
+def test_share_of_fp32(fp32: float, own: float, verdict: str) -> None:
+    assert check("relative_top1_pct", fp32, own, min_relative_top1_pct=99, max_top1_drop_points=100)[0] == verdict
+
+
+@pytest.mark.parametrize(("own", "verdict"), [(100 * 0.29, "pass"), (28.99, "fail"), (29.01, "pass")])
+def test_least_top1(own: float, verdict: str) -> None:
+    assert check("top1_pct", 30.0, own, min_top1_pct=29.0)[0] == verdict
+
+
+def test_thresholds_that_are_not_set_are_not_checked() -> None:
+    checks = run_checks(GateConfig(), accuracy("fp32", 80.0), accuracy("int8", 80.0), benchmark())
+    assert [entry.name for entry in checks] == ["top1_drop_points", "relative_top1_pct"]
+
+
+def test_speedup_is_taken_at_the_largest_batch() -> None:
+    rows = (speed("fp32", 1, 100), speed("int8", 1, 900), speed("fp32", 16, 100), speed("int8", 16, 200))
+    assert check("speedup", 80, 80, *rows, min_speedup=2.0) == ("pass", 2.0)
+    assert check("speedup", 80, 80, *rows, min_speedup=2.01) == ("fail", 2.0)
+
+
+def test_speed_that_was_not_measured_does_not_pass() -> None:
+    assert check("speedup", 80, 80, min_speedup=0.1) == ("not measured", None)
+    only_fp32 = (speed("fp32", 16, 100), speed("int8", 1, 100))
+    assert check("speedup", 80, 80, *only_fp32, min_speedup=0.1) == ("not measured", None)
+
+
+@pytest.mark.parametrize(("fp32", "own", "named"), [(80.0, None, "INT8"), (None, 80.0, "FP32"), (None, None, "INT8")])
+def test_accuracy_that_was_not_measured_does_not_pass(fp32: float | None, own: float | None, named: str) -> None:
+    checks = run_checks(GateConfig(), accuracy("fp32", fp32), accuracy("int8", own), benchmark())
+    assert [(entry.verdict, entry.measured) for entry in checks] == [("not measured", None)]
+    assert checks[0].explanation == f"{named} was not measured here: needs TensorRT"
+
+
+def report(path: Path, fp32: float | None, int8: float | None, num_images: int = 10_000) -> Path:
+    """A sealed Report."""
+    path.mkdir()
+    rows = (accuracy("fp32", fp32, num_images), accuracy("fp16", None), accuracy("int8", int8, num_images))
+    seal(
+        path,
+        ReportManifest,
+        inputs={},
+        config=ValidateConfig(),
+        accuracy=AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="sha256:b", rows=rows),
+        benchmark=benchmark(),
+    )
+    return path
+
+
+def verdict_of(path: Path) -> VerdictManifest:
+    return load(path, VerdictManifest).manifest
+
+
+def test_a_pass_says_what_was_measured(tmp_path: Path) -> None:
+    source = report(tmp_path / "report", 80.0, 79.75)
+    outcome = run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    assert outcome == ("INT8 passed: top-1 drop 0.25, allowed 0.5 points; share of FP32's top-1 99.69, at least 99 %")
+    verdict = verdict_of(tmp_path / "verdict")
+    assert (verdict.passed, verdict.precision, verdict.note) == (True, "int8", "")
+    assert verdict.inputs == {"report": load(source, ReportManifest).digest, "bundle": "sha256:b"}
+    assert verdict.checks[0] == GateCheck(
+        name="top1_drop_points",
+        measured=0.25,
+        threshold=0.5,
+        verdict="pass",
+        explanation="top-1 drop 0.25, allowed 0.5 points",
+    )
+
+
+def test_a_fail_is_written_before_it_is_raised(tmp_path: Path) -> None:
+    source = report(tmp_path / "report", 80.0, 79.0, num_images=400)
+    with pytest.raises(GateFailed) as caught:
+        run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    assert caught.value.exit_code == 3
+    assert str(caught.value).startswith("INT8 did not pass: top-1 drop 1.00, allowed 0.5 points; share of FP32's")
+    assert str(caught.value).endswith("(one of 400 validation images is 0.25 points)")
+    verdict = verdict_of(tmp_path / "verdict")
+    assert (verdict.passed, verdict.note) == (False, "one of 400 validation images is 0.25 points")
+
+
+@pytest.mark.parametrize(("fp32", "int8"), [(80.0, None), (None, 80.0)])
+def test_what_was_not_measured_fails_with_a_verdict(tmp_path: Path, fp32: float | None, int8: float | None) -> None:
+    source = report(tmp_path / "report", fp32, int8)
+    with pytest.raises(GateFailed, match="was not measured here: needs TensorRT"):
+        run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    assert not verdict_of(tmp_path / "verdict").passed

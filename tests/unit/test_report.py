@@ -1,0 +1,353 @@
+"""The report of a real chain on digits, two of its class names being HTML and Markdown: what it says, and how."""
+
+import base64
+import html
+import io
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from PIL import Image
+
+from components.common.artifacts import Artifact, BundleManifest, CheckpointManifest, DatasetManifest, load
+from components.common.errors import EngineryError, GateFailed
+from components.common.evaluation import Predictions
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.validate.config import ValidateConfig
+from components.validate.pictures import thumbnails
+from components.validate.rendering import write_report
+from components.validate.report import change
+from components.validate.schema import Report, report_schema
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HOSTILE = '<b>"x"&'
+PIPES = "a|b_*c*"
+TRAIN: dict[str, Any] = {
+    "architecture": "resnet18",
+    "image_size": 32,
+    "resize_ratio": 1.0,
+    "epochs": 2,
+    "global_batch_size": 32,
+    "learning_rate": 0.4,
+    "warmup_fraction": 0.3,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    dataset: Artifact[DatasetManifest]
+    checkpoint: Artifact[CheckpointManifest]
+    bundle: Artifact[BundleManifest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    path: Path
+    page: str
+    card: str
+    report: Report
+
+    @property
+    def text(self) -> str:
+        """What a reader sees of the page, in order."""
+        body = self.page[self.page.index("<body>") :]
+        return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+@pytest.fixture(scope="module")
+def chain(few_digits: Path, run_preprocess: Any, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    from components.export.config import ExportConfig
+    from components.export.run import run as export
+    from components.train.config import TrainConfig
+    from components.train.run import run as train
+
+    root = tmp_path_factory.mktemp("report")
+    data = root / "data"
+    data.mkdir()
+    names = {"3": HOSTILE, "5": PIPES}
+    for folder in sorted(path for path in few_digits.iterdir() if path.is_dir()):
+        (data / names.get(folder.name, folder.name)).symlink_to(folder)
+    dataset = run_preprocess(data, root / "dataset")
+    train(resolve(TrainConfig, "train", TRAIN), StepLog("train"), dataset=dataset.path, output=root / "checkpoint")
+    # Calibrated badly on purpose, so that INT8 differs from FP32.
+    settings = {"num_calibration_images": 8, "calibration_method": "percentile", "calibration_percentile": 90}
+    config = resolve(ExportConfig, "export", settings)
+    export(config, StepLog("export"), model=root / "checkpoint", dataset=dataset.path, output=root / "bundle")
+    return Chain(
+        dataset=dataset,
+        checkpoint=load(root / "checkpoint", CheckpointManifest),
+        bundle=load(root / "bundle", BundleManifest),
+    )
+
+
+def validate(chain: Chain, output: Path, log: StepLog | None = None, **settings: Any) -> Written:
+    from components.validate.run import run
+
+    fast = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0, "benchmark_batch_sizes": (1, 4)}
+    config = resolve(ValidateConfig, "validate", fast, settings)
+    run(config, log or StepLog("validate"), bundle=chain.bundle.path, dataset=chain.dataset.path, output=output)
+    return Written(
+        path=output,
+        page=(output / "report.html").read_text(encoding="utf-8"),
+        card=(output / "model_card.md").read_text(encoding="utf-8"),
+        report=Report.model_validate_json((output / "report.json").read_bytes()),
+    )
+
+
+@pytest.fixture(scope="module")
+def written(chain: Chain, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return validate(chain, tmp_path_factory.mktemp("written") / "report")
+
+
+def test_the_verdict_comes_first(written: Written) -> None:
+    verdict = written.report.verdict
+    assert not verdict.passed
+    assert written.text.startswith("INT8 did not pass resnet18, 10 classes, 32 \N{MULTIPLICATION SIGN} 32 px")
+    assert written.card.startswith("# resnet18: INT8 did not pass\n")
+    assert [check.name for check in verdict.checks] == ["top1_drop_points", "relative_top1_pct"]
+    places = [written.text.index(check.explanation) for check in verdict.checks]
+    assert places == sorted(places)
+    assert max(places) < written.text.index("one of 120 validation images is 0.83 points") < written.text.index("top-5")
+
+
+def test_numbers_are_those_that_were_measured(written: Written) -> None:
+    accuracy = json.loads((written.path / "accuracy.json").read_text())
+    benchmark = json.loads((written.path / "benchmark.json").read_text())
+    dumped = json.loads((written.path / "report.json").read_text())
+    assert dumped["accuracy"] == accuracy
+    assert dumped["benchmark"] == benchmark
+    for row in accuracy["rows"]:
+        if row["top1_pct"] is None:
+            assert row["note"] in written.text
+            continue
+        delta = f"{abs(row['delta_top1_points']):.2f}"
+        line = rf"{row['precision'].upper()} {row['top1_pct']:.2f} [+\u2212]?{delta} {row['agreement_pct']:.2f}"
+        assert re.search(line, written.text), line
+        assert f"| {row['top1_pct']:.2f} |" in written.card
+    for row in benchmark["rows"]:
+        assert f"{row['p50_ms']:,.2f} {row['p90_ms']:,.2f} {row['p99_ms']:,.2f}" in written.text
+
+
+def test_the_gate_says_the_same(written: Written, chain: Chain, tmp_path: Path) -> None:
+    from components.gate.config import GateConfig
+    from components.gate.run import run
+
+    with pytest.raises(GateFailed) as failed:
+        run(GateConfig(), StepLog("gate"), report=written.path, output=tmp_path / "verdict")
+    assert all(check.explanation in str(failed.value) for check in written.report.verdict.checks)
+    with pytest.raises(EngineryError, match=r"max_top1_drop_points 0\.5 there, 90\.0 here.*run validate again"):
+        run(GateConfig(max_top1_drop_points=90), StepLog("gate"), report=written.path, output=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_pass_is_said_first_too(chain: Chain, tmp_path: Path) -> None:
+    lenient = {"max_top1_drop_points": 100, "min_relative_top1_pct": 0}
+    written = validate(chain, tmp_path / "report", gate=lenient)
+    assert written.report.verdict.passed
+    assert written.text.startswith("INT8 passed")
+
+
+def test_nothing_is_fetched(written: Written) -> None:
+    assert "http://" not in written.page
+    assert "https://" not in written.page
+    assert "//cdn" not in written.page
+    assert re.findall(r"<(?:script|link|iframe|object)\b", written.page) == []
+    assert "default-src 'none'" in written.page
+    sources = re.findall(r'(?:src|href)="([^"]*)"', written.page)
+    assert sources
+    assert [source for source in sources if not source.startswith(("data:image/", "#"))] == []
+
+
+def test_names_are_text_and_not_markup(written: Written) -> None:
+    assert HOSTILE in written.report.model.classes
+    assert "<b>" not in written.page
+    assert "&lt;b&gt;" in written.page
+    assert HOSTILE in written.text
+    assert "<b>" not in written.card
+    assert r"a\|b\_\*c\*" in written.card
+    rows = [line for line in written.card.splitlines() if line.startswith("|")]
+    assert {len(re.split(r"(?<!\\)\|", line)) for line in rows if line.startswith("| INT8")} <= {8, 10}
+
+
+def test_the_published_schema_is_up_to_date() -> None:
+    published = json.loads((REPOSITORY / "docs/schemas/report.schema.json").read_text())
+    assert published == report_schema(), "python -m components.validate.schema > docs/schemas/report.schema.json"
+
+
+def test_report_json_has_the_keys_of_the_schema(written: Written) -> None:
+    schema = report_schema()
+    dumped = json.loads((written.path / "report.json").read_text())
+    assert set(dumped) == set(schema["required"]) | {"schema_version"}
+    assert Report.model_validate(dumped) == written.report  # unknown keys and wrong types are refused
+
+
+def test_disagreements_are_shown_with_their_images(written: Written, chain: Chain) -> None:
+    predictions = np.load(written.path / "predictions.npz")
+    labels, fp32, int8 = predictions["labels"], predictions["fp32"][:, 0], predictions["int8"][:, 0]
+    different = np.flatnonzero(fp32 != int8)
+    assert len(different) == written.report.change.num_differing > 0
+    shown = written.report.disagreements
+    assert len(shown) == min(24, len(different))
+    assert {entry.index for entry in shown} <= set(different.tolist())
+    listing = [json.loads(line) for line in (chain.dataset.path / "val.jsonl").open(encoding="utf-8")]
+    classes = chain.dataset.manifest.classes
+    for entry in shown:
+        assert entry.path == listing[entry.index]["path"]
+        assert entry.label == classes[labels[entry.index]]
+        assert (entry.fp32, entry.own) == (classes[fp32[entry.index]], classes[int8[entry.index]])
+    assert written.page.count("<img ") == len(shown)
+    # The very pixels of the source file: digits are small enough to stay exact.
+    source = Path(chain.dataset.manifest.config["data"]) / shown[0].path
+    data = re.search(r'<img src="data:image/png;base64,([^"]+)"', written.page)
+    assert data is not None
+    image = Image.open(io.BytesIO(base64.b64decode(data[1])))
+    assert np.array_equal(np.asarray(image), np.asarray(Image.open(source).convert("RGB")))
+
+
+def test_no_disagreement_no_pictures(written: Written, tmp_path: Path) -> None:
+    agreed = written.report.change.model_copy(update={"num_differing": 0})
+    write_report(written.report.model_copy(update={"change": agreed, "disagreements": ()}), {}, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<img" not in page
+    assert "Nowhere: both predict the same class on all 120 images" in page
+
+
+def test_every_validation_image_has_a_thumbnail(chain: Chain) -> None:
+    keys = [json.loads(line)["key"] for line in (chain.dataset.path / "val.jsonl").open(encoding="utf-8")]
+    assert sorted(thumbnails(chain.dataset, keys)) == sorted(keys)
+    assert thumbnails(chain.dataset, []) == {}
+
+
+def test_thumbnails_are_upright_small_and_8_bit(tmp_path: Path, run_preprocess: Any) -> None:
+    wide = Image.new("RGB", (400, 200), "red")
+    exif = wide.getexif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    for folder in ("a", "b"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        for name in ("1", "2"):
+            wide.save(tmp_path / "data" / folder / f"{name}.jpg", exif=exif)
+            Image.fromarray(np.full((8, 8), 0x8040, np.uint16)).save(tmp_path / "data" / folder / f"{name}.png")
+    dataset = run_preprocess(tmp_path / "data", tmp_path / "dataset", val_fraction=0.5)
+    listing = [json.loads(line) for line in (dataset.path / "val.jsonl").open(encoding="utf-8")]
+    found = thumbnails(dataset, [entry["key"] for entry in listing])
+    for entry in listing:
+        image = Image.open(io.BytesIO(base64.b64decode(found[entry["key"]].partition(",")[2])))
+        turned = entry["path"].endswith("jpg")
+        assert image.size == ((80, 160) if turned else (8, 8))
+        assert turned or image.getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_confusion_and_classes_add_up(written: Written) -> None:
+    predictions = np.load(written.path / "predictions.npz")
+    labels, int8 = predictions["labels"], predictions["int8"][:, 0]
+    matrix = np.array(written.report.confusion.matrix)
+    assert matrix.sum() == 120
+    assert 100 * np.trace(matrix) / 120 == pytest.approx(written.report.accuracy.row("int8").top1_pct)
+    assert all(matrix[row, column] == ((labels == row) & (int8 == column)).sum() for row, column in np.ndindex(10, 10))
+    off_diagonal = sorted(matrix[~np.eye(10, dtype=bool)].tolist(), reverse=True)
+    assert [pair.num_images for pair in written.report.confusion.pairs] == [n for n in off_diagonal if n][:20]
+    deltas = [entry.delta_points for entry in written.report.class_changes]
+    assert deltas == sorted(deltas)
+    assert np.mean(deltas) == pytest.approx(written.report.change.delta_top1_points)  # 12 images in each class
+
+
+def test_many_classes_are_told_in_pairs_alone(written: Written, tmp_path: Path) -> None:
+    assert '<table class="heat">' in written.page
+    confusion = written.report.confusion.model_copy(update={"matrix": None})
+    write_report(written.report.model_copy(update={"confusion": confusion}), {}, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert '<table class="heat">' not in page
+    assert "taken for" in page
+
+
+def test_training_is_told_by_epoch(written: Written, chain: Chain) -> None:
+    history = chain.checkpoint.manifest.history
+    assert len(history) == 2
+    assert history[-1].model_dump() == chain.checkpoint.manifest.metrics
+    training = written.report.training
+    assert training is not None
+    assert (training.history, training.config) == (history, chain.checkpoint.manifest.config)
+    assert written.page.count("<svg") == 3
+
+
+def test_an_own_model_has_no_training(written: Written, tmp_path: Path) -> None:
+    write_report(written.report.model_copy(update={"training": None}), {}, tmp_path)
+    assert "Not trained by this chain" in (tmp_path / "report.html").read_text()
+    assert "Not trained by this chain" in (tmp_path / "model_card.md").read_text()
+
+
+def test_provenance_leads_back(written: Written, chain: Chain) -> None:
+    digests = written.report.provenance.digests
+    assert digests["dataset"] == chain.dataset.digest
+    assert digests["model"] == chain.checkpoint.digest
+    assert digests["bundle"] == chain.bundle.digest
+    assert digests["int8.onnx"] == chain.bundle.manifest.files["int8.onnx"].digest
+    for digest in digests.values():
+        assert digest in written.page
+        assert digest in written.card
+    assert list(written.report.provenance.configs) == ["preprocess", "train", "export", "validate"]
+    assert written.report.provenance.environments["train"].versions["torch"] in written.text
+    assert chain.bundle.manifest.engines_missing in written.text
+
+
+def test_an_unmeasured_precision_is_a_verdict_without_comparison(chain: Chain, tmp_path: Path) -> None:
+    written = validate(chain, tmp_path / "report", gate={"precision": "fp16"}, runtime="openvino")
+    assert written.text.startswith("FP16 did not pass")
+    assert "FP16 was not measured here: needs TensorRT on a GPU" in written.text
+    assert (written.report.change, written.report.confusion) == (None, None)
+    assert "disagree" not in written.text
+
+
+def predictions_of(right: list[bool]) -> Predictions:
+    top = np.array([[0] if entry else [1] for entry in right], dtype=np.int32)
+    return Predictions(top=top, labels=np.zeros(len(right), dtype=np.int32))
+
+
+def test_interval_of_a_paired_difference() -> None:
+    # 100 images, 5 lost, 1 gained: (2 - 6) / 102 +- 1.96 * sqrt((8/102 - (4/102)^2) / 102)
+    fp32, own = [True] * 95 + [False] * 5, [False] * 5 + [True] * 91 + [False] * 4
+    found = change(predictions_of(fp32), predictions_of(own))
+    assert (found.num_lost, found.num_gained, found.num_differing) == (5, 1, 6)
+    assert found.delta_top1_points == pytest.approx(-4)
+    assert (found.low_points, found.high_points) == pytest.approx((-9.30, 1.46), abs=0.01)
+
+
+def test_the_run_in_mlflow_holds_report_and_data(
+    chain: Chain, few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components.common.tracking import step_run
+    from components.preprocess.config import PreprocessConfig
+    from components.preprocess.run import run as preprocess
+
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    try:
+        client = MlflowClient()
+        with step_run("preprocess") as first:
+            config = PreprocessConfig(data=str(few_digits), num_workers=1)
+            preprocess(config, StepLog("preprocess", first), output=tmp_path / "dataset")
+        splits = {entry.dataset.name: entry for entry in client.get_run(first.run_id).inputs.dataset_inputs}
+        assert {name: entry.tags[0].value for name, entry in splits.items()} == {
+            "train": "training",
+            "val": "validation",
+        }
+        assert json.loads(splits["train"].dataset.profile) == {"num_images": 480}
+        with step_run("validate") as run:
+            validate(chain, tmp_path / "report", StepLog("validate", run))
+        names = {entry.path for entry in client.list_artifacts(run.run_id)}
+        assert {"report.html", "report.json", "model_card.md", "accuracy.json", "benchmark.json"} <= names
+        (entry,) = client.get_run(run.run_id).inputs.dataset_inputs
+        assert (entry.dataset.name, entry.tags[0].value) == ("val", "validation")
+        assert json.loads(entry.dataset.profile) == {"num_images": 120}
+        models = client.search_logged_models([run.experiment_id])
+        metrics = [metric for model in models for metric in model.metrics or []]
+        assert metrics
+        assert {(m.dataset_name, m.dataset_digest) for m in metrics} == {("val", entry.dataset.digest)}
+    finally:
+        mlflow.set_tracking_uri(None)
