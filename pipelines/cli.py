@@ -14,6 +14,10 @@ _COMMANDS = {
     "compile": "Compile a pipeline file for a cluster.",
     "submit": "Submit a pipeline file to a Kubeflow Pipelines server.",
     "data": "Write a built-in data set as folders of JPEG files.",
+    "runs": "List the runs of this machine.",
+    "compare": "Show runs side by side: accuracy, speed, and what differed.",
+    "doctor": "Say what this machine can do, and how to fix what is missing.",
+    "gc": "Remove old runs of this machine.",
     "ui": "Open the MLflow UI on this machine's runs.",
 }
 

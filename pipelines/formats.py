@@ -1,0 +1,29 @@
+"""Numbers, sizes and times as people read them in tables."""
+
+
+def number(value: float | None, form: str) -> str:
+    """A measured value; "n/a" where nothing was measured."""
+    return "n/a" if value is None else format(value, form)
+
+
+def verdict_text(verdict: str) -> str:
+    """A gate's verdict in its colour, as rich markup."""
+    return {"pass": "[green]pass[/]", "fail": "[red]fail[/]"}.get(verdict, verdict)
+
+
+def size_text(size_bytes: int) -> str:
+    """A size for people, in decimal units."""
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit in ("B", "kB") or size >= 99.5 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def age_text(seconds: float) -> str:
+    """How long ago, in the largest unit that fits."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return "now"

@@ -1,0 +1,222 @@
+"""Runs side by side: which run is meant, what differs, and when numbers may not be compared."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.common.artifacts import AccuracyReport, AccuracyRow, BenchmarkReport
+from components.common.environment import environment
+from components.common.errors import UserError
+from pipelines.comparison import compare
+from pipelines.history import find_summary
+from pipelines.summary import PrecisionRow, RunSummary, SummaryBuilder
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FIRST, SECOND, OTHER = "digits-20260101-120000-aaaa", "digits-20260102-120000-bbbb", "own-20260103-120000-cccc"
+
+
+def row(precision: str, top1_pct: float, **values: Any) -> PrecisionRow:
+    measured: dict[str, Any] = {
+        "precision": precision,
+        "runtime": "openvino",
+        "device": "CPU, 2 cores",
+        "num_images": 100,
+        "top1_pct": top1_pct,
+        "top5_pct": 100.0,
+        "delta_top1_points": top1_pct - 90,
+        "p50_ms": 2.5,
+        "images_per_s": 1234.0,
+        "throughput_batch_size": 16,
+        "size_bytes": 45_000_000,
+        "verdict": "reference" if precision == "fp32" else "pass",
+        "note": "",
+    }
+    return PrecisionRow.model_validate({**measured, **values})
+
+
+def summary(run_id: str, directory: Path, **values: Any) -> RunSummary:
+    fields: dict[str, Any] = {
+        "pipeline": run_id.split("-")[0],
+        "run_id": run_id,
+        "status": "done",
+        "exit_code": 0,
+        "message": "",
+        "seconds_total": 60.0,
+        "arguments": {"epochs": 2, "seed": 0, "train": {"augmentation": {"min_area": 0.7}}},
+        "steps": [],
+        "rows": [row("fp32", 90.0), row("int8", 89.5)],
+        "checks": [],
+        "run_directory": str(directory),
+        "tracking_uri": "sqlite:///mlflow.db",
+        "mlflow_run_id": "m",
+        "environment": environment(),
+        "split_digest": "sha256:" + "5" * 64,
+    }
+    return RunSummary.model_validate({**fields, **values})
+
+
+def write(home: Path, run_id: str, **values: Any) -> Path:
+    directory = home / "runs" / run_id
+    directory.mkdir(parents=True)
+    (directory / "summary.json").write_text(summary(run_id, directory, **values).model_dump_json())
+    return directory
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    write(tmp_path, FIRST)
+    write(tmp_path, SECOND, arguments={"epochs": 5, "seed": 0, "train": {}})
+    write(tmp_path, OTHER, split_digest="sha256:" + "6" * 64)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "run_id"),
+    [(FIRST, FIRST), ("digits-20260102", SECOND), ("own", OTHER), ("latest", OTHER)],
+)
+def test_a_run_by_id_prefix_or_latest(home: Path, text: str, run_id: str) -> None:
+    assert find_summary(text, home / "runs").run_id == run_id
+
+
+def test_a_run_by_path(home: Path) -> None:
+    for path in (home / "runs" / FIRST, home / "runs" / FIRST / "summary.json"):
+        assert find_summary(str(path), home / "elsewhere").run_id == FIRST
+
+
+def test_latest_is_the_newest_that_has_a_result(home: Path) -> None:
+    (home / "runs" / "digits-20260601-120000-dddd").mkdir()
+    assert find_summary("latest", home / "runs").run_id == OTHER
+
+
+def test_a_prefix_of_several_runs_names_them(home: Path) -> None:
+    with pytest.raises(UserError, match=f"2 runs begin with 'digits': {SECOND}, {FIRST}; type more") as raised:
+        find_summary("digits", home / "runs")
+    assert raised.value.exit_code == 2
+
+
+def test_an_id_that_begins_another_is_itself(tmp_path: Path) -> None:
+    # runs are named with the pipeline first, so one can be the start of another's only by hand
+    write(tmp_path, "a-20260101-120000-aaaa")
+    write(tmp_path, "a-20260101-120000-aaaa-20260101-120000-bbbb")
+    assert find_summary("a-20260101-120000-aaaa", tmp_path / "runs").run_id == "a-20260101-120000-aaaa"
+
+
+def test_no_such_run_names_the_newest(home: Path) -> None:
+    with pytest.raises(UserError, match=f"no run 'nothing' in .*; the newest are {OTHER}, {SECOND}, {FIRST}"):
+        find_summary("nothing", home / "runs")
+    with pytest.raises(UserError, match="there are no runs in"):
+        find_summary("nothing", home / "elsewhere")
+
+
+def test_missing_and_unreadable_summaries(home: Path) -> None:
+    unfinished = home / "runs" / "digits-20260601-120000-dddd"
+    unfinished.mkdir()
+    with pytest.raises(UserError, match=r"has no summary.json: it is still going, or it was killed"):
+        find_summary("digits-20260601", home / "runs")
+    (unfinished / "summary.json").write_text('{"schema_version": 9}')
+    with pytest.raises(UserError, match=r"not a summary that this version of enginery reads: schema_version"):
+        find_summary("digits-20260601", home / "runs")
+    (unfinished / "summary.json").write_text("{half")
+    with pytest.raises(UserError, match="not a summary"):
+        find_summary("digits-20260601", home / "runs")
+    with pytest.raises(UserError, match="No such file"):
+        find_summary(str(home / "none.json"), home / "runs")
+
+
+def test_only_what_differs_is_told(home: Path) -> None:
+    result = compare([find_summary(name, home / "runs") for name in (FIRST, SECOND)])
+    assert result.arguments == {
+        "epochs": {"A": "2", "B": "5"},
+        "train.augmentation.min_area": {"A": "0.7", "B": ""},
+    }
+    assert (result.data, result.versions, result.warnings) == ({}, {}, ())
+    assert result.runs[1].rows["int8"].top1_pct == 89.5
+
+
+def test_other_validation_images_are_warned_of(home: Path) -> None:
+    result = compare([find_summary(name, home / "runs") for name in (FIRST, SECOND, OTHER)])
+    assert result.data == {"validation split": {"A": "5" * 12, "B": "5" * 12, "C": "6" * 12}}
+    assert result.warnings == ("the validation images differ between A/B and C: top-1 can't be compared",)
+
+
+def test_digest_of_a_summary_without_one_comes_from_the_report(home: Path) -> None:
+    directory = write(home, "old-20260104-120000-dddd", split_digest="")
+    first = find_summary(FIRST, home / "runs")
+    unknown = compare([first, find_summary("old", home / "runs")])
+    assert unknown.warnings == ("the validation images of B are not known: their report is gone",)
+    report = AccuracyReport(dataset_digest="d", split_digest=first.split_digest, bundle_digest="b", rows=())
+    folder = directory / "artifacts" / "old-1" / "validate" / "report"
+    folder.mkdir(parents=True)
+    (folder / "accuracy.json").write_text(report.model_dump_json())
+    assert compare([first, find_summary("old", home / "runs")]).warnings == ()
+
+
+def test_other_devices_versions_and_failed_runs(tmp_path: Path) -> None:
+    here = environment()
+    there = here.model_copy(update={"versions": {**here.versions, "torch": "1.0"}})
+    faster = [row("fp32", 90.0, device="NVIDIA H100"), row("int8", 89.0, device="NVIDIA H100")]
+    result = compare(
+        [
+            summary(FIRST, tmp_path),
+            summary(SECOND, tmp_path, rows=faster, environment=there),
+            summary(OTHER, tmp_path, rows=[], status="failed", environment=here),
+        ]
+    )
+    assert set(result.versions) == {"torch"}
+    assert result.warnings[0] == "C ended as failed before anything was measured"
+    assert result.warnings[1].startswith("speed was measured on different devices (CPU, 2 cores; NVIDIA H100)")
+
+
+def test_summary_builder_keeps_the_digests_of_the_report() -> None:
+    builder = SummaryBuilder(0.0)
+    assert builder.digests() == {}
+    measured = AccuracyRow(precision="fp32", runtime="openvino", top1_pct=90.0)
+    accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=(measured,))
+    benchmark = BenchmarkReport(bundle_digest="b", rows=())
+    builder.handle({"event": "results", "accuracy": accuracy.model_dump(), "benchmark": benchmark.model_dump()})
+    digests = {"dataset_digest": "d", "split_digest": "s", "bundle_digest": "b"}
+    assert builder.digests() == digests
+    assert summary(FIRST, Path(), **digests).split_digest == "s"
+
+
+def enginery(home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "ENGINERY_HOME": str(home), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_command_compare(home: Path) -> None:
+    shown = enginery(home, "compare", "digits-20260101", "latest")
+    assert shown.returncode == 0, shown.stderr
+    assert "89.50" in shown.stdout
+    assert "warning: the validation images differ between A and B" in shown.stdout
+    assert max(len(line) for line in shown.stdout.splitlines()) <= 80
+    printed = json.loads(enginery(home, "compare", FIRST, SECOND, "--json").stdout)
+    assert printed["arguments"]["epochs"] == {"A": "2", "B": "5"}
+    for arguments, message in (((FIRST,), "two or more runs"), ((FIRST, FIRST), "the same run twice")):
+        refused = enginery(home, "compare", *arguments)
+        assert (refused.returncode, message in refused.stderr) == (2, True)
+
+
+def test_command_runs(home: Path) -> None:
+    (home / "runs" / "digits-20260601-120000-dddd").mkdir()
+    shown = enginery(home, "runs")
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.split() for line in shown.stdout.splitlines() if "-2026" in line]
+    assert [line[0] for line in lines] == ["digits-20260601-120000-dddd", OTHER, SECOND, FIRST]
+    assert lines[0][1] == "killed"
+    assert lines[1][1:5] == ["done", "89.50", "-0.50", "pass"]
+    assert max(len(line) for line in shown.stdout.splitlines()) <= 80
+    printed = json.loads(enginery(home, "runs", "--json").stdout)
+    assert printed[1]["int8_top1_pct"] == 89.5
+    assert printed[0]["int8_top1_pct"] is None

@@ -1,0 +1,273 @@
+"""gc: what goes by which rule, and what stays whatever a rule says."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from components.common.environment import environment
+from components.common.errors import EngineryError, UserError
+from pipelines import retention
+from pipelines.history import PastRun, past_runs
+from pipelines.retention import InUse, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
+from pipelines.state import MLFLOW_RUN_ID, StateDirectory
+from pipelines.summary import RunSummary, StepSummary
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NOTHING = InUse()
+
+
+def make_run(
+    state: Path,
+    days: float,
+    *,
+    mlflow_run_id: str = "",
+    registered: str = "",
+    tracking_uri: str = "",
+    reused: str = "",
+    size_kb: int = 100,
+    finished: bool = True,
+) -> Path:
+    """A run directory as `enginery run` leaves it, begun `days` ago."""
+    stamp = (datetime.now() - timedelta(days=days)).strftime("%Y%m%d-%H%M%S")
+    path = state / "runs" / f"digits-{stamp}-{len(list((state / 'runs').glob('*'))):04x}"
+    (path / "artifacts").mkdir(parents=True)
+    (path / ".lock").touch()
+    (path / "artifacts" / "weights").write_bytes(os.urandom(size_kb * 1024))
+    if finished:
+        step = StepSummary(name="train", status="reused", outcome=f"reused from {reused}", seconds_total=0)
+        summary = RunSummary(
+            pipeline="digits",
+            run_id=path.name,
+            status="done",
+            exit_code=0,
+            message="",
+            seconds_total=1,
+            arguments={},
+            steps=[step] if reused else [],
+            rows=[],
+            checks=[],
+            registered=registered,
+            run_directory=str(path),
+            tracking_uri=tracking_uri,
+            mlflow_run_id=mlflow_run_id,
+            environment=environment(),
+        )
+        (path / "summary.json").write_text(summary.model_dump_json())
+    elif mlflow_run_id:
+        (path / MLFLOW_RUN_ID).write_text(mlflow_run_id)
+    return path
+
+
+def decide(state: Path, needed: InUse = NOTHING, **rules: float) -> tuple[set[str], dict[str, str]]:
+    """Names of the runs that would go, and of those kept with the reason."""
+    decided = plan(past_runs(state / "runs"), Rules(**rules), needed, state / "cache", time.time())  # type: ignore[arg-type]
+    return {run.name for run, _ in decided.remove}, {run.name: reason for run, reason in decided.keep}
+
+
+@contextmanager
+def locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """The lock of a run, held by another process."""
+    script = (
+        f"import fcntl, sys; f = open({str(path / '.lock')!r}, 'r+'); fcntl.flock(f, {kind}); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A real MLflow on SQLite: version 1 without an alias, version 2 @candidate. Parent run names and ids."""
+    home = tmp_path_factory.mktemp("home")
+    state = StateDirectory(path=home)
+    client = MlflowClient(state.default_tracking_uri)
+    experiment = client.create_experiment("digits", artifact_location=(state.path / "mlartifacts").as_uri())
+    client.create_registered_model("digits")
+    ids = {}
+    for name in ("old", "promoted"):
+        parent = client.create_run(experiment, run_name=name).info.run_id
+        step = client.create_run(experiment, run_name="promote", tags={"mlflow.parentRunId": parent}).info.run_id
+        client.create_model_version("digits", f"{home}/{name}", run_id=step)
+        ids[name] = parent
+    client.set_registered_model_alias("digits", "candidate", "2")
+    return home, ids
+
+
+def test_each_rule_and_any_of_them(tmp_path: Path) -> None:
+    runs = {days: make_run(tmp_path, days).name for days in (1, 10, 40, 100)}
+    assert decide(tmp_path, older_than_s=30 * 86400)[0] == {runs[40], runs[100]}
+    assert decide(tmp_path, keep=1)[0] == {runs[10], runs[40], runs[100]}
+    assert decide(tmp_path, keep=3, older_than_s=30 * 86400)[0] == {runs[40], runs[100]}
+    assert decide(tmp_path, keep=0)[0] == set(runs.values())
+    assert decide(tmp_path, max_size_bytes=250_000)[0] == {runs[40], runs[100]}
+    assert decide(tmp_path, max_size_bytes=10**9)[0] == set()
+
+
+def test_no_rule_and_bad_values_are_refused() -> None:
+    with pytest.raises(UserError, match="--older-than 30d, --keep 10 or --max-size 50GB"):
+        Rules()
+    with pytest.raises(UserError, match="got -1"):
+        Rules(keep=-1)
+    assert (parse_age("30d"), parse_age("1.5h"), parse_age("90min")) == (2592000, 5400, 5400)
+    assert (parse_size("50GB"), parse_size("1TiB"), parse_size("0"), parse_size("2.5 mb")) == (
+        50 * 10**9, 2**40, 0, 2_500_000,
+    )  # fmt: skip
+    for text in ("30", "d", "-3d", "3 years"):
+        with pytest.raises(UserError, match="such as 30d"):
+            parse_age(text)
+    for text in ("50", "GB", "-1GB", "many"):
+        with pytest.raises(UserError, match="such as 50GB"):
+            parse_size(text)
+
+
+def test_run_that_an_alias_points_to_survives(registry: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    home, ids = registry
+    needed = in_use(StateDirectory(path=home))
+    uri = f"sqlite:///{home}/mlflow.db"
+    old = make_run(tmp_path, 50, mlflow_run_id=ids["old"], registered="digits/1", tracking_uri=uri)
+    promoted = make_run(tmp_path, 60, mlflow_run_id=ids["promoted"], registered="digits/2", tracking_uri=uri)
+    removed, kept = decide(tmp_path, needed, keep=0, older_than_s=1, max_size_bytes=0)
+    assert removed == {old.name}
+    assert kept == {promoted.name: "digits@candidate (version 2) points to it"}
+
+
+def test_killed_run_that_was_promoted_survives_by_its_mlflow_run(
+    registry: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    home, ids = registry
+    make_run(tmp_path, 60, mlflow_run_id=ids["promoted"], finished=False)
+    gone = make_run(tmp_path, 61, mlflow_run_id=ids["old"], finished=False)
+    assert decide(tmp_path, in_use(StateDirectory(path=home)), keep=0)[0] == {gone.name}
+
+
+def test_runs_whose_steps_a_promoted_run_took_over_survive(tmp_path: Path) -> None:
+    source = make_run(tmp_path, 70)
+    promoted = make_run(tmp_path, 60, mlflow_run_id="p", reused=source.name)
+    removed, kept = decide(tmp_path, InUse({"p": "digits@candidate (version 2)"}), keep=0)
+    assert (removed, set(kept)) == (set(), {source.name, promoted.name})
+
+
+def test_run_registered_in_a_store_that_was_not_asked_survives(tmp_path: Path) -> None:
+    make_run(tmp_path, 60, registered="digits/7", tracking_uri="http://mlflow.example")
+    removed, kept = decide(tmp_path, InUse(stores=frozenset({"sqlite:///other.db"})), keep=0)
+    assert removed == set()
+    assert "http://mlflow.example; set MLFLOW_TRACKING_URI" in next(iter(kept.values()))
+
+
+def test_moved_state_directory_and_database_of_another_one(
+    registry: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    home, ids = registry
+    moved = make_run(tmp_path, 60, mlflow_run_id=ids["old"], registered="digits/1", tracking_uri="sqlite:////moved.db")
+    needed = in_use(StateDirectory(path=home), past_runs(tmp_path / "runs"))
+    assert decide(tmp_path, needed, keep=0) == ({moved.name}, {})
+    uri = f"sqlite:///{home}/mlflow.db"
+    other = make_run(tmp_path, 61, mlflow_run_id=ids["promoted"], registered="digits/2", tracking_uri=uri)
+    needed = in_use(StateDirectory(path=tmp_path), past_runs(tmp_path / "runs"))  # a state without a database
+    assert set(decide(tmp_path, needed, keep=0)[1]) == {other.name}
+
+
+def test_unreachable_store_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(EngineryError, match="so nothing is removed"):
+        in_use(StateDirectory(path=tmp_path))
+
+
+def test_asking_creates_no_database(tmp_path: Path) -> None:
+    in_use(StateDirectory(path=tmp_path))
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_run_that_is_going_survives_and_so_do_the_steps_it_may_read(tmp_path: Path) -> None:
+    going, read, other = (make_run(tmp_path, days, finished=days > 51) for days in (50, 60, 70))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "key.json").write_text(json.dumps({"uri": f"{read}/artifacts/dataset"}))
+    with locked(going):
+        removed, kept = decide(tmp_path, keep=0)
+    assert removed == {other.name}
+    assert kept[going.name] == "it is still going"
+    assert "may read" in kept[read.name]
+    assert decide(tmp_path, keep=0)[0] == {going.name, read.name, other.name}  # its process ended: a killed run
+
+
+def test_run_that_began_just_now_survives(tmp_path: Path) -> None:
+    path = make_run(tmp_path, 0, finished=False)
+    (path / ".lock").unlink()
+    assert decide(tmp_path, keep=0) == (set(), {path.name: "it is still going"})
+
+
+@pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
+def test_lock_taken_after_the_plan_stops_the_removal(tmp_path: Path, kind: int) -> None:
+    path = make_run(tmp_path, 50)
+    told: list[str] = []
+    with locked(path, kind):
+        assert remove(PastRun(path), lambda run, reason: told.append(reason)) is False
+    assert (told, (path / "summary.json").exists()) == (["it is in use"], True)
+    assert remove(PastRun(path), lambda run, reason: told.append(reason)) is True
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_killed_gc_leaves_no_half_run_and_the_next_one_clears_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_run(tmp_path, 50)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(retention, "delete", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove(PastRun(path), lambda run, reason: None)
+    assert past_runs(tmp_path / "runs") == []
+    (left,) = leftovers(tmp_path / "runs")
+    delete(left)
+    assert leftovers(tmp_path / "runs") == []
+
+
+def test_what_is_no_run_stays(tmp_path: Path) -> None:
+    outside = tmp_path / "precious"
+    outside.mkdir()
+    (tmp_path / "runs" / "my-notes").mkdir(parents=True)
+    (tmp_path / "runs" / "digits-20200101-000000-abcd").symlink_to(outside)
+    assert decide(tmp_path, keep=0) == (set(), {})
+
+
+def gc(home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", "gc", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "ENGINERY_HOME": str(home), "COLUMNS": "80"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_command(tmp_path: Path) -> None:
+    new, old = make_run(tmp_path, 1), make_run(tmp_path, 50, size_kb=1000)
+    shown = gc(tmp_path, "--keep", "1", "--dry-run")
+    assert (shown.returncode, old.exists()) == (0, True)
+    assert old.name in shown.stdout
+    assert "beyond the newest 1" in shown.stdout
+    asked = gc(tmp_path, "--keep", "1")
+    assert (asked.returncode, "add --yes or --dry-run" in asked.stderr, old.exists()) == (2, True, True)
+    (tmp_path / "runs" / ".trash-left-1").mkdir()
+    done = gc(tmp_path, "--keep", "1", "--yes")
+    assert (done.returncode, old.exists(), new.exists()) == (0, False, True)
+    assert "1.0 MB freed" in done.stdout
+    assert leftovers(tmp_path / "runs") == []
+    assert gc(tmp_path).returncode == 2
