@@ -16,7 +16,7 @@ INSTALLED_TENSORRT := $(VENV)/.installed-tensorrt
 PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart install-tensorrt install-dev test test-all test-gpu lint typecheck lock golden clean
+.PHONY: help install quickstart install-tensorrt install-dev test test-all test-gpu test-faults lint typecheck lock golden clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,9 @@ test-all: $(INSTALLED_DEV) ## The slow tests too
 test-gpu: $(INSTALLED_DEV) ## Tests that need a GPU and TensorRT; they fail where either is missing
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
+test-faults: $(INSTALLED_DEV) ## Kill the chain at random times (KILLS=200), over half an hour
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -s tests/faults $(ARGS)
+
 lint: $(INSTALLED_DEV) ## Linter and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,6 +62,7 @@ lock: $(INSTALLED) ## Write constraints.txt anew from pyproject.toml, with the n
 
 golden: $(INSTALLED_DEV) ## Write the golden files of the tests anew; read the diff before you commit it
 	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/pipelines --update-golden $(ARGS)
+	$(BIN)/python -m components.validate.schema > docs/schemas/report.schema.json
 
 clean: ## Remove .venv and caches; your runs in .enginery stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,89 +1,56 @@
 """Run a pipeline on this machine: kfp.local's SubprocessRunner, MLflow, and what a person sees."""
 
 import contextlib
+import json
 import logging
 import os
 import shlex
+import signal
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import kfp.local
+import psutil
 from rich.console import Console
 
 from components.common.artifacts import write_atomically
 from components.common.environment import environment
 from components.common.errors import EXIT_FAILURE, UserError
-from components.common.steplog import EVENTS_VARIABLE
-from pipelines.parameters import PipelineFile
+from components.common.lifetime import PARENT_VARIABLE
+from components.common.steplog import EVENTS_VARIABLE, FAILURE
+from pipelines.caching import enable, finished_steps, step_keys, step_of
+from pipelines.parameters import STEP_CONFIGS, PipelineFile
 from pipelines.rendering import EventStream, Renderer, print_summary
+from pipelines.state import MLFLOW_RUN_ID, SUMMARY, StateDirectory
 from pipelines.summary import RunSummary, SummaryBuilder
 
 EXIT_INTERRUPTED = 130
 
-
-@dataclass(frozen=True, kw_only=True)
-class StateDirectory:
-    """Where runs and the default tracking store live: $ENGINERY_HOME, or .enginery in the current directory."""
-
-    path: Path
-
-    @classmethod
-    def current(cls) -> "StateDirectory":
-        """Find it and make it.
-
-        Raises:
-            UserError: it can't be made, or its path can't be used.
-        """
-        path = Path(os.environ.get("ENGINERY_HOME") or ".enginery").expanduser().absolute()
-        if "python3" in str(path):
-            raise UserError(
-                f"the state directory {path} has 'python3' in its path, which KFP's local runner replaces by the "
-                "interpreter's; set ENGINERY_HOME to a directory without it"
-            )
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"can't make the state directory {path}: {error.strerror}; set ENGINERY_HOME to a writable directory"
-            ) from None
-        return cls(path=path)
-
-    @property
-    def default_tracking_uri(self) -> str:
-        """MLflow on SQLite."""
-        return f"sqlite:///{self.path / 'mlflow.db'}"
-
-    @property
-    def artifact_root(self) -> Path:
-        """Where MLflow keeps files when its store is the SQLite file."""
-        return self.path / "mlartifacts"
-
-    def new_run(self, name: str) -> Path:
-        """A fresh directory for one run."""
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        path = self.path / "runs" / f"{name}-{stamp}-{uuid.uuid4().hex[:4]}"
-        path.mkdir(parents=True)
-        return path
-
-    def tracking(self) -> tuple[str, Path | None]:
-        """Tracking URI and, if the store has no server of its own, the artifact root."""
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri or uri == self.default_tracking_uri:
-            return self.default_tracking_uri, self.artifact_root
-        return uri, None
+_GRACE_S = 10.0  # for steps to end by themselves after an interrupt
 
 
 def run_locally(
-    file: PipelineFile, arguments: Mapping[str, Any], *, experiment: str, console: Console, summary_path: Path | None
+    file: PipelineFile,
+    arguments: Mapping[str, Any],
+    *,
+    experiment: str,
+    console: Console,
+    summary_path: Path | None,
+    reuse: bool = True,
 ) -> RunSummary:
     """Run the whole pipeline, show it, record it.
+
+    Args:
+        file: the pipeline.
+        arguments: its resolved arguments.
+        experiment: name of the MLflow experiment.
+        console: where a person reads.
+        summary_path: where to write the summary as JSON, too.
+        reuse: take over finished steps whose inputs, settings, code and machine are the same.
 
     Returns:
         The summary; its exit_code is what the process should end with.
@@ -95,14 +62,25 @@ def run_locally(
     _refuse_python3(arguments)
     state = StateDirectory.current()
     started = time.time()
-    directory = state.new_run(file.name)
-    uri, artifact_root = state.tracking()
+    held = state.new_run(file.name)
+    directory = held.path
+    uri = state.tracking_uri
     from components.common.tracking import PipelineRun  # MLflow takes seconds to import: only when something runs
 
-    tracked = PipelineRun(uri, experiment, directory.name, source=str(file.path), artifact_root=artifact_root)
+    tracked = PipelineRun(uri, experiment, directory.name, source=str(file.path))
+    (directory / MLFLOW_RUN_ID).write_text(tracked.run_id, encoding="utf-8")
+    for path, run_id in state.abandoned_runs():
+        tracked.close(run_id)
+        (path / MLFLOW_RUN_ID).unlink()
     tracked.step_run.log_params(arguments)
     builder = SummaryBuilder(time.time())
-    status = _execute(file, arguments, directory, tracked.environment(), builder, console)
+    keys = step_keys(file, arguments) if reuse else {}
+    enable(file, keys)
+    with _terminable():
+        status = _execute(file, arguments, keys, state, directory, tracked.environment(), builder, console)
+    _take_over(file, keys, state, builder)
+    if status != "done" and builder.failure is None:
+        builder.failure = _last_words(directory)
     failure = builder.failure
     summary = RunSummary(
         pipeline=file.name,
@@ -115,17 +93,19 @@ def run_locally(
         steps=builder.steps,
         rows=builder.rows(),
         checks=builder.checks,
+        **builder.digests(),
         registered=builder.registered,
+        report=builder.report,
         run_directory=str(directory),
         tracking_uri=without_credentials(uri),
         mlflow_run_id=tracked.run_id,
         environment=environment(),
     )
     data = summary.model_dump_json(indent=1).encode()
-    write_atomically(directory / "summary.json", data)
+    write_atomically(directory / SUMMARY, data)
     if summary_path is not None:
         write_atomically(summary_path, data)
-    tracked.step_run.log_artifact(directory / "summary.json")
+    tracked.step_run.log_artifact(directory / SUMMARY)
     tracked.step_run.log_artifact(directory / "run.log")
     mlflow_status = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[status]
     tracked.finish(mlflow_status, {"enginery.status": status, "enginery.message": summary.message})
@@ -151,9 +131,51 @@ def _refuse_python3(arguments: Mapping[str, Any]) -> None:
             )
 
 
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a run as Ctrl-C does."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop_steps() -> None:
+    """End what still runs below this process: politely first, so that steps can mark their MLflow runs."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    for child in psutil.wait_procs(children, timeout=_GRACE_S)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _take_over(file: PipelineFile, keys: Mapping[str, str], state: StateDirectory, builder: SummaryBuilder) -> None:
+    """Fill in what steps that KFP served from its cache would have told."""
+    told = {step.name for step in builder.steps}
+    untold = {task: key for task, key in keys.items() if step_of(task) not in told}
+    for cached in finished_steps(file, untold, state.cache_root, state.runs):
+        builder.take_over(cached)
+    builder.steps.sort(key=lambda step: list(STEP_CONFIGS).index(step.name))
+
+
+def _last_words(directory: Path) -> dict[str, Any] | None:
+    """The failure that a step wrote beside its output, for when its event did not arrive."""
+    found = sorted(directory.glob(f"artifacts/**/{FAILURE}"), key=lambda path: path.stat().st_mtime)
+    return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
+
+
 def _execute(
     file: PipelineFile,
     arguments: Mapping[str, Any],
+    keys: Mapping[str, str],
+    state: StateDirectory,
     directory: Path,
     variables: Mapping[str, str],
     builder: SummaryBuilder,
@@ -167,16 +189,21 @@ def _execute(
             renderer.handle(event)
 
         stream = EventStream(log, on_event)
+        for cached in finished_steps(file, keys, state.cache_root, state.runs):
+            renderer.show_reused(cached.step, cached.run_id)
         with _environment(variables), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(log):
             kfp.local.init(
                 kfp.local.SubprocessRunner(use_venv=False),
                 pipeline_root=str(directory / "artifacts"),
                 workspace_root=str(directory / "workspace"),
+                enable_caching=True,
+                cache_root=str(state.cache_root),
             )
             try:
                 file.pipeline(**arguments)
                 return "done"
             except KeyboardInterrupt:
+                _stop_steps()
                 return "killed"
             except Exception as error:  # KFP says only that a task failed; what failed came as an event
                 logging.getLogger(__name__).debug("pipeline failed", exc_info=True)
@@ -194,6 +221,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     ours = {
         **variables,
         EVENTS_VARIABLE: "1",
+        PARENT_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",  # KFP passes a step's lines on as they come only then
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
         "PYTHONWARNINGS": "ignore",
@@ -220,6 +248,8 @@ def _print_pointers(summary: RunSummary, console: Console) -> None:
     if summary.registered:
         name, version = summary.registered.split("/")
         console.print(f"registered  {name} version {version}", highlight=False)
+    if summary.report:
+        console.print(f"report      {_relative(summary.report)}", highlight=False, soft_wrap=True)
     console.print(f"files       {_relative(summary.run_directory)}", highlight=False, soft_wrap=True)
     console.print(f"tracking    {summary.tracking_uri}  (look at it: enginery ui)", highlight=False, soft_wrap=True)
     console.print(f"time        {summary.seconds_total:.0f} s", highlight=False)

@@ -96,6 +96,12 @@ class Renderer:
         elif kind == "failed":
             self._close(step, "[red]failed[/]", event["message"], event["time"])
 
+    def show_reused(self, step: str, run_id: str) -> None:
+        """A step that need not run: its inputs, settings, code and machine are those of an earlier run."""
+        self._console.print(
+            f"[bold]{step:>10}[/] [green]reused[/]          from {run_id}", highlight=False, soft_wrap=True
+        )
+
     def _show_progress(self, step: str, phase: str, done: int, total: int, detail: str) -> None:
         if not self._console.is_terminal:
             now = time.monotonic()

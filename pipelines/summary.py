@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.common.artifacts import AccuracyReport, BenchmarkReport, GateCheck
+from components.common.artifacts import AccuracyReport, BenchmarkReport, GateCheck, ReportManifest, VerdictManifest
 from components.common.environment import Environment
+from pipelines.caching import CachedStep
 
 
 class _Record(BaseModel):
@@ -16,7 +17,7 @@ class StepSummary(_Record):
     """One step of the run. The four parts of `seconds_total` say where the time went."""
 
     name: str
-    status: Literal["done", "failed"]
+    status: Literal["done", "failed", "reused"]
     outcome: str = Field(description="The step's closing line, or its error message.")
     seconds_total: float = Field(description="Wall time from the end of the step before.")
     seconds_work: float = Field(0.0, description="The step's own work.")
@@ -62,10 +63,14 @@ class RunSummary(_Record):
     rows: list[PrecisionRow]
     checks: list[GateCheck]
     registered: str = Field("", description='"name/version", if the run got so far.')
+    report: str = Field("", description="Path of report.html, if the run got so far.")
     run_directory: str
     tracking_uri: str
     mlflow_run_id: str
     environment: Environment
+    dataset_digest: str = Field("", description="Manifest digest of the Dataset; empty if nothing was measured.")
+    split_digest: str = Field("", description="Digest of the validation split that the rows were measured on.")
+    bundle_digest: str = Field("", description="Manifest digest of the Bundle that was measured.")
 
 
 class SummaryBuilder:
@@ -77,6 +82,7 @@ class SummaryBuilder:
         self.failure: dict[str, Any] | None = None
         self.checks: list[GateCheck] = []
         self.registered = ""
+        self.report = ""
         self._accuracy: AccuracyReport | None = None
         self._benchmark: BenchmarkReport | None = None
         self._verdict: dict[str, Any] | None = None
@@ -90,11 +96,31 @@ class SummaryBuilder:
         elif kind == "results":
             self._accuracy = AccuracyReport.model_validate(event["accuracy"])
             self._benchmark = BenchmarkReport.model_validate(event["benchmark"])
+            self.report = event.get("report", "")
         elif kind == "verdict":
             self._verdict = event
             self.checks = [GateCheck.model_validate(check) for check in event["checks"]]
         elif kind == "promotion":
             self.registered = f"{event['registered_model']}/{event['version']}"
+
+    def take_over(self, cached: CachedStep) -> None:
+        """Fill in a step that was not repeated, from the artifact that it left."""
+        outcome = f"reused from {cached.run_id}"
+        self.steps.append(StepSummary(name=cached.step, status="reused", outcome=outcome, seconds_total=0.0))
+        if isinstance(cached.manifest, ReportManifest):
+            self._accuracy, self._benchmark = cached.manifest.accuracy, cached.manifest.benchmark
+            self.report = str(cached.path / "report.html")
+        elif isinstance(cached.manifest, VerdictManifest):
+            self._verdict = {"passed": cached.manifest.passed, "precision": cached.manifest.precision}
+            self.checks = list(cached.manifest.checks)
+
+    def digests(self) -> dict[str, str]:
+        """What was measured on what, by the names that RunSummary has for it; empty if nothing was measured."""
+        report = self._accuracy
+        if report is None:
+            return {}
+        names = ("dataset_digest", "split_digest", "bundle_digest")
+        return {name: getattr(report, name) for name in names}
 
     def _close_step(self, event: dict[str, Any]) -> None:
         seconds = event.get("seconds", {})

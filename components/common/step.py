@@ -1,6 +1,7 @@
 """How a step starts and ends, the same under KFP, in a container and typed by a person."""
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -8,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,8 +19,9 @@ import click
 import psutil
 
 from components.common.errors import EXIT_FAILURE, EngineryError, UserError
+from components.common.lifetime import end_with_parent
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, type_label
-from components.common.steplog import StepLog
+from components.common.steplog import FAILURE, StepLog
 
 DEBUG_VARIABLE = "ENGINERY_DEBUG"  # "1": show tracebacks
 
@@ -41,15 +43,22 @@ class Step:
         log = StepLog(self.name)
         signal.signal(signal.SIGTERM, _interrupt)
         atexit.register(_leave_quickly)  # before any library registers: handlers run last in, first out
+        end_with_parent()
+        folder = Path(output)
         try:
-            self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
+            self._execute(log, settings, folder, {name: Path(path) for name, path in inputs.items()})
         except KeyboardInterrupt:
-            _fail(log, EngineryError("interrupted"), code=130)
+            _fail(log, EngineryError("interrupted"), code=130, output=folder)
         except EngineryError as error:
-            _fail(log, error, code=error.exit_code)
+            _fail(log, error, code=error.exit_code, output=folder)
         except Exception as error:  # the boundary of the process: a bug or a broken machine, told in one line
             reason = f"{type(error).__name__}: {error}"
-            _fail(log, EngineryError(f"{reason} (set {DEBUG_VARIABLE}=1 for the traceback)"), code=EXIT_FAILURE)
+            _fail(
+                log,
+                EngineryError(f"{reason} (set {DEBUG_VARIABLE}=1 for the traceback)"),
+                code=EXIT_FAILURE,
+                output=folder,
+            )
 
     def _execute(self, log: StepLog, settings: Mapping[str, Any], output: Path, inputs: dict[str, Path]) -> None:
         process_started = psutil.Process().create_time()
@@ -142,8 +151,13 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _fail(log: StepLog, error: EngineryError, *, code: int) -> NoReturn:
-    log.event("failed", message=str(error), exit_code=code)
+def _fail(log: StepLog, error: EngineryError, *, code: int, output: Path | None = None) -> NoReturn:
+    failure = {"step": log.step, "message": str(error), "exit_code": code}
+    if output is not None and output.is_dir():
+        with suppress(OSError):  # no space left may be the very failure
+            (output / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
+    with suppress(KeyboardInterrupt):  # nobody listens any more
+        log.event("failed", message=str(error), exit_code=code)
     if os.environ.get(DEBUG_VARIABLE) == "1":
         traceback.print_exc()
     print(f"{log.step}: {error}", file=sys.stderr, flush=True)

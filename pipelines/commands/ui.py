@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from pipelines.local import StateDirectory
+from pipelines.state import StateDirectory
 
 
 @click.command()
@@ -13,7 +13,7 @@ from pipelines.local import StateDirectory
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 def ui(port: int, host: str) -> None:
     """Open the MLflow UI on this machine's runs."""
-    uri, _ = StateDirectory.current().tracking()
+    uri = StateDirectory.current().tracking_uri
     if uri.startswith(("http://", "https://")):
         click.echo(f"MLFLOW_TRACKING_URI names a server; its UI is at {uri}")
         return

@@ -1,0 +1,184 @@
+"""Which steps of a local run need not be repeated.
+
+A step's key holds what its result depends on, by content: its code, its settings, the data it reads, the hardware and
+libraries that matter, and the keys of the steps before it. KFP's own cache does the rest. Paths are not in a key, so
+data may move; a changed image, an edited source file or another GPU makes a new key.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+from kfp.local.cache import LocalCache
+
+from components.common.artifacts import (
+    BundleManifest,
+    CheckpointManifest,
+    DatasetManifest,
+    Manifest,
+    ReportManifest,
+    VerdictManifest,
+    load,
+)
+from components.common.digests import digest_file, digest_json
+from components.common.environment import environment
+from components.common.errors import EngineryError
+from pipelines.parameters import STEP_CONFIGS, PipelineFile
+
+# What a step's result depends on beside its inputs: libraries, and whether GPU and CPU matter. promote is not here: it
+# acts on the registry, so it always runs.
+_DEPENDS_ON: dict[str, tuple[tuple[str, ...], bool]] = {
+    "preprocess": (("numpy", "pillow", "dali"), False),
+    "train": (("torch", "torchvision", "timm", "dali"), True),
+    "export": (("torch", "torchvision", "timm", "dali", "onnx", "onnxruntime", "tensorrt", "numpy"), True),
+    "validate": (("torch", "dali", "onnxruntime", "openvino", "tensorrt"), True),
+    "gate": ((), False),
+}
+_MANIFESTS: dict[str, type[Manifest]] = {
+    "preprocess": DatasetManifest,
+    "train": CheckpointManifest,
+    "export": BundleManifest,
+    "validate": ReportManifest,
+    "gate": VerdictManifest,
+}
+# Settings that say where something is, not what it is; their content is in the key instead.
+_PATH_SETTINGS = ("data", "class_names_file", "timing_cache")
+_HASHED_BYTES = 4 << 30  # larger data sets are known by the names, sizes and times of their files
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedStep:
+    """A step whose finished artifact is taken over."""
+
+    task: str
+    step: str
+    manifest: Manifest
+    path: Path
+    run_id: str  # of the run that made it
+
+
+def step_of(task: str) -> str:
+    """The step that a KFP task runs: "export-own" is export."""
+    return task.split("-")[0]
+
+
+def step_keys(file: PipelineFile, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The cache key of every cacheable task, in the order in which they run."""
+    tasks = file.pipeline.pipeline_spec.root.dag.tasks
+    keys: dict[str, str] = {}
+    left = [task for task in tasks if step_of(task) in _DEPENDS_ON]
+    while left:
+        ready = [task for task in left if not set(tasks[task].dependent_tasks) & set(left)]
+        for task in ready:
+            upstream = {name: keys[name] for name in tasks[task].dependent_tasks}
+            keys[task] = _key(file, step_of(task), arguments, upstream)
+            left.remove(task)
+    return keys
+
+
+def enable(file: PipelineFile, keys: Mapping[str, str]) -> None:
+    """Put the keys into the pipeline, for this process alone: a compiled file does not hold them."""
+    for task, spec in file.pipeline.pipeline_spec.root.dag.tasks.items():
+        spec.caching_options.enable_cache = task in keys
+        spec.caching_options.cache_key = keys.get(task, "")
+
+
+def finished_steps(file: PipelineFile, keys: Mapping[str, str], cache_root: Path, runs: Path) -> list[CachedStep]:
+    """The steps that the cache will serve. Entries whose artifact is gone or damaged are dropped, so they run again.
+
+    Args:
+        file: the pipeline.
+        keys: from `step_keys`.
+        cache_root: KFP's local cache.
+        runs: directory of all runs, to name the run that an artifact came from.
+    """
+    cache = LocalCache(str(cache_root))
+    tasks = file.pipeline.pipeline_spec.root.dag.tasks
+    finished = []
+    for task, key in keys.items():
+        name = cache.compute_key(tasks[task].component_ref.name, "", [], {}, custom_cache_key=key)
+        outputs = cache.get(name)
+        if outputs is None:
+            continue
+        (artifact,) = (value for value in outputs.values() if isinstance(value, dsl.Artifact))
+        path, step = Path(artifact.uri), step_of(task)
+        try:
+            manifest = load(path, _MANIFESTS[step], verify=(".safetensors", ".onnx", ".plan")).manifest
+        except EngineryError:
+            Path(cache_root, f"{name}.json").unlink(missing_ok=True)
+            continue
+        run_id = path.relative_to(runs).parts[0] if path.is_relative_to(runs) else str(path)
+        finished.append(CachedStep(task=task, step=step, manifest=manifest, path=path, run_id=run_id))
+    return finished
+
+
+def _key(file: PipelineFile, step: str, arguments: Mapping[str, Any], upstream: Mapping[str, str]) -> str:
+    config = _config(file, step, arguments)
+    if step == "validate" and "gate" in file.steps:
+        config["gate"] = _config(file, "gate", arguments)  # its report opens with the gate's verdict
+    contents = {name: fingerprint(Path(config.pop(name))) for name in _PATH_SETTINGS if config.get(name)}
+    if step == "export" and arguments.get("model"):
+        contents["model"] = fingerprint(Path(str(arguments["model"])))
+    contents.pop("timing_cache", None)  # makes builds faster, not different
+    libraries, hardware = _DEPENDS_ON[step]
+    here = environment()
+    machine = {"cpu": here.cpu, "num_cores": here.num_cores, "gpus": [gpu.model_dump() for gpu in here.gpus]}
+    return digest_json(
+        {
+            "step": step,
+            "source": source_digest(step),
+            "config": config,
+            "contents": contents,
+            "upstream": dict(upstream),
+            "libraries": {name: here.versions.get(name) for name in libraries},
+            "machine": machine if hardware else None,
+        }
+    )
+
+
+def _config(file: PipelineFile, step: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: arguments[name] for name in file.plain_inputs() if step in file.owners(name)}
+    return STEP_CONFIGS[step].model_validate({**arguments[step], **plain}).model_dump(mode="json")
+
+
+def source_digest(step: str) -> str:
+    """Digest of the code a step runs: its package and what all steps share."""
+    root = Path(__file__).resolve().parents[1] / "components"
+    files = sorted(
+        path
+        for folder in ("common", step)
+        for path in (root / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts  # templates are code, too
+    )
+    return digest_json({file.relative_to(root).as_posix(): digest_file(file) for file in files})
+
+
+def fingerprint(path: Path) -> str:
+    """What is in a file or folder, wherever it lies.
+
+    The content of every file; of folders beyond 4 GiB names, sizes and modification times, since reading a large data
+    set would take longer than what the cache saves.
+    """
+    if not path.exists():
+        return "missing"  # the step says so in its own words
+    if path.is_file():
+        return digest_file(path)
+    entries = sorted(_files_below(path))
+    total_bytes = sum(stat.st_size for _, stat in entries)
+    if total_bytes <= _HASHED_BYTES:
+        return digest_json([[name, digest_file(path / name)] for name, _ in entries])
+    return digest_json([[name, stat.st_size, stat.st_mtime_ns] for name, stat in entries])
+
+
+def _files_below(root: Path) -> list[tuple[str, os.stat_result]]:
+    found = []
+    for directory, subdirectories, files in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
+        for name in files:
+            file = Path(directory, name)
+            if not name.startswith(".") and file.exists():
+                found.append((os.fsencode(file.relative_to(root)).decode(errors="backslashreplace"), file.stat()))
+    return found

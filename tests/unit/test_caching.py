@@ -1,0 +1,183 @@
+"""The keys that decide whether a finished step is taken over."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from components.common import environment as machine
+from components.common.environment import Gpu
+from pipelines import caching
+from pipelines.caching import enable, fingerprint, finished_steps, source_digest, step_keys
+from pipelines.parameters import PipelineFile, load_pipeline, resolve_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ["preprocess", "train", "export", "validate", "gate"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    for name in ("a", "b"):
+        (root / name).mkdir()
+        for index in range(3):
+            (root / name / f"{index}.jpg").write_bytes(f"{name}{index}".encode())
+    return root
+
+
+@pytest.fixture(scope="module")
+def file() -> PipelineFile:
+    return load_pipeline(ROOT / "pipelines/resnet50.py")
+
+
+def keys_of(file, data, *assignments, **flags):
+    flags = {"data": str(data), **flags}
+    arguments = resolve_arguments(file, config_file=None, flags=flags, assignments=assignments)
+    return step_keys(file, arguments)
+
+
+def changed(before, after):
+    return [step for step in STEPS if before[step] != after[step]]
+
+
+def test_promote_has_no_key(file, data):
+    keys = keys_of(file, data)
+    assert list(keys) == STEPS
+    enable(file, keys)
+    options = {task: spec.caching_options for task, spec in file.pipeline.pipeline_spec.root.dag.tasks.items()}
+    assert {task: option.enable_cache for task, option in options.items()} == dict.fromkeys(STEPS, True) | {
+        "promote": False
+    }
+    assert {step: options[step].cache_key for step in STEPS} == keys
+
+
+def test_same_arguments_same_keys(file, data):
+    assert keys_of(file, data) == keys_of(file, data)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "first"),
+    [
+        ("preprocess.val_fraction=0.3", "preprocess"),
+        ("train.weight_decay=0.1", "train"),
+        ("export.max_batch=64", "export"),
+        ("validate.batch_size=8", "validate"),
+        ("gate.min_top1_pct=1", "validate"),  # whose report opens with the verdict
+    ],
+)
+def test_a_setting_repeats_its_step_and_what_follows(file, data, assignment, first):
+    assert changed(keys_of(file, data), keys_of(file, data, assignment))[0] == first
+    assert changed(keys_of(file, data), keys_of(file, data, assignment)) == STEPS[STEPS.index(first) :]
+
+
+def test_settings_of_promote_repeat_nothing(file, data):
+    assert changed(keys_of(file, data), keys_of(file, data, "promote.alias=other", registered_model="x")) == []
+
+
+def test_data_may_move_but_not_change(file, data, tmp_path):
+    before = keys_of(file, data)
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(data, moved)
+    assert keys_of(file, moved) == before
+    (moved / "a/0.jpg").write_bytes(b"A0")  # same size
+    assert changed(before, keys_of(file, moved)) == STEPS
+
+
+@pytest.mark.parametrize("change", ["add", "remove", "rename"])
+def test_fingerprint_sees_every_change_of_a_folder(data, tmp_path, change):
+    copy = tmp_path / "copy"
+    shutil.copytree(data, copy)
+    assert fingerprint(copy) == fingerprint(data)
+    if change == "add":
+        (copy / "b/new.jpg").write_bytes(b"")
+    elif change == "remove":
+        (copy / "b/1.jpg").unlink()
+    else:
+        (copy / "b/1.jpg").rename(copy / "a/9.jpg")
+    assert fingerprint(copy) != fingerprint(data)
+
+
+def test_large_folders_are_known_by_size_and_time(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(caching, "_HASHED_BYTES", 1)
+    copy = tmp_path / "copy"
+    shutil.copytree(data, copy)  # keeps times
+    assert fingerprint(copy) == fingerprint(data)
+    (copy / "a/0.jpg").write_bytes(b"A0")
+    assert fingerprint(copy) != fingerprint(data)
+
+
+def test_another_gpu_repeats_from_training_on(file, data, monkeypatch):
+    before = keys_of(file, data)
+    gpu = Gpu(name="NVIDIA H200", memory_bytes=1, driver="580")
+    monkeypatch.setattr(machine, "gpus", lambda: (gpu,))
+    assert changed(before, keys_of(file, data)) == ["train", "export", "validate", "gate"]
+
+
+def test_another_library_version_repeats_the_steps_that_use_it(file, data, monkeypatch):
+    before = keys_of(file, data)
+    real = machine.metadata.version
+    monkeypatch.setattr(machine.metadata, "version", lambda name: "0" if name == "openvino" else real(name))
+    assert changed(before, keys_of(file, data)) == ["validate", "gate"]
+
+
+def test_an_edited_source_file_repeats_its_step(file, data, monkeypatch):
+    before = keys_of(file, data)
+    monkeypatch.setattr(caching, "source_digest", lambda step: "edited" if step == "export" else source_digest(step))
+    assert changed(before, keys_of(file, data)) == ["export", "validate", "gate"]
+
+
+def test_source_digest_reads_the_step_and_what_steps_share(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "components", tmp_path / "components", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "pipelines").mkdir()
+    monkeypatch.setattr(caching, "__file__", str(tmp_path / "pipelines/caching.py"))
+    before = {step: source_digest(step) for step in STEPS}
+    assert before["train"] == before["train"]
+    with (tmp_path / "components/train/trainer.py").open("a") as source:
+        source.write("# edited\n")
+    after = {step: source_digest(step) for step in STEPS}
+    assert [step for step in STEPS if before[step] != after[step]] == ["train"]
+    with (tmp_path / "components/common/loader.py").open("a") as source:
+        source.write("# edited\n")
+    assert all(after[step] != source_digest(step) for step in STEPS)
+
+
+class TestFinishedSteps:
+    """What the cache serves, with a real data set as the finished step's artifact."""
+
+    @pytest.fixture
+    def noted(self, file, data, digits_dataset, tmp_path):
+        """A cache in which preprocess is finished. Returns keys, the cache's root and the artifact's directory."""
+        from kfp import dsl
+        from kfp.local.cache import LocalCache
+
+        keys = keys_of(file, data)
+        runs = tmp_path / "runs"
+        artifact = runs / "resnet50-1/artifacts/dataset"
+        shutil.copytree(digits_dataset.path, artifact)
+        cache = LocalCache(str(tmp_path / "cache"))
+        key = cache.compute_key("comp-preprocess", "", [], {}, custom_cache_key=keys["preprocess"])
+        cache.put(key, {"dataset": dsl.Dataset(name="dataset", uri=str(artifact))})
+        return keys, tmp_path / "cache", runs, artifact
+
+    def test_served(self, file, noted):
+        keys, cache, runs, artifact = noted
+        (step,) = finished_steps(file, keys, cache, runs)
+        assert (step.step, step.path, step.run_id) == ("preprocess", artifact, "resnet50-1")
+
+    def test_not_for_other_keys(self, file, noted, data):
+        _, cache, runs, _ = noted
+        assert finished_steps(file, keys_of(file, data, seed="5"), cache, runs) == []
+
+    @pytest.mark.parametrize("damage", ["no manifest", "short file", "gone"])
+    def test_damaged_artifacts_run_again(self, file, noted, damage):
+        keys, cache, runs, artifact = noted
+        if damage == "no manifest":
+            (artifact / "manifest.json").unlink()
+        elif damage == "short file":
+            shard = next(artifact.glob("*.tar"))
+            shard.write_bytes(shard.read_bytes()[:-1])
+        else:
+            shutil.rmtree(artifact)
+        assert finished_steps(file, keys, cache, runs) == []
+        if damage != "gone":  # KFP looks by itself whether the directory is there
+            assert list(cache.glob("*.json")) == []
