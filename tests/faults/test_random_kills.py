@@ -100,7 +100,7 @@ def test_random_kills(few_digits: Path, tmp_path: Path) -> None:
             continue
         family = kill(process, how)
         seen[how] += 1
-        process.wait(timeout=60)
+        process.wait(timeout=900)  # a kill that found no step lets the run go on to its end
         alive = psutil.wait_procs(family, timeout=15)[1]
         assert not alive, f"kill {number} ({how}): still running: {alive}"
         check_artifacts(tmp_path)
