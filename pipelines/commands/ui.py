@@ -17,6 +17,7 @@ def ui(port: int, host: str) -> None:
     if uri.startswith(("http://", "https://")):
         click.echo(f"MLFLOW_TRACKING_URI names a server; its UI is at {uri}")
         return
-    click.echo(f"http://{host}:{port} shows {uri}; Ctrl-C ends it")
+    # The UI opens on traces of language models unless the address says what this is.
+    click.echo(f"http://{host}:{port}/#/experiments?workflowType=machine_learning shows {uri}; Ctrl-C ends it")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
     os.execv(sys.executable, command)
