@@ -22,6 +22,7 @@ from components.common.artifacts import (
     ReportManifest,
     VerdictManifest,
     load,
+    write_atomically,
 )
 from components.common.digests import digest_file, digest_json
 from components.common.environment import environment
@@ -105,11 +106,18 @@ def finished_steps(file: PipelineFile, keys: Mapping[str, str], cache_root: Path
             continue
         (artifact,) = (value for value in outputs.values() if isinstance(value, dsl.Artifact))
         path, step = Path(artifact.uri), step_of(task)
+        seal = Path(cache_root, f"{name}.digest")
         try:
-            manifest = load(path, _MANIFESTS[step], verify=(".safetensors", ".onnx", ".plan")).manifest
+            loaded = load(path, _MANIFESTS[step], verify=(".safetensors", ".onnx", ".plan"))
         except EngineryError:
+            loaded = None
+        if loaded is None or (seal.exists() and seal.read_text(encoding="utf-8") != loaded.digest):
             Path(cache_root, f"{name}.json").unlink(missing_ok=True)
+            seal.unlink(missing_ok=True)
             continue
+        if not seal.exists():  # noted when the step is first seen finished: a manifest that changes later is refused
+            write_atomically(seal, loaded.digest.encode())
+        manifest = loaded.manifest
         run_id = path.relative_to(runs).parts[0] if path.is_relative_to(runs) else str(path)
         finished.append(CachedStep(task=task, step=step, manifest=manifest, path=path, run_id=run_id))
     return finished
@@ -166,19 +174,26 @@ def fingerprint(path: Path) -> str:
         return "missing"  # the step says so in its own words
     if path.is_file():
         return digest_file(path)
-    entries = sorted(_files_below(path))
-    total_bytes = sum(stat.st_size for _, stat in entries)
-    if total_bytes <= _HASHED_BYTES:
-        return digest_json([[name, digest_file(path / name)] for name, _ in entries])
-    return digest_json([[name, stat.st_size, stat.st_mtime_ns] for name, stat in entries])
+    files = sorted(_files_below(path))
+    stats = [file.stat() for file in files]
+    # File names need not be UTF-8; escaped they can be written as JSON.
+    names = [os.fsencode(file.relative_to(path)).decode(errors="backslashreplace") for file in files]
+    if sum(stat.st_size for stat in stats) <= _HASHED_BYTES:
+        return digest_json([[name, _content(file)] for name, file in zip(names, files, strict=True)])
+    return digest_json([[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(names, stats, strict=True)])
 
 
-def _files_below(root: Path) -> list[tuple[str, os.stat_result]]:
+def _content(file: Path) -> str:
+    try:
+        return digest_file(file)
+    except OSError as error:
+        return f"unreadable: {error.strerror}"  # preprocess lists it as rejected
+
+
+def _files_below(root: Path) -> list[Path]:
     found = []
     for directory, subdirectories, files in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
-        for name in files:
-            file = Path(directory, name)
-            if not name.startswith(".") and file.exists():
-                found.append((os.fsencode(file.relative_to(root)).decode(errors="backslashreplace"), file.stat()))
+        paths = (Path(directory, name) for name in files if not name.startswith("."))
+        found += [path for path in paths if path.is_file()]
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from components.common.errors import EngineryError
+from components.common.errors import EXIT_FAILURE, EngineryError
 
 _COMMANDS = {
     "run": "Run a pipeline file on this machine.",
@@ -66,9 +66,18 @@ def main(arguments: list[str] | None = None) -> None:
     except EngineryError as error:
         if os.environ.get("ENGINERY_DEBUG") == "1":
             raise
-        click.secho("error: ", fg="red", nl=False, err=True)
-        click.echo(str(error), err=True)
+        _complain(str(error))
         sys.exit(error.exit_code)
+    except Exception as error:  # the boundary of the process: a full disk, a broken store, or a mistake of ours
+        if os.environ.get("ENGINERY_DEBUG") == "1":
+            raise
+        _complain(f"{type(error).__name__}: {error} (enginery --debug shows the traceback)")
+        sys.exit(EXIT_FAILURE)
+
+
+def _complain(message: str) -> None:
+    click.secho("error: ", fg="red", nl=False, err=True)
+    click.echo(message, err=True)
 
 
 def run_this(file: str) -> None:

@@ -10,23 +10,26 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import kfp.local
 import psutil
 from rich.console import Console
 
-from components.common.artifacts import write_atomically
+from components.common.artifacts import FAILURE, write_atomically
 from components.common.environment import environment
 from components.common.errors import EXIT_FAILURE, UserError
 from components.common.lifetime import PARENT_VARIABLE
-from components.common.steplog import EVENTS_VARIABLE, FAILURE
-from pipelines.caching import enable, finished_steps, step_keys, step_of
+from components.common.steplog import EVENTS_VARIABLE
+from pipelines.caching import enable, finished_steps, step_keys
 from pipelines.parameters import STEP_CONFIGS, PipelineFile
 from pipelines.rendering import EventStream, Renderer, print_summary
 from pipelines.state import MLFLOW_RUN_ID, SUMMARY, StateDirectory
 from pipelines.summary import RunSummary, SummaryBuilder
+
+if TYPE_CHECKING:
+    from components.common.tracking import PipelineRun
 
 EXIT_INTERRUPTED = 130
 
@@ -67,11 +70,12 @@ def run_locally(
     uri = state.tracking_uri
     from components.common.tracking import PipelineRun  # MLflow takes seconds to import: only when something runs
 
-    tracked = PipelineRun(uri, experiment, directory.name, source=str(file.path))
+    with state.store_lock():  # several processes that create one SQLite store damage it
+        tracked = PipelineRun(uri, experiment, directory.name, source=str(file.path))
     (directory / MLFLOW_RUN_ID).write_text(tracked.run_id, encoding="utf-8")
     for path, run_id in state.abandoned_runs():
         tracked.close(run_id)
-        (path / MLFLOW_RUN_ID).unlink()
+        (path / MLFLOW_RUN_ID).unlink(missing_ok=True)  # another run may be doing the same
     tracked.step_run.log_params(arguments)
     builder = SummaryBuilder(time.time())
     keys = step_keys(file, arguments) if reuse else {}
@@ -79,8 +83,6 @@ def run_locally(
     with _terminable():
         status = _execute(file, arguments, keys, state, directory, tracked.environment(), builder, console)
     _take_over(file, keys, state, builder)
-    if status != "done" and builder.failure is None:
-        builder.failure = _last_words(directory)
     failure = builder.failure
     summary = RunSummary(
         pipeline=file.name,
@@ -101,17 +103,22 @@ def run_locally(
         mlflow_run_id=tracked.run_id,
         environment=environment(),
     )
-    data = summary.model_dump_json(indent=1).encode()
-    write_atomically(directory / SUMMARY, data)
-    if summary_path is not None:
-        write_atomically(summary_path, data)
-    tracked.step_run.log_artifact(directory / SUMMARY)
-    tracked.step_run.log_artifact(directory / "run.log")
-    mlflow_status = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[status]
-    tracked.finish(mlflow_status, {"enginery.status": status, "enginery.message": summary.message})
+    _record(summary, tracked, directory, summary_path)
     print_summary(console, summary)
     _print_pointers(summary, console)
     return summary
+
+
+def _record(summary: RunSummary, tracked: "PipelineRun", directory: Path, summary_path: Path | None) -> None:
+    """Write the summary and end the MLflow run."""
+    data = summary.model_dump_json(indent=1).encode()
+    write_atomically(directory / SUMMARY, data)
+    tracked.step_run.log_artifact(directory / SUMMARY)
+    tracked.step_run.log_artifact(directory / "run.log")
+    mlflow_status = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[summary.status]
+    tracked.finish(mlflow_status, {"enginery.status": summary.status, "enginery.message": summary.message})
+    if summary_path is not None:
+        write_atomically(summary_path, data)
 
 
 def _exit_code(status: str, failure: dict[str, Any] | None) -> int:
@@ -159,16 +166,23 @@ def _stop_steps() -> None:
 def _take_over(file: PipelineFile, keys: Mapping[str, str], state: StateDirectory, builder: SummaryBuilder) -> None:
     """Fill in what steps that KFP served from its cache would have told."""
     told = {step.name for step in builder.steps}
-    untold = {task: key for task, key in keys.items() if step_of(task) not in told}
-    for cached in finished_steps(file, untold, state.cache_root, state.runs):
-        builder.take_over(cached)
+    for cached in finished_steps(file, keys, state.cache_root, state.runs):
+        if cached.step not in told:
+            builder.take_over(cached)
     builder.steps.sort(key=lambda step: list(STEP_CONFIGS).index(step.name))
 
 
-def _last_words(directory: Path) -> dict[str, Any] | None:
-    """The failure that a step wrote beside its output, for when its event did not arrive."""
+def _silent_end(step: str, directory: Path) -> dict[str, Any]:
+    """The failure of a step whose event did not arrive: what it wrote beside its output, or what is likely."""
+    event = {"event": "failed", "step": step or "start", "time": time.time()}
     found = sorted(directory.glob(f"artifacts/**/{FAILURE}"), key=lambda path: path.stat().st_mtime)
-    return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
+    if found:
+        return {**json.loads(found[-1].read_text(encoding="utf-8")), **event}
+    message = (
+        "ended without a word, so it was killed, most often because memory ran out. Try a smaller --global-batch-size "
+        f"or --image-size; {directory / 'run.log'} holds its output"
+    )
+    return {**event, "message": message, "exit_code": EXIT_FAILURE}
 
 
 def _execute(
@@ -209,8 +223,7 @@ def _execute(
                 logging.getLogger(__name__).debug("pipeline failed", exc_info=True)
                 log.write(f"{type(error).__name__}: {error}\n")
                 if builder.failure is None:
-                    tail = "the step said nothing; see the log"
-                    builder.failure = {"message": f"{error} ({tail})", "exit_code": EXIT_FAILURE}
+                    on_event(_silent_end(builder.running, directory))
                 return "failed"
 
 
@@ -242,8 +255,6 @@ def _print_pointers(summary: RunSummary, console: Console) -> None:
     """Where to look next."""
     if summary.status == "killed":
         console.print("\n[yellow]interrupted[/]; nothing was promoted")
-    elif summary.status == "failed" and not summary.steps:
-        console.print(f"\n[red]failed[/]: {summary.message}", highlight=False)
     console.print()
     if summary.registered:
         name, version = summary.registered.split("/")

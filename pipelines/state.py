@@ -4,6 +4,7 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -61,8 +62,21 @@ class StateDirectory:
         """A fresh directory for one run, held by this process."""
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         path = self.runs / f"{name}-{stamp}-{uuid.uuid4().hex[:4]}"
-        path.mkdir(parents=True)
-        return RunDirectory.hold(path)
+        try:
+            path.mkdir(parents=True)
+            return RunDirectory.hold(path)
+        except OSError as error:
+            raise UserError(
+                f"can't write in the state directory {self.path}: {error.strerror}; make room or make it writable, "
+                "or set ENGINERY_HOME to another directory"
+            ) from None
+
+    @contextmanager
+    def store_lock(self) -> Iterator[None]:
+        """Held by one process at a time, while it opens the tracking store."""
+        with (self.path / ".store.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def abandoned_runs(self) -> Iterator[tuple[Path, str]]:
         """Runs whose process was killed before it could say so, with their MLflow run id."""

@@ -83,6 +83,7 @@ class SummaryBuilder:
         self.checks: list[GateCheck] = []
         self.registered = ""
         self.report = ""
+        self.running = ""  # the step that has started and not ended
         self._accuracy: AccuracyReport | None = None
         self._benchmark: BenchmarkReport | None = None
         self._verdict: dict[str, Any] | None = None
@@ -91,6 +92,8 @@ class SummaryBuilder:
     def handle(self, event: dict[str, Any]) -> None:
         """Take one event."""
         kind = event["event"]
+        if kind == "started":
+            self.running = event["step"]
         if kind in ("finished", "failed"):
             self._close_step(event)
         elif kind == "results":
@@ -137,6 +140,7 @@ class SummaryBuilder:
             )
         )
         self._last_end = event["time"]
+        self.running = ""
         if failed:
             self.failure = event
 

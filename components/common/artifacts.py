@@ -19,6 +19,7 @@ from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec
 
 MANIFEST = "manifest.json"
+FAILURE = "failure.json"  # what a failed step leaves in its output directory
 SCHEMA_VERSION = 1
 
 Precision = Literal["fp32", "fp16", "int8"]
@@ -261,6 +262,7 @@ def prepare_directory(path: Path) -> Path:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
+        (path / FAILURE).unlink(missing_ok=True)  # what an earlier try left
         occupied = next(path.iterdir(), None)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"the output {path} is a file; name a directory that is empty or new") from None

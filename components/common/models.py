@@ -35,8 +35,8 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
         import difflib
 
         close = difflib.get_close_matches(architecture, known_architectures(), n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known_architectures())}"
-        raise UserError(f"no model {architecture!r}; {hint} (timm's models as timm/NAME)")
+        hint = f"did you mean {' or '.join(close)}?" if close else "such as resnet50, mobilenet_v2 or efficientnet_b0"
+        raise UserError(f"no model {architecture!r}; {hint} (any of torchvision's classifiers; timm's as timm/NAME)")
     options: dict[str, object] = {}
     if architecture in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}

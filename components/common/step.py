@@ -18,10 +18,12 @@ from typing import Any, NoReturn
 import click
 import psutil
 
+from components.common.artifacts import FAILURE, MANIFEST
+from components.common.digests import digest_file
 from components.common.errors import EXIT_FAILURE, EngineryError, UserError
 from components.common.lifetime import end_with_parent
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, type_label
-from components.common.steplog import FAILURE, StepLog
+from components.common.steplog import StepLog
 
 DEBUG_VARIABLE = "ENGINERY_DEBUG"  # "1": show tracebacks
 
@@ -44,9 +46,11 @@ class Step:
         signal.signal(signal.SIGTERM, _interrupt)
         atexit.register(_leave_quickly)  # before any library registers: handlers run last in, first out
         end_with_parent()
-        folder = Path(output)
+        folder: Path | None = Path(output)
+        if _is_occupied(Path(output)):
+            folder = None  # somebody else's: nothing of ours goes in
         try:
-            self._execute(log, settings, folder, {name: Path(path) for name, path in inputs.items()})
+            self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
         except KeyboardInterrupt:
             _fail(log, EngineryError("interrupted"), code=130, output=folder)
         except EngineryError as error:
@@ -78,8 +82,11 @@ class Step:
             tracking_before = log.tracking_s
             outcome = run(config, log, output=output, **inputs)
             work_s = time.perf_counter() - work_started - (log.tracking_s - tracking_before)
-            if (manifest := output / "manifest.json").exists():
+            if (manifest := output / MANIFEST).exists():
                 log.artifact(manifest)
+                record = json.loads(manifest.read_bytes())
+                log.tags({"enginery.manifest_digest": digest_file(manifest)})
+                log.tags({f"enginery.input.{name}": digest for name, digest in record["inputs"].items()})
         seconds = {"imports": imports_s, "work": work_s, "tracking": log.tracking_s}
         log.event("finished", outcome=outcome, seconds=seconds)
         print(f"{self.name}: {outcome}", file=sys.stderr, flush=True)
@@ -147,14 +154,23 @@ def _leave_quickly() -> None:
         os._exit(0)
 
 
+def _is_occupied(output: Path) -> bool:
+    """Whether an output directory holds something that this step did not write."""
+    try:
+        return any(entry.name != FAILURE for entry in output.iterdir())
+    except OSError:
+        return not output.parent.is_dir() and output.exists()
+
+
 def _interrupt(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
 def _fail(log: StepLog, error: EngineryError, *, code: int, output: Path | None = None) -> NoReturn:
     failure = {"step": log.step, "message": str(error), "exit_code": code}
-    if output is not None and output.is_dir():
+    if output is not None:
         with suppress(OSError):  # no space left may be the very failure
+            output.mkdir(parents=True, exist_ok=True)
             (output / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
     with suppress(KeyboardInterrupt):  # nobody listens any more
         log.event("failed", message=str(error), exit_code=code)

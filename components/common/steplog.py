@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from components.common.tracking import StepRun
 
 EVENT_PREFIX = "@enginery "
-FAILURE = "failure.json"  # what a failed step leaves in its output directory
 EVENTS_VARIABLE = "ENGINERY_EVENTS"  # set to "1" by a parent that renders events
 
 _EVENT_INTERVAL_S = 0.2
@@ -85,6 +84,12 @@ class StepLog:
         if self.run is not None:
             with self._tracking():
                 self.run.log_params(values)
+
+    def tags(self, values: dict[str, str]) -> None:
+        """Set tags of the step's MLflow run."""
+        if self.run is not None:
+            with self._tracking():
+                self.run.set_tags(values)
 
     def artifact(self, path: Path, directory: str = "") -> None:
         """Upload a file or a directory to the step's MLflow run."""

@@ -156,6 +156,9 @@ def step_run(step: str) -> Iterator[StepRun]:
     try:
         yield StepRun(client, run.info.run_id, experiment_id)
         status = "FINISHED"
+    except Exception as error:
+        client.set_tag(run.info.run_id, "enginery.message", str(error)[:5000])
+        raise
     except KeyboardInterrupt:
         status = "KILLED"
         raise
@@ -202,6 +205,9 @@ class PipelineRun:
         Raises:
             EngineryError: the tracking server can't be reached or refuses.
         """
+        # MLflow's own defaults try for many minutes in silence. The steps inherit these.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it announces every table it creates
         mlflow.set_tracking_uri(tracking_uri)
         try:

@@ -1,10 +1,10 @@
 """Where the model comes from: a Checkpoint of the train step, or a file of the user's own."""
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -121,13 +121,13 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-        raise UserError(f"can't read the weights in {path}: {' '.join(str(error).split())[:300]}") from None
-    except Exception as error:  # pickle.UnpicklingError and what else damaged pickles raise
+    except pickle.UnpicklingError:
         raise UserError(
-            f"{path} is no plain state_dict ({' '.join(str(error).split())[:200]}); "
-            "save one with torch.save(model.state_dict(), path)"
+            f"{path} holds more than weights, and loading it would run code from the file. "
+            "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
         ) from None
+    except Exception as error:  # whatever damaged files make the readers raise
+        raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
     if isinstance(weights, dict) and isinstance(weights.get("state_dict"), dict):
         weights = weights["state_dict"]
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):

@@ -16,7 +16,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
         GateFailed: a check did not pass.
         EngineryError: the report was written for other thresholds, so it would contradict the verdict.
     """
-    measured = load(report, ReportManifest)
+    measured = load(report, ReportManifest, verify=("",))  # all files, they are small
     _check_thresholds(config, measured)
     prepare_directory(output)
     accuracy = measured.manifest.accuracy

@@ -78,7 +78,7 @@ def pipeline_command(
         file.name,
         params=[*own, *options],
         callback=callback,
-        help=f"{file.pipeline.description or ''}\n\nA flag wins over --config, which wins over the default.",
+        help=f"{file.pipeline.description or ''}\n\nA flag wins over --set, that over --config, that over the default.",
         context_settings={"max_content_width": 110},
     )
     command.sections = settings_help(file)
@@ -96,6 +96,8 @@ def command_for(path: Path) -> click.Command:
     def execute(arguments: dict[str, Any], summary: Path | None, experiment: str | None, reuse: bool) -> None:
         if summary is not None and not summary.absolute().parent.is_dir():
             raise UserError(f"--summary {summary}: the folder {summary.absolute().parent} does not exist; make it")
+        if summary is not None and summary.is_dir():
+            raise UserError(f"--summary {summary} is a folder; name a file in it, such as {summary / 'summary.json'}")
         from pipelines.local import new_console, run_locally
 
         result = run_locally(
