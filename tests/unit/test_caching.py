@@ -181,3 +181,13 @@ class TestFinishedSteps:
         assert finished_steps(file, keys, cache, runs) == []
         if damage != "gone":  # KFP looks by itself whether the directory is there
             assert list(cache.glob("*.json")) == []
+
+    def test_an_edited_manifest_runs_again(self, file, noted):
+        keys, cache, runs, artifact = noted
+        assert len(finished_steps(file, keys, cache, runs)) == 1  # noted with its digest
+        manifest = artifact / "manifest.json"
+        text = manifest.read_text()
+        assert '"num_rejected":0' in text
+        manifest.write_text(text.replace('"num_rejected":0', '"num_rejected":1'))
+        assert finished_steps(file, keys, cache, runs) == []
+        assert list(cache.iterdir()) == []

@@ -1,0 +1,95 @@
+"""What a person sees when the machine, not the model, is in trouble."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(home: Path, *arguments: str, **variables: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", *arguments]
+    environment = {**os.environ, "ENGINERY_HOME": str(home), "OMP_NUM_THREADS": "2", **variables}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 120) -> str:
+    text, _ = process.communicate(timeout=seconds)
+    assert "Traceback" not in text
+    return text
+
+
+def test_two_first_runs_at_once(tmp_path: Path) -> None:
+    """On a state directory that does not exist yet, where both would create the tracking store."""
+    missing = str(tmp_path / "no data here")
+    processes = [start(tmp_path / "home", "--data", missing, "--seed", str(seed)) for seed in (1, 2)]
+    texts = [finish(process) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("does not exist" in text for text in texts)
+    summaries = [json.loads(path.read_text()) for path in (tmp_path / "home/runs").glob("*/summary.json")]
+    assert [summary["exit_code"] for summary in summaries] == [2, 2]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'home/mlflow.db'}")
+    (experiment,) = [entry for entry in client.search_experiments() if entry.name == "resnet50"]
+    runs = client.search_runs([experiment.experiment_id])
+    assert [run.info.status for run in runs] == ["FAILED"] * 4
+    assert all("does not exist" in run.data.tags["enginery.message"] for run in runs)
+
+
+def test_a_killed_step_is_explained(tmp_path: Path, few_digits: Path) -> None:
+    process = start(tmp_path / "home", "--data", str(few_digits), "--image-size", "32")
+    deadline = time.monotonic() + 60
+    steps: list[psutil.Process] = []
+    while not steps and time.monotonic() < deadline:
+        family = psutil.Process(process.pid).children(recursive=True)
+        steps = [child for child in family if "python" in child.name() and child.num_threads() > 1]
+        time.sleep(0.05)
+    time.sleep(0.3)
+    steps[0].kill()
+    text = finish(process)
+    assert process.returncode == 1
+    assert "killed, most often because memory ran out" in text
+    (summary,) = [json.loads(path.read_text()) for path in (tmp_path / "home/runs").glob("*/summary.json")]
+    assert summary["steps"][-1]["status"] == "failed"
+    assert "\x1b" not in summary["message"]
+
+
+def test_unreachable_tracking_server(tmp_path: Path, few_digits: Path) -> None:
+    started = time.monotonic()
+    process = start(tmp_path / "home", "--data", str(few_digits), MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    text = finish(process)
+    assert process.returncode == 1
+    assert "MLflow at http://127.0.0.1:9 can't be used" in text
+    assert "unset MLFLOW_TRACKING_URI" in text
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("obstacle", ["home is a file", "runs is a file"])
+def test_state_directory_that_cannot_be_used(tmp_path: Path, few_digits: Path, obstacle: str) -> None:
+    home = tmp_path / "home"
+    if obstacle == "home is a file":
+        home.write_text("")
+    else:
+        home.mkdir()
+        (home / "runs").write_text("")
+    process = start(home, "--data", str(few_digits))
+    text = finish(process)
+    assert process.returncode == 2
+    assert f"{home}" in text
+    assert "set ENGINERY_HOME" in text
+
+
+def test_summary_into_a_folder_is_refused_before_the_run(tmp_path: Path, few_digits: Path) -> None:
+    process = start(tmp_path / "home", "--data", str(few_digits), "--summary", str(tmp_path))
+    assert "is a folder; name a file in it" in finish(process)
+    assert process.returncode == 2
+    assert not (tmp_path / "home").exists()
