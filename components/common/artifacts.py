@@ -240,6 +240,8 @@ class PromotionManifest(Manifest):
 
 AnyManifest = TypeVar("AnyManifest", bound=Manifest)
 
+ALL_FILES = ("",)  # for `load(verify=...)`: every name ends in nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact(Generic[AnyManifest]):
@@ -309,7 +311,7 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
     """Read an artifact and check what it says of itself: all sizes, and digests of files that end in `verify`.
 
     Raises:
-        UserError: there is no manifest, or it is one of another kind.
+        UserError: there is no manifest, or it is one of another kind or of another schema version.
         EngineryError: the manifest is damaged, or a file is missing, changed or was swapped.
     """
     file = path / MANIFEST
@@ -320,10 +322,16 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
         raise UserError(
             f"{path} is no finished {kind}: it has no {MANIFEST}. Name the output of a finished step"
         ) from None
+    claimed = _claims(data)
+    if claimed and claimed.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{file} has schema_version {claimed.get('schema_version', 'none')}, and this enginery reads "
+            f"{SCHEMA_VERSION}. Use the enginery that wrote it, or run the step that writes it again"
+        )
     try:
         record = manifest.model_validate_json(data)
     except ValidationError as error:
-        if (found := _kind_of(data)) not in (kind, ""):
+        if (found := claimed.get("kind", kind)) != kind:
             raise UserError(f"{path} is a {found}, and a {kind} is needed here") from None
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
@@ -333,13 +341,13 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
     return Artifact(path=path, manifest=record, digest=digest_bytes(data))
 
 
-def _kind_of(data: bytes) -> str:
-    """The kind that a manifest claims, or "" where it is too damaged to say."""
+def _claims(data: bytes) -> dict[str, Any]:
+    """What a manifest says of itself, unchecked; nothing where it is too damaged to say."""
     try:
         record = json.loads(data)
     except ValueError:
-        return ""
-    return str(record.get("kind", "")) if isinstance(record, dict) else ""
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _check_file(path: Path, name: str, entry: FileEntry, *, by_digest: bool) -> None:

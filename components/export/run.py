@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from components.common.artifacts import (
+    ALL_FILES,
     PRECISIONS,
     Artifact,
     BundleManifest,
@@ -38,7 +39,7 @@ _MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_
 
 def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, output: Path) -> str:
     """Export, calibrate, quantize and compile. See the package's docstring."""
-    data = load(dataset, DatasetManifest)
+    data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
     prepare_directory(output)
     fp32_file = output / _MODELS["fp32"]
     source = write_fp32_onnx(model, data, config, fp32_file)

@@ -2,7 +2,15 @@
 
 from pathlib import Path
 
-from components.common.artifacts import Artifact, ReportManifest, VerdictManifest, load, prepare_directory, seal
+from components.common.artifacts import (
+    ALL_FILES,
+    Artifact,
+    ReportManifest,
+    VerdictManifest,
+    load,
+    prepare_directory,
+    seal,
+)
 from components.common.errors import EngineryError, GateFailed
 from components.common.steplog import StepLog
 from components.common.verdict import Thresholds, one_image_note, run_checks
@@ -16,7 +24,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
         GateFailed: a check did not pass.
         EngineryError: the report was written for other thresholds, so it would contradict the verdict.
     """
-    measured = load(report, ReportManifest, verify=("",))  # all files, they are small
+    measured = load(report, ReportManifest, verify=ALL_FILES)  # all files, they are small
     _check_thresholds(config, measured)
     prepare_directory(output)
     accuracy = measured.manifest.accuracy

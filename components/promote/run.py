@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from components.common.artifacts import (
+    ALL_FILES,
     BundleManifest,
     PromotionManifest,
     ReportManifest,
@@ -27,8 +28,8 @@ def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verd
         UserError: no MLflow is configured.
     """
     models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
-    measured = load(report, ReportManifest, verify=("",))
-    decision = load(verdict, VerdictManifest, verify=("",))
+    measured = load(report, ReportManifest, verify=ALL_FILES)
+    decision = load(verdict, VerdictManifest, verify=ALL_FILES)
     if not decision.manifest.passed:
         raise GateFailed(f"the verdict {verdict} is not a pass; only a bundle that passed its gate is promoted")
     if measured.manifest.inputs["bundle"] != models.digest:

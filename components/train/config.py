@@ -39,3 +39,6 @@ class TrainConfig(StepConfig):
         "auto", description="Arithmetic of forward and backward: auto is bf16 or fp16 on GPUs, fp32 on CPUs."
     )
     seed: int = Field(0, ge=0, description="Seed of weights, shuffling and augmentation.")
+    verify: bool = Field(
+        False, description="Check every shard's digest before reading it; takes one pass over the data set's files."
+    )

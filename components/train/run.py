@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from components.common.artifacts import (
+    ALL_FILES,
     Artifact,
     CheckpointManifest,
     DatasetManifest,
@@ -27,7 +28,7 @@ from components.train.trainer import EpochResult, Trainer
 
 def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
     """Train and save the weights of the last epoch. See the package's docstring."""
-    data = load(dataset, DatasetManifest)
+    data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
     prepare_directory(output)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(config.seed)

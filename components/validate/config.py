@@ -28,3 +28,6 @@ class ValidateConfig(StepConfig):
         Thresholds(),
         description="The gate's thresholds, for the verdict in the report. In a pipeline they are those of gate.",
     )
+    verify: bool = Field(
+        False, description="Check every shard's digest before reading it; takes one pass over the data set's files."
+    )

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from components.common.artifacts import (
+    ALL_FILES,
     AccuracyReport,
     AccuracyRow,
     Artifact,
@@ -37,7 +38,7 @@ _GPU_BATCHES = (1, 8, 64, 128)
 def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, output: Path) -> str:
     """Measure accuracy, then speed, and write the report. See the package's docstring."""
     models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
-    data = load(dataset, DatasetManifest)
+    data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
     if models.manifest.classes != data.manifest.classes:
         raise UserError(f"the bundle {bundle} and the data set {dataset} have different classes")
     prepare_directory(output)

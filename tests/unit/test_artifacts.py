@@ -81,7 +81,8 @@ def test_another_kind_is_named(sealed: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda record: record.update(schema_version=2), "schema_version: Input should be 1"),
+        (lambda record: record.update(schema_version=2), "has schema_version 2, and this enginery reads 1"),
+        (lambda record: record.pop("schema_version"), "has schema_version none"),
         (lambda record: record.pop("version"), "version: Field required"),
         (lambda record: record.update(surprise=1), "surprise: Extra inputs are not permitted"),
         (lambda record: record["files"].update({"../x": record["files"]["a.bin"]}), "names a file outside the artif"),

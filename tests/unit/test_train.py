@@ -1,6 +1,7 @@
 """train on real digits: it learns, its checkpoint is whole, and what goes wrong is said."""
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def test_a_model_that_only_training_mode_can_use_is_refused(train: Train) -> Non
 def test_a_batch_larger_than_the_split(train: Train) -> None:
     with pytest.raises(UserError, match=r"global_batch_size is 481, more than the 480 .*set global_batch_size to 480"):
         train(global_batch_size=481)
+
+
+def test_verify_finds_a_changed_shard(digits_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
+    copy = shutil.copytree(digits_dataset.path, tmp_path / "dataset")
+    shard = sorted(copy.glob("train-*.tar"))[0]
+    content = bytearray(shard.read_bytes())
+    content[700] ^= 1
+    shard.write_bytes(content)
+    config = resolve(TrainConfig, "train", {"verify": True})
+    with pytest.raises(EngineryError, match=rf"{shard.name} was changed after it was sealed"):
+        run(config, StepLog("train"), dataset=copy, output=tmp_path / "checkpoint")
 
 
 def test_an_unknown_architecture_suggests(train: Train) -> None:
