@@ -39,7 +39,8 @@ def main(machine: str, repeat: int) -> None:
     for index, step in enumerate(runs[0]["steps"]):
         measures[f"{step['name']}_seconds"] = _median(run["steps"][index]["seconds_total"] for run in runs)
     notes = (
-        "Overhead: wall time that is neither a step's work nor imports nor MLflow; the parent's own start is in it. "
+        "Overhead: wall time between steps that is neither work nor imports nor MLflow. "
+        "The parent's start and end are not in it: seconds_parent in runs. "
         f"Medians over {repeat} run(s)."
     )
     write_result(machine, "quickstart", measures=measures, runs=runs, notes=notes)

@@ -131,11 +131,6 @@ class StepRun:
         return str(version.version)
 
 
-def tracking_configured() -> bool:
-    """Whether the environment names a place to track in."""
-    return any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
-
-
 @contextmanager
 def step_run(step: str) -> Iterator[StepRun]:
     """The run of a step: the one that KFP's plugin made, or a new one nested in the pipeline's run.

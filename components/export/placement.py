@@ -26,7 +26,7 @@ from components.common.errors import EngineryError
 INT8_MAX = 127
 
 # How quantized weights are stored. "dq": int8 weights and DequantizeLinear, a quarter of the size; TensorRT 8.6 builds
-# it into the same engine (seen on an H200: equal logits and speed), newer versions and OpenVINO document it.
+# it (the H200 results were made so), newer versions and OpenVINO document it.
 # "qdq": float weights, QuantizeLinear, DequantizeLinear, for builders that refuse constants of type int8 (before 8.6).
 WeightStorage = Literal["qdq", "dq"]
 
