@@ -1,0 +1,304 @@
+"""The PyTorch runner against ONNX Runtime: whole networks, each of their nodes, inner tensors, memory."""
+
+import functools
+import itertools
+import weakref
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from components.common.errors import EngineryError, UserError
+from components.common.runners import torch_operators
+from components.common.runners.torch import TorchGraph, TorchRunner
+from components.common.runners.torch_layers import fake_quantize
+from components.export.onnx_export import export_onnx
+from components.export.placement import activation_tensors, node_id, quantizable_layers
+from components.export.precision import FP16_QDQ_OPSET, raise_opset, to_fp16
+from components.export.qdq import insert_qdq
+
+from .export.conftest import build, random_images, shapes_of
+
+# Quick ones of different kinds; the others are for `make test-all`.
+NETWORKS = ["alexnet", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5"]
+MORE_NETWORKS = [
+    "convnext_tiny",
+    "densenet121",
+    "efficientnet_b0",
+    "googlenet",
+    "mobilenet_v2",
+    "regnet_y_400mf",
+    "resnet50",
+    "squeezenet1_0",
+    "vgg19",
+]
+EVERY_NETWORK = [*NETWORKS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_NETWORKS)]
+
+
+class Network:
+    """A network's ONNX model, images, and scales of max calibration."""
+
+    def __init__(self, name, path):
+        self.path, self.model, self.shapes = path, onnx.load(path), shapes_of(name)
+        self.images = random_images(self.shapes, 4)
+        _, kept = TorchGraph(self.model).run(torch.from_numpy(self.images), keep=activation_tensors(self.model))
+        self.scales = {name: max(float(values.abs().max()) / 127, 1e-9) for name, values in kept.items()}
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """`network("resnet18")`, exported once."""
+    networks = {}
+
+    def of(name):
+        if name not in networks:
+            path = tmp_path_factory.mktemp(name) / "fp32.onnx"
+            export_onnx(build(name), path, shapes_of(name))
+            networks[name] = Network(name, path)
+        return networks[name]
+
+    return of
+
+
+def run_ort(model, images, every_tensor=False):
+    """All outputs by name, as the file says: without optimizations, which would move Q/DQ nodes."""
+    if every_tensor:
+        inferred = onnx.shape_inference.infer_shapes(model).graph.value_info
+        types = {value.name: value.type.tensor_type.elem_type for value in inferred}
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        present = {value.name for value in model.graph.output}
+        for name in (name for node in model.graph.node for name in node.output if name not in present):
+            copy.graph.output.append(helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), None))
+        model = copy
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    outputs = session.run(None, {session.get_inputs()[0].name: images})
+    return dict(zip([value.name for value in session.get_outputs()], outputs, strict=True))
+
+
+def run_torch(model, images):
+    return TorchGraph(model).run(torch.from_numpy(images))[0].numpy()
+
+
+def relative(actual, expected):
+    """Largest difference over the largest expected magnitude."""
+    assert actual.shape == expected.shape
+    expected = expected.astype(np.float64)
+    return float(np.abs(actual - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30))
+
+
+def errors_by_node(model, images):
+    """Relative error of each node's outputs when it reads what ONNX Runtime computed, by operator."""
+    expected = run_ort(model, images, every_tensor=True)
+    graph = TorchGraph(model)
+    expected[graph.input_name] = images
+    worst = {}
+    for node in graph.nodes:
+        inputs = [
+            graph.constants[name] if name in graph.constants else torch.from_numpy(np.array(expected[name]))
+            for name in node.inputs
+        ]
+        outputs = node.function(*inputs)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        for name, output in zip(node.outputs, outputs, strict=True):
+            error = relative(output.numpy(), expected[name])
+            worst[node.op_type] = max(worst.get(node.op_type, 0.0), error)
+    return worst
+
+
+# --- whole networks
+
+
+@pytest.mark.parametrize("name", EVERY_NETWORK)
+def test_fp32_networks_answer_as_in_onnxruntime(network, name):
+    net = network(name)
+    logits = run_torch(net.model, net.images)
+    # Sums in another order: a few roundings of 2**-24 each, over up to 100 layers.
+    assert relative(logits, run_ort(net.model, net.images)["logits"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", EVERY_NETWORK)
+def test_every_node_of_an_int8_network_computes_what_onnxruntime_does(network, name):
+    net = network(name)
+    errors = errors_by_node(insert_qdq(net.model, net.scales), net.images)
+    assert errors.pop("QuantizeDequantizeLinear") == 0.0  # bit for bit
+    assert "QuantizeLinear" not in errors
+    assert "DequantizeLinear" not in errors  # weights: folded
+    assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize("weights", ["dq", "qdq"])
+def test_int8_logits_are_nearer_to_onnxruntime_than_quantization_moves_them(network, weights):
+    # A rounding of 2**-24 before a QuantizeLinear can flip a code, by a whole step. Untrained networks pass such flips
+    # on with little damping, so that the largest difference is bounded only loosely; single nodes are compared above.
+    net = network("resnet18")
+    images = random_images(net.shapes, 16, seed=1)
+    model = insert_qdq(net.model, net.scales, weights=weights)
+    actual, expected = run_torch(model, images), run_ort(model, images)["logits"]
+    exact = run_ort(net.model, images)["logits"]
+    assert np.sqrt(np.mean((actual - expected) ** 2)) < np.sqrt(np.mean((expected - exact) ** 2))
+    assert relative(actual, expected) < 0.1
+    assert np.mean(actual.argmax(1) == expected.argmax(1)) >= 0.9
+
+
+def test_typed_fp16_networks_run_on_the_cpu(network):
+    net = network("resnet18")
+    fp16 = to_fp16(net.model)
+    assert relative(run_torch(fp16, net.images), run_ort(net.model, net.images)["logits"]) < 1e-2
+    errors = errors_by_node(insert_qdq(raise_opset(fp16, FP16_QDQ_OPSET), net.scales), net.images)
+    assert errors.pop("QuantizeDequantizeLinear") == 0.0
+    assert max(errors.values()) <= 2**-10  # half a unit in the last place of float16, twice
+
+
+# --- inner tensors
+
+
+def test_kept_tensors_are_those_of_the_graph(network):
+    net = network("resnet18")
+    graph, images = TorchGraph(net.model), torch.from_numpy(net.images)
+    names = activation_tensors(net.model)
+    logits, kept = graph.run(images, keep=names)
+    assert list(kept) == names
+    assert {node.id for node in graph.nodes} == {node_id(node) for node in net.model.graph.node}
+    expected = run_ort(net.model, net.images, every_tensor=True) | {"images": net.images}
+    assert max(relative(kept[name].numpy(), expected[name]) for name in names) < 1e-5
+    everything = graph.run_all(images)
+    assert set(everything) == set(expected)
+    assert torch.equal(everything["logits"], logits)
+    with pytest.raises(EngineryError, match="no tensors named \\['nothing'\\]"):
+        graph.run(images, keep=["nothing"])
+
+
+@pytest.mark.parametrize("position", [0, 7, -1])
+def test_rerun_is_the_full_run_with_that_node_quantized(network, position):
+    net = network("resnet18")
+    graph, images = TorchGraph(net.model), torch.from_numpy(net.images)
+    layer = quantizable_layers(net.model)[position]
+    others = {node_id(node) for node in net.model.graph.node} - {layer}
+    expected, _ = TorchGraph(insert_qdq(net.model, net.scales, exclude=others)).run(images)
+
+    node = next(node for node in graph.nodes if node.id == layer)
+    values = graph.run_all(images)
+    before = {name: tensor.clone() for name, tensor in values.items()}
+    weights, zero = graph.constants[node.inputs[1]], torch.zeros((), dtype=torch.int8)
+    (source,) = activation_tensors(net.model, exclude=others)
+    replaced = {
+        (layer, 0): fake_quantize(values[node.inputs[0]], torch.tensor(net.scales[source]), zero),
+        (layer, 1): fake_quantize(weights, weights.abs().flatten(1).amax(1) / 127, zero, axis=0),
+    }
+    assert torch.equal(graph.rerun(values, replaced), expected)
+    assert not torch.equal(expected, values["logits"])
+    assert values.keys() == before.keys()
+    assert all(torch.equal(values[name], before[name]) for name in before)
+
+
+def test_rerun_computes_only_what_depends_on_the_change(network, monkeypatch):
+    net = network("resnet18")
+    computed = []
+    monkeypatch.setitem(torch_operators.OPERATORS, "Conv", counting(torch_operators.OPERATORS["Conv"], computed))
+    graph = TorchGraph(net.model)
+    values = graph.run_all(torch.from_numpy(net.images))
+    num_convs = len(computed)
+    last = [node for node in graph.nodes if node.op_type == "Conv"][-1]
+    computed.clear()
+    assert torch.equal(graph.rerun(values, {(last.id, 0): values[last.inputs[0]]}), values["logits"])
+    assert (num_convs, len(computed)) == (20, 1)
+    with pytest.raises(EngineryError, match="no such inputs of nodes"):
+        graph.rerun(values, {(last.id, 9): values[last.inputs[0]]})
+    with pytest.raises(EngineryError, match=r"values of the batch lack tensor .* run_all"):
+        graph.rerun({}, {(last.id, 1): graph.constants[last.inputs[1]]})
+
+
+def counting(function, calls):
+    @functools.wraps(function)  # its signature is read, too
+    def operator(*inputs, **attributes):
+        calls.append(inputs)
+        return function(*inputs, **attributes)
+
+    return operator
+
+
+# --- the process: memory, flags
+
+
+def relu_chain(length):
+    names = ["images", *[f"t{index}" for index in range(length - 1)], "logits"]
+    nodes = [helper.make_node("Relu", [a], [b]) for a, b in itertools.pairwise(names)]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 8]) for name in ("images", "logits")]
+    graph = helper.make_graph(nodes, "chain", values[:1], values[1:])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_run_frees_tensors_after_their_last_use(monkeypatch):
+    made, alive = [], []
+
+    def relu(x, /):
+        y = torch.relu(x)
+        made.append(weakref.ref(y))
+        alive.append(sum(reference() is not None for reference in made))
+        return y
+
+    monkeypatch.setitem(torch_operators.OPERATORS, "Relu", relu)
+    graph = TorchGraph(relu_chain(20))
+    graph.run(torch.zeros(1, 8))
+    assert max(alive) == 2  # what a node reads and what it writes
+    made.clear()
+    alive.clear()
+    _, kept = graph.run(torch.zeros(1, 8), keep=["t3", "t5"])
+    assert set(kept) == {"t3", "t5"}
+    assert max(alive) == 4
+    values = graph.run_all(torch.zeros(1, 8))
+    made.clear()
+    alive.clear()
+    graph.rerun(values, {(graph.nodes[4].id, 0): torch.ones(1, 8)})
+    assert max(alive) == 2
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_fp32_is_fp32_during_a_run_and_the_process_keeps_its_choice(monkeypatch, precision):
+    operations = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul]
+    seen = []
+
+    def relu(x, /):
+        seen.append([operation.fp32_precision for operation in operations])
+        assert torch.backends.cuda.matmul.allow_tf32 is False  # the older switch agrees, or torch raises here
+        return x
+
+    monkeypatch.setitem(torch_operators.OPERATORS, "Relu", relu)
+    graph = TorchGraph(relu_chain(1))
+    torch.set_float32_matmul_precision(precision)
+    try:
+        before = [operation.fp32_precision for operation in operations]
+        graph.run(torch.zeros(1, 8))
+        assert seen == [["ieee"] * 3]
+        assert [operation.fp32_precision for operation in operations] == before
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cudnn.allow_tf32 is True
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# --- the runner
+
+
+def test_runner_infers_in_batches_and_measures(network):
+    net = network("resnet18")
+    shapes = net.shapes.model_copy(update={"opt_batch": 3, "max_batch": 3})
+    runner = TorchRunner(net.path, shapes)
+    logits = runner.infer(net.images)
+    assert logits.dtype == np.float32
+    assert relative(logits, run_ort(net.model, net.images)["logits"]) < 1e-5
+    timing = runner.measure(2, warmup_s=0, duration_s=0, min_iterations=3)
+    assert (timing.batch_size, len(timing.latencies_ms)) == (2, 3)
+    assert (runner.runtime, "threads" in runner.device) == ("torch", True)
+    with pytest.raises(UserError, match=r"takes images of shape \[batch, \(3, 64, 64\)\], got \(1, 3, 32, 32\)"):
+        runner.infer(np.zeros((1, 3, 32, 32), np.float32))
+    runner.close()
+    with pytest.raises(UserError, match="expected 'images' and 'scores'"):
+        TorchRunner(net.path, shapes.model_copy(update={"output_name": "scores"}))
