@@ -3,9 +3,13 @@
 The evaluation pipeline does what TransformSpec says and nothing else; the training pipeline adds augmentation.
 """
 
+import hashlib
+import json
 import math
+import tarfile
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +22,7 @@ from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.environment import num_cores
+from components.common.errors import EngineryError
 from components.common.transforms import Augmentation, TransformSpec
 
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")
@@ -121,6 +126,8 @@ class Loader:
             device_id: GPU to decode and to deliver on; None for the CPU.
             num_threads: decoder threads; 0 for one per core.
         """
+        self._dataset = dataset
+        self._split = split
         info = dataset.manifest.splits[split]  # type: ignore[index]
         training = augmentation is not None
         reader = {
@@ -155,17 +162,73 @@ class Loader:
             self.num_batches = info.num_images // num_shards // batch_size
         else:
             self.num_batches = math.ceil(self.num_images / batch_size)
-        pipe.build()
-        self._iterator = _torch_iterator(pipe, self.num_batches * batch_size if training else None)
+        with _explained(dataset, split):
+            pipe.build()
+            self._iterator = _torch_iterator(pipe, self.num_batches * batch_size if training else None)
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        for (batch,) in self._iterator:
+        batches = iter(self._iterator)
+        while True:
+            with _explained(self._dataset, self._split):
+                (batch,) = next(batches, (None,))
+            if batch is None:
+                return
             images = batch["images"].permute(0, 3, 1, 2)
             # DALI reads labels on the host; images may already be on the GPU.
             yield Batch(images=images, labels=_labels(batch["labels"]).to(images.device, non_blocking=True))
+
+
+@contextmanager
+def _explained(dataset: Artifact[DatasetManifest], split: str) -> Iterator[None]:
+    """Turn what DALI says of a damaged shard, which names neither shard nor image, into one message.
+
+    Raises:
+        EngineryError: a sample could not be read or decoded. Other errors, such as no GPU memory, pass.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "readers.webdataset" not in text and "decoders.image" not in text:
+            raise
+        reason = " ".join(text.rpartition("encountered:")[2].partition("Current pipeline")[0].split())
+        damaged = first_damaged_sample(dataset, split)
+        if damaged:
+            raise EngineryError(
+                f"{damaged}. Make the data set anew with `python -m components.preprocess` "
+                f"(in a pipeline: enginery run ... --no-reuse) (DALI: {reason})"
+            ) from error
+        raise EngineryError(
+            f"DALI can't decode the {split} split of {dataset.path}, though every sample is as preprocess packed it: "
+            f"{reason}. `enginery doctor` shows whether DALI works here"
+        ) from error
+
+
+def first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str:
+    """The first sample of a split that is not what preprocess packed, as a sentence; empty when all are."""
+    with dataset.file(f"{split}.jsonl").open(encoding="utf-8") as lines:
+        entries = {entry["key"]: entry for entry in map(json.loads, lines)}
+    for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
+        file = dataset.file(shard)
+        try:
+            with tarfile.open(file) as archive:
+                for member in archive:
+                    key, _, extension = member.name.partition(".")
+                    content = archive.extractfile(member)
+                    if extension not in IMAGE_EXTENSIONS or content is None:
+                        continue
+                    entry = entries.get(key, {"path": "unknown", "sha256": ""})
+                    if hashlib.sha256(content.read()).hexdigest() != entry["sha256"]:
+                        return (
+                            f"the shard {file} is damaged: sample {member.name}, made from {entry['path']}, "
+                            "is not what preprocess packed"
+                        )
+        except (OSError, tarfile.TarError) as error:
+            return f"the shard {file} is damaged: {error}"
+    return ""
 
 
 def _torch_iterator(pipe: Any, epoch_size: int | None) -> DALIGenericIterator:

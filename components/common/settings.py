@@ -13,6 +13,8 @@ from pydantic.fields import FieldInfo
 from components.common.errors import UserError
 
 Config = TypeVar("Config", bound=BaseModel)
+# Attribute of a pydantic constraint -> how a person says it.
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
 
 
 class StepConfig(BaseModel):
@@ -39,17 +41,73 @@ def resolve(config: type[Config], step: str, *layers: Mapping[str, Any]) -> Conf
 def _explain(error: ValidationError, config: type[BaseModel], step: str) -> str:
     lines = []
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"])
-        name = f"{step}.{where}" if where else step
+        owner, field = _locate(config, problem["loc"])
+        name = ".".join((step, *(part for part in problem["loc"] if isinstance(part, str))))
         if problem["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(where, config.model_fields, n=1, cutoff=0.5)
-            fix = f"did you mean {step}.{close[0]}?" if close else f"valid keys: {', '.join(config.model_fields)}"
-            lines.append(f"unknown setting {name}; {fix}")
-        else:
+            lines.append(f"unknown setting {name}; {_nearest(name, owner)}")
+        elif problem["type"] == "missing" and field is not None and field.is_required():
+            lines.append(f"{name} is required: {field.description or allowed_values(field)}")
+        elif problem["type"] == "value_error" or field is None:
             message = problem["msg"].removeprefix("Value error, ")
-            seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r})"
-            lines.append(f"{name}: {message[0].lower()}{message[1:]}{seen}")
+            lines.append(f"{name}: {message[0].lower()}{message[1:]}")
+        else:
+            default = "" if field.is_required() else f" (default {show_value(field.get_default())})"
+            lines.append(f"{name}: got {problem['input']!r}, needs {allowed_values(field)}{default}")
     return "\n".join(lines)
+
+
+def _locate(config: type[BaseModel], location: tuple[int | str, ...]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The model that holds what a validation error is about, and its field; None for one that it lacks."""
+    field = None
+    for part in location:
+        field = config.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        if part != location[-1]:
+            config = inner
+    return config, field
+
+
+def _nearest(name: str, owner: type[BaseModel]) -> str:
+    """What may have been meant by a key that `owner` lacks."""
+    prefix, _, key = name.rpartition(".")
+    close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.5)
+    outer = prefix.rpartition(".")[2]
+    inner = owner.model_fields[outer].annotation if outer in owner.model_fields else None
+    if isinstance(inner, type) and issubclass(inner, BaseModel):  # "augmentation.min_area" as one key
+        return f"{prefix} is a mapping, set as a whole: --set '{prefix}={{{key}: VALUE}}'"
+    return f"did you mean {prefix}.{close[0]}?" if close else f"valid keys: {', '.join(owner.model_fields)}"
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """What a field takes, for a person: "an integer of at least 2", "one of max, mse"."""
+    annotation: Any = field.annotation
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(str(choice) for choice in get_args(annotation))}"
+    if get_origin(annotation) is tuple:
+        return f"a list of {len(get_args(annotation))} numbers, such as {show_value(field.get_default())}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping of {', '.join(annotation.model_fields)}"
+    kinds = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    bounds = [
+        f"{words} {value:g}" if isinstance(value, float) else f"{words} {value}"
+        for attribute, words in _BOUNDS.items()
+        for entry in field.metadata
+        if (value := getattr(entry, attribute, None)) is not None
+    ]
+    return " ".join(filter(None, (kinds.get(annotation, f"a value of type {type_label(field)}"), " and ".join(bounds))))
+
+
+def show_value(value: Any) -> str:
+    """A setting's value as a person would type it."""
+    if isinstance(value, BaseModel):
+        return ", ".join(f"{name}: {show_value(entry)}" for name, entry in value.model_dump().items())
+    if isinstance(value, tuple):
+        return f"[{', '.join(show_value(entry) for entry in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.4g}" if isinstance(value, float) else str(value) or "empty"
 
 
 def parse_value(text: str) -> Any:
@@ -58,7 +116,11 @@ def parse_value(text: str) -> Any:
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise UserError(f"can't read the value {text!r} as YAML: {error}") from None
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"can't read the value {text!r} as YAML: {reason}. Write lists as [1, 2] and mappings as "
+                "{key: value}, in single quotes for the shell"
+            ) from None
     return text
 
 
@@ -71,13 +133,20 @@ def load_yaml(path: Path) -> dict[str, Any]:
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"can't read the config file {path}: {error.strerror}") from None
+        raise UserError(
+            f"can't read the config file {path}: {error.strerror}; name a YAML file such as "
+            "pipelines/configs/digits.yaml"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
+        raise UserError(
+            f"{path} is not valid YAML: {' '.join(str(error).split())}. Write lines of KEY: VALUE"
+        ) from None
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a mapping of settings, found a {type(value).__name__}")
+        raise UserError(
+            f"{path} must hold a mapping of settings, found a {type(value).__name__}; write lines of KEY: VALUE"
+        )
     return value
 
 

@@ -11,7 +11,7 @@ from components.common.artifacts import (
     prepare_directory,
     seal,
 )
-from components.common.errors import EngineryError, GateFailed
+from components.common.errors import GateFailed, UserError
 from components.common.steplog import StepLog
 from components.common.verdict import Thresholds, one_image_note, run_checks
 from components.gate.config import GateConfig
@@ -22,7 +22,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
 
     Raises:
         GateFailed: a check did not pass.
-        EngineryError: the report was written for other thresholds, so it would contradict the verdict.
+        UserError: the report was written for other thresholds, so it would contradict the verdict.
     """
     measured = load(report, ReportManifest, verify=ALL_FILES)  # all files, they are small
     _check_thresholds(config, measured)
@@ -57,8 +57,11 @@ def _check_thresholds(config: GateConfig, report: Artifact[ReportManifest]) -> N
         return
     shown = Thresholds.model_validate(recorded).model_dump()
     own = config.model_dump()
-    if different := [f"{name} {shown[name]} there, {own[name]} here" for name in own if own[name] != shown[name]]:
-        raise EngineryError(
-            f"the report {report.path} shows the verdict of other thresholds than the gate's: {'; '.join(different)}. "
-            "Give validate.gate and the gate the same values, and run validate again"
+    if different := {name: (shown[name], own[name]) for name in own if own[name] != shown[name]}:
+        there = " ".join(f"--{name.replace('_', '-')} {shown}" for name, (shown, _) in different.items())
+        here = ", ".join(f"{name}: {own}" for name, (_, own) in different.items())
+        raise UserError(
+            f"the report {report.path} shows the verdict of other thresholds than the gate's: "
+            f"{'; '.join(f'{name} {shown} there, {own} here' for name, (shown, own) in different.items())}. "
+            f"Run the gate with the report's ({there}), or validate again with the gate's (--gate '{{{here}}}')"
         )

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -21,20 +22,22 @@ from components.common.artifacts import (
 )
 from components.common.digests import digest_file
 from components.common.environment import num_cores
-from components.common.errors import UserError
+from components.common.errors import EngineryError, UserError
 from components.common.steplog import StepLog
-from components.preprocess.config import PreprocessConfig
+from components.preprocess.config import PreprocessConfig, check_data_folder
 from components.preprocess.shards import ShardResult, ShardTask, plan_shards, write_shard
 from components.preprocess.sources import Sample, Source, counts_by_label, find_samples
 
 
 def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
     """Scan, decode, split and pack. See the package's docstring."""
+    check_data_folder(config.data)  # before a URI is taken for a path
     root = Path(config.data).absolute()
     source = find_samples(
         root, val_fraction=config.val_fraction, seed=config.seed, class_names_file=config.class_names_file
     )
     prepare_directory(output)
+    _check_space(source, output)
     # Training batches should hold many classes even before the loader shuffles.
     random.Random(config.seed).shuffle(source.splits["train"])
     results = _pack(config, root, source, output, log)
@@ -53,6 +56,22 @@ def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
     )
     _report(artifact, log)
     return _outcome(artifact)
+
+
+def _check_space(source: Source, output: Path) -> None:
+    """Shards hold the files as they are, so their sum is known before the first is written.
+
+    Raises:
+        EngineryError: the disk of `output` has less free.
+    """
+    needed_bytes = sum(sample.size_bytes for samples in source.splits.values() for sample in samples)
+    free_bytes = shutil.disk_usage(output).free
+    if needed_bytes > free_bytes:
+        raise EngineryError(
+            f"the disk of {output} is too small for the shards: they take {needed_bytes / 1e6:,.1f} MB, and "
+            f"{free_bytes / 1e6:,.1f} MB are free. Free some on that disk (old runs: enginery gc --keep 5), or write "
+            "to another one (runs: set ENGINERY_HOME; a single step: --output)"
+        )
 
 
 def _pack(
@@ -91,18 +110,25 @@ def _check_rejected(config: PreprocessConfig, rejected: list[dict[str, str]], nu
     example = f"{rejected[0]['path']}: {rejected[0]['reason']}"
     where = f"All {len(rejected)} are listed in {output / 'rejected.jsonl'}"
     if config.on_bad == "fail":
-        raise UserError(f"{len(rejected)} of {num_files} files are no usable image, such as {example}. {where}")
+        raise UserError(
+            f"{len(rejected)} of {num_files} files are no usable image, such as {example}, and on_bad is fail. "
+            f"{where}. Mend or remove them, or leave them out with --set preprocess.on_bad=skip"
+        )
     if len(rejected) > config.max_bad_fraction * num_files:
         raise UserError(
             f"{len(rejected)} of {num_files} files are no usable image, more than max_bad_fraction = "
-            f"{config.max_bad_fraction:g} allows, such as {example}. {where}"
+            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Mend or remove them, or allow more with "
+            "--set preprocess.max_bad_fraction=SHARE, a number up to 1"
         )
 
 
 def _close_split(split: str, results: list[ShardResult], source: Source, output: Path) -> Split:
     accepted = [entry for shard in results for entry in shard.accepted]
     if not accepted:
-        raise UserError(f"no usable image is left in the {split} split; see {output / 'rejected.jsonl'}")
+        raise UserError(
+            f"no usable image is left in the {split} split: {output / 'rejected.jsonl'} says why of each file. Replace "
+            "them with images that open in a viewer"
+        )
     listing = output / f"{split}.jsonl"
     write_atomically(listing, _json_lines(accepted))
     return Split(

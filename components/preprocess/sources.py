@@ -8,8 +8,10 @@ from pathlib import Path
 
 from components.common.digests import digest_bytes
 from components.common.errors import UserError
+from components.preprocess.config import check_data_folder
 
 _SPLIT_NAMES = ("train", "val")
+_WANTED = "DIR/<class>/image.jpg for two classes or more, or DIR/train/<class>/ and DIR/val/<class>/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +37,10 @@ def find_samples(root: Path, *, val_fraction: float, seed: int, class_names_file
     Raises:
         UserError: no folder, no classes, no images, or too few images of a class to split.
     """
-    if not root.exists():
-        raise UserError(f"the data folder {root} does not exist")
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; name a folder with one sub-folder of images per class")
+    check_data_folder(str(root))
     folders = _subfolders(root)
     if not folders:
-        raise UserError(f"{root} has no sub-folders; it needs one per class, or train/ and val/ folders of them")
+        raise UserError(f"{root} has no sub-folders, so no classes; arrange the images as {_WANTED}")
     names = _read_class_names(Path(class_names_file)) if class_names_file else None
     if "train" in folders or "val" in folders:
         return _presplit(root, folders, names)
@@ -58,13 +57,19 @@ def find_samples(root: Path, *, val_fraction: float, seed: int, class_names_file
 def _presplit(root: Path, folders: Sequence[str], names: tuple[str, ...] | None) -> Source:
     missing = [name for name in _SPLIT_NAMES if name not in folders]
     if missing:
-        raise UserError(f"{root} has {'/, '.join(folders)}/ but no {missing[0]}/; it needs both train/ and val/")
+        raise UserError(
+            f"{root} has {'/, '.join(folders[:5])}/ but no {missing[0]}/; it needs both train/ and val/. Add "
+            f"{root / missing[0]}, or name the folder that holds the classes, and it is split for you"
+        )
     of_split = {split: _subfolders(root / split) for split in _SPLIT_NAMES}
     if not of_split["train"]:
-        raise UserError(f"{root / 'train'} has no sub-folders; it needs one per class")
+        raise UserError(f"{root / 'train'} has no sub-folders, so no classes; arrange the images as {_WANTED}")
     extra = sorted(set(of_split["val"]) - set(of_split["train"]))
     if extra:
-        raise UserError(f"{root / 'val'} has classes that train/ has not: {', '.join(extra[:5])}")
+        raise UserError(
+            f"{root / 'val'} has classes that train/ has not: {', '.join(extra[:5])}. Add them to train/ or remove "
+            "them; folder names must agree to the letter"
+        )
     classes = _check_classes(names or of_split["train"], of_split["train"], root / "train")
     splits = {
         split: [
@@ -77,16 +82,22 @@ def _presplit(root: Path, folders: Sequence[str], names: tuple[str, ...] | None)
     }
     for split, samples in splits.items():
         if not samples:
-            raise UserError(f"{root / split} holds no files")
+            raise UserError(f"{root / split} holds no files; put images into its folders, one folder per class")
     return Source(classes=classes, splits=splits)
 
 
 def _check_classes(names: Sequence[str], folders: Sequence[str], root: Path) -> tuple[str, ...]:
     unknown = sorted(set(folders) - set(names))
     if unknown:
-        raise UserError(f"{root} has folders that class_names_file does not name: {', '.join(unknown[:5])}")
+        raise UserError(
+            f"{root} has folders that class_names_file does not name: {', '.join(unknown[:5])}. Add their names to "
+            "the file, or take the folders away"
+        )
     if len(names) < 2:
-        raise UserError(f"{root} has only the class {names[0]!r}; a classifier needs at least two")
+        raise UserError(
+            f"{root} has only the class {names[0]!r}; a classifier needs at least two. Add a folder of images of "
+            "another class, or name the folder above if this one is a class"
+        )
     return tuple(names)
 
 
@@ -94,9 +105,11 @@ def _read_class_names(path: Path) -> tuple[str, ...]:
     try:
         names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"can't read class_names_file {path}: {error}") from None
-    if len(set(names)) != len(names):
-        raise UserError(f"{path} names a class twice")
+        raise UserError(
+            f"can't read class_names_file {path}: {error}; name a text file in UTF-8 with one class per line"
+        ) from None
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{path} names a class twice: {', '.join(twice[:5])}. Each line must name another class")
     return names
 
 
@@ -104,7 +117,7 @@ def _subfolders(root: Path) -> list[str]:
     try:
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
-        raise UserError(f"can't read {root}: {error.strerror}") from None
+        raise UserError(f"can't read {root}: {error.strerror}; make it readable for you (chmod -R u+rX)") from None
     for name in names:
         try:
             name.encode()
@@ -122,8 +135,16 @@ def _images_of(root: Path, folder: str, label: int) -> list[Sample]:
                 continue
             path = Path(directory, name)
             relative = path.relative_to(root).as_posix()
-            samples.append(Sample(path=relative, label=label, size_bytes=path.lstat().st_size))
+            samples.append(Sample(path=relative, label=label, size_bytes=_size_bytes(path)))
     return samples
+
+
+def _size_bytes(path: Path) -> int:
+    """Of the file behind a link; a link to nothing is rejected when it is read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _split_class(samples: list[Sample], name: str, val_fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:

@@ -1,12 +1,16 @@
 """`enginery data`: write one of the built-in data sets into a directory."""
 
+import errno
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from components.common.errors import EngineryError, UserError
 from pipelines.datasets import DatasetSummary
 
 DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
@@ -27,7 +31,8 @@ def digits(directory: Path) -> None:
     """
     from pipelines.datasets.digits import write_digits
 
-    _report(write_digits(directory))
+    with _writable(directory):
+        _report(write_digits(directory))
 
 
 @data.command()
@@ -56,7 +61,11 @@ def textures(
     from pipelines.datasets.textures import write_textures
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("writing images"), *columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with (
+        _writable(directory),
+        Progress(TextColumn("writing images"), *columns, console=console, transient=True) as progress,
+    ):
         bar = progress.add_task("images", total=num_train + num_val)
         summary = write_textures(
             directory,
@@ -69,6 +78,27 @@ def textures(
             on_progress=lambda num_images: progress.advance(bar, num_images),
         )
     _report(summary)
+
+
+@contextmanager
+def _writable(directory: Path) -> Iterator[None]:
+    """Tell what stands in the way of writing a data set.
+
+    Raises:
+        UserError: this user can't write there.
+        EngineryError: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise EngineryError(
+                f"no space left to write the data set to {directory}. Free some on that disk and give the same command "
+                "again, which continues; or name a directory on another disk"
+            ) from error
+        raise UserError(
+            f"can't write the data set to {directory}: {error.strerror or error}. Name a directory that you may write"
+        ) from error
 
 
 def _report(summary: DatasetSummary) -> None:

@@ -10,7 +10,12 @@ from rich.table import Table
 from pipelines.diagnosis.checks import Check
 from pipelines.diagnosis.report import Diagnosis, diagnose
 
-_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
+_MARKS = {
+    "ok": "[green]ok[/]",
+    "warning": "[yellow]warning[/]",
+    "missing": "[red]missing[/]",
+    "absent": "[dim]not here[/]",
+}
 
 
 @click.command()
@@ -37,14 +42,24 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     table.add_column(overflow="fold")
     for group in dict.fromkeys(check.group for check in diagnosis.checks):
         table.add_row(f"[bold]{group}[/]")
-        for check in diagnosis.checks:
-            if check.group == group:
+        checks = [check for check in diagnosis.checks if check.group == group]
+        # What depends on something that is not here says nothing by itself.
+        dependent = [check for check in checks if check.status == "absent" and not check.fix]
+        for check in checks:
+            if check not in dependent:
                 table.add_row(_MARKS[check.status], check.name, _told(check))
+        if dependent:
+            table.add_row("", "not checked", f"{', '.join(check.name for check in dependent)}: {dependent[0].found}")
         table.add_row()
     console.print(table, highlight=False)
     console.print(f"[bold]{escape(diagnosis.conclusion)}[/]", highlight=False)
+    worse = [check.name for check in diagnosis.checks if check.status in ("missing", "warning")]
+    if worse and not diagnosis.exit_code:
+        console.print(f"Could be better, with the fix above: {', '.join(worse)}.", highlight=False)
 
 
 def _told(check: Check) -> str:
     found = escape(check.found)
-    return f"{found}\n[cyan]fix: {escape(check.fix)}[/]" if check.fix else found
+    if not check.fix:
+        return found
+    return f"{found}\n[cyan]{'fix: ' if check.status != 'absent' else ''}{escape(check.fix)}[/]"

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Status = Literal["ok", "warning", "missing"]
+Status = Literal["ok", "warning", "missing", "absent"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. `fix` is empty only where nothing needs one."""
+    """What a check found. `fix` is empty only where nothing needs one: "ok", or "absent" with what it depends on."""
 
     status: Status
     found: str
@@ -37,7 +37,7 @@ class Check(BaseModel):
     name: str
     status: Status
     found: str
-    fix: str = Field(description="What to do; empty when the status is ok.")
+    fix: str = Field(description="What to do; empty when nothing needs doing here.")
     required: bool = Field(description="Whether every run needs it: then missing means that nothing runs.")
 
 
@@ -54,6 +54,11 @@ def warning(found: str, fix: str) -> Finding:
 def missing(found: str, fix: str) -> Finding:
     """It does not work here."""
     return Finding("missing", found, fix)
+
+
+def absent(found: str, fix: str = "") -> Finding:
+    """Not here, and nothing that this machine is asked to do needs it. `fix` says how to have it all the same."""
+    return Finding("absent", found, fix)
 
 
 def run_check(planned: Planned) -> Check:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pipelines.diagnosis.checks import Finding, missing, ok, warning
+from pipelines.diagnosis.checks import Finding, absent, missing, ok, warning
 from pipelines.diagnosis.probes import ProbeError, Probes
 from pipelines.formats import size_text
 
@@ -18,8 +18,8 @@ _INSTALL_DRIVER = (
     "https://www.nvidia.com/drivers) and restart; in a container the driver is the host's: docker run --gpus all, "
     "in Kubernetes resources.limits nvidia.com/gpu: 1"
 )
-_ADD_GPU = "only for TensorRT engines and fast training: a machine with an NVIDIA GPU (Turing or newer)"
-_SEE_GPU = "see the line on the GPU"
+_WITHOUT_GPU = "training, INT8 and its verdict work on the CPU; training is slower, and no FP16 or TensorRT engines"
+_ADD_GPU = "to have those, use a machine with an NVIDIA GPU (Turing or newer) and its driver (R580 or newer)"
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class GpuChecks:
         return Nvml(gpus, driver, "" if gpus else "the driver sees no GPU")
 
     def _usable(self, look: Callable[[], Finding]) -> Finding:
-        """A check that makes sense only with a GPU that CUDA may use."""
+        """A check that makes sense only with a GPU that CUDA may use; the line on the GPU has the fix."""
         if not self.nvml.gpus:
-            return missing("needs an NVIDIA GPU", _SEE_GPU)
+            return absent("needs an NVIDIA GPU")
         if os.environ.get(_VISIBLE, "all") in ("", "-1"):
-            return missing(f"the GPU is hidden by {_VISIBLE}", _SEE_GPU)
+            return absent(f"needs a GPU that {_VISIBLE} does not hide")
         return look()
 
     def gpus(self) -> Finding:
@@ -93,7 +93,7 @@ class GpuChecks:
             return missing(f"none: {nvml.error}", "restart: the driver was updated, and the old one is still loaded")
         if num_cards := self._cards_on_pci():
             return missing(f"{num_cards} NVIDIA card(s) on the PCI bus, but no driver: {nvml.error}", _INSTALL_DRIVER)
-        return missing(f"none: {nvml.error}", _ADD_GPU)
+        return absent(f"no NVIDIA GPU ({nvml.error}): {_WITHOUT_GPU}", _ADD_GPU)
 
     def _cards_on_pci(self) -> int:
         """NVIDIA display or compute controllers, with or without a driver."""
@@ -106,7 +106,7 @@ class GpuChecks:
     def driver(self) -> Finding:
         """New enough for the CUDA that PyTorch was built with."""
         if not self.nvml.driver:
-            return missing("none", _INSTALL_DRIVER if self._cards_on_pci() else _SEE_GPU)
+            return missing("none", _INSTALL_DRIVER) if self._cards_on_pci() else absent("needs an NVIDIA GPU")
         cuda = self._probes.ask("torch", "cuda")
         found = self.nvml.driver
         if cuda is None:
@@ -165,11 +165,12 @@ class GpuChecks:
 
     def tensorrt(self) -> Finding:
         """Whether engines can be built and run."""
+        return self._usable(self._tensorrt)
+
+    def _tensorrt(self) -> Finding:
         reason = self._probes.ask("torch", "no_tensorrt")
         if reason is None:
             return ok(f"TensorRT {self._probes.ask('torch', 'tensorrt')}")
-        if not self.nvml.gpus:
-            return missing("needs an NVIDIA GPU", _SEE_GPU)
         found, _, fix = reason.partition(": ")
         return missing(found, fix or "make install-tensorrt")
 

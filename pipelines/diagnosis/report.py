@@ -41,7 +41,6 @@ def all_checks(probes: Probes) -> list[Planned]:
         Planned("machine", "memory", machine.memory),
         Planned("machine", "shared memory", machine.shared_memory),
         Planned("machine", "open files", machine.open_files),
-        Planned("storage", "path", storage.path_without_python3, required=True),
         Planned("storage", "state directory", storage.state_directory, required=True),
         Planned("storage", "disk space", storage.disk, required=True),
         Planned("storage", "MLflow tracking", storage.tracking, required=True),
@@ -83,10 +82,12 @@ def _abilities(checks: dict[str, Check]) -> str:
 
 def _why_no_engines(checks: dict[str, Check]) -> str:
     """The first thing in the way, from the card to the library."""
+    if checks["GPU"].status == "absent":
+        return "there is no NVIDIA GPU"
     if checks["GPU"].status == "warning":
         return "the GPU is hidden by CUDA_VISIBLE_DEVICES"
     for name, reason in (
-        ("GPU", "no NVIDIA GPU is usable"),
+        ("GPU", "the NVIDIA GPU has no working driver"),
         ("driver", "the GPU's driver is too old"),
         ("PyTorch on GPU", "PyTorch can't use the GPU"),
         ("compute capability", "PyTorch has no code for this GPU"),

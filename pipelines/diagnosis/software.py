@@ -1,5 +1,6 @@
 """Checks of what is installed: versions, DALI, OpenVINO, PyTorch."""
 
+import tomllib
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -10,13 +11,17 @@ from packaging.utils import canonicalize_name
 from pipelines.diagnosis.checks import Finding, missing, ok, warning
 from pipelines.diagnosis.probes import ProbeError, Probes
 
-_CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # only in a checkout
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_CONSTRAINTS = _CHECKOUT / "constraints.txt"  # only in a checkout
 _REINSTALL = "run: make install (without make: pip install -c constraints.txt -e .)"
 
 
 def versions(requirements: Iterable[str] | None = None, constraints: Path = _CONSTRAINTS) -> Finding:
-    """What enginery's metadata requires, and what constraints.txt pins for it."""
-    wanted = list(_applicable(requirements if requirements is not None else metadata.requires("enginery") or ()))
+    """What enginery requires, and what constraints.txt pins for it."""
+    requirements = requirements if requirements is not None else required()
+    if not requirements:
+        return warning("not known: enginery is not installed, and its pyproject.toml is not beside it", _REINSTALL)
+    wanted = list(_applicable(requirements))
     wrong, names = [], {}
     for requirement in wanted:
         try:
@@ -34,6 +39,21 @@ def versions(requirements: Iterable[str] | None = None, constraints: Path = _CON
     if other:
         return warning(f"all as required, but not what was tested: {', '.join(other)}", _REINSTALL)
     return ok(f"{len(names)} packages as required" + (", as pinned in constraints.txt" if pins else ""))
+
+
+def required(project: Path = _CHECKOUT / "pyproject.toml") -> list[str]:
+    """What enginery asks for: by the project file of a checkout, else by the metadata of the installation.
+
+    The file comes first, as the metadata of an editable installation stays what it was when a checkout moves on.
+    """
+    if project.is_file():
+        declared = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        if declared.get("name") == "enginery":
+            return list(declared["dependencies"])
+    try:
+        return metadata.requires("enginery") or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def _applicable(requirements: Iterable[str]) -> Iterator[Requirement]:

@@ -26,16 +26,6 @@ def state_path() -> Path:
     return Path(os.environ.get("ENGINERY_HOME") or ".enginery").expanduser().absolute()
 
 
-def path_without_python3() -> Finding:
-    """KFP's local runner replaces the text python3 in every path."""
-    if "python3" not in str(state_path()):
-        return ok(f"no 'python3' in {state_path()}")
-    return missing(
-        f"'python3' in {state_path()}, which KFP's local runner replaces by the interpreter's path",
-        "set ENGINERY_HOME to a directory without it, such as: export ENGINERY_HOME=~/enginery-state",
-    )
-
-
 def state_directory() -> Finding:
     """Write a file there. What did not exist before is taken away again."""
     path = state_path()
@@ -44,7 +34,7 @@ def state_directory() -> Finding:
         state = StateDirectory.current()
         with tempfile.TemporaryFile(dir=state.path) as file:
             file.write(b"0")
-    except UserError as error:
+    except UserError as error:  # not makeable, or a path that KFP's local runner would change
         text, _, fix = str(error).rpartition("; ")
         return missing(text, fix)
     except OSError as error:

@@ -19,8 +19,9 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
-from components.common.digests import digest_file
+from components.common.digests import canonical_json, digest_bytes, digest_file
 from components.common.errors import EngineryError, UserError
+from components.common.integrity import seal_of
 from components.promote.config import PromoteConfig
 
 FIELDS = {"registered_model": "m", "version": "1", "alias": "a", "bundle_digest": "b", "verdict_digest": "v"}
@@ -39,10 +40,17 @@ def sealed(tmp_path: Path) -> Path:
     return seal_one(tmp_path / "artifact").path
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit(path: Path, change: Callable[[dict[str, Any]], object], *, seal_again: bool = False) -> None:
     record = json.loads((path / MANIFEST).read_text())
     change(record)
-    (path / MANIFEST).write_text(json.dumps(record))
+    if seal_again:
+        record["seal"] = seal_of(record)
+    (path / MANIFEST).write_bytes(canonical_json(record))
+
+
+def as_version_1(record: dict[str, Any]) -> None:
+    record.update(schema_version=1)
+    del record["seal"]
 
 
 def test_what_is_sealed_comes_back(tmp_path: Path) -> None:
@@ -74,15 +82,26 @@ def test_without_a_manifest_it_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_another_kind_is_named(sealed: Path) -> None:
-    with pytest.raises(UserError, match="is a promotion, and a dataset is needed here"):
+    with pytest.raises(
+        UserError,
+        match=r"is a promotion, and a dataset is needed here; name the output of `python -m components\.preprocess`",
+    ):
         load(sealed, DatasetManifest)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda record: record.update(schema_version=2), "has schema_version 2, and this enginery reads 1"),
-        (lambda record: record.pop("schema_version"), "has schema_version none"),
+        (
+            lambda record: record.update(schema_version=3),
+            r"has schema_version 3, and this enginery reads 1 to 2: a newer enginery wrote it. Update enginery",
+        ),
+        (
+            lambda record: record.update(schema_version=0),
+            "has schema_version 0, and this enginery reads 1 to 2.*write it again with `python -m components.promote`",
+        ),
+        (lambda record: record.pop("schema_version"), "has schema_version none.*write it again with `python -m"),
+        (lambda record: record.update(schema_version="2"), "has schema_version 2.*write it again with `python -m"),
         (lambda record: record.pop("version"), "version: Field required"),
         (lambda record: record.update(surprise=1), "surprise: Extra inputs are not permitted"),
         (lambda record: record["files"].update({"../x": record["files"]["a.bin"]}), "names a file outside the artif"),
@@ -92,8 +111,49 @@ def test_another_kind_is_named(sealed: Path) -> None:
 )
 def test_a_manifest_that_cannot_be_trusted(sealed: Path, change: Callable[[Any], object], message: str) -> None:
     (sealed.parent / "x").write_bytes(b"weights")
-    edit(sealed, change)
+    edit(sealed, change, seal_again=True)
     with pytest.raises(EngineryError, match=message):
+        load(sealed, PromotionManifest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.update(version="2"),
+        lambda record: record["files"]["a.bin"].update(digest="sha256:0"),
+        lambda record: record["files"].pop("a.bin"),
+        lambda record: record["inputs"].update(bundle="sha256:1"),
+        lambda record: record["config"].update(alias="champion"),
+        lambda record: record["environment"].update(python="2.7"),
+        lambda record: record.update(seal=""),
+        lambda record: record.pop("seal"),
+    ],
+)
+def test_a_manifest_that_was_edited_by_hand(sealed: Path, change: Callable[[Any], object]) -> None:
+    load(sealed, PromotionManifest)
+    edit(sealed, change)
+    with pytest.raises(
+        EngineryError, match=r"manifest\.json was edited after it was sealed.*write it again with"
+    ) as error:
+        load(sealed, PromotionManifest)
+    assert error.value.exit_code == 1
+
+
+def test_a_manifest_of_version_1_is_migrated(sealed: Path) -> None:
+    now = load(sealed, PromotionManifest).manifest
+    edit(sealed, as_version_1)
+    old = load(sealed, PromotionManifest)
+    assert old.manifest.model_dump(exclude={"seal"}) == now.model_dump(exclude={"seal"})
+    assert old.digest == digest_bytes((sealed / MANIFEST).read_bytes())  # still known by what is on disk
+    (sealed / "a.bin").write_bytes(b"longer than before")
+    with pytest.raises(EngineryError, match="is damaged"):
+        load(sealed, PromotionManifest)
+
+
+def test_a_manifest_with_a_number_that_json_has_not(sealed: Path) -> None:
+    text = (sealed / MANIFEST).read_text()
+    (sealed / MANIFEST).write_text(text.replace('"size_bytes":7', '"size_bytes":NaN'))
+    with pytest.raises(EngineryError, match="is not a valid promotion manifest"):
         load(sealed, PromotionManifest)
 
 
@@ -105,7 +165,9 @@ def test_a_manifest_that_is_no_json(sealed: Path) -> None:
 
 def test_a_missing_file_and_one_of_another_size(sealed: Path) -> None:
     (sealed / "a.bin").write_bytes(b"longer than before")
-    with pytest.raises(EngineryError, match=r"a\.bin has 18 bytes, its manifest says 7"):
+    with pytest.raises(
+        EngineryError, match=r"a\.bin has 18 bytes, its manifest says 7\. Put the original back, or write it again with"
+    ):
         load(sealed, PromotionManifest)
     (sealed / "a.bin").unlink()
     with pytest.raises(EngineryError, match=r"a\.bin is missing"):

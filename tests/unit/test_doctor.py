@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from components.common.errors import EXIT_FAILURE
 from pipelines.diagnosis import machine, software, storage
-from pipelines.diagnosis.checks import Check, Planned, missing, ok, run_check, warning
+from pipelines.diagnosis.checks import Check, Planned, absent, missing, ok, run_check, warning
 from pipelines.diagnosis.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
 from pipelines.diagnosis.probes import ProbeError, Probes
 from pipelines.diagnosis.report import all_checks, conclude
@@ -63,7 +65,7 @@ def test_json_has_every_check_and_a_fix_for_each_one_not_ok(tmp_path: Path) -> N
     report = json.loads(done.stdout)
     assert time.monotonic() - started < 60
     assert [check["name"] for check in report["checks"]] == [planned.name for planned in all_checks(Answers())]
-    assert all(check["fix"] for check in report["checks"] if check["status"] != "ok")
+    assert all(check["fix"] for check in report["checks"] if check["status"] in ("warning", "missing"))
     assert not any("could not check" in check["found"] for check in report["checks"])
     found = {check["name"]: check["status"] for check in report["checks"]}
     assert {found[name] for name in ("PyTorch", "DALI", "OpenVINO", "MLflow tracking", "state directory")} == {"ok"}
@@ -75,7 +77,7 @@ def test_json_has_every_check_and_a_fix_for_each_one_not_ok(tmp_path: Path) -> N
 def test_table_ends_with_what_runs_here_and_exit_code_1_when_nothing_does(tmp_path: Path) -> None:
     done = doctor(tmp_path / "python3-state", COLUMNS="80")
     assert done.returncode == EXIT_FAILURE
-    assert done.stdout.rstrip().endswith("Nothing runs here before this is mended: path, state directory.")
+    assert done.stdout.rstrip().endswith("Nothing runs here before this is mended: state directory.")
     assert "fix: set ENGINERY_HOME to a directory without it" in " ".join(done.stdout.split())
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
 
@@ -170,6 +172,38 @@ def test_versions(tmp_path: Path) -> None:
     assert "no-such-package is not installed" in wrong.found
 
 
+def test_versions_come_from_the_checkout_then_from_the_installation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other, none = tmp_path / "other.toml", tmp_path / "none.toml"
+    other.write_text('[project]\nname = "another"\ndependencies = ["click"]\n')
+    monkeypatch.setattr(metadata, "requires", lambda name: [f"of-{name}"])
+    assert software.required(none) == software.required(other) == ["of-enginery"]
+    of_checkout = software.required()
+    assert {"torch", "kfp", "mlflow"} <= {Requirement(text).name for text in of_checkout}
+
+    def not_installed(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", not_installed)
+    assert software.required() == of_checkout
+    assert software.versions().status != "missing"
+    finding = software.versions(software.required(none))
+    assert (finding.status, "make install" in finding.fix) == ("warning", True)
+
+
+def test_without_a_gpu_there_is_one_line_on_all_of_it(tmp_path: Path) -> None:
+    done = doctor(tmp_path / "state", COLUMNS="200")
+    of_gpu = done.stdout.partition("\nGPU")[2].splitlines()
+    text = " ".join(of_gpu)
+    assert "missing" not in text
+    if "NVML Shared Library Not Found" in text:
+        assert len([line for line in of_gpu if line.startswith("not here")]) == 1
+    assert "driver, " in text or "PyTorch on GPU, " in text
+    assert "TensorRT: needs a" in text
+    assert "because there is no NVIDIA GPU." in text or "because the GPU is hidden by" in text
+
+
 @pytest.mark.parametrize(
     ("capability", "architectures", "expected"),
     [
@@ -194,7 +228,9 @@ def test_driver_too_old_and_new_enough() -> None:
 
 def test_card_without_a_driver_is_told_from_no_card(tmp_path: Path) -> None:
     nothing = Nvml((), "", "NVML Shared Library Not Found")
-    assert "none" in gpu_checks(nothing, tmp_path).gpus().found
+    without = gpu_checks(nothing, tmp_path).gpus()
+    assert (without.status, "INT8 and its verdict work on the CPU" in without.found) == ("absent", True)
+    assert gpu_checks(nothing, tmp_path).driver() == absent("needs an NVIDIA GPU")
     card = tmp_path / "0000:01:00.0"
     card.mkdir()
     (card / "vendor").write_text("0x10de\n")
@@ -208,7 +244,7 @@ def test_card_without_a_driver_is_told_from_no_card(tmp_path: Path) -> None:
 def test_hidden_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_checks().gpus().fix == "unset CUDA_VISIBLE_DEVICES"
-    assert gpu_checks().torch_sees_cuda().status == "missing"
+    assert gpu_checks().torch_sees_cuda() == absent("needs a GPU that CUDA_VISIBLE_DEVICES does not hide")
 
 
 def test_gpu_that_torch_or_dali_can_not_use() -> None:

@@ -1,5 +1,8 @@
 """The gate: thresholds at their borders, and what is written before it fails."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ from components.common.artifacts import (
     load,
     seal,
 )
-from components.common.errors import GateFailed
+from components.common.errors import GateFailed, UserError
 from components.common.steplog import StepLog
 from components.common.verdict import run_checks
 from components.gate.config import GateConfig
 from components.gate.run import run
 from components.validate.config import ValidateConfig
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def accuracy(precision: str, top1_pct: float | None, num_images: int = 10_000) -> AccuracyRow:
@@ -110,7 +115,13 @@ def test_accuracy_that_was_not_measured_does_not_pass(fp32: float | None, own: f
     assert checks[0].explanation == f"{named} was not measured here: needs TensorRT"
 
 
-def report(path: Path, fp32: float | None, int8: float | None, num_images: int = 10_000) -> Path:
+def report(
+    path: Path,
+    fp32: float | None,
+    int8: float | None,
+    num_images: int = 10_000,
+    config: ValidateConfig | None = None,
+) -> Path:
     """A sealed Report."""
     path.mkdir()
     rows = (accuracy("fp32", fp32, num_images), accuracy("fp16", None), accuracy("int8", int8, num_images))
@@ -118,7 +129,7 @@ def report(path: Path, fp32: float | None, int8: float | None, num_images: int =
         path,
         ReportManifest,
         inputs={},
-        config=ValidateConfig(),
+        config=config or ValidateConfig(),
         accuracy=AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="sha256:b", rows=rows),
         benchmark=benchmark(),
     )
@@ -162,3 +173,41 @@ def test_what_was_not_measured_fails_with_a_verdict(tmp_path: Path, fp32: float 
     with pytest.raises(GateFailed, match="was not measured here: needs TensorRT"):
         run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
     assert not verdict_of(tmp_path / "verdict").passed
+
+
+def test_a_report_of_other_thresholds_is_refused_with_both_ways_out(tmp_path: Path) -> None:
+    config = ValidateConfig(gate={"max_top1_drop_points": 2.0})  # type: ignore[arg-type]
+    source = report(tmp_path / "report", 80.0, 79.0, config=config)
+    with pytest.raises(UserError) as caught:
+        run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    assert caught.value.exit_code == 2
+    assert "max_top1_drop_points 2.0 there, 0.5 here" in str(caught.value)
+    assert "Run the gate with the report's (--max-top1-drop-points 2.0)" in str(caught.value)
+    assert "or validate again with the gate's (--gate '{max_top1_drop_points: 0.5}')" in str(caught.value)
+    assert not (tmp_path / "verdict").exists()
+    with pytest.raises(UserError):
+        run(GateConfig(min_speedup=1.0), StepLog("gate"), report=source, output=tmp_path / "verdict")
+
+
+def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:
+    def gate(name: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+        output = tmp_path / f"verdict of {name}"
+        command = [sys.executable, "-m", "components.gate", "--output", str(output), "--report", str(tmp_path / name)]
+        done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stderr, json.loads((output / "failure.json").read_text())
+
+    report(tmp_path / "bad", 80.0, 70.0)
+    code, text, failure = gate("bad")
+    assert (code, failure["exit_code"]) == (3, 3)
+    assert text.startswith("gate: INT8 did not pass: top-1 drop 10.00, allowed 0.5 points")
+    assert failure["message"] in text
+    report(tmp_path / "good", 80.0, 80.0)
+    code, text, failure = gate("good", "--max-top1-drop-points", "3")
+    assert (code, failure["exit_code"]) == (2, 2)
+    assert "shows the verdict of other thresholds" in text
+    manifest = tmp_path / "good" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"top1_pct":80.0', '"top1_pct":99.0'))
+    code, text, failure = gate("good")
+    assert (code, failure["exit_code"]) == (1, 1)
+    assert "was edited after it was sealed" in text

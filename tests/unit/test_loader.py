@@ -1,9 +1,13 @@
 """The DALI loader: which images come when, and that they are what torchvision makes of the same file."""
 
+import hashlib
 import json
+import shutil
+import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +15,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from components.common.artifacts import Artifact, DatasetManifest
+from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.errors import EngineryError
 from components.common.loader import Batch, Loader, to_numpy
 from components.common.transforms import Augmentation, TransformSpec, transform_for
 
@@ -117,6 +122,46 @@ def test_the_seed_decides_crops_and_mirroring_too(digits_dataset: Artifact[Datas
 
     np.testing.assert_array_equal(first_batch(5), first_batch(5))
     assert np.abs(first_batch(5) - first_batch(6)).mean() > 1
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_damaged_image_is_named_with_its_shard_and_the_fix(
+    colours: Artifact[DatasetManifest], tmp_path: Path, split: str
+) -> None:
+    copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
+    shard = copy / colours.manifest.splits[split].shards[0]  # type: ignore[index]
+    with tarfile.open(shard) as archive:
+        member = [member for member in archive if member.name.endswith(".png")][3]
+    data = bytearray(shard.read_bytes())
+    data[member.offset_data : member.offset_data + member.size] = bytes(member.size)  # the size stays: load passes
+    shard.write_bytes(data)
+    path = json.loads((copy / f"{split}.jsonl").read_text().splitlines()[3])["path"]
+    options: dict[str, Any] = {"augmentation": Augmentation()} if split == "train" else {}
+    with pytest.raises(EngineryError) as caught:
+        list(Loader(load(copy, DatasetManifest), split, PLAIN, batch_size=8, **options))
+    assert f"the shard {shard} is damaged: sample {member.name}, made from {path}, is not what" in str(caught.value)
+    assert "Make the data set anew with `python -m components.preprocess`" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(EngineryError, match=f"{shard.name} was changed after it was sealed"):
+        load(copy, DatasetManifest, verify=ALL_FILES)  # what --verify does, before anything is decoded
+
+
+def test_an_image_that_dali_can_not_decode_though_it_is_as_it_was_packed(
+    colours: Artifact[DatasetManifest], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
+    shard = copy / colours.manifest.splits["val"].shards[0]
+    with tarfile.open(shard) as archive:
+        member = next(member for member in archive if member.name.endswith(".png"))
+    data = bytearray(shard.read_bytes())
+    data[member.offset_data : member.offset_data + member.size] = bytes(member.size)
+    shard.write_bytes(data)
+    listing = copy / "val.jsonl"
+    first, *others = listing.read_text().splitlines(keepends=True)
+    packed = {**json.loads(first), "sha256": hashlib.sha256(bytes(member.size)).hexdigest()}
+    listing.write_text(json.dumps(packed, ensure_ascii=False) + "\n" + "".join(others))
+    with pytest.raises(EngineryError, match=r"DALI can't decode the val split of .*`enginery doctor` shows"):
+        list(Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8))
 
 
 def picture(height: int, width: int, rng: np.random.Generator) -> Image.Image:

@@ -1,0 +1,197 @@
+"""What preprocess refuses, as a person meets it: one message with the fix, an exit code, failure.json, nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.common.artifacts import Artifact, DatasetManifest
+from components.common.errors import UserError
+from components.preprocess.shards import ShardTask, write_shard
+from components.preprocess.sources import Sample
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+WriteTree = Callable[..., Path]
+
+
+def start(*arguments: str, prefix: tuple[str, ...] = (), **variables: str) -> tuple[int, str]:
+    """Exit code and message of `python -m components.preprocess`, which must be one line."""
+    command = [*prefix, sys.executable, "-m", "components.preprocess", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd="/")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if ": packing " not in line and " INFO mlflow." not in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("preprocess: ")
+    return done.returncode, lines[0].removeprefix("preprocess: ")
+
+
+FOLDERS: dict[str, tuple[Mapping[str, int] | None, str]] = {
+    "empty": ({}, "images has no sub-folders, so no classes; arrange the images as DIR/<class>/image.jpg"),
+    "one class": (
+        {"only": 4},
+        "images has only the class 'only'; a classifier needs at least two. Add a folder of images of another class",
+    ),
+    "one image": (
+        {"many": 4, "single": 1},
+        "class 'single' has 1 file(s); at least 2 are needed to split it into train and val. Add images or remove",
+    ),
+    "no image": ({"many": 4, "none": 0}, "class 'none' has 0 file(s); at least 2 are needed"),
+    "no val": ({"train/a": 2, "train/b": 2}, "images has train/ but no val/; it needs both train/ and val/. Add "),
+    "train without classes": ({"train": 2, "val/a": 2}, "images/train has no sub-folders, so no classes; arrange"),
+    "class only in val": (
+        {"train/a": 2, "train/b": 2, "val/a": 2, "val/new": 2},
+        "images/val has classes that train/ has not: new. Add them to train/ or remove them",
+    ),
+    "val without files": ({"train/a": 2, "train/b": 2, "val/a": 0}, "images/val holds no files; put images into"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_that_cannot_be_used(tmp_path: Path, write_tree: WriteTree, name: str) -> None:
+    counts, message = FOLDERS[name]
+    (tmp_path / "images").mkdir()
+    write_tree(tmp_path / "images", counts)
+    output = tmp_path / "out"
+    code, text = start("--data", str(tmp_path / "images"), "--output", str(output))
+    assert code == 2
+    assert message in text
+    failure = json.loads((output / "failure.json").read_text())
+    assert failure == {**failure, "step": "preprocess", "message": text, "exit_code": 2}
+    assert [path.name for path in output.iterdir()] == ["failure.json"]
+
+
+def test_data_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "images.zip").write_bytes(b"PK")
+    for data, message in (
+        (str(tmp_path / "absent"), "the data folder {} does not exist; name a folder with one sub-folder of images"),
+        (str(tmp_path / "images.zip"), "the data {} is a file, not a folder; name a folder with one sub-folder"),
+        ("s3://bucket/images", "the data {} is a s3 URI, and preprocess reads folders of this machine. Copy it"),
+    ):
+        code, text = start("--data", data, "--output", str(tmp_path / "out"))
+        assert code == 2
+        assert text.startswith(message.format(data))
+
+
+def test_images_straight_in_the_folder(tmp_path: Path, write_tree: WriteTree) -> None:
+    write_tree(tmp_path, {"images": 3})
+    code, text = start("--data", str(tmp_path / "images"), "--output", str(tmp_path / "out"))
+    assert (code, "images has no sub-folders, so no classes" in text) == (2, True)
+
+
+def test_settings_that_are_out_of_range_or_unknown(tmp_path: Path, write_tree: WriteTree) -> None:
+    data = str(write_tree(tmp_path / "images", {"a": 2, "b": 2}))
+    own = ("--data", data, "--output", str(tmp_path / "out"))
+    config = tmp_path / "c.yaml"
+    config.write_text("shard_byte: 1000000\n")
+    for arguments, message in (
+        (("--num-workers", "-1"), "preprocess.num_workers: got '-1', needs an integer of at least 0 (default 0)"),
+        (("--val-fraction", "1"), "preprocess.val_fraction: got '1', needs a number above 0 and below 1 (default 0.2)"),
+        (("--on-bad", "ask"), "preprocess.on_bad: got 'ask', needs one of skip, fail (default skip)"),
+        (("--config", str(config)), "unknown setting preprocess.shard_byte; did you mean preprocess.shard_bytes?"),
+        (("--config", str(tmp_path / "no.yaml")), f"can't read the config file {tmp_path / 'no.yaml'}: No such file"),
+    ):
+        code, text = start(*own, *arguments)
+        assert code == 2
+        assert text.startswith(message)
+    assert start("--output", str(tmp_path / "out")) == (
+        2,
+        "preprocess.data is required: Folder of labelled images: one sub-folder per class, or train/ and val/.",
+    )
+
+
+def test_an_output_that_holds_something_is_left_alone(tmp_path: Path, write_tree: WriteTree) -> None:
+    data = str(write_tree(tmp_path / "images", {"cat": 3, "dog": 3}))
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "mine.txt").write_text("keep")
+    code, text = start("--data", data, "--output", str(output))
+    assert code == 2
+    assert text == f"the output directory {output} is not empty (it holds mine.txt); name another or empty it"
+    assert [path.name for path in output.iterdir()] == ["mine.txt"]
+
+
+def test_an_output_that_may_not_be_written(tmp_path: Path, write_tree: WriteTree) -> None:
+    data = str(write_tree(tmp_path / "images", {"cat": 3, "dog": 3}))
+    code, text = start("--data", data, "--output", "/sys/enginery")  # closed to root too
+    assert code == 2
+    assert text.startswith("can't write the output directory /sys/enginery: ")
+    assert text.endswith("name one that you may write, or make its folder writable for you")
+
+
+def _small_disk(size: str) -> tuple[str, ...]:
+    """Prefix of a command that sees a disk of that size at /mnt, or a skip where the system has no namespaces."""
+    script = f'mount -t tmpfs -o size={size} none /mnt && exec "$@"'
+    prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this machine allows no mount namespaces")
+    return prefix
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: Path, write_tree: WriteTree) -> None:
+    data = write_tree(tmp_path / "images", {"a": 2, "b": 2})
+    for number in range(4):
+        (data / "a" / f"large{number}.png").write_bytes(b"\0" * 500_000)
+    code, text = start("--data", str(data), "--output", "/mnt/out", prefix=_small_disk("1m"))
+    assert code == 1
+    assert text.startswith(
+        "the disk of /mnt/out is too small for the shards: they take 2.0 MB, and 1.0 MB are free. Free"
+    )
+
+
+def test_a_disk_that_fills_up_while_packing(tmp_path: Path, write_tree: WriteTree) -> None:
+    data = write_tree(tmp_path / "images", {"a": 40, "b": 40})  # small images: the archive's own overhead does not fit
+    code, text = start("--data", str(data), "--output", "/mnt/out", prefix=_small_disk("64k"))
+    assert code == 1
+    assert "no space left" in text.lower()
+
+
+def test_a_full_disk_is_no_rejected_image(tmp_path: Path, write_tree: WriteTree) -> None:
+    data = write_tree(tmp_path / "images", {"a": 2})
+    (tmp_path / "full.tar").symlink_to("/dev/full")
+    size_bytes = (data / "a" / "000.png").stat().st_size
+    sample = Sample(path="a/000.png", label=0, size_bytes=size_bytes)
+    task = ShardTask(root=data, file=tmp_path / "full.tar", first_index=0, samples=[sample], max_pixels=10**6)
+    with pytest.raises(OSError, match="No space left"):
+        write_shard(task)
+
+
+def test_a_failure_is_in_mlflow(tmp_path: Path, write_tree: WriteTree) -> None:
+    data = write_tree(tmp_path / "images", {"only": 2})
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    code, text = start("--data", str(data), "--output", str(tmp_path / "out"), MLFLOW_TRACKING_URI=uri)
+    assert code == 2
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([entry.experiment_id for entry in client.search_experiments()])
+    assert (run.info.status, run.data.tags["enginery.message"]) == ("FAILED", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cat\n", "has folders that class_names_file does not name: dog. Add their names to the file"),
+        ("cat\ndog\ncat\n", "names a class twice: cat. Each line must name another class"),
+        (None, "can't read class_names_file .*; name a text file in UTF-8 with one class per line"),
+    ],
+)
+def test_class_names_files_that_do_not_fit(
+    tmp_path: Path,
+    run_preprocess: Callable[..., Artifact[DatasetManifest]],
+    write_tree: Callable[..., Any],
+    text: str | None,
+    message: str,
+) -> None:
+    root = write_tree(tmp_path / "images", {"cat": 3, "dog": 3})
+    if text is not None:
+        (tmp_path / "names.txt").write_text(text)
+    with pytest.raises(UserError, match=message):
+        run_preprocess(root, tmp_path / "out", class_names_file=str(tmp_path / "names.txt"))

@@ -1,0 +1,89 @@
+"""Shards: the same bytes for any number of workers, files unchanged, statistics."""
+
+import hashlib
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from components.common.artifacts import Artifact, DatasetManifest
+from components.preprocess.shards import plan_shards
+from components.preprocess.sources import Sample
+
+Preprocess = Callable[..., Artifact[DatasetManifest]]
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Digest of every file but the manifest, which names the configuration."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.iterdir())
+        if path.name != "manifest.json"
+    }
+
+
+def test_the_same_bytes_for_any_number_of_workers(all_digits: Path, tmp_path: Path, run_preprocess: Preprocess) -> None:
+    options = {"shard_bytes": 1_000_000}
+    one = run_preprocess(all_digits, tmp_path / "one", num_workers=1, **options)
+    two = run_preprocess(all_digits, tmp_path / "two", num_workers=2, **options)
+    assert len(one.manifest.splits["train"].shards) > 1
+    assert digests(one.path) == digests(two.path)
+    assert one.manifest.splits == two.manifest.splits
+    assert one.manifest.statistics == two.manifest.statistics
+    other = run_preprocess(all_digits, tmp_path / "other", seed=1, **options)
+    assert other.manifest.splits["val"].digest != one.manifest.splits["val"].digest
+
+
+def test_shards_hold_the_files_unchanged_in_the_order_of_the_listing(
+    few_digits: Path, digits_dataset: Artifact[DatasetManifest], listing: Callable[..., Any]
+) -> None:
+    split = digits_dataset.manifest.splits["train"]
+    entries = listing(digits_dataset, "train")
+    assert (len(entries), split.num_images) == (480, 480)
+    members = []
+    for shard in split.shards:
+        with tarfile.open(digits_dataset.file(shard)) as archive:
+            members += [(member.name, archive.extractfile(member).read(), member.mtime) for member in archive]
+    assert len(members) == 2 * 480
+    for entry, image, label in zip(entries, members[::2], members[1::2], strict=True):
+        assert image == (f"{entry['key']}.jpg", (few_digits / entry["path"]).read_bytes(), 0)
+        assert label == (f"{entry['key']}.cls", f"{entry['label']:06d}".encode(), 0)
+
+
+def test_plan_of_shards() -> None:
+    samples = [Sample(path=str(index), label=0, size_bytes=1000 * (1 + index % 7)) for index in range(500)]
+    for shard_bytes in (10_000, 300_000, 10**9):
+        shards = plan_shards(samples, shard_bytes)
+        assert [sample for shard in shards for sample in shard] == samples
+        sizes = [sum(sample.size_bytes + 2048 for sample in shard) for shard in shards]
+        assert max(sizes) - min(sizes) <= 2 * 9048
+        assert max(sizes) < 1.5 * shard_bytes + 9048
+    assert len(plan_shards(samples, 10**9)) == 1
+    assert plan_shards([], 10) == []
+    one_large = [Sample(path="a", label=0, size_bytes=10**9), Sample(path="b", label=0, size_bytes=10)]
+    assert [sample for shard in plan_shards(one_large, 10**6) for sample in shard] == one_large
+
+
+def test_statistics_are_numpys(tmp_path: Path, run_preprocess: Preprocess) -> None:
+    rng = np.random.default_rng(0)
+    root = tmp_path / "images"
+    pixels, sides = [], []
+    for split in ("train", "val"):
+        for index in range(8):
+            folder = root / split / f"c{index % 2}"
+            folder.mkdir(parents=True, exist_ok=True)
+            height, width = rng.integers(20, 90, 2).tolist()
+            image = rng.integers(0, 256, (height, width, 3), dtype=np.uint8) // np.array([1, 2, 4], np.uint8)
+            Image.fromarray(image).save(folder / f"{index}.png")
+            sides.append(min(height, width))
+            if split == "train":
+                pixels.append(image.reshape(-1, 3) / 255)
+    statistics = run_preprocess(root, tmp_path / "out").manifest.statistics
+    every = np.concatenate(pixels)
+    np.testing.assert_allclose(statistics.mean, every.mean(axis=0), rtol=1e-9)
+    np.testing.assert_allclose(statistics.std, every.std(axis=0), rtol=1e-9)
+    assert (statistics.min_side, statistics.max_side) == (min(sides), max(sides))
+    assert statistics.median_side == round(float(np.median(sides)))

@@ -1,0 +1,153 @@
+"""What `enginery run` tells before anything runs: files that are not there, and memory that can't suffice."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch.autograd.graph import saved_tensors_hooks
+
+from components.common.environment import Gpu
+from components.common.errors import UserError
+from pipelines import preflight
+from pipelines.preflight import check_memory, check_paths, training_bytes
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GB = 10**9
+LARGE = {"architecture": "resnet50", "image_size": 224, "global_batch_size": 256, "train": {}}
+
+
+def enginery(home: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and message of `enginery run pipelines/...`, which must be one line and leave nothing behind."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", "run", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "ENGINERY_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not home.exists()
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return done.returncode, line.removeprefix("error: ")
+
+
+def test_data_and_model_are_looked_for_before_anything_runs(tmp_path: Path) -> None:
+    home, absent = tmp_path / "home", tmp_path / "ab sent"
+    (tmp_path / "images.tar").write_bytes(b"")
+    resnet50, quantize = "pipelines/resnet50.py", "pipelines/quantize.py"
+    small = ("--image-size", "32")
+    for arguments, message in (
+        ((resnet50, "--data", str(absent), *small), f"the data folder {absent} does not exist; name a folder with one"),
+        ((resnet50, "--data", str(tmp_path / "images.tar"), *small), "the data .*images.tar is a file, not a folder"),
+        ((quantize, "--data", str(tmp_path), "--model", str(absent)), f"there is no model at {absent}; name a Check"),
+        ((quantize, "--data", str(tmp_path), "--model", str(tmp_path)), f"there is no model at {tmp_path}; name a "),
+        ((resnet50,), "--data is required: Folder of labelled images: one sub-folder per class, or train/ and val/"),
+        ((quantize, "--data", "d"), "--model is required: Your model: .onnx, weights "),
+    ):
+        code, text = enginery(home, *arguments)
+        assert code == 2
+        assert text.startswith(message.replace(".*", f"{tmp_path}/"))
+
+
+def test_uris_are_left_to_the_steps_and_models_that_are_there_pass(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "manifest.json").write_bytes(b"")
+    check_paths({"data": "s3://bucket/images", "model": "models://a/1"})
+    for model in ("model.onnx", "checkpoint"):
+        check_paths({"data": str(tmp_path), "model": str(tmp_path / model)})
+    check_paths({"numbers": 3})  # a pipeline of one's own
+
+
+def test_the_message_is_that_of_the_export_step(tmp_path: Path) -> None:
+    from components.export.config import ExportConfig
+    from components.export.sources import write_fp32_onnx
+
+    with pytest.raises(UserError) as early:
+        check_paths({"model": str(tmp_path / "m.onnx")})
+    with pytest.raises(UserError) as late:
+        write_fp32_onnx(tmp_path / "m.onnx", None, ExportConfig(), tmp_path / "fp32.onnx")  # type: ignore[arg-type]
+    assert str(early.value).partition(" together with ")[0] == str(late.value).partition(" together with ")[0]
+
+
+@pytest.mark.parametrize("architecture", sorted(preflight._ACTIVATION_BYTES_PER_PIXEL))
+def test_the_table_holds_what_autograd_keeps(architecture: str) -> None:
+    with torch.device("meta"):  # shapes without memory
+        model = torchvision.models.get_model(architecture, weights=None)
+        images, labels = torch.empty(2, 3, 160, 160), torch.zeros(2, dtype=torch.long)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        torch.nn.functional.cross_entropy(model.train()(images), labels)
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    measured = sum(storage.nbytes() for storage in kept.values()) / 2 / 160**2
+    assert preflight._ACTIVATION_BYTES_PER_PIXEL[architecture] == pytest.approx(measured, rel=0.02)
+
+
+def test_memory_grows_with_batch_and_pixels_and_halves_with_the_width_of_numbers() -> None:
+    needed = training_bytes(LARGE)
+    assert needed == pytest.approx(22 * GB, rel=0.01)
+    assert training_bytes({**LARGE, "global_batch_size": 128}) == needed // 2
+    assert training_bytes({**LARGE, "image_size": 112}) == needed // 4
+    assert training_bytes({**LARGE, "train": {"precision": "bf16"}}) == needed // 2
+    assert training_bytes({**LARGE, "architecture": "timm/unknown"}) is None
+    assert training_bytes({"architecture": "resnet50", "image_size": 224}) is None  # a pipeline that does not train
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, total_bytes: int, available_bytes: int, gpus: tuple[Gpu, ...] = ()) -> None:
+    monkeypatch.setattr(preflight, "_memory", lambda: (total_bytes, available_bytes))
+    monkeypatch.setattr(preflight, "gpus", lambda: gpus)
+
+
+def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory(monkeypatch, 16 * GB, 14 * GB)
+    with pytest.raises(UserError) as caught:
+        check_memory(LARGE)
+    assert str(caught.value) == (
+        "training resnet50 at 224 px with batch 256 on a CPU takes about 24.0 GB of memory, and this machine has "
+        "16.0 GB. Try --global-batch-size 128, a smaller --image-size than 224, or a machine with an NVIDIA GPU"
+    )
+    memory(monkeypatch, 3 * GB, 2 * GB)  # no batch helps
+    with pytest.raises(UserError, match=r"Try a smaller --image-size than 224, or a machine with"):
+        check_memory(LARGE)
+
+
+def test_memory_that_others_hold_is_a_warning_and_enough_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory(monkeypatch, 32 * GB, 12 * GB)
+    assert "12.0 GB are available: it may be killed. Try --global-batch-size 64, " in check_memory(LARGE)
+    memory(monkeypatch, 32 * GB, 30 * GB)
+    assert check_memory(LARGE) == ""
+    memory(monkeypatch, 4 * GB, 3 * GB)
+    assert check_memory({**LARGE, "image_size": 32, "global_batch_size": 128}) == ""  # the quickstart
+    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="H100", memory_bytes=80 * GB, driver="580"),))
+    assert check_memory(LARGE) == ""
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 5 * GB])
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None) -> None:
+    monkeypatch.setattr(preflight, "memory_limit", lambda: limit_bytes)
+    total_bytes, available_bytes = preflight._memory()
+    if limit_bytes is None:
+        assert 0 < available_bytes < total_bytes
+    else:
+        assert max(total_bytes, available_bytes) <= limit_bytes
+
+
+def test_the_command_refuses_before_the_run(few_digits: Path, tmp_path: Path) -> None:
+    code, text = enginery(
+        tmp_path / "home", "pipelines/resnet50.py", "--data", str(few_digits), "--global-batch-size", "1000000"
+    )
+    assert code == 2
+    assert text.startswith("training resnet50 at 224 px with batch 1000000 on a CPU takes about 86.1 TB of memory")
