@@ -39,6 +39,9 @@ def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> st
     train, val = _loaders(config, data, spec, device)
     trainer = Trainer(model, config, train, val, device, log)
     log.params({"device": str(device), "dtype": str(trainer.dtype), "num_train_images": train.num_images})
+    splits = data.manifest.splits
+    log.dataset("train", splits["train"].digest, splits["train"].num_images, "training")
+    log.dataset("val", splits["val"].digest, splits["val"].num_images, "validation")
     result = trainer.fit()
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, output / "weights.safetensors")

@@ -11,12 +11,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from components.common.artifacts import write_atomically
-from components.validate.charts import loss_chart, speed_chart, top1_chart
+from components.validate import formats, wording
+from components.validate.charts import confusion_picture, loss_chart, speed_chart, top1_chart
 from components.validate.schema import Report
 
 REPORT_FILES = ("report.html", "report.json", "model_card.md")
 _MAX_CLASS_ROWS = 20
-_MINUS = "\N{MINUS SIGN}"
+_MAX_LAYERS = 10
+_MAX_NUMBERED = 50  # classes whose confusion matrix is a table; above, a picture
+_MAX_NUMBERED_IN_CARD = 20
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
 
 
@@ -28,30 +31,32 @@ def write_report(report: Report, pictures: Mapping[int, str], output: Path) -> N
         pictures: data URI of each disagreement's image, by its index.
         output: directory of the Report artifact.
     """
-    history = report.training.history if report.training else ()
-    charts = {
-        "speed": speed_chart(report.benchmark),
-        "loss": loss_chart(history) if history else "",
-        "top1": top1_chart(history) if history else "",
+    values = {
+        "report": report,
+        "say": wording,
+        "max_class_rows": _MAX_CLASS_ROWS,
+        "max_layers": _MAX_LAYERS,
+        "max_numbered": _MAX_NUMBERED,
+        "max_numbered_in_card": _MAX_NUMBERED_IN_CARD,
     }
-    values = {"report": report, "speedups": _speedups(report), "max_class_rows": _MAX_CLASS_ROWS}
-    for_page = {"charts": {name: Markup(svg) for name, svg in charts.items()}, "pictures": pictures}  # noqa: S704
+    charts = {name: Markup(svg) for name, svg in _charts(report).items()}  # noqa: S704  # drawn here, text escaped
     templates = _templates()
-    page = templates.get_template("report.html.j2").render(**values, **for_page)
+    page = templates.get_template("report.html.j2").render(**values, charts=charts, pictures=pictures)
     card = templates.get_template("model_card.md.j2").render(**values)
     write_atomically(output / "report.html", page.encode())
     write_atomically(output / "model_card.md", card.encode())
     write_atomically(output / "report.json", report.model_dump_json(indent=1).encode())
 
 
-def _speedups(report: Report) -> dict[tuple[str, int], float]:
-    """Throughput over FP32's, by precision and batch size."""
-    rows = report.benchmark.rows
-    fp32 = {row.batch_size: row.images_per_s for row in rows if row.precision == "fp32"}
+def _charts(report: Report) -> dict[str, str]:
+    history = report.training.history if report.training else ()
+    matrix = report.confusion.matrix if report.confusion else None
+    drawn = matrix is not None and len(matrix) > _MAX_NUMBERED
     return {
-        (row.precision, row.batch_size): row.images_per_s / fp32[row.batch_size]
-        for row in rows
-        if row.batch_size in fp32
+        "speed": speed_chart(report.benchmark),
+        "loss": loss_chart(history) if history else "",
+        "top1": top1_chart(history) if history else "",
+        "confusion": confusion_picture(matrix, report.model.classes) if matrix is not None and drawn else "",
     }
 
 
@@ -65,32 +70,28 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
     )
     templates.filters |= {
-        "number": _number,
-        "signed": _signed,
-        "count": lambda value: f"{value:,}",
-        "megabytes": lambda value: f"{value / 1e6:,.1f}",
-        "short": lambda digest: digest.removeprefix("sha256:")[:12],
-        "yaml": lambda value: yaml.safe_dump(value, sort_keys=True, allow_unicode=True).strip(),
+        "number": formats.number,
+        "signed": formats.signed,
+        "count": formats.count,
+        "megabytes": formats.megabytes,
+        "short": formats.short,
+        "yaml": _yaml,
         "markdown": _markdown,
+        "markdown_code": _markdown_code,
     }
     return templates
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return "\N{EN DASH}" if value is None else f"{value:,.{digits}f}"
-
-
-def _signed(value: float | None, digits: int = 2) -> str:
-    """With its sign; zero has none."""
-    if value is None:
-        return "\N{EN DASH}"
-    text = f"{abs(value):,.{digits}f}"
-    if not float(text.replace(",", "")):
-        return text
-    return f"{_MINUS if value < 0 else '+'}{text}"
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=True, allow_unicode=True).strip()
 
 
 def _markdown(value: Any) -> Markup:
     """Text that Markdown shows as it is, also in a table's cell."""
     line = _SPECIAL.sub(r"\\\1", " ".join(str(value).split()))
     return Markup(html.escape(line, quote=False))  # noqa: S704  # Markdown shows entities as what they stand for
+
+
+def _markdown_code(value: str) -> Markup:
+    """An indented block, which no content can end; Markdown shows it as it is, entities too."""
+    return Markup("\n".join(f"    {line}" for line in value.splitlines()))  # noqa: S704

@@ -1,7 +1,6 @@
 """Gather report.json: what was measured, compared image by image and class by class, and where it came from."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from components.common.artifacts import (
 )
 from components.common.errors import EngineryError
 from components.common.evaluation import Predictions
+from components.common.statistics import paired_difference
 from components.common.verdict import Thresholds, one_image_note, run_checks
 from components.validate.config import ValidateConfig
 from components.validate.provenance import gather_provenance
@@ -37,8 +37,7 @@ from components.validate.schema import (
 
 MAX_DISAGREEMENTS = 24
 MAX_PAIRS = 20
-MAX_MATRIX_CLASSES = 50
-_Z95 = 1.959964  # two-sided 95 % of the normal distribution
+MAX_MATRIX_CLASSES = 200  # more could neither be read nor drawn
 
 
 def gather_report(
@@ -97,26 +96,16 @@ def _verdict(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: Benchm
 
 
 def change(fp32: Predictions, own: Predictions) -> Change:
-    """Lost and gained images, and the 95 % interval of the difference in top-1.
-
-    Both precisions saw the same images, so only those count on which one is right and the other wrong. The interval
-    is that of Bonett and Price, "Adjusted Wald confidence interval for a difference of binomial proportions based on
-    paired data" (2012), which holds for few images and few differences too.
-    """
-    right_fp32, right_own = fp32.top[:, 0] == fp32.labels, own.top[:, 0] == own.labels
-    lost, gained = int((right_fp32 & ~right_own).sum()), int((~right_fp32 & right_own).sum())
-    count = fp32.num_images
-    share_lost, share_gained = (lost + 1) / (count + 2), (gained + 1) / (count + 2)
-    middle = share_gained - share_lost
-    margin = _Z95 * math.sqrt((share_gained + share_lost - middle**2) / (count + 2))
+    """Lost and gained images, and the difference in top-1 with its 95 % interval."""
+    difference = paired_difference(fp32.right, own.right)
     return Change(
-        num_images=count,
+        num_images=difference.num_images,
         num_differing=int((fp32.top[:, 0] != own.top[:, 0]).sum()),
-        num_lost=lost,
-        num_gained=gained,
-        delta_top1_points=own.top1_pct - fp32.top1_pct,
-        low_points=100 * max(-1.0, middle - margin),
-        high_points=100 * min(1.0, middle + margin),
+        num_lost=difference.num_lost,
+        num_gained=difference.num_gained,
+        delta_top1_points=difference.delta_points,
+        low_points=difference.low_points,
+        high_points=difference.high_points,
     )
 
 

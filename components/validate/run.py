@@ -98,7 +98,12 @@ def _predict(
         batch_size=min(config.batch_size, bundle.manifest.shapes.max_batch),
         device_id=0 if on_gpu else None,
     )
-    return predict(runners, loader, lambda done, total: log.progress("measuring accuracy", done, total, "images"))
+    return predict(
+        runners,
+        loader,
+        loader.num_images,
+        lambda done, total: log.progress("measuring accuracy", done, total, "images"),
+    )
 
 
 def _accuracy_row(serving: Serving, predictions: dict[str, Predictions]) -> AccuracyRow:
@@ -168,8 +173,9 @@ def _track(
         report=str(report.file("report.html")),
     )
     for row in accuracy.rows:
-        if row.top1_pct is not None:
-            log.metrics({f"{row.precision}_top1_pct": row.top1_pct})
+        if row.top1_pct is None:
+            continue  # nothing here runs it: a model without a number can't be compared
+        log.metrics({f"{row.precision}_top1_pct": row.top1_pct})
         rows = [entry for entry in benchmark.rows if entry.precision == row.precision]
         tags = {"architecture": bundle.manifest.architecture, "bundle_digest": bundle.digest}
         log.model(row, rows, tags, dataset_digest=split.digest)

@@ -1,6 +1,6 @@
 """The shape of report.json. `python -m components.validate.schema` prints its JSON schema.
 
-report.html and model_card.md show the same values; the pictures are only in report.html.
+report.html and model_card.md show the same values; pictures and charts are only in report.html.
 """
 
 import json
@@ -75,7 +75,7 @@ class Confusion(_Record):
     """Which classes the judged precision takes for which."""
 
     matrix: tuple[tuple[int, ...], ...] | None = Field(
-        description="Images by [label][prediction], in the order of `model.classes`; None for more than 50 classes."
+        description="Images by [label][prediction], in the order of `model.classes`; None for more than 200 classes."
     )
     pairs: tuple[ConfusedPair, ...] = Field(description="The most frequent confusions, at most 20.")
 

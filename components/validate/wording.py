@@ -1,0 +1,217 @@
+"""What report.html and model_card.md say in words. Both take it from here, so they say the same."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from components.common.environment import Environment
+from components.validate.formats import TIMES, count, megabytes, number, short, signed
+from components.validate.schema import Report
+
+Facts = list[tuple[str, str]]  # what, and its value with its unit
+
+_MAX_NAMES = 10
+_MAX_LOSING_CLASSES = 5
+_RECIPE = ("epochs", "global_batch_size", "learning_rate", "weight_decay", "label_smoothing", "precision", "seed")
+
+
+def key_figures(report: Report) -> Facts:
+    """What the judged precision costs and buys, in a few numbers; nothing where it was not measured."""
+    precision = report.verdict.precision
+    fp32, own = report.accuracy.row("fp32"), report.accuracy.row(precision)
+    if own.top1_pct is None or fp32.top1_pct is None:
+        return []
+    figures = [
+        (f"{number(own.top1_pct)} %", f"top-1; FP32 {number(fp32.top1_pct)} %"),
+        (f"{signed(own.delta_top1_points)} points", "top-1 against FP32"),
+    ]
+    ratios = speedups(report)
+    if measured := [batch_size for name, batch_size in ratios if name == precision]:
+        largest = max(measured)
+        figures.append((f"{number(ratios[precision, largest])} {TIMES}", f"FP32's images/s at batch {largest}"))
+    figures.append((f"{megabytes(own.size_bytes)} MB", f"file size; FP32 {megabytes(fp32.size_bytes)} MB"))
+    return figures
+
+
+def speedups(report: Report) -> dict[tuple[str, int], float]:
+    """Throughput over FP32's, by precision and batch size."""
+    rows = report.benchmark.rows
+    fp32 = {row.batch_size: row.images_per_s for row in rows if row.precision == "fp32"}
+    return {
+        (row.precision, row.batch_size): row.images_per_s / fp32[row.batch_size]
+        for row in rows
+        if row.batch_size in fp32
+    }
+
+
+def change_sentences(report: Report) -> list[str]:
+    """How the predictions differ from FP32's, and how sure that is."""
+    change, sentences = report.change, []
+    if change is not None:
+        sentences.append(
+            f"{count(change.num_lost)} of {count(change.num_images)} images are lost against FP32 and "
+            f"{count(change.num_gained)} gained. The difference in top-1 is {signed(change.delta_top1_points)} points, "
+            f"with 95 % confidence between {signed(change.low_points)} and {signed(change.high_points)}."
+        )
+    if report.verdict.note:
+        sentences.append(f"Note: {report.verdict.note}.")
+    return sentences
+
+
+def accuracy_sentences(report: Report) -> list[str]:
+    """Where accuracy was measured, and what is to be known about a row."""
+    rows = report.accuracy.rows
+    devices = sorted({row.device for row in rows if row.device})
+    num_images = max(row.num_images for row in rows)
+    where = f", on {' and '.join(devices)}" if devices else ""
+    notes = [f"{row.precision.upper()}: {row.note}." for row in rows if row.note and row.top1_pct is not None]
+    return [*notes, f"All precisions saw the same {count(num_images)} images of the validation split{where}."]
+
+
+def intended_use(report: Report) -> list[str]:
+    """What the model is for, and what it expects."""
+    model = report.model
+    names, others = ", ".join(model.classes[:_MAX_NAMES]), len(model.classes) - _MAX_NAMES
+    names += f" and {count(others)} more" if others > 0 else ""
+    shapes, transform = model.shapes, model.transform
+    return [
+        f"Sorting images into {count(len(model.classes))} classes: {names}. "
+        "Images that show none of the classes get one of them all the same.",
+        f"The input, named {shapes.input_name}, is [batch, {shapes.channels}, {shapes.height}, {shapes.width}] float32 "
+        f"of {shapes.min_batch} to {shapes.max_batch} images: RGB, the shorter side resized to "
+        f"{transform.resize_size} px ({transform.interpolation}), its central square of {transform.crop_size} px, "
+        f"divided by 255, minus {_channels(transform.mean, 4)}, divided by {_channels(transform.std, 4)}.",
+    ]
+
+
+def limitations(report: Report) -> list[str]:
+    """Where the numbers do not hold, or hold less."""
+    own, points = report.verdict.precision.upper(), []
+    if report.verdict.note:
+        points.append(f"There are few validation images: {report.verdict.note}. A smaller difference can't be seen.")
+    if report.change and report.change.num_differing:
+        differing = f"{count(report.change.num_differing)} of {count(report.change.num_images)} images"
+        points.append(f"{own} predicts another class than FP32 on {differing}.")
+    losing = [entry for entry in report.class_changes if entry.delta_points < 0]
+    points += [
+        f"The class {entry.name} loses {number(-entry.delta_points)} points ({count(entry.num_images)} images)."
+        for entry in losing[:_MAX_LOSING_CLASSES]
+    ]
+    if report.model.engines_missing:
+        points.append(f"There are no TensorRT engines: {report.model.engines_missing}.")
+    return [*points, "Accuracy holds for images like those of the validation split. Nothing was measured on others."]
+
+
+def calibration_facts(report: Report) -> Facts:
+    """Method and samples behind the INT8 scales, and which layers are in INT8."""
+    entry, config = report.calibration, report.provenance.configs["export"]
+    split = next((split for split in report.data.splits if split.name == entry.split), None)
+    method, samples = entry.method, count(entry.num_images)
+    if method == "percentile" and "calibration_percentile" in config:
+        method += f", {config['calibration_percentile']:g} % of the values"
+    if split is not None:
+        samples += f" of the {count(split.num_images)} images of the {split.name} split ({short(split.digest)})"
+    if "seed" in config:
+        samples += f", chosen with seed {config['seed']}"
+    facts = [
+        ("method", method),
+        ("samples", samples),
+        ("time", "none: the result was in the cache" if entry.cached else f"{number(entry.seconds, 1)} s"),
+        ("INT8 layers", f"{count(entry.num_quantized_layers)} of {count(entry.num_quantizable_layers)}"),
+    ]
+    if entry.excluded:
+        facts.append(("kept in float", ", ".join(entry.excluded)))
+    return facts + ([("digest", entry.digest)] if entry.digest else [])
+
+
+def selection_facts(report: Report) -> Facts:
+    """How calibration and INT8 layers were chosen; nothing where they were given."""
+    entry = report.calibration.selection
+    if entry is None:
+        return []
+    budget = f"{entry.max_top1_drop_points:g} points of top-1, at least {entry.min_relative_top1_pct:g} % of FP32's"
+    end = "; the time limit ended the search" if entry.out_of_time else ""
+    return [
+        ("measured on", f"{count(entry.num_images)} training images that nothing was calibrated with"),
+        ("by", entry.runtime),
+        ("FP32 there", f"{number(entry.fp32_top1_pct)} %"),
+        ("budget", budget),
+        ("time", f"{number(entry.seconds, 1)} s{end}"),
+    ]
+
+
+def training_facts(report: Report) -> Facts:
+    """The recipe, and what the last epoch measured."""
+    training = report.training
+    if training is None:
+        return []
+    facts = [(key.replace("_", " "), str(training.config[key])) for key in _RECIPE if key in training.config]
+    return facts + [_metric(key, value) for key, value in training.metrics.items()]
+
+
+def _metric(key: str, value: float) -> tuple[str, str]:
+    known = {
+        "train_loss": ("training loss", number(value, 3)),
+        "train_images_per_s": ("training speed", f"{number(value, 0)} images/s"),
+        "val_loss": ("validation loss", number(value, 3)),
+        "val_top1_pct": ("validation top-1", f"{number(value)} %"),
+    }
+    return known.get(key, (key.replace("_", " "), number(value, 3)))
+
+
+def data_facts(report: Report) -> Facts:
+    """What the images are."""
+    statistics, config = report.data.statistics, report.provenance.configs["preprocess"]
+    side = f"{count(statistics.min_side)} px"
+    if statistics.max_side != statistics.min_side:
+        side = f"{count(statistics.min_side)} to {count(statistics.max_side)} px"
+        side += f", median {count(statistics.median_side)} px"
+    return [
+        *([("source", str(config["data"]))] if "data" in config else []),
+        ("classes", count(report.data.num_classes)),
+        ("shorter side", side),
+        ("mean RGB", _channels(statistics.mean, 3)),
+        ("deviation RGB", _channels(statistics.std, 3)),
+        ("rejected files", count(report.data.num_rejected)),
+    ]
+
+
+def provenance_facts(report: Report) -> Facts:
+    """Code and machines."""
+    code = report.provenance.code
+    version = f"enginery {code.version or 'unknown'}"
+    if code.commit:
+        version += f", commit {code.commit}" + (" with uncommitted changes" if code.modified else "")
+    machines = [(step, _machine(entry)) for step, entry in report.provenance.environments.items()]
+    return [("written", _when(report)), ("code", version), *machines]
+
+
+def headline(report: Report) -> str:
+    """What was measured, and when."""
+    shapes = report.model.shapes
+    size = f"{shapes.height} {TIMES} {shapes.width} px"
+    return f"{report.model.architecture}, {count(len(report.model.classes))} classes, {size}, measured {_when(report)}"
+
+
+def libraries(report: Report) -> list[tuple[str, list[str]]]:
+    """Every library with its version in each step, empty where a step has none."""
+    machines = report.provenance.environments.values()
+    names = sorted({name for machine in machines for name in machine.versions})
+    return [(name, [machine.versions.get(name, "") for machine in machines]) for name in names]
+
+
+def _machine(machine: Environment) -> str:
+    gpus = Counter((gpu.name, gpu.memory_bytes, gpu.driver) for gpu in machine.gpus)
+    parts = [
+        f"{f'{number_of} {TIMES} ' if number_of > 1 else ''}{name} ({memory_bytes / 1e9:,.0f} GB), driver {driver}"
+        for (name, memory_bytes, driver), number_of in gpus.items()
+    ]
+    graphics = "; ".join(parts) or "no GPU"
+    return f"{machine.cpu}, {machine.num_cores} cores; {graphics}; Python {machine.python}, {machine.platform}"
+
+
+def _when(report: Report) -> str:
+    return report.created.replace("T", " ").replace("Z", " UTC")
+
+
+def _channels(values: Sequence[float], digits: int) -> str:
+    return ", ".join(number(value, digits) for value in values)

@@ -1,0 +1,296 @@
+"""Reports of every kind, of invented but coherent numbers: made at once, where a chain would take minutes."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from components.common.artifacts import (
+    AccuracyReport,
+    AccuracyRow,
+    BenchmarkReport,
+    BenchmarkRow,
+    DatasetStatistics,
+    EngineEntry,
+    EpochRecord,
+    GateCheck,
+    LayerCost,
+    SelectionEntry,
+    TrainingRecord,
+    Trial,
+)
+from components.common.environment import Environment, Gpu
+from components.common.evaluation import Predictions
+from components.common.shapes import ShapeSpec
+from components.common.transforms import TransformSpec
+from components.common.verdict import Thresholds
+from components.validate import report as gathering
+from components.validate.schema import (
+    Calibration,
+    Code,
+    Data,
+    Disagreement,
+    Model,
+    Provenance,
+    Report,
+    SplitSummary,
+    Verdict,
+)
+
+NAMES = ("a|b_*c*", '<b>"x"&', "`code` [link](x)", *(f"class {index}" for index in range(3, 1000)))
+IMAGES_PER_CLASS = 40
+
+
+def digest(seed: int) -> str:
+    return "sha256:" + np.random.default_rng(seed).bytes(32).hex()
+
+
+def history(num_epochs: int) -> tuple[EpochRecord, ...]:
+    return tuple(
+        EpochRecord(
+            train_loss=2.3071 / epoch,
+            train_images_per_s=4321.0 + epoch,
+            val_loss=None if epoch == 2 else 2.1973 / epoch,
+            val_top1_pct=81.37 + epoch / 7,
+        )
+        for epoch in range(1, num_epochs + 1)
+    )
+
+
+def machine(seed: int) -> Environment:
+    gpu = Gpu(name="NVIDIA H200", memory_bytes=150_754_820_096, driver="580.159.04")
+    versions = {"torch": f"2.11.{seed}", "tensorrt": f"8.6.{seed}", "numpy": "2.5.2"}
+    return Environment(
+        python=f"3.12.{seed}", platform="Linux-6.8", cpu="Some CPU", num_cores=17, gpus=(gpu, gpu), versions=versions
+    )
+
+
+def accuracy_row(precision: str, fp32: Predictions, own: Predictions) -> AccuracyRow:
+    return AccuracyRow(
+        precision=precision,
+        runtime="tensorrt",
+        device="NVIDIA H200",
+        file=f"{precision}.plan",
+        size_bytes={"fp32": 108_849_268, "fp16": 48_625_236, "int8": 26_505_316}[precision],
+        num_images=own.num_images,
+        top1_pct=own.top1_pct,
+        top5_pct=99.4937,
+        delta_top1_points=own.top1_pct - fp32.top1_pct,
+        agreement_pct=own.agreement_pct(fp32),
+        note="",
+    )
+
+
+def benchmark_rows() -> tuple[BenchmarkRow, ...]:
+    measured = {1: (2.8478, 0.5405, 0.3831), 8: (3.3493, 0.6982, 0.5639), 128: (27.0666, 4.9933, 3.7626)}
+    return tuple(
+        BenchmarkRow(
+            precision=precision,
+            runtime="tensorrt",
+            batch_size=batch_size,
+            images_per_s=1013 * batch_size / p50_ms,
+            p50_ms=p50_ms,
+            p90_ms=1.0712 * p50_ms,
+            p99_ms=1.3917 * p50_ms,
+            num_iterations=777,
+        )
+        for batch_size, times_ms in measured.items()
+        for precision, p50_ms in zip(("fp32", "fp16", "int8"), times_ms, strict=True)
+    )
+
+
+def selection() -> SelectionEntry:
+    trials = (
+        Trial(
+            method=method,
+            excluded=("/conv1/Conv",) * index,
+            top1_pct=82.417 + index,
+            delta_top1_points=-1.618 + index,
+            low_points=-2.719 + index,
+            high_points=-0.577 + index,
+            agreement_pct=96.283 + index,
+            within_budget=index > 1,
+        )
+        for index, method in enumerate(("max", "entropy", "mse"))
+    )
+    return SelectionEntry(
+        runtime="torch",
+        num_images=2053,
+        fp32_top1_pct=84.035,
+        max_top1_drop_points=0.73,
+        min_relative_top1_pct=98.6,
+        trials=tuple(trials),
+        ranking=tuple(LayerCost(name=f"/layer{n}/Conv", operator="Conv", cost_nats=0.0173 / n) for n in range(1, 9)),
+        num_ranking_images=259,
+        out_of_time=True,
+        seconds=61.23,
+    )
+
+
+def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
+    """A report with everything in it, of invented but coherent numbers."""
+    random = np.random.default_rng(num_classes)
+    classes = NAMES[:num_classes]
+    labels = np.repeat(np.arange(num_classes, dtype=np.int32), IMAGES_PER_CLASS)
+
+    def disturbed(top: np.ndarray, share: float) -> Predictions:
+        wrong = random.random(len(top)) < share
+        return Predictions(top=np.where(wrong, (top + 1) % num_classes, top)[:, None].astype(np.int32), labels=labels)
+
+    fp32 = disturbed(labels, 0.13)
+    fp16, int8 = disturbed(fp32.top[:, 0], 0.01), disturbed(fp32.top[:, 0], 0.07)
+    different = np.flatnonzero(fp32.top[:, 0] != int8.top[:, 0])[:24].tolist()
+    checks = (
+        GateCheck(name="top1_drop_points", measured=1.0, threshold=0.5, verdict="fail", explanation="top-1 drop 1.00"),
+        GateCheck(name="speedup", measured=None, threshold=2.0, verdict="not measured", explanation="no speed"),
+    )
+    steps = ("preprocess", "train", "export", "validate")
+    return Report(
+        created="2026-01-02T03:04:05Z",
+        model=Model(
+            architecture="timm/some_net",
+            classes=classes,
+            transform=TransformSpec(resize_size=257, crop_size=223, interpolation="bicubic"),
+            shapes=ShapeSpec(height=223, width=223, max_batch=129),
+            engines=(
+                EngineEntry(
+                    file="int8.plan",
+                    precision="int8",
+                    source_onnx="int8_fp16.onnx",
+                    tensorrt_version="10.9.8",
+                    gpu_name="NVIDIA H200",
+                    compute_capability="9.0",
+                    driver_version="580.159.04",
+                    build_seconds=19.37,
+                ),
+            ),
+            engines_missing="",
+        ),
+        verdict=Verdict(passed=False, precision="int8", thresholds=Thresholds(), checks=checks, note="few images"),
+        accuracy=AccuracyReport(
+            dataset_digest=digest(1),
+            split_digest=digest(2),
+            bundle_digest=digest(3),
+            rows=(
+                accuracy_row("fp32", fp32, fp32),
+                accuracy_row("fp16", fp32, fp16),
+                accuracy_row("int8", fp32, int8),
+            ),
+        ),
+        benchmark=BenchmarkReport(bundle_digest=digest(3), rows=benchmark_rows()),
+        change=gathering.change(fp32, int8),
+        disagreements=tuple(
+            Disagreement(
+                index=index,
+                path=f"folder|x/{index:05d}.jpg",
+                label=classes[labels[index]],
+                fp32=classes[fp32.top[index, 0]],
+                own=classes[int8.top[index, 0]],
+            )
+            for index in different
+        ),
+        confusion=gathering._confusion(classes, fp32, int8),
+        class_changes=gathering._class_changes(classes, fp32, int8),
+        calibration=Calibration(
+            method="percentile",
+            num_images=257,
+            split="train",
+            seconds=1.71,
+            digest=digest(4),
+            excluded=("/conv1/Conv", "/fc/Gemm"),
+            selection=selection(),
+            num_quantized_layers=51,
+            num_quantizable_layers=53,
+        ),
+        training=TrainingRecord(
+            history=history(num_epochs),
+            config={"epochs": num_epochs, "learning_rate": 0.4173},
+            metrics={"train_loss": 0.7691, "val_top1_pct": 81.799, "train_images_per_s": 4324.0, "val_loss": 0.7324},
+            environment=machine(1),
+        ),
+        data=Data(
+            num_classes=num_classes,
+            splits=(
+                SplitSummary(name="train", num_images=14_387, digest=digest(5), fewest=139, most=147),
+                SplitSummary(name="val", num_images=len(labels), digest=digest(2), fewest=40, most=40),
+            ),
+            statistics=DatasetStatistics(
+                mean=(0.3091, 0.3192, 0.3293),
+                std=(0.2481, 0.2582, 0.2683),
+                min_side=181,
+                median_side=377,
+                max_side=4033,
+            ),
+            num_rejected=1207,
+        ),
+        provenance=Provenance(
+            code=Code(version="0.1.7", commit="0123456789abcdef" * 2 + "01234567", modified=True),
+            digests={
+                "dataset": digest(1),
+                "train split": digest(5),
+                "val split": digest(2),
+                "int8_fp16.onnx": digest(6),
+            },
+            configs={
+                step: {"seed": seed, "data": "/some/data|x", "calibration_percentile": 99.97}
+                for seed, step in enumerate(steps)
+            },
+            environments={step: machine(seed) for seed, step in enumerate(steps)},
+        ),
+    )
+
+
+def agreeing(report: Report) -> Report:
+    assert report.change is not None
+    return report.model_copy(
+        update={"disagreements": (), "change": report.change.model_copy(update={"num_differing": 0})}
+    )
+
+
+def without_a_gpu(report: Report) -> Report:
+    rows = list(report.accuracy.rows)
+    rows[1] = AccuracyRow(precision="fp16", runtime="n/a", note="needs TensorRT on a GPU")
+    machines = {step: entry.model_copy(update={"gpus": ()}) for step, entry in report.provenance.environments.items()}
+    return report.model_copy(
+        update={
+            "accuracy": report.accuracy.model_copy(update={"rows": tuple(rows)}),
+            "model": report.model.model_copy(update={"engines": (), "engines_missing": "no CUDA_GPU is usable"}),
+            "provenance": report.provenance.model_copy(update={"environments": machines}),
+        }
+    )
+
+
+def own_model(report: Report) -> Report:
+    calibration = report.calibration.model_copy(update={"selection": None, "excluded": (), "cached": True})
+    return report.model_copy(update={"training": None, "calibration": calibration})
+
+
+REPORTS = {
+    "ten classes": make_report(10),
+    "fifty classes": make_report(50),
+    "a hundred classes": make_report(100),
+    "a thousand classes": make_report(1000),
+    "one epoch": make_report(10, num_epochs=1),
+    "no disagreement": agreeing(make_report(10)),
+    "no GPU": without_a_gpu(make_report(10)),
+    "own model": own_model(make_report(10)),
+    "no speed": make_report(10).model_copy(update={"benchmark": BenchmarkReport(bundle_digest="b", rows=())}),
+}
+
+
+@pytest.fixture(scope="session")
+def reports() -> dict[str, Report]:
+    """By what is special about each."""
+    return REPORTS
+
+
+@pytest.fixture(scope="session")
+def make_history() -> Callable[[int], tuple[EpochRecord, ...]]:
+    """Training curves of so many epochs."""
+    return history
+
+
+@pytest.fixture(scope="session")
+def speeds() -> tuple[BenchmarkRow, ...]:
+    """Three precisions at three batch sizes, as a GPU has them."""
+    return benchmark_rows()

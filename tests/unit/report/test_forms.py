@@ -1,0 +1,248 @@
+"""report.html, model_card.md and report.json say the same, whatever there is to say."""
+
+import html
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from components.validate.formats import number, short, signed
+from components.validate.rendering import write_report
+from components.validate.schema import (
+    Report,
+)
+from components.validate.wording import calibration_facts, provenance_facts, selection_facts
+
+NAMES = (
+    "ten classes",
+    "fifty classes",
+    "a hundred classes",
+    "a thousand classes",
+    "one epoch",
+    "no disagreement",
+    "no GPU",
+    "own model",
+    "no speed",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    report: Report
+    page: str
+    card: str
+    values: dict[str, Any]  # of report.json
+
+
+def write(report: Report, output: Path) -> tuple[str, str]:
+    output.mkdir(exist_ok=True)
+    write_report(report, {}, output)
+    page, card = ((output / name).read_text(encoding="utf-8") for name in ("report.html", "model_card.md"))
+    return page, card
+
+
+class Page(HTMLParser):
+    """What a page says by heading: rows of tables, pairs of fact lists, items, paragraphs and code."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.heading = ""
+        self.found: dict[str, list[tuple[str, ...]]] = {}
+        self.paragraphs: list[str] = []
+        self._cells: list[str] = []
+        self._text: list[str] = []
+        self._figure = self._wide = 0
+        self.narrow_tables = 0
+        self.feed(page[page.index("<body>") :])
+
+    def _add(self, *cells: str) -> None:
+        self.found.setdefault(self.heading, []).append(cells)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._text = [] if tag not in ("span", "code", "strong") else self._text
+        if tag in ("tr", "dl", "figure"):
+            self._cells = []
+        self._figure += tag == "figure"
+        if tag == "table" and dict(attrs).get("class") != "checks" and not self._wide:
+            self.narrow_tables += 1
+        if tag == "div":
+            self._wide = 1 if dict(attrs).get("class") == "wide" else 0
+
+    def handle_endtag(self, tag: str) -> None:
+        text = " ".join("".join(self._text).split())
+        if tag in ("h1", "h2", "h3", "h4"):
+            self.heading = text
+        elif tag in ("td", "th", "dt") or (tag == "dd" and self._figure) or tag == "small":
+            self._cells.append(text)
+        elif tag == "tr":
+            self._add(*self._cells)
+        elif tag == "dd":
+            self._add(self._cells.pop(), text)
+        elif tag == "figure" and self._cells:
+            _, label, _, fp32, _, own, path = self._cells
+            self._add(label, fp32, own, path)
+            self._cells = []
+        elif tag == "li":
+            self._add(text)
+        elif tag == "pre":
+            self._add("".join(self._text))
+        elif tag == "p":
+            self.paragraphs.append(text)
+        self._figure -= tag == "figure"
+
+    def handle_data(self, data: str) -> None:
+        self._text.append(data)
+
+
+def plain(markdown: str) -> str:
+    """Markdown without its escapes and marks."""
+    return html.unescape(re.sub(r"\\(.)", r"\1", re.sub(r"(?<!\\)[`*]", "", markdown))).strip()
+
+
+def card_says(card: str) -> dict[str, list[tuple[str, ...]]]:
+    heading, found, code = "", {}, []  # type: ignore[var-annotated]
+    for line in [*card.splitlines(), "# "]:
+        if code and line and not line.startswith("    "):
+            found.setdefault(heading, []).append(("\n".join(code),))
+            code = []
+        if line.startswith("    "):
+            code.append(line[4:])
+        elif line.startswith("#"):
+            heading = plain(line.lstrip("# "))
+        elif line.startswith("|") and not re.fullmatch(r"[|:-]+", line):
+            cells = [plain(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            if len(cells) == 7 and cells[1].startswith("not measured"):  # one cell over six columns in the page
+                cells = cells[:2]
+            found.setdefault(heading, []).append(tuple(cells))
+        elif line.startswith("- "):
+            text, fact = plain(line[2:]), re.match(r"- ([^:*.]+): (.+)", line)
+            is_sentence = fact is None or heading == "Limitations"
+            found.setdefault(heading, []).append((text,) if is_sentence else (plain(fact[1]), plain(fact[2])))
+    return found
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def written(
+    request: pytest.FixtureRequest, reports: dict[str, Report], tmp_path_factory: pytest.TempPathFactory
+) -> Written:
+    report, output = reports[request.param], tmp_path_factory.mktemp("forms")
+    page, card = write(report, output)
+    return Written(report=report, page=page, card=card, values=json.loads((output / "report.json").read_bytes()))
+
+
+def test_the_card_says_what_the_page_says(written: Written) -> None:
+    page, card = written.page, written.card
+    shown, told = Page(page), card_says(card)
+    told = {heading.removeprefix("timm/some_net: "): rows for heading, rows in told.items()}
+    gallery = "Where INT8 and FP32 disagree"
+    if gallery in told:
+        assert told[gallery].pop(0) == ("label", "FP32", "INT8", "image")
+    if len(written.report.model.classes) == 50:  # the card leaves a large matrix to report.json
+        shown.found.pop("What INT8 confuses")
+        assert "The matrix of 50 classes is in report.json" in card
+    assert list(told) == list(shown.found)
+    for heading, rows in shown.found.items():
+        assert sorted(told[heading]) == sorted(rows), heading
+    text = plain(card)
+    for paragraph in shown.paragraphs:
+        assert paragraph in text or paragraph.startswith("Images by label (rows) and prediction"), paragraph
+    assert shown.narrow_tables == 0, "a table that can't scroll is cut on a phone"
+
+
+# Shown in other words: the verdict's thresholds and measured values in the explanation of each check.
+NOT_SHOWN = re.compile(
+    r"verdict\.(passed|precision|thresholds|checks\.\d+\.(name|measured|threshold))|schema_version|created"
+    r"|benchmark\.(bundle_digest|rows\.\d+\.(num_iterations|runtime))|accuracy\.(bundle_digest|rows\.\d+\.file)"
+    r"|model\.(classes|shapes\.(output_name|opt_batch))|model\.engines\.\d+\.precision"
+    r"|disagreements\.\d+\.index|confusion\.matrix|class_changes\.(2\d|[3-9]\d|\d{3})|calibration\.(seconds|cached)"
+    r"|calibration\.selection\.(out_of_time|trials\.\d+\.(excluded|within_budget))|training\.environment|code\.modified"
+)
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from leaves(entry, f"{path}.{key}" if path else str(key))
+    elif value not in (None, "", "n/a"):
+        yield path, value
+
+
+def forms(value: Any) -> set[str]:
+    """How a value of report.json may be written for a person."""
+    if isinstance(value, str):
+        return {" ".join(value.split()), value.upper(), *([short(value)] if value.startswith("sha256:") else [])}
+    numbers = {number(value, digits) for digits in range(5)} if isinstance(value, float) else {f"{value:,}"}
+    return numbers | {signed(value), f"{value:g}", f"{value / 1e6:,.1f}", f"{value / 1e9:,.0f} GB", f"{value:.2e}"}
+
+
+def test_page_and_card_show_every_value_of_the_json(written: Written) -> None:
+    page, card = written.page, plain(written.card)
+    body = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page[page.index("<body>") :])).split())
+    shown = [(path, value) for path, value in leaves(written.values) if not NOT_SHOWN.search(path)]
+    assert len(shown) > 150
+    for path, value in shown:
+        assert any(form in body for form in forms(value)), f"{path} = {value} is not in report.html"
+        assert any(form in card for form in forms(value)), f"{path} = {value} is not in model_card.md"
+
+
+def test_configs_are_yaml_in_the_card(reports: dict[str, Report], tmp_path: Path) -> None:
+    _, card = write(reports["ten classes"], tmp_path)
+    (config,) = card_says(card)["train"]
+    assert yaml.safe_load(config[0]) == reports["ten classes"].provenance.configs["train"]
+
+
+def test_a_matrix_is_a_table_then_a_picture_then_nothing(reports: dict[str, Report], tmp_path: Path) -> None:
+    for name, table, picture in (
+        ("ten classes", True, False),
+        ("fifty classes", True, False),
+        ("a hundred classes", False, True),
+        ("a thousand classes", False, False),
+    ):
+        page, _ = write(reports[name], tmp_path)
+        assert ('<table class="heat' in page, "<image " in page) == (table, picture), name
+        assert "data:image/png;base64" in page or not picture
+    assert "A matrix of 1,000 classes could not be read" in page
+
+
+def test_key_figures_are_the_judged_precision(reports: dict[str, Report], tmp_path: Path) -> None:
+    report = reports["ten classes"]
+    page, _ = write(report, tmp_path)
+    row = report.accuracy.row("int8")
+    figures = re.findall(r"<li><strong>([^<]+)</strong> ([^<]+)</li>", page)
+    assert figures[0][0] == f"{row.top1_pct:.2f} %"
+    assert figures[1][0] == f"{signed(row.delta_top1_points)} points"
+    assert html.unescape(figures[2][1]) == "FP32's images/s at batch 128"
+    assert figures[2][0].split()[0] == f"{27.0666 / 3.7626:.2f}"
+    assert figures[3] == ("26.5 MB", "file size; FP32 108.8 MB")
+
+
+def test_ids_are_unique_in_the_page(reports: dict[str, Report], tmp_path: Path) -> None:
+    page, _ = write(reports["a hundred classes"], tmp_path)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert ids
+    assert len(ids) == len(set(ids))
+
+
+def test_calibration_samples_and_machines_are_told_in_full(reports: dict[str, Report]) -> None:
+    report = reports["ten classes"]
+    facts = dict(calibration_facts(report))
+    assert facts["method"] == "percentile, 99.97 % of the values"
+    assert (
+        facts["samples"]
+        == f"257 of the 14,387 images of the train split ({report.data.splits[0].digest[7:19]}), chosen with seed 2"
+    )
+    assert facts["kept in float"] == "/conv1/Conv, /fc/Gemm"
+    assert dict(calibration_facts(reports["own model"]))["time"] == "none: the result was in the cache"
+    assert selection_facts(reports["own model"]) == []
+    assert dict(selection_facts(report))["time"] == "61.2 s; the time limit ended the search"
+    machines = dict(provenance_facts(report))
+    gpus = "2 \N{MULTIPLICATION SIGN} NVIDIA H200 (151 GB), driver 580.159.04"
+    assert machines["train"] == f"Some CPU, 17 cores; {gpus}; Python 3.12.1, Linux-6.8"
+    assert "no GPU" in dict(provenance_facts(reports["no GPU"]))["validate"]
