@@ -18,9 +18,11 @@ from benchmarks.results import write_result
 from components.common.models import build_model
 from components.common.runners.openvino import OpenVINORunner
 from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
+from components.export.calibration import CalibrationMethod, compute_scale
+from components.export.collection import collect_with_onnxruntime
 from components.export.onnx_export import export_onnx
-from components.export.placement import activation_tensors, insert_qdq
+from components.export.placement import activation_tensors
+from components.export.qdq import insert_qdq
 
 _NUM_CALIBRATION_IMAGES = 16
 

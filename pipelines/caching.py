@@ -34,7 +34,7 @@ from pipelines.parameters import STEP_CONFIGS, PipelineFile
 _DEPENDS_ON: dict[str, tuple[tuple[str, ...], bool]] = {
     "preprocess": (("numpy", "pillow", "dali"), False),
     "train": (("torch", "torchvision", "timm", "dali"), True),
-    "export": (("torch", "torchvision", "timm", "dali", "onnx", "onnxruntime", "tensorrt", "numpy"), True),
+    "export": (("torch", "torchvision", "timm", "dali", "onnx", "onnxruntime", "openvino", "tensorrt", "numpy"), True),
     "validate": (("torch", "dali", "onnxruntime", "openvino", "tensorrt"), True),
     "gate": ((), False),
 }
@@ -46,7 +46,8 @@ _MANIFESTS: dict[str, type[Manifest]] = {
     "gate": VerdictManifest,
 }
 # Settings that say where something is, not what it is; their content is in the key instead.
-_PATH_SETTINGS = ("data", "class_names_file", "timing_cache")
+_PATH_SETTINGS = ("data", "class_names_file", "cache")
+_BUDGET = ("max_top1_drop_points", "min_relative_top1_pct")  # of the gate's thresholds, what export keeps to
 _HASHED_BYTES = 4 << 30  # larger data sets are known by the names, sizes and times of their files
 
 
@@ -125,12 +126,16 @@ def finished_steps(file: PipelineFile, keys: Mapping[str, str], cache_root: Path
 
 def _key(file: PipelineFile, step: str, arguments: Mapping[str, Any], upstream: Mapping[str, str]) -> str:
     config = _config(file, step, arguments)
-    if step == "validate" and "gate" in file.steps:
-        config["gate"] = _config(file, "gate", arguments)  # its report opens with the gate's verdict
+    if "gate" in file.steps:
+        thresholds = _config(file, "gate", arguments)
+        if step == "validate":
+            config["gate"] = thresholds  # its report opens with the gate's verdict
+        elif step == "export":
+            config["gate"] = {name: thresholds[name] for name in _BUDGET}
     contents = {name: fingerprint(Path(config.pop(name))) for name in _PATH_SETTINGS if config.get(name)}
     if step == "export" and arguments.get("model"):
         contents["model"] = fingerprint(Path(str(arguments["model"])))
-    contents.pop("timing_cache", None)  # makes builds faster, not different
+    contents.pop("cache", None)  # makes the step faster, not different
     libraries, hardware = _DEPENDS_ON[step]
     here = environment()
     machine = {"cpu": here.cpu, "num_cores": here.num_cores, "gpus": [gpu.model_dump() for gpu in here.gpus]}

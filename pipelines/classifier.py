@@ -51,8 +51,9 @@ def quantize(
     *,
     calibration_method: str,
     num_calibration_images: int,
-    seed: int,
+    max_top1_drop_points: float,
     settings: Settings,
+    gate_settings: Settings,
 ) -> dsl.PipelineTask:
     """Trained weights to a bundle."""
     task = export(
@@ -60,8 +61,9 @@ def quantize(
         dataset=dataset.outputs["dataset"],
         calibration_method=calibration_method,
         num_calibration_images=num_calibration_images,
-        seed=seed,
+        max_top1_drop_points=max_top1_drop_points,
         settings=settings,
+        gate_settings=gate_settings,
     )
     return needs_gpu(task.set_caching_options(False))
 
@@ -74,8 +76,9 @@ def quantize_own(
     image_size: int,
     calibration_method: str,
     num_calibration_images: int,
-    seed: int,
+    max_top1_drop_points: float,
     settings: Settings,
+    gate_settings: Settings,
 ) -> dsl.PipelineTask:
     """The user's own model to a bundle."""
     task = export_own(
@@ -85,8 +88,9 @@ def quantize_own(
         image_size=image_size,
         calibration_method=calibration_method,
         num_calibration_images=num_calibration_images,
-        seed=seed,
+        max_top1_drop_points=max_top1_drop_points,
         settings=settings,
+        gate_settings=gate_settings,
     )
     task.set_display_name("export")
     return needs_gpu(task.set_caching_options(False))

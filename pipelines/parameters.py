@@ -13,7 +13,7 @@ from kfp.dsl.graph_component import GraphComponent
 from pydantic import TypeAdapter, ValidationError
 
 from components.common.errors import UserError
-from components.common.settings import StepConfig, load_yaml, parse_value, resolve, type_label
+from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
 from components.export.config import ExportConfig
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
@@ -42,16 +42,25 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "num_calibration_images": ("export",),
     "max_top1_drop_points": ("gate",),
     "registered_model": ("promote",),
-    "seed": ("preprocess", "train", "export"),
+    "seed": ("preprocess", "train"),
 }
 _DESCRIPTIONS = {
     "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, or a Checkpoint directory.",
     "seed": "Seed of the split, the weights, shuffling, augmentation and the choice of calibration images.",
 }
 _PATHS = ("data", "model")
-_FROM_GATE = ("validate", "gate")  # the report shows the verdict, so a pipeline passes the gate's thresholds on
+# The gate's thresholds are also the budget of INT8 and the verdict in the report: a pipeline passes them on.
+_FROM_GATE = (("export", "gate"), ("validate", "gate"))
 # KFP's names of the types of inputs that no step's config knows.
 _TYPES: dict[str, type] = {"String": str, "Integer": int, "Float": float, "Boolean": bool, "List": list, "Dict": dict}
+_TYPE_WORDS = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list such as [1, 2]",
+    dict: "a mapping such as {key: value}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +106,15 @@ def load_pipeline(path: Path) -> PipelineFile:
         )
     spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path.absolute())
     if spec is None or spec.loader is None:
-        raise UserError(f"{path} is not a Python file")
+        raise UserError(f"{path} is not a Python file; name one that ends in .py, such as pipelines/resnet50.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # user code: whatever it raises
-        raise UserError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"{path} can't be imported: {type(error).__name__}: {error}. `python {path} --help` shows where"
+        ) from error
     found = [value for value in vars(module).values() if isinstance(value, GraphComponent)]
     if not found:
         raise UserError(f"{path} defines no pipeline; decorate its function with @kfp.dsl.pipeline")
@@ -118,7 +129,7 @@ def options_of(file: PipelineFile) -> list[click.Option]:
         spec = file.inputs[name]
         owners = file.owners(name)
         field = STEP_CONFIGS[owners[0]].model_fields.get(name) if owners else None
-        text = _DESCRIPTIONS.get(name) or (field.description if field else None) or "Input of the pipeline."
+        text = _explanation(file, name)
         label = type_label(field) if field else str(spec.type).lower()
         default = f"[default: {spec.default}]" if spec.optional and spec.default != "" else ""
         required = "" if spec.optional else "[required]"
@@ -132,23 +143,24 @@ def options_of(file: PipelineFile) -> list[click.Option]:
     return options
 
 
+def _explanation(file: PipelineFile, name: str) -> str:
+    """What a plain input means: ours, or that of the config field that it sets."""
+    owners = file.owners(name)
+    field = STEP_CONFIGS[owners[0]].model_fields.get(name) if owners else None
+    return _DESCRIPTIONS.get(name) or (field.description if field else None) or "Input of the pipeline."
+
+
 def settings_help(file: PipelineFile) -> list[tuple[str, list[tuple[str, str]]]]:
     """The settings of each step that have no option of their own: (step, [(key and type, explanation)])."""
     sections = []
     for step in file.steps:
         rows = [
-            (f"{step}.{name} ({type_label(field)})", f"{field.description}  [default: {_show(field.default)}]")
+            (f"{step}.{name} ({type_label(field)})", f"{field.description}  [default: {show_value(field.default)}]")
             for name, field in STEP_CONFIGS[step].model_fields.items()
-            if step not in file.owners(name) and (step, name) != _FROM_GATE
+            if step not in file.owners(name) and (step, name) not in _FROM_GATE
         ]
         sections.append((step, rows))
     return sections
-
-
-def _show(default: Any) -> str:
-    if hasattr(default, "model_dump"):
-        return ", ".join(f"{name}: {_show(value)}" for name, value in default.model_dump().items())
-    return f"{default:.4g}" if isinstance(default, float) else str(default)
 
 
 def resolve_arguments(
@@ -196,8 +208,8 @@ def _take(
         if not isinstance(value, Mapping):
             raise UserError(f"{source}: {key} must be a mapping of settings, got {value!r}")
         for name, entry in value.items():
-            if (key, name) == _FROM_GATE:
-                raise UserError(f"{source}: validate takes its thresholds from the gate; set gate.KEY instead")
+            if (key, name) in _FROM_GATE:
+                raise UserError(f"{source}: {key} takes its thresholds from the gate; set gate.KEY instead")
             if key in file.owners(name):
                 plain[name] = entry  # the same thing under its longer name
             else:
@@ -218,7 +230,8 @@ def _fill(file: PipelineFile, plain: dict[str, Any]) -> None:
         if name not in plain:
             if not spec.optional:
                 raise UserError(
-                    f"--{name.replace('_', '-')} is required; `enginery run {file.path} --help` explains it"
+                    f"--{name.replace('_', '-')} is required: {_explanation(file, name)} `enginery run {file.path} "
+                    "--help` lists all options"
                 )
             plain[name] = spec.default
 
@@ -234,12 +247,19 @@ def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[st
     for name in file.plain_inputs():
         if not file.owners(name):
             plain[name] = _converted(name, plain[name], str(file.inputs[name].type))
+    mistakes = []
     for step in file.steps:
         own = {name: value for name, value in plain.items() if step in file.owners(name)}
-        config = resolve(STEP_CONFIGS[step], step, steps[step], own)
+        try:
+            config = resolve(STEP_CONFIGS[step], step, steps[step], own)
+        except UserError as error:
+            mistakes.append(str(error))
+            continue
         plain.update({name: getattr(config, name) for name in own})  # "5" as typed becomes 5
         given = config.model_dump(mode="json", include=set(steps[step]))
         steps[step] = given
+    if mistakes:
+        raise UserError("\n".join(mistakes))
     return {**plain, **steps}
 
 
@@ -252,6 +272,5 @@ def _converted(name: str, value: Any, type_name: str) -> Any:
         value = parse_value(value)
     try:
         return TypeAdapter(wanted).validate_python(value)
-    except ValidationError as error:
-        message = error.errors()[0]["msg"]
-        raise UserError(f"{name}: {message[0].lower()}{message[1:]} (got {value!r})") from None
+    except ValidationError:
+        raise UserError(f"{name}: got {value!r}, needs {_TYPE_WORDS[wanted]}") from None

@@ -18,7 +18,7 @@ def quantize(
     data: str,
     architecture: str = "",
     image_size: int = 224,
-    calibration_method: str = "max",
+    calibration_method: str = "auto",
     num_calibration_images: int = 512,
     max_top1_drop_points: float = 0.5,
     registered_model: str = "quantized",
@@ -38,8 +38,9 @@ def quantize(
         image_size=image_size,
         calibration_method=calibration_method,
         num_calibration_images=num_calibration_images,
-        seed=seed,
+        max_top1_drop_points=max_top1_drop_points,
         settings=export,
+        gate_settings=gate,
     )
     classifier.prove_and_promote(
         bundle,

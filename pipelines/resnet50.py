@@ -18,7 +18,7 @@ def resnet50(
     epochs: int = 90,
     global_batch_size: int = 256,
     learning_rate: float = 0.2,
-    calibration_method: str = "max",
+    calibration_method: str = "auto",
     num_calibration_images: int = 512,
     max_top1_drop_points: float = 0.5,
     registered_model: str = "resnet50",
@@ -47,8 +47,9 @@ def resnet50(
         dataset,
         calibration_method=calibration_method,
         num_calibration_images=num_calibration_images,
-        seed=seed,
+        max_top1_drop_points=max_top1_drop_points,
         settings=export,
+        gate_settings=gate,
     )
     classifier.prove_and_promote(
         bundle,

@@ -4,7 +4,7 @@ An artifact is a directory with a `manifest.json`. It is complete when the manif
 written last. The digest of the manifest is the artifact's identity: it covers the digest of every file.
 """
 
-import json
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from components.common.digests import canonical_json, digest_bytes, digest_file
 from components.common.environment import Environment, environment
 from components.common.errors import EngineryError, UserError
+from components.common.integrity import claims_of, file_problem, how_to_renew, migrated, seal_of, writer_of
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec
 
 MANIFEST = "manifest.json"
 FAILURE = "failure.json"  # what a failed step leaves in its output directory
-SCHEMA_VERSION = 1
 
 Precision = Literal["fp32", "fp16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
@@ -40,7 +40,8 @@ class FileEntry(_Record):
 class Manifest(_Record):
     """What all artifacts share. `files` is keyed by the path inside the artifact, with forward slashes."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
+    seal: str = Field("", description="Digest of all the rest of this manifest: an edit by hand does not fit it.")
     kind: str
     files: dict[str, FileEntry]
     inputs: dict[str, str] = Field(description="Manifest digest of each artifact this one was made from, by name.")
@@ -119,13 +120,53 @@ class EngineEntry(_Record):
     build_seconds: float
 
 
+class Trial(_Record):
+    """One candidate that was measured while INT8 was chosen: a calibration, and layers left in float."""
+
+    method: str
+    excluded: tuple[str, ...] = Field(description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
+    top1_pct: float = Field(description="On the selection images, which are training images.")
+    delta_top1_points: float = Field(description="top-1 minus that of FP32 on the same images, in percentage points.")
+    low_points: float = Field(description="Lower end of the 95 % interval of that difference (Bonett and Price, 2012).")
+    high_points: float = Field(description="Upper end of that interval.")
+    agreement_pct: float = Field(description="Images on which FP32 predicts the same class, in per cent.")
+    within_budget: bool
+
+
+class LayerCost(_Record):
+    """What one node of the graph costs when it alone runs in INT8."""
+
+    name: str = Field(description="Node of fp32.onnx.")
+    operator: str = Field(description="ONNX operator, such as Conv.")
+    cost_nats: float = Field(description="Mean Kullback-Leibler divergence of the predicted classes from FP32's.")
+
+
+class SelectionEntry(_Record):
+    """How a calibration and the layers in INT8 were chosen by measurement."""
+
+    runtime: str = Field(description="What ran the candidates: openvino, or torch, which simulates INT8 on a GPU.")
+    num_images: int = Field(description="Training images, none of them calibrated with, that candidates ran on.")
+    fp32_top1_pct: float
+    max_top1_drop_points: float = Field(description="The budget, in percentage points of top-1.")
+    min_relative_top1_pct: float = Field(description="The budget, as the least share of FP32's top-1, in per cent.")
+    trials: tuple[Trial, ...] = Field(description="In the order in which they were measured.")
+    ranking: tuple[LayerCost, ...] = Field(description="Every node that can run in INT8, the costliest first.")
+    num_ranking_images: int = Field(description="Calibration images that the ranking rests on; 0 for no ranking.")
+    out_of_time: bool = Field(description="Whether the time limit ended the search.")
+    seconds: float
+
+
 class CalibrationEntry(_Record):
     """How the INT8 scales came about."""
 
     method: str
     num_images: int
     split: str
-    seconds: float
+    seconds: float = Field(description="To run the model over the images; 0 when the cache had the result.")
+    digest: str = Field("", description="Of graph and weights, images, TransformSpec, method and its parameters.")
+    cached: bool = Field(False, description="Whether the histograms came from the cache.")
+    excluded: tuple[str, ...] = Field((), description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
+    selection: SelectionEntry | None = Field(None, description="None where nothing was compared.")
 
 
 class BundleManifest(Manifest):
@@ -269,7 +310,12 @@ def prepare_directory(path: Path) -> Path:
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"the output {path} is a file; name a directory that is empty or new") from None
     except OSError as error:
-        raise UserError(f"can't write the output directory {path}: {error.strerror}") from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # a full disk is the same wherever it shows, and told in one place
+        raise UserError(
+            f"can't write the output directory {path}: {error.strerror}; name one that you may write, or make its "
+            "folder writable for you"
+        ) from None
     if occupied is not None:
         raise UserError(
             f"the output directory {path} is not empty (it holds {occupied.name}); name another or empty it"
@@ -302,6 +348,7 @@ def seal(
     sealed = manifest(
         files=files, inputs=inputs, config=config.model_dump(mode="json"), environment=environment(), **fields
     )
+    sealed = sealed.model_copy(update={"seal": seal_of(sealed.model_dump(mode="json"))})
     data = canonical_json(sealed.model_dump(mode="json"))
     write_atomically(path / MANIFEST, data)
     return Artifact(path=path, manifest=sealed, digest=digest_bytes(data))
@@ -311,55 +358,45 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
     """Read an artifact and check what it says of itself: all sizes, and digests of files that end in `verify`.
 
     Raises:
-        UserError: there is no manifest, or it is one of another kind or of another schema version.
-        EngineryError: the manifest is damaged, or a file is missing, changed or was swapped.
+        UserError: there is no manifest, or it is one of another kind or of an unknown schema version.
+        EngineryError: the manifest is damaged or was edited, or a file is missing, changed or was swapped.
     """
     file = path / MANIFEST
     kind = manifest.model_fields["kind"].default
+    data = _read(file, kind)
+    claimed = migrated(claims_of(data), file, kind)
     try:
-        data = file.read_bytes()
-    except OSError:
-        raise UserError(
-            f"{path} is no finished {kind}: it has no {MANIFEST}. Name the output of a finished step"
-        ) from None
-    claimed = _claims(data)
-    if claimed and claimed.get("schema_version") != SCHEMA_VERSION:
-        raise UserError(
-            f"{file} has schema_version {claimed.get('schema_version', 'none')}, and this enginery reads "
-            f"{SCHEMA_VERSION}. Use the enginery that wrote it, or run the step that writes it again"
-        )
-    try:
-        record = manifest.model_validate_json(data)
+        record = manifest.model_validate(claimed) if claimed else manifest.model_validate_json(data)
     except ValidationError as error:
         if (found := claimed.get("kind", kind)) != kind:
-            raise UserError(f"{path} is a {found}, and a {kind} is needed here") from None
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise EngineryError(f"{file} is not a valid {kind} manifest: {where}: {problem['msg']}") from None
+            raise UserError(
+                f"{path} is a {found}, and a {kind} is needed here; name the output of {writer_of(kind)}"
+            ) from None
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise EngineryError(
+            f"{file} is not a valid {kind} manifest: {where}: {first['msg']}. It is damaged or was edited; "
+            f"{how_to_renew(kind)}"
+        ) from None
+    if record.seal != seal_of(claimed):
+        raise EngineryError(
+            f"{file} was edited after it was sealed: its content does not fit its seal {record.seal or '(empty)'}. "
+            f"Put the original back, or {how_to_renew(kind)}"
+        )
     for name, entry in record.files.items():
-        _check_file(path, name, entry, by_digest=name.endswith(verify) if verify else False)
+        digest = entry.digest if verify and name.endswith(verify) else None
+        if problem := file_problem(path, name, entry.size_bytes, digest):
+            raise EngineryError(f"{problem}. Put the original back, or {how_to_renew(kind)}")
     return Artifact(path=path, manifest=record, digest=digest_bytes(data))
 
 
-def _claims(data: bytes) -> dict[str, Any]:
-    """What a manifest says of itself, unchecked; nothing where it is too damaged to say."""
+def _read(file: Path, kind: str) -> bytes:
     try:
-        record = json.loads(data)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _check_file(path: Path, name: str, entry: FileEntry, *, by_digest: bool) -> None:
-    file = path / name
-    if not file.resolve().is_relative_to(path.resolve()):
-        raise EngineryError(f"{path / MANIFEST} names a file outside the artifact: {name}")
-    if not file.is_file():
-        raise EngineryError(f"{path} is damaged: {name} is missing. Run the step that writes it again")
-    size_bytes = file.stat().st_size
-    if size_bytes != entry.size_bytes:
-        raise EngineryError(
-            f"{path} is damaged: {name} has {size_bytes} bytes, its manifest says {entry.size_bytes}. Run the step anew"
-        )
-    if by_digest and (digest := digest_file(file)) != entry.digest:
-        raise EngineryError(f"{file} was changed after it was sealed: {digest}, its manifest says {entry.digest}")
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{file.parent} is no finished {kind}: it has no {MANIFEST}. Name the output of a finished step, "
+            f"here of {writer_of(kind)}"
+        ) from None
+    except OSError as error:
+        raise UserError(f"can't read {file}: {error.strerror}; make it readable for you") from None

@@ -1,11 +1,11 @@
 """Predictions of runners over one split: every runner sees exactly the same decoded images."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from components.common.loader import Loader, to_numpy
+from components.common.loader import Batch, to_numpy
 from components.common.runners import Runner
 
 TOP_K = 5
@@ -24,9 +24,15 @@ class Predictions:
         return len(self.labels)
 
     @property
+    def right(self) -> np.ndarray:
+        """[N] bool: whether the most likely class is the label."""
+        right: np.ndarray = self.top[:, 0] == self.labels
+        return right
+
+    @property
     def top1_pct(self) -> float:
         """Share of images whose most likely class is the label, in per cent."""
-        return 100.0 * float((self.top[:, 0] == self.labels).mean())
+        return 100.0 * float(self.right.mean())
 
     @property
     def top5_pct(self) -> float:
@@ -39,25 +45,26 @@ class Predictions:
 
 
 def predict(
-    runners: Mapping[str, Runner], loader: Loader, progress: Callable[[int, int], None]
+    runners: Mapping[str, Runner], batches: Iterable[Batch], num_images: int, progress: Callable[[int, int], None]
 ) -> dict[str, Predictions]:
-    """Run every runner over the split, decoding each image once.
+    """Run every runner over the same images, decoding each once.
 
     Args:
         runners: by name.
-        loader: evaluation loader of the split.
+        batches: from an evaluation loader.
+        num_images: how many images the batches hold in all, for the progress.
         progress: called with images done and images in all.
     """
     top: dict[str, list[np.ndarray]] = {name: [] for name in runners}
     labels: list[np.ndarray] = []
     done = 0
-    for batch in loader:
+    for batch in batches:
         images = to_numpy(batch.images)  # [B, 3, H, W] float32, normalized
         for name, runner in runners.items():
             top[name].append(top_classes(runner.infer(images)))
         labels.append(batch.labels.cpu().numpy().astype(np.int32))
         done += len(images)
-        progress(done, loader.num_images)
+        progress(done, num_images)
     expected = np.concatenate(labels)
     return {name: Predictions(top=np.concatenate(parts), labels=expected) for name, parts in top.items()}
 

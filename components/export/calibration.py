@@ -1,17 +1,14 @@
-"""Calibration: streaming histograms of activations, and the INT8 scale that each method reads from one.
+"""Streaming histograms of activations, and the INT8 scale that each calibration method reads from one.
 
 A histogram takes the same memory for ten images as for ten thousand, and depends on neither the order nor the
 batching of the samples: bins are a power of two wide, so growing the range only adds neighbours together.
 """
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
-import onnx
-import onnxruntime as ort
+import torch
 
 from components.common.errors import EngineryError
 
@@ -24,9 +21,6 @@ _MIN_EXPONENT = -100  # keeps NUM_BINS / 2**exponent finite in float32
 _CHUNK = 1 << 17  # values binned at a time: temporaries stay in the CPU's cache, 5x faster than whole tensors
 _NUM_INT8_LEVELS = 128  # magnitudes of a symmetric INT8 code, and the smallest range that entropy tries, in bins
 _MSE_STRIDE = 8  # bins between the ranges that `mse` tries
-# Images per run of ONNX Runtime, whatever the batch. All intermediate tensors of a run are held at once: 90 MB for
-# ResNet-50 at 224 px, which the allocator reuses; with 8 images it returns them to the system, at half the speed.
-_IMAGES_PER_RUN = 2
 
 
 class CalibrationMethod(StrEnum):
@@ -68,12 +62,7 @@ class Histogram:
         if flat.size == 0:
             return
         low, high = float(flat.min()), float(flat.max())  # a NaN anywhere makes both NaN
-        if not (np.isfinite(low) and np.isfinite(high)):
-            raise EngineryError(
-                f"calibration: tensor '{self.name}' holds a NaN or infinite value (range [{low}, {high}]). "
-                "Check the checkpoint and the calibration images: the FP32 model must be finite on them."
-            )
-        self._grow(max(-low, high))
+        self._grow(low, high)
         # Multiplying by a power of two is exact, so a value's bin is the same whatever batch it arrives in.
         bins_per_unit = np.float32(1.0 / self.bin_width)
         offset = NUM_BINS if low < 0 else 0
@@ -86,9 +75,28 @@ class Histogram:
             else:
                 self.counts += np.bincount(codes, minlength=NUM_BINS)
 
-    def _grow(self, max_abs: float) -> None:
-        """Widens the range to hold `max_abs`, by adding neighbouring bins together."""
-        self.max_abs = max(self.max_abs, max_abs)
+    def add_tensor(self, values: torch.Tensor) -> None:
+        """Counts `values` where they lie, on a GPU or the CPU, into the same bins as `add`.
+
+        Raises:
+            EngineryError: a value is NaN or infinite.
+        """
+        flat = values.detach().float().flatten()
+        if flat.numel() == 0:
+            return
+        low, high = (float(bound) for bound in torch.aminmax(flat))
+        self._grow(low, high)
+        codes = (flat.abs() * (1.0 / self.bin_width)).to(torch.int32)  # towards zero
+        self.counts += torch.bincount(codes, minlength=NUM_BINS).cpu().numpy()
+
+    def _grow(self, low: float, high: float) -> None:
+        """Widens the range to hold `low` and `high`, by adding neighbouring bins together."""
+        if not (np.isfinite(low) and np.isfinite(high)):
+            raise EngineryError(
+                f"calibration: tensor '{self.name}' holds a NaN or infinite value (range [{low}, {high}]). "
+                "Check the checkpoint and the calibration images: the FP32 model must be finite on them."
+            )
+        self.max_abs = max(self.max_abs, -low, high)
         exponent = max(int(np.frexp(self.max_abs)[1]), _MIN_EXPONENT)
         doublings = exponent - self.exponent
         if doublings <= 0:
@@ -192,52 +200,3 @@ def _mse_amax(histogram: Histogram) -> float:
 def _xlogy(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Elementwise x * log(y), and 0 where x is 0."""
     return np.where(x > 0, x * np.log(np.where(y > 0, y, 1.0)), 0.0)
-
-
-def collect_with_onnxruntime(
-    fp32_path: Path,
-    tensors: Sequence[str],
-    batches: Iterable[np.ndarray],
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Histogram]:
-    """Runs the FP32 model over the calibration images and returns the histogram of each tensor.
-
-    Args:
-        fp32_path: ONNX file with one image input.
-        tensors: names from `placement.activation_tensors`.
-        batches: [B, C, H, W] float32 arrays, normalized as for the model. Read once, one at a time.
-        progress: called with the number of images seen so far, after every two.
-
-    Raises:
-        EngineryError: the file has no such tensor, there are no batches, or a tensor is not finite.
-    """
-    model = onnx.load(fp32_path)
-    input_name = model.graph.input[0].name
-    known = {name for node in model.graph.node for name in node.output} | {input_name}
-    if missing := [name for name in tensors if name not in known]:
-        raise EngineryError(f"calibration: {fp32_path} has no tensor named {missing[:3]}. Was it exported anew since?")
-    outputs = [name for name in tensors if name != input_name]
-    present = {output.name for output in model.graph.output}
-    model.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-        for name in outputs
-        if name not in present
-    )
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    del model
-
-    histograms = {name: Histogram(name) for name in tensors}
-    num_images = 0
-    for batch in batches:
-        for start in range(0, len(batch), _IMAGES_PER_RUN):
-            images = np.ascontiguousarray(batch[start : start + _IMAGES_PER_RUN], dtype=np.float32)  # [b, C, H, W]
-            if input_name in histograms:
-                histograms[input_name].add(images)
-            for name, values in zip(outputs, session.run(outputs, {input_name: images}), strict=True):
-                histograms[name].add(values)
-            num_images += len(images)
-            if progress is not None:
-                progress(num_images)
-    if num_images == 0:
-        raise EngineryError("calibration: no images. Give at least one batch; 512 images are usual.")
-    return histograms

@@ -11,8 +11,9 @@ def export(
     dataset: dsl.Input[dsl.Dataset],
     calibration_method: str,
     num_calibration_images: int,
-    seed: int,
+    max_top1_drop_points: float,
     settings: dict,  # type: ignore[type-arg]
+    gate_settings: dict,  # type: ignore[type-arg]
     bundle: dsl.Output[dsl.Model],
 ) -> None:
     """Checkpoint -> ONNX in three precisions and TensorRT engines."""
@@ -21,7 +22,8 @@ def export(
     values = {
         "calibration_method": calibration_method,
         "num_calibration_images": num_calibration_images,
-        "seed": seed,
+        # What INT8 may cost is what the gate will accept.
+        "gate": {**gate_settings, "max_top1_drop_points": max_top1_drop_points},
     }
     STEP.execute({**settings, **values}, model=checkpoint.path, dataset=dataset.path, output=bundle.path)
 
@@ -34,8 +36,9 @@ def export_own(
     image_size: int,
     calibration_method: str,
     num_calibration_images: int,
-    seed: int,
+    max_top1_drop_points: float,
     settings: dict,  # type: ignore[type-arg]
+    gate_settings: dict,  # type: ignore[type-arg]
     bundle: dsl.Output[dsl.Model],
 ) -> None:
     """Own checkpoint or ONNX file -> ONNX in three precisions and TensorRT engines."""
@@ -46,6 +49,7 @@ def export_own(
         "image_size": image_size,
         "calibration_method": calibration_method,
         "num_calibration_images": num_calibration_images,
-        "seed": seed,
+        # What INT8 may cost is what the gate will accept.
+        "gate": {**gate_settings, "max_top1_drop_points": max_top1_drop_points},
     }
     STEP.execute({**settings, **values}, model=model, dataset=dataset.path, output=bundle.path)

@@ -6,19 +6,40 @@ from pydantic import Field
 
 from components.common.settings import StepConfig
 from components.common.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolation
+from components.common.verdict import Thresholds
 
 
 class ExportConfig(StepConfig):
     """How the model is exported, calibrated and compiled."""
 
-    calibration_method: Literal["max", "percentile", "entropy", "mse"] = Field(
-        "max", description="How a tensor's INT8 range follows from its histogram."
+    calibration_method: Literal["auto", "max", "percentile", "entropy", "mse"] = Field(
+        "auto",
+        description="How a tensor's INT8 range follows from its histogram; auto measures all and takes the best.",
     )
     num_calibration_images: int = Field(
         512, ge=1, description="Training images to calibrate with, or all where there are fewer."
     )
     calibration_percentile: float = Field(
         99.99, gt=50, le=100, description="Share of values inside the range, for calibration_method percentile, in %."
+    )
+    num_selection_images: int = Field(
+        2000,
+        ge=0,
+        description="Other training images, on which calibrations and fallbacks are measured; 0 measures nothing.",
+    )
+    fallback: bool = Field(
+        True, description="Keep the fewest layers out of INT8 that bring the model within the gate's top-1 limits."
+    )
+    num_ranking_images: int = Field(
+        64, ge=0, description="Calibration images on which each layer's cost in INT8 is measured; 0 for no ranking."
+    )
+    search_seconds: float = Field(
+        1800.0, ge=0, description="Time after which the search for a fallback stops where it is, in seconds."
+    )
+    gate: Thresholds = Field(
+        Thresholds(),
+        description="The gate's thresholds; the top-1 limits are the budget of INT8. In a pipeline they are those of "
+        "gate.",
     )
     opt_batch: int = Field(32, ge=1, description="Batch that TensorRT tunes its kernels for, in images.")
     max_batch: int = Field(128, ge=1, description="Largest batch that an engine accepts, in images.")
@@ -28,10 +49,11 @@ class ExportConfig(StepConfig):
     )
     optimization_level: int = Field(3, ge=0, le=5, description="TensorRT's effort: 0 builds fastest, 5 runs fastest.")
     workspace_bytes: int = Field(4 << 30, ge=1 << 20, description="Scratch memory a TensorRT layer may use, in bytes.")
-    timing_cache: str = Field(
-        "", description="Folder of TensorRT timing caches, which make later builds fast; empty for none."
+    cache: str = Field(
+        "",
+        description="Folder that keeps calibration results and TensorRT timing caches, which make later runs fast; "
+        "empty for $ENGINERY_CACHE, or none.",
     )
-    seed: int = Field(0, ge=0, description="Seed of the choice of calibration images.")
     # A model of the user's own brings no TransformSpec; with a Checkpoint these five are not used.
     architecture: str = Field("", description="Own weights: the model's name in torchvision, or timm/NAME.")
     image_size: int = Field(224, ge=1, description="Own weights: side of the square that the model sees, in pixels.")

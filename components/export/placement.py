@@ -9,29 +9,16 @@ The rules (TensorRT developer guide, "Q/DQ Layer-Placement Recommendations"; NVI
   precision and reads the shortcut as INT8. Q/DQ on the main branch would part the two.
 - Nothing between a Conv and its activation function, and nothing on Mul (squeeze-and-excite stays in float).
 - One Q/DQ pair per tensor, shared by all consumers that need it; the others read the float tensor.
-
-The pass works on FP32 graphs (opset 13 or newer) and on typed FP16 graphs (opset 19 or newer).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, helper, numpy_helper
 
 from components.common.errors import EngineryError
-
-INT8_MAX = 127
-
-# How quantized weights are stored. "dq": int8 weights and DequantizeLinear, a quarter of the size; TensorRT 8.6 builds
-# it (the H200 results were made so), newer versions and OpenVINO document it.
-# "qdq": float weights, QuantizeLinear, DequantizeLinear, for builders that refuse constants of type int8 (before 8.6).
-WeightStorage = Literal["qdq", "dq"]
-
-# A scale below the smallest normal number is flushed to zero on some devices, and its reciprocal overflows in FP16.
-_MIN_SCALE = {TensorProto.FLOAT: 2.0**-60, TensorProto.FLOAT16: 2.0**-14}
 
 _POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 # Operators that pass values through unchanged (or a selection of them): what comes out keeps the scale of what went
@@ -50,7 +37,7 @@ _VALUE_PRESERVING = (
 
 
 @dataclass(frozen=True)
-class _QuantizedRead:
+class QuantizedRead:
     """Input number `index` of `node` reads its tensor through Q/DQ; `axis` is the weights' channel axis."""
 
     node: NodeProto
@@ -59,10 +46,11 @@ class _QuantizedRead:
 
     @property
     def tensor(self) -> str:
+        """Name of the float tensor that is read."""
         return str(self.node.input[self.index])
 
 
-class _Graph:
+class Graph:
     """Lookups over a graph: producer and consumers of each tensor, and which tensors are constant."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -87,6 +75,7 @@ class _Graph:
         return self.producer[tensor].op_type if tensor in self.producer else ""
 
     def is_constant(self, tensor: str) -> bool:
+        """Whether `tensor` is known without any input."""
         return tensor in self.initializers or self.op_type(tensor) == "Constant"
 
     def scale_source(self, tensor: str) -> str:
@@ -117,7 +106,7 @@ def node_id(node: NodeProto) -> str:
 
 def quantizable_layers(model: onnx.ModelProto) -> list[str]:
     """Ids of the weighted nodes (Conv, Gemm, MatMul) that `insert_qdq` runs in INT8, in graph order."""
-    return [node_id(read.node) for read in _quantized_reads(_prepared(model).graph, ()) if read.axis is not None]
+    return [node_id(read.node) for read in quantized_reads(float_graph(model).graph, ()) if read.axis is not None]
 
 
 def activation_tensors(model: onnx.ModelProto, exclude: Collection[str] = frozenset()) -> list[str]:
@@ -130,52 +119,10 @@ def activation_tensors(model: onnx.ModelProto, exclude: Collection[str] = frozen
     Raises:
         EngineryError: the model is already quantized.
     """
-    prepared = _prepared(model)
-    graph = _Graph(prepared.graph)
-    reads = _quantized_reads(prepared.graph, exclude)
+    prepared = float_graph(model)
+    graph = Graph(prepared.graph)
+    reads = quantized_reads(prepared.graph, exclude)
     return list(dict.fromkeys(graph.scale_source(read.tensor) for read in reads if read.axis is None))
-
-
-def scales_below_fp16(scales: Mapping[str, float]) -> list[str]:
-    """Tensors whose scale a typed FP16 graph can't hold: it is raised to 2**-14 there, which costs resolution."""
-    return [name for name, scale in scales.items() if scale < _MIN_SCALE[TensorProto.FLOAT16]]
-
-
-def insert_qdq(
-    model: onnx.ModelProto,
-    scales: Mapping[str, float],
-    *,
-    exclude: Collection[str] = frozenset(),
-    weights: WeightStorage = "dq",
-) -> onnx.ModelProto:
-    """Returns a copy of `model` with Q/DQ pairs inserted.
-
-    Args:
-        model: FP32 graph, or typed FP16 graph of opset 19 or newer; at most 2 GiB.
-        scales: real value of INT8 code 1 for each of `activation_tensors(model, exclude)`; others are ignored.
-        exclude: ids of nodes to keep out of INT8.
-        weights: how quantized weights are stored.
-
-    Raises:
-        EngineryError: a scale is missing or not positive, a name in `exclude` is unknown, the model is already
-            quantized, or its opset is too old for its type.
-    """
-    quantized = _prepared(model)
-    graph = _Graph(quantized.graph)
-    if unknown := set(exclude) - {node_id(node) for node in graph.nodes}:
-        raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.")
-    reads = _quantized_reads(quantized.graph, exclude)
-    float_type = _float_type(quantized, graph)
-    inserter = _Inserter(quantized.graph, float_type, weights)
-    for read in reads:
-        if read.axis is not None:
-            inserter.quantize_weights(graph.initializers[read.tensor], read.axis)
-        else:
-            inserter.quantize_activation(read.tensor, _checked_scale(scales, graph.scale_source(read.tensor)))
-    for read in reads:
-        read.node.input[read.index] = _dequantized(read.tensor)
-    inserter.write_nodes()
-    return quantized
 
 
 def inline_constants(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -206,36 +153,36 @@ def inline_constants(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
+def float_graph(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy with plain constants, after checking that it holds no Q/DQ yet."""
     if any(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.node):
         raise EngineryError("quantization: the model already holds Q/DQ nodes. Give the float model instead.")
     return inline_constants(model)
 
 
-def _quantized_reads(proto: onnx.GraphProto, exclude: Collection[str]) -> list[_QuantizedRead]:
+def quantized_reads(proto: onnx.GraphProto, exclude: Collection[str]) -> list[QuantizedRead]:
     """Every input that reads through Q/DQ, in graph order: the whole placement policy."""
-    graph = _Graph(proto)
-    reads: list[_QuantizedRead] = []
+    graph = Graph(proto)
+    reads: list[QuantizedRead] = []
     quantized_convs: set[str] = set()
     for node in graph.nodes:
         if node_id(node) in exclude:
             continue
-        axis = _weight_channel_axis(node, graph)
+        axis = weight_channel_axis(node, graph)
         if axis is not None:
-            reads += [_QuantizedRead(node, 0), _QuantizedRead(node, 1, axis)]
+            reads += [QuantizedRead(node, 0), QuantizedRead(node, 1, axis)]
             if node.op_type == "Conv":
                 quantized_convs.add(node.output[0])
         elif node.op_type in _POOLS or _is_spatial_mean(node, graph):
-            reads.append(_QuantizedRead(node, 0))
+            reads.append(QuantizedRead(node, 0))
         elif node.op_type == "Add":
             shortcut = _shortcut_index(node, graph, quantized_convs)
             if shortcut is not None:
-                reads.append(_QuantizedRead(node, shortcut))
+                reads.append(QuantizedRead(node, shortcut))
     return reads
 
 
-def _weight_channel_axis(node: NodeProto, graph: _Graph) -> int | None:
+def weight_channel_axis(node: NodeProto, graph: Graph) -> int | None:
     """Output-channel axis of the node's constant weights (input 1), or None if it has none."""
     if len(node.input) < 2 or node.input[1] not in graph.initializers:
         return None
@@ -249,7 +196,7 @@ def _weight_channel_axis(node: NodeProto, graph: _Graph) -> int | None:
     return None
 
 
-def _is_spatial_mean(node: NodeProto, graph: _Graph) -> bool:
+def _is_spatial_mean(node: NodeProto, graph: Graph) -> bool:
     """Whether the node is a ReduceMean over height and width, which some exporters write for global pooling."""
     if node.op_type != "ReduceMean":
         return False
@@ -259,7 +206,7 @@ def _is_spatial_mean(node: NodeProto, graph: _Graph) -> bool:
     return axes is not None and sorted(axes) in ([2, 3], [-2, -1])
 
 
-def _shortcut_index(node: NodeProto, graph: _Graph, quantized_convs: set[str]) -> int | None:
+def _shortcut_index(node: NodeProto, graph: Graph, quantized_convs: set[str]) -> int | None:
     """Which input of a residual Add is the shortcut, or None if the Add can't run inside an INT8 convolution.
 
     The main branch ends in a Conv that feeds only this Add. If both inputs do (a downsampling shortcut), the main
@@ -274,104 +221,6 @@ def _shortcut_index(node: NodeProto, graph: _Graph, quantized_convs: set[str]) -
     main = max(branches)[1]
     main_conv = convs[main]
     return 1 - main if main_conv is not None and main_conv.output[0] in quantized_convs else None
-
-
-def _float_type(model: onnx.ModelProto, graph: _Graph) -> int:
-    """TensorProto.FLOAT or FLOAT16: the type of all weights, checked against the opset."""
-    weighted = [node for node in graph.nodes if _weight_channel_axis(node, graph) is not None]
-    types = {graph.initializers[node.input[1]].data_type for node in weighted}
-    if len(types) != 1 or not types <= set(_MIN_SCALE):
-        names = [TensorProto.DataType.Name(data_type) for data_type in sorted(types)]
-        raise EngineryError(
-            f"quantization: the weights of Conv, Gemm and MatMul nodes have types {names}, "
-            "expected all FLOAT or all FLOAT16. Give the FP32 file, or the typed FP16 file made from it."
-        )
-    opset = model_opset(model)
-    needed = 13 if types == {TensorProto.FLOAT} else 19
-    if opset < needed:
-        raise EngineryError(
-            f"quantization: the model has opset {opset}, but Q/DQ on these types needs {needed}. "
-            f"Raise it first (precision.raise_opset(model, {needed}))."
-        )
-    return int(types.pop())
-
-
-def _checked_scale(scales: Mapping[str, float], tensor: str) -> float:
-    scale = scales.get(tensor)
-    if scale is None:
-        raise EngineryError(f"quantization: no scale for tensor '{tensor}'. Calibrate with activation_tensors().")
-    if not (np.isfinite(scale) and scale > 0):
-        raise EngineryError(f"quantization: the scale of '{tensor}' is {scale}, expected a finite positive number.")
-    return scale
-
-
-class _Inserter:
-    """Adds Q/DQ nodes and their constants to a graph, once per tensor."""
-
-    def __init__(self, graph: onnx.GraphProto, float_type: int, weights: WeightStorage) -> None:
-        self.graph = graph
-        self.dtype: np.dtype = helper.tensor_dtype_to_np_dtype(float_type)
-        self.min_scale = _MIN_SCALE[float_type]
-        self.weights = weights
-        self.pairs: dict[str, list[NodeProto]] = {}  # by the tensor that they read
-
-    def quantize_activation(self, tensor: str, scale: float) -> None:
-        if tensor not in self.pairs:
-            self._add_pair(tensor, np.asarray(scale), axis=None)
-
-    def quantize_weights(self, tensor: TensorProto, axis: int) -> None:
-        """Per-channel scales max|w| / 127. Weights shared by several nodes are quantized once."""
-        if tensor.name in self.pairs:
-            return
-        values = numpy_helper.to_array(tensor).astype(np.float32)
-        others = tuple(dim for dim in range(values.ndim) if dim != axis)
-        scales = np.abs(values).max(axis=others) / INT8_MAX  # [channels]
-        self._add_pair(tensor.name, scales, axis)
-        if self.weights == "dq":
-            shape = [-1 if dim == axis else 1 for dim in range(values.ndim)]
-            stored = self._stored_scale(scales).astype(np.float32).reshape(shape)
-            codes = np.clip(np.rint(values / stored), -INT8_MAX, INT8_MAX).astype(np.int8)
-            self.graph.initializer.append(numpy_helper.from_array(codes, f"{tensor.name}_quantized"))
-            del self.pairs[tensor.name][0]
-
-    def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
-        stored: np.ndarray = np.maximum(scale, self.min_scale).astype(self.dtype)
-        return stored
-
-    def _add_pair(self, tensor: str, scale: np.ndarray, axis: int | None) -> None:
-        constants = [
-            numpy_helper.from_array(self._stored_scale(scale), f"{tensor}_scale"),
-            numpy_helper.from_array(np.zeros(scale.shape, np.int8), f"{tensor}_zero_point"),
-        ]
-        self.graph.initializer.extend(constants)
-        names = [constant.name for constant in constants]
-        code = f"{tensor}_quantized"
-        attributes = {} if axis is None else {"axis": axis}
-        self.pairs[tensor] = [
-            helper.make_node("QuantizeLinear", [tensor, *names], [code], f"{tensor}_QuantizeLinear", **attributes),
-            helper.make_node(
-                "DequantizeLinear",
-                [code, *names],
-                [_dequantized(tensor)],
-                f"{tensor}_DequantizeLinear",
-                **attributes,
-            ),
-        ]
-
-    def write_nodes(self) -> None:
-        """Puts each pair right behind the node that makes its tensor, and drops initializers no longer read."""
-        nodes = list(self.graph.node)
-        produced = {name for node in nodes for name in node.output}
-        ordered = [node for name, pair in self.pairs.items() if name not in produced for node in pair]
-        for node in nodes:
-            ordered.append(node)
-            for name in node.output:
-                ordered.extend(self.pairs.get(name, []))
-        replace_nodes(self.graph, ordered)
-
-
-def _dequantized(tensor: str) -> str:
-    return f"{tensor}_dequantized"
 
 
 def _attribute(node: NodeProto, name: str, default: Any) -> Any:

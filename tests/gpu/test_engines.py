@@ -11,10 +11,12 @@ from torch import nn
 from components.common.errors import EngineryError, UserError
 from components.common.runners.tensorrt import TensorRTRunner, load_tensorrt, tensorrt_logger, why_no_tensorrt
 from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
+from components.export.calibration import CalibrationMethod, compute_scale
+from components.export.collection import collect_with_onnxruntime
 from components.export.engines import EngineInfo, build_engine, onnx_file_for
 from components.export.onnx_export import export_onnx
-from components.export.placement import activation_tensors, insert_qdq
+from components.export.placement import activation_tensors
+from components.export.qdq import insert_qdq
 from components.export.precision import raise_opset, to_fp16
 
 SHAPES = ShapeSpec(height=32, width=32, min_batch=1, opt_batch=4, max_batch=8)

@@ -69,7 +69,7 @@ def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(
     loader = Loader(digits_dataset, "val", transform_for(32, resize_ratio=1.0), batch_size=50)
     runners = {"fp32": Recorder(flat=False), "int8": Recorder(flat=True)}
     seen: list[tuple[int, int]] = []
-    results = predict(runners, loader, lambda done, total: seen.append((done, total)))
+    results = predict(runners, loader, loader.num_images, lambda done, total: seen.append((done, total)))
 
     assert [len(batch) for batch in runners["fp32"].batches] == [50, 50, 20]
     for first, second in zip(runners["fp32"].batches, runners["int8"].batches, strict=True):

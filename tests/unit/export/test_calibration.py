@@ -13,9 +13,9 @@ from components.export.calibration import (
     ZERO_TENSOR_SCALE,
     CalibrationMethod,
     Histogram,
-    collect_with_onnxruntime,
     compute_scale,
 )
+from components.export.collection import collect_with_onnxruntime
 from components.export.placement import activation_tensors
 
 RNG = np.random.default_rng(0)

@@ -12,10 +12,9 @@ from components.common.errors import EngineryError
 from components.export.placement import (
     activation_tensors,
     inline_constants,
-    insert_qdq,
     quantizable_layers,
-    scales_below_fp16,
 )
+from components.export.qdq import insert_qdq, scales_below_fp16
 
 # name, Conv nodes, Gemm nodes, residual Adds, poolings
 NETWORKS = [

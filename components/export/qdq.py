@@ -1,0 +1,173 @@
+"""Q/DQ pairs and INT8 weights, inserted into an ONNX graph from given scales where `placement` says.
+
+The pass works on FP32 graphs (opset 13 or newer) and on typed FP16 graphs (opset 19 or newer).
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from components.common.errors import EngineryError
+from components.export.placement import (
+    Graph,
+    float_graph,
+    model_opset,
+    node_id,
+    quantized_reads,
+    replace_nodes,
+    weight_channel_axis,
+)
+
+INT8_MAX = 127
+
+# How quantized weights are stored. "dq": int8 weights and DequantizeLinear, a quarter of the size; TensorRT 8.6 builds
+# it (the H200 results were made so), newer versions and OpenVINO document it.
+# "qdq": float weights, QuantizeLinear, DequantizeLinear, for builders that refuse constants of type int8 (before 8.6).
+WeightStorage = Literal["qdq", "dq"]
+
+# A scale below the smallest normal number is flushed to zero on some devices, and its reciprocal overflows in FP16.
+MIN_SCALE = 2.0**-60
+_MIN_SCALES = {TensorProto.FLOAT: MIN_SCALE, TensorProto.FLOAT16: 2.0**-14}
+
+
+def scales_below_fp16(scales: Mapping[str, float]) -> list[str]:
+    """Tensors whose scale a typed FP16 graph can't hold: it is raised to 2**-14 there, which costs resolution."""
+    return [name for name, scale in scales.items() if scale < _MIN_SCALES[TensorProto.FLOAT16]]
+
+
+def insert_qdq(
+    model: onnx.ModelProto,
+    scales: Mapping[str, float],
+    *,
+    exclude: Collection[str] = frozenset(),
+    weights: WeightStorage = "dq",
+) -> onnx.ModelProto:
+    """Returns a copy of `model` with Q/DQ pairs inserted.
+
+    Args:
+        model: FP32 graph, or typed FP16 graph of opset 19 or newer; at most 2 GiB.
+        scales: real value of INT8 code 1 for each of `activation_tensors(model, exclude)`; others are ignored.
+        exclude: ids of nodes to keep out of INT8.
+        weights: how quantized weights are stored.
+
+    Raises:
+        EngineryError: a scale is missing or not positive, a name in `exclude` is unknown, the model is already
+            quantized, or its opset is too old for its type.
+    """
+    quantized = float_graph(model)
+    graph = Graph(quantized.graph)
+    if unknown := set(exclude) - {node_id(node) for node in graph.nodes}:
+        raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.")
+    reads = quantized_reads(quantized.graph, exclude)
+    float_type = _float_type(quantized, graph)
+    inserter = _Inserter(quantized.graph, float_type, weights)
+    for read in reads:
+        if read.axis is not None:
+            inserter.quantize_weights(graph.initializers[read.tensor], read.axis)
+        else:
+            inserter.quantize_activation(read.tensor, _checked_scale(scales, graph.scale_source(read.tensor)))
+    for read in reads:
+        read.node.input[read.index] = _dequantized(read.tensor)
+    inserter.write_nodes()
+    return quantized
+
+
+def _float_type(model: onnx.ModelProto, graph: Graph) -> int:
+    """TensorProto.FLOAT or FLOAT16: the type of all weights, checked against the opset."""
+    weighted = [node for node in graph.nodes if weight_channel_axis(node, graph) is not None]
+    types = {graph.initializers[node.input[1]].data_type for node in weighted}
+    if len(types) != 1 or not types <= set(_MIN_SCALES):
+        names = [TensorProto.DataType.Name(data_type) for data_type in sorted(types)]
+        raise EngineryError(
+            f"quantization: the weights of Conv, Gemm and MatMul nodes have types {names}, "
+            "expected all FLOAT or all FLOAT16. Give the FP32 file, or the typed FP16 file made from it."
+        )
+    opset = model_opset(model)
+    needed = 13 if types == {TensorProto.FLOAT} else 19
+    if opset < needed:
+        raise EngineryError(
+            f"quantization: the model has opset {opset}, but Q/DQ on these types needs {needed}. "
+            f"Raise it first (precision.raise_opset(model, {needed}))."
+        )
+    return int(types.pop())
+
+
+def _checked_scale(scales: Mapping[str, float], tensor: str) -> float:
+    scale = scales.get(tensor)
+    if scale is None:
+        raise EngineryError(f"quantization: no scale for tensor '{tensor}'. Calibrate with activation_tensors().")
+    if not (np.isfinite(scale) and scale > 0):
+        raise EngineryError(f"quantization: the scale of '{tensor}' is {scale}, expected a finite positive number.")
+    return scale
+
+
+class _Inserter:
+    """Adds Q/DQ nodes and their constants to a graph, once per tensor."""
+
+    def __init__(self, graph: onnx.GraphProto, float_type: int, weights: WeightStorage) -> None:
+        self.graph = graph
+        self.dtype: np.dtype = helper.tensor_dtype_to_np_dtype(float_type)
+        self.min_scale = _MIN_SCALES[float_type]
+        self.weights = weights
+        self.pairs: dict[str, list[NodeProto]] = {}  # by the tensor that they read
+
+    def quantize_activation(self, tensor: str, scale: float) -> None:
+        if tensor not in self.pairs:
+            self._add_pair(tensor, np.asarray(scale), axis=None)
+
+    def quantize_weights(self, tensor: TensorProto, axis: int) -> None:
+        """Per-channel scales max|w| / 127. Weights shared by several nodes are quantized once."""
+        if tensor.name in self.pairs:
+            return
+        values = numpy_helper.to_array(tensor).astype(np.float32)
+        others = tuple(dim for dim in range(values.ndim) if dim != axis)
+        scales = np.abs(values).max(axis=others) / INT8_MAX  # [channels]
+        self._add_pair(tensor.name, scales, axis)
+        if self.weights == "dq":
+            shape = [-1 if dim == axis else 1 for dim in range(values.ndim)]
+            stored = self._stored_scale(scales).astype(np.float32).reshape(shape)
+            codes = np.clip(np.rint(values / stored), -INT8_MAX, INT8_MAX).astype(np.int8)
+            self.graph.initializer.append(numpy_helper.from_array(codes, f"{tensor.name}_quantized"))
+            del self.pairs[tensor.name][0]
+
+    def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
+        stored: np.ndarray = np.maximum(scale, self.min_scale).astype(self.dtype)
+        return stored
+
+    def _add_pair(self, tensor: str, scale: np.ndarray, axis: int | None) -> None:
+        constants = [
+            numpy_helper.from_array(self._stored_scale(scale), f"{tensor}_scale"),
+            numpy_helper.from_array(np.zeros(scale.shape, np.int8), f"{tensor}_zero_point"),
+        ]
+        self.graph.initializer.extend(constants)
+        names = [constant.name for constant in constants]
+        code = f"{tensor}_quantized"
+        attributes = {} if axis is None else {"axis": axis}
+        self.pairs[tensor] = [
+            helper.make_node("QuantizeLinear", [tensor, *names], [code], f"{tensor}_QuantizeLinear", **attributes),
+            helper.make_node(
+                "DequantizeLinear",
+                [code, *names],
+                [_dequantized(tensor)],
+                f"{tensor}_DequantizeLinear",
+                **attributes,
+            ),
+        ]
+
+    def write_nodes(self) -> None:
+        """Puts each pair right behind the node that makes its tensor, and drops initializers no longer read."""
+        nodes = list(self.graph.node)
+        produced = {name for node in nodes for name in node.output}
+        ordered = [node for name, pair in self.pairs.items() if name not in produced for node in pair]
+        for node in nodes:
+            ordered.append(node)
+            for name in node.output:
+                ordered.extend(self.pairs.get(name, []))
+        replace_nodes(self.graph, ordered)
+
+
+def _dequantized(tensor: str) -> str:
+    return f"{tensor}_dequantized"

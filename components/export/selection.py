@@ -1,0 +1,134 @@
+"""INT8 chosen by measurement: which calibration, and which layers stay out so that the model keeps its accuracy."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import onnx
+
+from components.common.artifacts import Trial
+from components.common.evaluation import Predictions
+from components.common.statistics import paired_difference
+from components.export.calibration import CalibrationMethod
+from components.export.qdq import insert_qdq
+from components.export.sensitivity import Ranking
+
+Scales = dict[str, float]
+Measure = Callable[[Mapping[str, onnx.ModelProto], str], dict[str, Predictions]]
+"""Predictions of each model, by name, on the selection images; the text says what is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What INT8 may cost."""
+
+    max_top1_drop_points: float
+    min_relative_top1_pct: float
+
+    def holds(self, fp32: Predictions, own: Predictions) -> bool:
+        """Whether both limits hold."""
+        drop = fp32.top1_pct - own.top1_pct
+        # Percentages carry rounding noise; a value of exactly the limit holds.
+        return (
+            round(drop, 9) <= self.max_top1_drop_points
+            and round(own.top1_pct - self.min_relative_top1_pct / 100 * fp32.top1_pct, 9) >= 0
+        )
+
+
+@dataclass(kw_only=True)
+class Selection:
+    """Measures candidates against FP32 on the same images and remembers all of them."""
+
+    model: onnx.ModelProto  # FP32
+    scales: dict[CalibrationMethod, Scales]
+    measure: Measure
+    budget: Budget
+    deadline: float  # on the clock of time.monotonic(): nothing new is tried after it
+    trials: list[Trial] = field(default_factory=list)
+    out_of_time: bool = False
+    _fp32: Predictions | None = None
+
+    def choose_method(self) -> CalibrationMethod:
+        """Measure every method with all layers in INT8, and take the best; what is inside the noise goes to `max`.
+
+        `max` never clips, and so is the one that least depends on the images that happened to calibrate.
+        """
+        models = {method.value: insert_qdq(self.model, scales) for method, scales in self.scales.items()}
+        predictions = self.measure({"fp32": self.model, **models}, "comparing calibrations")
+        self._fp32 = predictions["fp32"]
+        for method in self.scales:
+            self._remember(method, (), predictions[method.value])
+        best = max(self.scales, key=lambda method: predictions[method.value].top1_pct)  # of equals the first
+        if CalibrationMethod.MAX not in self.scales:
+            return best
+        right = {method: predictions[method.value].right for method in (CalibrationMethod.MAX, best)}
+        return CalibrationMethod.MAX if paired_difference(right[CalibrationMethod.MAX], right[best]).is_noise else best
+
+    def exclude_layers(self, method: CalibrationMethod, ranking: Ranking) -> tuple[str, ...]:
+        """The fewest layers that must stay out of INT8 for the budget to hold, in the order of what they cost.
+
+        First the shortest beginning of the ranking that brings the model within budget, by doubling and bisection;
+        then each layer of it, the cheapest first, goes back into INT8 if the budget holds without it. When time runs
+        out, the search stops where it is: with the shortest list seen to hold, or the next longer beginning.
+        """
+        names = [layer.name for layer in ranking.layers]
+        if self._held(method, ()):
+            return ()
+        low, high = 0, 1  # `low` layers are too few
+        while high < len(names) and not self._holds(method, tuple(names[:high])):
+            low, high = high, min(2 * high, len(names))
+            if self._late():
+                break
+        while high - low > 1 and not self._late():
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._holds(method, tuple(names[:middle])) else (middle, high)
+        excluded = names[:high]
+        for name in reversed(names[:high]):
+            if len(excluded) == 1 or self._late():
+                break
+            fewer = [other for other in excluded if other != name]
+            if self._holds(method, tuple(fewer)):
+                excluded = fewer
+        self._holds(method, tuple(excluded))  # out of time, it may not have been measured yet
+        return tuple(excluded)
+
+    @property
+    def fp32_top1_pct(self) -> float:
+        """top-1 of FP32 on the selection images."""
+        assert self._fp32 is not None  # choose_method comes first
+        return self._fp32.top1_pct
+
+    def trial(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> Trial | None:
+        """What was measured of a candidate; None if it was not."""
+        return next((t for t in self.trials if t.method == method and t.excluded == excluded), None)
+
+    def _held(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> bool:
+        trial = self.trial(method, excluded)
+        return trial is not None and trial.within_budget
+
+    def _holds(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> bool:
+        if self.trial(method, excluded) is None:
+            model = insert_qdq(self.model, self.scales[method], exclude=excluded)
+            text = f"{len(excluded)} layer{'s' if len(excluded) > 1 else ''} out of INT8"
+            self._remember(method, excluded, self.measure({"int8": model}, text)["int8"])
+        return self._held(method, excluded)
+
+    def _remember(self, method: CalibrationMethod, excluded: tuple[str, ...], own: Predictions) -> None:
+        assert self._fp32 is not None  # choose_method comes first
+        difference = paired_difference(self._fp32.right, own.right)
+        self.trials.append(
+            Trial(
+                method=method.value,
+                excluded=excluded,
+                top1_pct=own.top1_pct,
+                delta_top1_points=difference.delta_points,
+                low_points=difference.low_points,
+                high_points=difference.high_points,
+                agreement_pct=own.agreement_pct(self._fp32),
+                within_budget=self.budget.holds(self._fp32, own),
+            )
+        )
+
+    def _late(self) -> bool:
+        self.out_of_time = self.out_of_time or time.monotonic() > self.deadline
+        return self.out_of_time

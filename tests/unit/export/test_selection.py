@@ -1,0 +1,241 @@
+"""INT8 chosen by measurement, on a small network trained on real digits."""
+
+import itertools
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from components.common.evaluation import Predictions, top_classes
+from components.common.runners.openvino import OpenVINORunner
+from components.common.runners.torch import TorchRunner
+from components.common.shapes import ShapeSpec
+from components.export.calibration import CalibrationMethod, compute_scale
+from components.export.collection import collect_with_onnxruntime
+from components.export.onnx_export import export_onnx
+from components.export.placement import activation_tensors, quantizable_layers
+from components.export.selection import Budget, Selection
+from components.export.sensitivity import rank_layers
+
+SHAPES = ShapeSpec(height=16, width=16)
+DEFAULT = Budget(max_top1_drop_points=0.5, min_relative_top1_pct=99.0)
+NUM_CONVS = 12
+HARD_CONV = 5  # reads the tensor with the outliers
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Images [N, 3, 16, 16] float32 and labels, in random order."""
+    bunch = load_digits()
+    order = np.random.default_rng(0).permutation(len(bunch.target))
+    images = np.kron(bunch.images / 8.0 - 1.0, np.ones((2, 2)))[order]
+    return np.repeat(images[:, None], 3, axis=1).astype(np.float32), bunch.target[order].astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def trained(digits) -> nn.Module:
+    torch.manual_seed(0)
+    widths = [3, *[16] * 4, *[32] * (NUM_CONVS - 4)]
+    layers: list[nn.Module] = []
+    for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        stride = 2 if index in (2, 6) else 1
+        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight)
+    images, labels = (torch.from_numpy(array[:1200]) for array in digits)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    for _ in range(12):
+        for batch in torch.randperm(len(images)).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[batch]), labels[batch].long()).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def with_outliers(model: nn.Module, factor: float, conv: int = HARD_CONV) -> nn.Module:
+    """The same function, with one channel of one inner tensor `factor` times as large: ReLU passes factors on."""
+    import copy
+
+    hard = copy.deepcopy(model)
+    convs = [module for module in hard if isinstance(module, nn.Conv2d)]
+    with torch.no_grad():
+        convs[conv - 1].weight[0] *= factor
+        convs[conv - 1].bias[0] *= factor
+        convs[conv].weight[:, 0] /= factor
+    return hard
+
+
+def selection_for(model: nn.Module, digits, tmp_path, methods, runner=OpenVINORunner, **options) -> Selection:
+    path = tmp_path / "fp32.onnx"
+    export_onnx(model, path, SHAPES)
+    images, labels = digits
+    proto = onnx.load(path)
+    histograms = collect_with_onnxruntime(path, activation_tensors(proto), [images[:256]])
+
+    def measure(models: Mapping[str, onnx.ModelProto], text: str) -> dict[str, Predictions]:
+        predictions = {}
+        for name, candidate in models.items():
+            onnx.save(candidate, tmp_path / "candidate.onnx")
+            run = runner(tmp_path / "candidate.onnx", SHAPES)
+            parts = [run.infer(images[start : start + 128]) for start in range(256, len(images), 128)]
+            predictions[name] = Predictions(top=top_classes(np.concatenate(parts)), labels=labels[256:])
+            run.close()
+        return predictions
+
+    return Selection(
+        model=proto,
+        scales={
+            method: {name: compute_scale(histogram, method) for name, histogram in histograms.items()}
+            for method in methods
+        },
+        measure=measure,
+        budget=options.pop("budget", DEFAULT),
+        deadline=options.pop("deadline", time.monotonic() + 600),
+    )
+
+
+def ranking_for(search: Selection, method: CalibrationMethod, digits, deadline: float = float("inf")):
+    batches = [torch.from_numpy(digits[0][start : start + 8]) for start in range(0, 64, 8)]
+    return rank_layers(
+        search.model,
+        search.scales[method],
+        batches,
+        device=torch.device("cpu"),
+        deadline=deadline,
+        progress=lambda done: None,
+    )
+
+
+MAX = CalibrationMethod.MAX
+
+
+def test_an_easy_model_takes_max_and_keeps_everything_in_int8(trained, digits, tmp_path):
+    search = selection_for(trained, digits, tmp_path, list(CalibrationMethod))
+    assert search.choose_method() == MAX
+    assert search.fp32_top1_pct > 90  # it did learn to read
+    assert [trial.method for trial in search.trials] == [method.value for method in CalibrationMethod]
+    assert search.exclude_layers(MAX, ranking_for(search, MAX, digits)) == ()
+    assert len(search.trials) == 4  # nothing else was tried
+
+
+@pytest.mark.parametrize("runner", [OpenVINORunner, TorchRunner])
+def test_fallback_repairs_a_layer_with_outliers(trained, digits, tmp_path, runner):
+    search = selection_for(with_outliers(trained, 1000.0), digits, tmp_path, [MAX], runner)
+    search.choose_method()
+    (ruined,) = search.trials
+    assert ruined.delta_top1_points < -10
+    assert not ruined.within_budget
+    ranking = ranking_for(search, MAX, digits)
+    layers = quantizable_layers(search.model)
+    assert ranking.layers[0].name == layers[HARD_CONV]
+    excluded = search.exclude_layers(MAX, ranking)
+    repaired = search.trial(MAX, excluded)
+    assert repaired is not None
+    assert repaired.within_budget
+    assert excluded == (layers[HARD_CONV],)
+    assert 1 - len(excluded) / NUM_CONVS >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("num_right", "expected"),
+    [
+        ({"fp32": 900, "max": 880, "percentile": 890, "entropy": 885, "mse": 880}, "max"),  # inside the noise
+        ({"fp32": 900, "max": 700, "percentile": 880, "entropy": 500, "mse": 885}, "mse"),
+        ({"fp32": 900, "max": 700, "percentile": 885, "entropy": 500, "mse": 885}, "percentile"),  # a tie
+        ({"fp32": 900, "max": 900, "percentile": 900, "entropy": 900, "mse": 900}, "max"),
+    ],
+)
+def test_what_is_inside_the_noise_goes_to_max(trained, digits, tmp_path, num_right, expected):
+    labels = np.zeros(1000, np.int32)
+    rng = np.random.default_rng(0)  # each model is wrong on images of its own
+
+    def measure(models, text):
+        wrong = {name: rng.permutation(1000) >= num_right[name] for name in models}
+        return {name: Predictions(top=wrong[name][:, None].astype(np.int32), labels=labels) for name in models}
+
+    search = selection_for(trained, digits, tmp_path, list(CalibrationMethod))
+    search.measure = measure
+    assert search.choose_method() == expected
+
+
+def test_the_search_is_deterministic(trained, digits, tmp_path):
+    found = []
+    for _ in range(2):
+        search = selection_for(with_outliers(trained, 1000.0), digits, tmp_path, [MAX])
+        search.choose_method()
+        ranking = ranking_for(search, MAX, digits)
+        found.append((ranking, search.exclude_layers(MAX, ranking), search.trials))
+    assert found[0] == found[1]
+
+
+def test_a_budget_that_nothing_holds_leaves_no_layer_in_int8(trained, digits, tmp_path):
+    # FP32 itself is as good as FP32, so even a budget of zero is held in the end.
+    hard = with_outliers(with_outliers(trained, 1e4), 1e4, conv=2)
+    search = selection_for(
+        hard, digits, tmp_path, [MAX], budget=Budget(max_top1_drop_points=0.0, min_relative_top1_pct=100.0)
+    )
+    search.choose_method()
+    excluded = search.exclude_layers(MAX, ranking_for(search, MAX, digits))
+    assert search.trial(MAX, excluded).within_budget
+
+
+def test_out_of_time_stops_with_what_it_has(trained, digits, tmp_path):
+    hard = with_outliers(with_outliers(trained, 1000.0), 1000.0, conv=9)
+    search = selection_for(hard, digits, tmp_path, [MAX], deadline=0.0)
+    search.choose_method()
+    ranking = ranking_for(search, MAX, digits, deadline=0.0)
+    assert ranking.num_images == 8  # one batch is always ranked
+    excluded = search.exclude_layers(MAX, ranking)
+    assert search.out_of_time
+    assert [len(trial.excluded) for trial in search.trials] == [0, 1, 2]
+    assert search.trial(MAX, excluded) == search.trials[-1]  # what is taken was measured
+
+
+class FakeSelection(Selection):
+    """The search over layers whose costs simply add up."""
+
+    def _holds(self, method, excluded):
+        self.tried.append(excluded)
+        return sum(cost for name, cost in self.costs.items() if name not in excluded) <= 10
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ({"a": 20.0, "b": 1.0}, ("a",)),
+        ({"a": 20.0, "b": 8.0, "c": 6.0}, ("a", "b")),
+        # The ranking is wrong about "b": it goes back into INT8.
+        ({"a": 20.0, "b": 0.0, "c": 15.0, "d": 1.0}, ("a", "c")),
+        ({f"l{i}": 11.0 for i in range(9)}, tuple(f"l{i}" for i in range(9))),
+    ],
+)
+def test_the_fewest_layers_are_left_out(costs, expected):
+    from components.common.artifacts import LayerCost
+    from components.export.sensitivity import Ranking
+
+    search = FakeSelection(model=None, scales={}, measure=None, budget=DEFAULT, deadline=float("inf"))
+    search.costs, search.tried = costs, []
+    layers = tuple(LayerCost(name=name, operator="Conv", cost_nats=0.0) for name in costs)
+    assert search.exclude_layers(MAX, Ranking(layers=layers, num_images=1)) == expected
+    assert len(search.tried) <= 4 * len(costs)
+
+
+@pytest.mark.parametrize(
+    ("own", "points", "share", "holds"),
+    [(99.5, 0.5, 99.0, True), (99.4, 0.5, 99.0, False), (49.6, 0.5, 99.5, False), (49.6, 0.5, 99.2, True)],
+)
+def test_budget(own, points, share, holds):
+    def predictions(percent):
+        right = round(10 * percent)
+        labels = np.zeros(1000, np.int32)
+        return Predictions(top=np.repeat([[0], [1]], [right, 1000 - right], axis=0).astype(np.int32), labels=labels)
+
+    fp32 = predictions(100.0 if own > 90 else 50.0)
+    assert Budget(max_top1_drop_points=points, min_relative_top1_pct=share).holds(fp32, predictions(own)) is holds
