@@ -16,8 +16,8 @@ from components.export.collection import collect_with_onnxruntime
 from components.export.engines import EngineInfo, build_engine, onnx_file_for
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
-from components.export.qdq import insert_qdq
 from components.export.precision import raise_opset, to_fp16
+from components.export.qdq import insert_qdq
 
 SHAPES = ShapeSpec(height=32, width=32, min_batch=1, opt_batch=4, max_batch=8)
 PRECISIONS = ("fp32", "fp16", "int8")
