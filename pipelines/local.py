@@ -2,38 +2,42 @@
 
 import contextlib
 import json
-import logging
 import os
 import shlex
-import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any, Literal
 
 import kfp.local
-import psutil
 from rich.console import Console
+from rich.markup import escape
 
-from components.common.artifacts import FAILURE, write_atomically
+from components.common.artifacts import FAILURE
+from components.common.disk import full
 from components.common.environment import environment
 from components.common.errors import EXIT_FAILURE, UserError
-from components.common.lifetime import PARENT_VARIABLE
+from components.common.lifetime import PARENT_VARIABLE, adopt_orphans, end_children, end_orphans_of
+from components.common.step import DEBUG_VARIABLE
 from components.common.steplog import EVENTS_VARIABLE
+from components.export.config import CACHE_VARIABLE
 from pipelines.caching import enable, finished_steps, step_keys
+from pipelines.interrupts import Interrupts
 from pipelines.parameters import STEP_CONFIGS, PipelineFile
-from pipelines.rendering import EventStream, Renderer, print_summary
-from pipelines.state import MLFLOW_RUN_ID, SUMMARY, StateDirectory
+from pipelines.record import RUN_LOG, RunRecord, as_error
+from pipelines.rendering import EventStream, Renderer, RunLog, print_summary
+from pipelines.state import StateDirectory
+from pipelines.state import without_credentials as without_credentials
 from pipelines.summary import RunSummary, SummaryBuilder
-
-if TYPE_CHECKING:
-    from components.common.tracking import PipelineRun
 
 EXIT_INTERRUPTED = 130
 
 _GRACE_S = 10.0  # for steps to end by themselves after an interrupt
+
+Status = Literal["done", "failed", "killed"]
 
 
 def run_locally(
@@ -61,64 +65,144 @@ def run_locally(
     Raises:
         UserError: the state directory or a parameter can't be used here.
         EngineryError: MLflow can't be reached.
+        SystemExit: interrupted before there was a run.
     """
     _refuse_python3(arguments)
     state = StateDirectory.current()
     started = time.time()
-    held = state.new_run(file.name)
-    directory = held.path
-    uri = state.tracking_uri
-    from components.common.tracking import PipelineRun  # MLflow takes seconds to import: only when something runs
-
-    with state.store_lock():  # several processes that create one SQLite store damage it
-        tracked = PipelineRun(uri, experiment, directory.name, source=str(file.path))
-    (directory / MLFLOW_RUN_ID).write_text(tracked.run_id, encoding="utf-8")
-    for path, run_id in state.abandoned_runs():
-        tracked.close(run_id)
-        (path / MLFLOW_RUN_ID).unlink(missing_ok=True)  # another run may be doing the same
-    tracked.step_run.log_params(arguments)
-    builder = SummaryBuilder(time.time())
-    keys = step_keys(file, arguments) if reuse else {}
-    enable(file, keys)
-    with _terminable():
-        status = _execute(file, arguments, keys, state, directory, tracked.environment(), builder, console)
-    _take_over(file, keys, state, builder)
-    failure = builder.failure
-    summary = RunSummary(
-        pipeline=file.name,
-        run_id=directory.name,
-        status=status,
-        exit_code=_exit_code(status, failure),
-        message=failure["message"] if failure else "",
-        seconds_total=time.time() - started,
-        arguments=dict(arguments),
-        steps=builder.steps,
-        rows=builder.rows(),
-        checks=builder.checks,
-        **builder.digests(),
-        registered=builder.registered,
-        report=builder.report,
-        run_directory=str(directory),
-        tracking_uri=without_credentials(uri),
-        mlflow_run_id=tracked.run_id,
-        environment=environment(),
-    )
-    _record(summary, tracked, directory, summary_path)
-    print_summary(console, summary)
-    _print_pointers(summary, console)
+    with Interrupts(on_second=end_children) as interrupts:
+        try:
+            with interrupts.raising():
+                record = RunRecord.open(state, file, arguments, experiment, console)
+        except KeyboardInterrupt:
+            console.print("\n[yellow]interrupted[/] before the first step")
+            raise SystemExit(EXIT_INTERRUPTED) from None
+        chain = _Chain(file=file, arguments=arguments, state=state, record=record, console=console)
+        try:
+            status = chain.run(interrupts, reuse=reuse)
+        except OSError:  # of the terminal: nobody reads any more
+            status = "failed"
+        record.make_room()
+        summary = record.close(chain.summary(status, time.time() - started), summary_path)
+        print_summary(console, summary)
+        _print_pointers(summary, console)
+        for problem in record.problems:
+            console.print(f"[yellow]warning:[/] {escape(problem)}", highlight=False, soft_wrap=True)
     return summary
 
 
-def _record(summary: RunSummary, tracked: "PipelineRun", directory: Path, summary_path: Path | None) -> None:
-    """Write the summary and end the MLflow run."""
-    data = summary.model_dump_json(indent=1).encode()
-    write_atomically(directory / SUMMARY, data)
-    tracked.step_run.log_artifact(directory / SUMMARY)
-    tracked.step_run.log_artifact(directory / "run.log")
-    mlflow_status = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}[summary.status]
-    tracked.finish(mlflow_status, {"enginery.status": summary.status, "enginery.message": summary.message})
-    if summary_path is not None:
-        write_atomically(summary_path, data)
+@dataclass(kw_only=True)
+class _Chain:
+    """The steps of one run, as they go."""
+
+    file: PipelineFile
+    arguments: Mapping[str, Any]
+    state: StateDirectory
+    record: RunRecord
+    console: Console
+    keys: dict[str, str] = field(default_factory=dict)
+    builder: SummaryBuilder = field(default_factory=lambda: SummaryBuilder(time.time()))
+
+    def run(self, interrupts: Interrupts, *, reuse: bool) -> Status:
+        """Run the steps with their output in run.log. However that ends, no process is left."""
+        adopt_orphans()
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(RunLog(self.record.directory / RUN_LOG))
+            renderer = stack.enter_context(Renderer(self.console))
+
+            def on_event(event: dict[str, Any]) -> None:
+                self.builder.handle(event)
+                renderer.handle(event)
+
+            def on_step_event(event: dict[str, Any]) -> None:
+                interrupts.check()
+                if event["event"] == "started":
+                    end_orphans_of(event["pid"])
+                on_event(event)
+
+            try:
+                with interrupts.raising():
+                    self._run_steps(EventStream(log, on_step_event), log, renderer, reuse=reuse)
+                return "done"
+            except KeyboardInterrupt:
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    self.console.print("stopping the running step (again: at once)", style="dim", highlight=False)
+                end_children(_GRACE_S if interrupts.num_signals < 2 else 0.0)
+                return "killed"
+            except Exception as error:  # KFP says only that a task failed; what failed came as an event
+                end_children()  # such as the workers of a step that was killed
+                log.write(f"{type(error).__name__}: {error}\n")
+                if self.builder.failure is None:
+                    on_event(self._failure(error))
+                return "failed"
+
+    def _run_steps(self, stream: EventStream, log: RunLog, renderer: Renderer, *, reuse: bool) -> None:
+        self.keys = step_keys(self.file, self.arguments) if reuse else {}
+        enable(self.file, self.keys)
+        for cached in finished_steps(self.file, self.keys, self.state.cache_root, self.state.runs):
+            renderer.show_reused(cached.step, cached.run_id)
+        variables = {CACHE_VARIABLE: str(self.state.export_cache), **self.record.tracked.environment()}
+        if own := os.environ.get(CACHE_VARIABLE):
+            variables[CACHE_VARIABLE] = own
+        with _environment(variables), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(log):
+            kfp.local.init(
+                kfp.local.SubprocessRunner(use_venv=False),
+                pipeline_root=str(self.record.directory / "artifacts"),
+                workspace_root=str(self.record.directory / "workspace"),
+                enable_caching=True,
+                cache_root=str(self.state.cache_root),
+            )
+            self.file.pipeline(**self.arguments)
+
+    def _failure(self, error: Exception) -> dict[str, Any]:
+        """The failure of a step whose event did not arrive: what it wrote beside its output, or what is likely."""
+        directory = self.record.directory
+        event = {"event": "failed", "step": self.builder.running or "start", "time": time.time()}
+        found = sorted(directory.glob(f"artifacts/**/{FAILURE}"), key=lambda path: path.stat().st_mtime)
+        with contextlib.suppress(IndexError, OSError, ValueError):  # none, or cut short by what it tells of
+            return {**json.loads(found[-1].read_text(encoding="utf-8")), **event}
+        told = full(directory)
+        if told is None and not (isinstance(error, RuntimeError) and "finished with status" in str(error)):  # not KFP's
+            told = as_error(error, directory)
+            if os.environ.get(DEBUG_VARIABLE) == "1":
+                traceback.print_exception(error)
+        if told is not None:
+            return {**event, "message": str(told), "exit_code": told.exit_code}
+        message = (
+            "ended without a word, so it was killed, most often because memory ran out. Try a smaller "
+            f"--global-batch-size or --image-size; {directory / RUN_LOG} holds its output"
+        )
+        return {**event, "message": message, "exit_code": EXIT_FAILURE}
+
+    def summary(self, status: Status, seconds: float) -> RunSummary:
+        """The result, with what steps that KFP served from its cache would have told."""
+        builder, failure = self.builder, self.builder.failure
+        told = {step.name for step in builder.steps}
+        with self.record.noting("what was reused"):
+            for cached in finished_steps(self.file, self.keys, self.state.cache_root, self.state.runs):
+                if cached.step not in told:
+                    builder.take_over(cached)
+        names = list(STEP_CONFIGS)
+        builder.steps.sort(key=lambda step: names.index(step.name) if step.name in names else -1)
+        return RunSummary(
+            pipeline=self.file.name,
+            run_id=self.record.directory.name,
+            status=status,
+            exit_code=_exit_code(status, failure),
+            message=failure["message"] if failure else "",
+            seconds_total=seconds,
+            arguments=dict(self.arguments),
+            steps=builder.steps,
+            rows=builder.rows(),
+            checks=builder.checks,
+            **builder.digests(),
+            registered=builder.registered,
+            report=builder.report,
+            run_directory=str(self.record.directory),
+            tracking_uri=self.record.uri,
+            mlflow_run_id=self.record.tracked.run_id,
+            environment=environment(),
+        )
 
 
 def _exit_code(status: str, failure: dict[str, Any] | None) -> int:
@@ -136,95 +220,6 @@ def _refuse_python3(arguments: Mapping[str, Any]) -> None:
                 f"--{name.replace('_', '-')} has 'python3' in its value ({value}), which KFP's local runner replaces "
                 "by the interpreter's path; use a link or a copy under another name"
             )
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _stop_steps() -> None:
-    """End what still runs below this process: politely first, so that steps can mark their MLflow runs."""
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.terminate()
-    for child in psutil.wait_procs(children, timeout=_GRACE_S)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-
-
-def _take_over(file: PipelineFile, keys: Mapping[str, str], state: StateDirectory, builder: SummaryBuilder) -> None:
-    """Fill in what steps that KFP served from its cache would have told."""
-    told = {step.name for step in builder.steps}
-    for cached in finished_steps(file, keys, state.cache_root, state.runs):
-        if cached.step not in told:
-            builder.take_over(cached)
-    builder.steps.sort(key=lambda step: list(STEP_CONFIGS).index(step.name))
-
-
-def _silent_end(step: str, directory: Path) -> dict[str, Any]:
-    """The failure of a step whose event did not arrive: what it wrote beside its output, or what is likely."""
-    event = {"event": "failed", "step": step or "start", "time": time.time()}
-    found = sorted(directory.glob(f"artifacts/**/{FAILURE}"), key=lambda path: path.stat().st_mtime)
-    if found:
-        return {**json.loads(found[-1].read_text(encoding="utf-8")), **event}
-    message = (
-        "ended without a word, so it was killed, most often because memory ran out. Try a smaller --global-batch-size "
-        f"or --image-size; {directory / 'run.log'} holds its output"
-    )
-    return {**event, "message": message, "exit_code": EXIT_FAILURE}
-
-
-def _execute(
-    file: PipelineFile,
-    arguments: Mapping[str, Any],
-    keys: Mapping[str, str],
-    state: StateDirectory,
-    directory: Path,
-    variables: Mapping[str, str],
-    builder: SummaryBuilder,
-    console: Console,
-) -> Literal["done", "failed", "killed"]:
-    """Run the steps with their output in run.log."""
-    with (directory / "run.log").open("w", encoding="utf-8", buffering=1) as log, Renderer(console) as renderer:
-
-        def on_event(event: dict[str, Any]) -> None:
-            builder.handle(event)
-            renderer.handle(event)
-
-        stream = EventStream(log, on_event)
-        for cached in finished_steps(file, keys, state.cache_root, state.runs):
-            renderer.show_reused(cached.step, cached.run_id)
-        with _environment(variables), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(log):
-            kfp.local.init(
-                kfp.local.SubprocessRunner(use_venv=False),
-                pipeline_root=str(directory / "artifacts"),
-                workspace_root=str(directory / "workspace"),
-                enable_caching=True,
-                cache_root=str(state.cache_root),
-            )
-            try:
-                file.pipeline(**arguments)
-                return "done"
-            except KeyboardInterrupt:
-                _stop_steps()
-                return "killed"
-            except Exception as error:  # KFP says only that a task failed; what failed came as an event
-                logging.getLogger(__name__).debug("pipeline failed", exc_info=True)
-                log.write(f"{type(error).__name__}: {error}\n")
-                if builder.failure is None:
-                    on_event(_silent_end(builder.running, directory))
-                return "failed"
 
 
 @contextlib.contextmanager
@@ -264,14 +259,6 @@ def _print_pointers(summary: RunSummary, console: Console) -> None:
     console.print(f"files       {_relative(summary.run_directory)}", highlight=False, soft_wrap=True)
     console.print(f"tracking    {summary.tracking_uri}  (look at it: enginery ui)", highlight=False, soft_wrap=True)
     console.print(f"time        {summary.seconds_total:.0f} s", highlight=False)
-
-
-def without_credentials(uri: str) -> str:
-    """A URI without user and password, for files and screens."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
 
 
 def _relative(path: str) -> str:

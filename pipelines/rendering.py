@@ -1,10 +1,13 @@
 """What a person sees of a local run: progress bars, a line per finished step, and the table at the end."""
 
+import contextlib
 import io
 import json
+import os
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,10 +21,40 @@ from pipelines.summary import RunSummary
 _PLAIN_INTERVAL_S = 10.0  # between progress lines where the output is no terminal
 
 
+class RunLog(io.TextIOBase):
+    """The file run.log. It takes what the disk takes: a full one must not end a run that only wanted to say something.
+
+    Unbuffered, so that a killed run leaves all its lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make the file."""
+        try:
+            self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError:
+            self._file = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+    def writable(self) -> bool:
+        """Streams ask."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Append, as far as there is room."""
+        with contextlib.suppress(OSError):
+            os.write(self._file, text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def close(self) -> None:
+        """Close the file, once."""
+        if not self.closed:
+            os.close(self._file)
+        super().close()
+
+
 class EventStream(io.TextIOBase):
     """Takes the steps' output line by line: events go to `on_event`, everything goes to the log."""
 
-    def __init__(self, log: TextIO, on_event: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, log: io.TextIOBase, on_event: Callable[[dict[str, Any]], None]) -> None:
         self._log = log
         self._on_event = on_event
         self._partial = ""
@@ -35,15 +68,25 @@ class EventStream(io.TextIOBase):
         *lines, self._partial = (self._partial + text).split("\n")
         for line in lines:
             text_of_step = line.lstrip()  # KFP indents what a step prints
-            if text_of_step.startswith(EVENT_PREFIX):
-                self._on_event(json.loads(text_of_step.removeprefix(EVENT_PREFIX)))
-            else:
+            event = _event(text_of_step.removeprefix(EVENT_PREFIX)) if text_of_step.startswith(EVENT_PREFIX) else None
+            if event is None:
                 self._log.write(line + "\n")
+            else:
+                self._on_event(event)
         return len(text)
 
     def flush(self) -> None:
         """Make the log readable up to here."""
         self._log.flush()
+
+
+def _event(text: str) -> dict[str, Any] | None:
+    """An event, or None for a line that a killed step left half-written."""
+    try:
+        event = json.loads(text)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
 
 
 class Renderer:

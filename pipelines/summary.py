@@ -72,6 +72,18 @@ class RunSummary(_Record):
     split_digest: str = Field("", description="Digest of the validation split that the rows were measured on.")
     bundle_digest: str = Field("", description="Manifest digest of the Bundle that was measured.")
 
+    def headline(self) -> dict[str, float]:
+        """The rows as MLflow metrics, named PRECISION_MEASURE, by which runs compare in a list."""
+        fp32 = next((row.images_per_s for row in self.rows if row.precision == "fp32"), None)
+        metrics: dict[str, float | None] = {}
+        for row in self.rows:
+            for name in ("top1_pct", "p50_ms", "images_per_s"):
+                metrics[f"{row.precision}_{name}"] = getattr(row, name)
+            if row.precision != "fp32":
+                metrics[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
+                metrics[f"{row.precision}_speedup"] = row.images_per_s / fp32 if row.images_per_s and fp32 else None
+        return {name: value for name, value in metrics.items() if value is not None}
+
 
 class SummaryBuilder:
     """Collects a run's events."""

@@ -1,14 +1,18 @@
 """A step ends with the run that started it: no orphan keeps writing."""
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import threading
+import time
 
 import psutil
 
 PARENT_VARIABLE = "ENGINERY_PARENT_PID"
+_TIDYING_S = 1.0
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def end_with_parent() -> None:
@@ -29,12 +33,69 @@ def end_with_parent() -> None:
     threading.Thread(target=_watch, args=(handle,), name="end-with-parent", daemon=True).start()
 
 
+def adopt_orphans() -> None:
+    """Let this process inherit what its children leave behind, so that `end_children` finds it.
+
+    A killed step can't end its own workers, which would else belong to init and go on writing.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_orphans_of(pid: int) -> None:
+    """Once a step has ended, however it did, end what it left behind: workers, which also keep its output open.
+
+    Needs `adopt_orphans`. KFP reads a step's output to its end, so it would wait for them for ever.
+    """
+    with contextlib.suppress(ProcessLookupError):  # it is over: it can leave nothing that this could tell apart
+        handle = os.pidfd_open(pid)
+        threading.Thread(target=_clear_after, args=(handle,), name=f"end-orphans-of-{pid}", daemon=True).start()
+
+
+def _clear_after(handle: int) -> None:
+    _wait_for_end(handle)
+    os.close(handle)
+    time.sleep(_TIDYING_S)  # what ends by itself may
+    orphans = [child for child in psutil.Process().children() if not _is_shell(child)]
+    time.sleep(_TIDYING_S / 10)  # the shell of the next step is none before its exec
+    for orphan in orphans:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not _is_shell(orphan):
+                for process in (*orphan.children(recursive=True), orphan):
+                    process.kill()
+
+
+def _is_shell(process: psutil.Process) -> bool:
+    """Whether it is what KFP starts a step through; everything else directly below the run was adopted."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name() == "sh"
+    return False
+
+
+def end_children(grace_s: float = 0.0) -> None:
+    """End everything below this process: politely first where there is a grace, so that steps can say so in MLflow."""
+    children = psutil.Process().children(recursive=True)
+    if grace_s:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+        psutil.wait_procs(children, timeout=grace_s)
+        children += psutil.Process().children(recursive=True)  # what they left
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=5.0)
+
+
 def _watch(handle: int) -> None:
+    _wait_for_end(handle)
+    _end_now()
+
+
+def _wait_for_end(handle: int) -> None:
     poll = select.poll()
     poll.register(handle, select.POLLIN)  # readable once the process has ended
     while not poll.poll():
         pass
-    _end_now()
 
 
 def _end_now() -> None:

@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,8 @@ import psutil
 
 from components.common.artifacts import FAILURE, MANIFEST
 from components.common.digests import digest_file
-from components.common.errors import EXIT_FAILURE, EngineryError, UserError
+from components.common.disk import explain, out_of_space
+from components.common.errors import EngineryError, UserError
 from components.common.lifetime import end_with_parent
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, type_label
 from components.common.steplog import StepLog
@@ -44,6 +45,7 @@ class Step:
         """Run the step and leave the process when it fails, with the exit code that says whose fault it was."""
         log = StepLog(self.name)
         signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGINT, _interrupt)
         atexit.register(_leave_quickly)  # before any library registers: handlers run last in, first out
         end_with_parent()
         folder: Path | None = Path(output)
@@ -53,29 +55,21 @@ class Step:
             self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
         except KeyboardInterrupt:
             _fail(log, EngineryError("interrupted"), code=130, output=folder)
-        except EngineryError as error:
-            _fail(log, error, code=error.exit_code, output=folder)
-        except Exception as error:  # the boundary of the process: a bug or a broken machine, told in one line
-            reason = f"{type(error).__name__}: {error}"
-            _fail(
-                log,
-                EngineryError(f"{reason} (set {DEBUG_VARIABLE}=1 for the traceback)"),
-                code=EXIT_FAILURE,
-                output=folder,
-            )
+        except Exception as error:  # the boundary of the process: a bug or a broken machine is told in one line, too
+            told = _tell(error, Path(output))
+            _fail(log, told, code=told.exit_code, output=folder)
 
     def _execute(self, log: StepLog, settings: Mapping[str, Any], output: Path, inputs: dict[str, Path]) -> None:
         process_started = psutil.Process().create_time()
-        log.event("started", process_started=process_started)
+        log.event("started", process_started=process_started, pid=os.getpid())
         config = resolve(self.config, self.name, settings)
         tracked = any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
         run: Callable[..., str] = import_module(f"components.{self.name}.run").run
-        if tracked:
-            from components.common.tracking import step_run
         imports_s = time.time() - process_started
         started = time.perf_counter()
-        with step_run(self.name) if tracked else nullcontext() as tracker:
-            log.run = tracker
+        with ExitStack() as stack:
+            if tracked:
+                stack.enter_context(_tracked(log))
             log.tracking_s = time.perf_counter() - started
             log.params(config.model_dump(mode="json"))
             work_started = time.perf_counter()
@@ -129,6 +123,30 @@ class Step:
         self.execute({**from_file, **typed}, output=output, **inputs)
 
 
+@contextmanager
+def _tracked(log: StepLog) -> Iterator[None]:
+    """Give the step its MLflow run. One whose server is gone by now works all the same, and says so."""
+    from components.common.tracking import StepRun, is_unreachable, step_run
+
+    with ExitStack() as stack:
+        try:
+            log.run = stack.enter_context(step_run(log.step))
+        except Exception as error:
+            if not is_unreachable(error):
+                raise
+            log.run = StepRun.nowhere()
+            log.lose_tracking()
+        yield
+
+
+def _tell(error: Exception, output: Path) -> EngineryError:
+    """An error as one line for a person."""
+    if isinstance(error, EngineryError):
+        return out_of_space(error, output) or error
+    unknown = EngineryError(f"{type(error).__name__}: {error} (set {DEBUG_VARIABLE}=1 for the traceback)")
+    return explain(error, output) or unknown
+
+
 def config_option(name: str, config: type[StepConfig]) -> click.Option:
     """A command-line option for one config field; the config itself converts and checks the value."""
     field = config.model_fields[name]
@@ -163,6 +181,8 @@ def _is_occupied(output: Path) -> bool:
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off must run to its end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

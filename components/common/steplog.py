@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from components.common.errors import UserError
+from components.common.errors import EngineryError, UserError
 
 if TYPE_CHECKING:
     from components.common.artifacts import AccuracyRow, BenchmarkRow
@@ -34,6 +34,7 @@ class StepLog:
         self.step = step
         self.run = run
         self.tracking_s = 0.0  # time spent talking to MLflow, reported apart from the step's work
+        self.tracking_lost = False  # the server is gone: the step's work goes on, and MLflow hears no more of it
         self._events = os.environ.get(EVENTS_VARIABLE) == "1"
         self._last_progress = 0.0
         self._last_phase = ""
@@ -75,51 +76,76 @@ class StepLog:
 
     def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
         """Log metrics to MLflow; `position` is the epoch, or whatever the x axis of the metric is."""
-        if self.run is not None:
-            with self._tracking():
-                self.run.log_metrics(values, position)
+        with self._tracking() as run:
+            if run is not None:
+                run.log_metrics(values, position)
 
     def params(self, values: dict[str, Any]) -> None:
         """Log parameters to MLflow, nested mappings flattened with dots."""
-        if self.run is not None:
-            with self._tracking():
-                self.run.log_params(values)
+        with self._tracking() as run:
+            if run is not None:
+                run.log_params(values)
 
     def tags(self, values: dict[str, str]) -> None:
         """Set tags of the step's MLflow run."""
-        if self.run is not None:
-            with self._tracking():
-                self.run.set_tags(values)
+        with self._tracking() as run:
+            if run is not None:
+                run.set_tags(values)
 
     def artifact(self, path: Path, directory: str = "") -> None:
         """Upload a file or a directory to the step's MLflow run."""
-        if self.run is not None:
-            with self._tracking():
-                self.run.log_artifact(path, directory)
+        with self._tracking() as run:
+            if run is not None:
+                run.log_artifact(path, directory)
 
     def dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
         """Log a split as an input of the step's MLflow run."""
-        if self.run is not None:
-            with self._tracking():
-                self.run.log_dataset(name, digest, num_images, context)
+        with self._tracking() as run:
+            if run is not None:
+                run.log_dataset(name, digest, num_images, context)
 
     def model(
         self, accuracy: "AccuracyRow", benchmark: list["BenchmarkRow"], tags: dict[str, str], *, dataset_digest: str
     ) -> None:
         """Log one precision as a LoggedModel with what was measured on the validation split."""
-        if self.run is not None:
-            with self._tracking():
-                self.run.log_model(accuracy, benchmark, tags, dataset_digest=dataset_digest)
+        with self._tracking() as run:
+            if run is not None:
+                run.log_model(accuracy, benchmark, tags, dataset_digest=dataset_digest)
 
     def register(self, name: str, artifact_directory: str, alias: str, tags: dict[str, str]) -> str:
-        """Register what was uploaded to `artifact_directory`; returns the version. Needs a run."""
+        """Register what was uploaded to `artifact_directory`; returns the version. Needs a run, and its server."""
         if self.run is None:
             raise UserError("registering a model needs MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
-        with self._tracking():
-            return self.run.register(name, artifact_directory, alias, tags)
+        version = ""
+        with self._tracking() as run:
+            if run is not None:
+                version = run.register(name, artifact_directory, alias, tags)
+        if self.tracking_lost:
+            raise EngineryError(
+                f"{name} is not registered: MLflow at {self.run.uri} can't be reached any more. Start the server, "
+                "then run the same command again (finished steps are kept)"
+            )
+        return version
+
+    def lose_tracking(self) -> None:
+        """The tracking server is gone. Say so once; what would go there is skipped from now on."""
+        self.tracking_lost = True
+        where = self.run.uri if self.run is not None else "its URI"
+        self.warning(
+            f"MLflow at {where} can't be reached any more: the step goes on, and what it finds from here on is "
+            "in its artifact only"
+        )
 
     @contextmanager
-    def _tracking(self) -> Iterator[None]:
+    def _tracking(self) -> Iterator["StepRun | None"]:
+        """The run to talk to, or None. A server that fails in the middle costs a warning, not the step's work."""
+        run = None if self.tracking_lost else self.run
         started = time.perf_counter()
-        yield
-        self.tracking_s += time.perf_counter() - started
+        try:
+            yield run
+        except Exception as error:
+            if run is None or not run.is_unreachable(error):
+                raise
+            self.lose_tracking()
+        finally:
+            self.tracking_s += time.perf_counter() - started

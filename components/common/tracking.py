@@ -9,22 +9,53 @@ import getpass
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import re
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import mlflow
+import requests  # type: ignore[import-untyped]
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param
-from mlflow.exceptions import MlflowException
+from mlflow.exceptions import MlflowException, RestException
 from mlflow.utils.time import get_current_time_millis
 
 from components.common.artifacts import AccuracyRow, BenchmarkRow
+from components.common.disk import explain
 from components.common.errors import EngineryError
 
 PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
+RUN_TAG = "enginery.run"  # the local run's id, by which its run in MLflow is found again
 _MAX_PARAM_LENGTH = 500
+# How long one request may take: MLflow's own defaults try for many minutes in silence. The steps inherit these.
+_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_FIRST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
+_LAST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+_REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "REQUEST_LIMIT_EXCEEDED")
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Whether a tracking server is gone, overloaded or lets us in no more, as against a request that was wrong."""
+    if isinstance(error, RestException):
+        return error.get_http_status_code() >= 500 or error.error_code in _REFUSALS
+    if isinstance(error, MlflowException):
+        return str(error).startswith("API request to ")  # how MLflow tells whatever happens to a request
+    return isinstance(error, requests.RequestException)  # of uploads
+
+
+@contextmanager
+def _requests(limits: Mapping[str, str]) -> Iterator[None]:
+    """Limits of MLflow's requests; what the user set wins."""
+    own = {name: value for name, value in limits.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -49,6 +80,20 @@ class StepRun:
         self.client = client
         self.run_id = run_id
         self.experiment_id = experiment_id
+
+    @classmethod
+    def nowhere(cls) -> "StepRun":
+        """The run of a step that could not get one."""
+        return cls(MlflowClient(), "", "")
+
+    @property
+    def uri(self) -> str:
+        """Where the run is, for a person."""
+        return _without_credentials(str(self.client.tracking_uri))
+
+    def is_unreachable(self, error: Exception) -> bool:
+        """Whether the server is what failed."""
+        return is_unreachable(error)
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Log parameters, nested mappings flattened with dots."""
@@ -148,17 +193,34 @@ def step_run(step: str) -> Iterator[StepRun]:
         tags["mlflow.parentRunId"] = parent
     run = client.create_run(experiment_id, run_name=step, tags=tags)
     status = "FAILED"
+    message = ""
     try:
         yield StepRun(client, run.info.run_id, experiment_id)
         status = "FINISHED"
     except Exception as error:
-        client.set_tag(run.info.run_id, "enginery.message", str(error)[:5000])
+        problem = error if isinstance(error, EngineryError) else explain(error, Path.cwd()) or error
+        message = str(problem)[:5000]
         raise
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
-        client.set_terminated(run.info.run_id, status=status)
+        _end_step_run(client, run.info.run_id, status, message)
+
+
+def _end_step_run(client: MlflowClient, run_id: str, status: str, message: str) -> None:
+    """Tell MLflow. Where that fails, what the step did or died of counts, and the pipeline's run closes this one."""
+    try:
+        if message:
+            client.set_tag(run_id, "enginery.message", message)
+        client.set_terminated(run_id, status=status)
+    except Exception as error:
+        if status == "FINISHED" and not is_unreachable(error):
+            raise
+
+
+def _without_credentials(uri: str) -> str:
+    return uri if "@" not in uri else f"{uri.partition('://')[0]}://***@{uri.rpartition('@')[2]}"
 
 
 def _user() -> str:
@@ -185,10 +247,45 @@ def _experiment(client: MlflowClient, name: str) -> str:
     return str(client.create_experiment(name, artifact_location=root, tags=tags))
 
 
+def _prepare_sqlite(uri: str) -> None:
+    """See that a SQLite store can be used, and make a new one whole: beside its place first, then renamed.
+
+    MLflow would try again for minutes where it can't open the file, and could not use one that a killed process left
+    with half of its tables.
+
+    Raises:
+        OSError: of the directory.
+        sqlite3.Error: the file is no database, or can't be written.
+    """
+    if not uri.startswith("sqlite:///"):
+        return
+    file = Path(uri.removeprefix("sqlite:///").split("?")[0])
+    if str(file) in ("", ":memory:"):
+        return
+    if not file.exists() or file.stat().st_size == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_name(f".{file.name}.new")
+        for left in (fresh, fresh.with_name(f"{fresh.name}-journal")):
+            left.unlink(missing_ok=True)
+        _try_sqlite(fresh)
+        MlflowClient(tracking_uri=f"sqlite:///{fresh}").search_experiments(max_results=1)
+        fresh.replace(file)
+    _try_sqlite(file)
+
+
+def _try_sqlite(file: Path) -> None:
+    with closing(sqlite3.connect(file, timeout=20)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("CREATE TABLE enginery_probe (room)")  # needs pages and a journal, so a full disk shows
+        connection.rollback()
+
+
 class PipelineRun:
     """The parent run of one pipeline run; the steps' runs are nested in it."""
 
-    def __init__(self, tracking_uri: str, experiment: str, name: str, *, source: str) -> None:
+    def __init__(
+        self, tracking_uri: str, experiment: str, name: str, *, source: str, params: Mapping[str, Any], place: Path
+    ) -> None:
         """Open the tracking store (creating a fresh SQLite file before any step can) and start the run.
 
         Args:
@@ -196,26 +293,26 @@ class PipelineRun:
             experiment: name of the experiment, made if it is new.
             name: of the run.
             source: the pipeline file, shown as the run's source.
+            params: what the run was started with.
+            place: where a local store writes.
 
         Raises:
-            EngineryError: the tracking server can't be reached or refuses.
+            EngineryError: the store can't be reached, does not answer in time or refuses.
         """
-        # MLflow's own defaults try for many minutes in silence. The steps inherit these.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it announces every table it creates
+        logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it logs errors with tracebacks, beside raising them
         mlflow.set_tracking_uri(tracking_uri)
         try:
-            self.client = MlflowClient()
-            self.experiment_id = _experiment(self.client, experiment)
-            tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
-            self.run_id = self.client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
-        except MlflowException as error:
-            raise EngineryError(
-                f"MLflow at {tracking_uri} can't be used: {error}. "
-                "Start the server, or unset MLFLOW_TRACKING_URI to track in a local SQLite file"
-            ) from None
-        self.step_run = StepRun(self.client, self.run_id, self.experiment_id)
+            with _requests(_FIRST_REQUESTS):
+                _prepare_sqlite(tracking_uri)
+                self.client = MlflowClient()
+                self.experiment_id = _experiment(self.client, experiment)
+                tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
+                run = self.client.create_run(self.experiment_id, run_name=name, tags={**tags, RUN_TAG: name})
+                self.run_id = run.info.run_id
+                self.step_run = StepRun(self.client, self.run_id, self.experiment_id)
+                self.step_run.log_params(params)
+        except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
+            raise _unusable(tracking_uri, error, place) from error
 
     def environment(self) -> dict[str, str]:
         """What the steps need to find this run."""
@@ -223,24 +320,57 @@ class PipelineRun:
             "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri(),
             "MLFLOW_EXPERIMENT_ID": self.experiment_id,
             PARENT_RUN_VARIABLE: self.run_id,
+            **{name: os.environ.get(name, value) for name, value in _REQUESTS.items()},
         }
 
-    def finish(self, status: str, tags: Mapping[str, str]) -> None:
-        """End the run as "FINISHED", "FAILED" or "KILLED", and steps' runs that could not end themselves."""
-        self.step_run.set_tags(tags)
-        self._close(self.run_id, status)
+    def finish(
+        self, status: str, tags: Mapping[str, str], metrics: Mapping[str, float], artifacts: Sequence[Path]
+    ) -> None:
+        """End the run as "FINISHED", "FAILED" or "KILLED", and steps' runs that could not end themselves.
 
-    def close(self, run_id: str) -> None:
-        """Mark another pipeline run, whose process was killed, as "KILLED" if this store knows it."""
-        with suppress(MlflowException):
-            self._close(run_id, "KILLED")
+        What takes room comes last, so that a full disk keeps the run from nothing else.
+        """
+        with _requests(_LAST_REQUESTS if status == "KILLED" else _REQUESTS):
+            self._close(self.run_id, status, tags)
+            if metrics:
+                self.step_run.log_metrics(metrics, 0)
+            for path in artifacts:
+                self.step_run.log_artifact(path)
 
-    def _close(self, run_id: str, status: str) -> None:
+    def close_abandoned(self, name: str, status: str, message: str) -> None:
+        """End the run of another process that could not, if this store has it: by the local run's id."""
+        experiments = [entry.experiment_id for entry in self.client.search_experiments()]
+        for run in self.client.search_runs(experiments, f"tags.`{RUN_TAG}` = '{name}'"):
+            if run.info.status == "RUNNING":
+                self._close(run.info.run_id, status, {"enginery.status": status.lower(), "enginery.message": message})
+
+    def _close(self, run_id: str, status: str, tags: Mapping[str, str]) -> None:
         experiment_id = self.client.get_run(run_id).info.experiment_id
         nested = f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'"
         for run in self.client.search_runs([experiment_id], nested):
-            self.client.set_terminated(run.info.run_id, status="KILLED")
+            if message := tags.get("enginery.message"):
+                self.client.set_tag(run.info.run_id, "enginery.message", message)
+            self.client.set_terminated(run.info.run_id, status=status)
+        StepRun(self.client, run_id, experiment_id).set_tags(tags)
         self.client.set_terminated(run_id, status=status)
+
+
+def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
+    """What to tell a person whose tracking store does not open."""
+    shown = _without_credentials(uri)
+    if uri.startswith("sqlite:"):
+        if told := explain(error, place):
+            return told
+        fix = "Move the file away if it is no MLflow database, or close what holds it"
+    else:
+        fix = "Start the server, or unset MLFLOW_TRACKING_URI to track in a local SQLite file"
+    system = re.search(r"\[Errno -?\d+\] ([^'\")]+)", str(error))  # such as "Connection refused", deep in a chain
+    if "timed out" in str(error):
+        seconds = os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", _FIRST_REQUESTS["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+        reason = f"it did not answer within {seconds} s (MLFLOW_HTTP_REQUEST_TIMEOUT)"
+    else:
+        reason = system[1] if system else str(error).replace(uri, shown)
+    return EngineryError(f"MLflow at {shown} can't be used: {reason.rstrip('.')}. {fix}")
 
 
 def aliased_versions(uri: str) -> Iterator[tuple[str, str, list[str]]]:

@@ -8,6 +8,8 @@ from components.common.settings import StepConfig
 from components.common.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolation
 from components.common.verdict import Thresholds
 
+CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory
+
 
 class ExportConfig(StepConfig):
     """How the model is exported, calibrated and compiled."""

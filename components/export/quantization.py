@@ -27,8 +27,6 @@ from components.export.selection import Budget, Selection
 from components.export.sensitivity import BATCH_SIZE, Ranking, rank_layers
 from components.export.sources import SourceModel
 
-CACHE_VARIABLE = "ENGINERY_CACHE"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:

@@ -23,13 +23,13 @@ from components.common.errors import EngineryError, RuntimeUnavailable
 from components.common.loader import to_numpy
 from components.common.runners.tensorrt import why_no_tensorrt
 from components.common.steplog import StepLog
-from components.export.config import ExportConfig
+from components.export.config import CACHE_VARIABLE, ExportConfig
 from components.export.engines import build_engine, onnx_file_for
 from components.export.onnx_export import check_against_torch
 from components.export.placement import quantizable_layers
 from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import insert_qdq
-from components.export.quantization import CACHE_VARIABLE, Quantization, quantize
+from components.export.quantization import Quantization, quantize
 from components.export.samples import Samples, split_samples
 from components.export.sources import SourceModel, write_fp32_onnx
 

@@ -23,6 +23,7 @@ from components.common.artifacts import (
 from components.common.digests import digest_file
 from components.common.environment import num_cores
 from components.common.errors import EngineryError, UserError
+from components.common.lifetime import end_with_parent
 from components.common.steplog import StepLog
 from components.preprocess.config import PreprocessConfig, check_data_folder
 from components.preprocess.shards import ShardResult, ShardTask, plan_shards, write_shard
@@ -89,7 +90,9 @@ def _pack(
     total = sum(len(task.samples) for _, task in tasks)
     done = 0
     # "spawn" because a forked child of a process with threads can deadlock.
-    with ProcessPoolExecutor(config.num_workers or num_cores(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        config.num_workers or num_cores(), mp_context=get_context("spawn"), initializer=end_with_parent
+    ) as pool:
         for (split, task), result in zip(tasks, pool.map(write_shard, [task for _, task in tasks]), strict=True):
             results[split].append(result)
             done += len(task.samples)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(home: Path, *arguments: str, **variables: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", *arguments]
+    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--image-size", "32", *arguments]
     environment = {**os.environ, "ENGINERY_HOME": str(home), "OMP_NUM_THREADS": "2", **variables}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -29,11 +29,12 @@ def finish(process: subprocess.Popen, seconds: float = 120) -> str:
 
 def test_two_first_runs_at_once(tmp_path: Path) -> None:
     """On a state directory that does not exist yet, where both would create the tracking store."""
-    missing = str(tmp_path / "no data here")
-    processes = [start(tmp_path / "home", "--data", missing, "--seed", str(seed)) for seed in (1, 2)]
+    (tmp_path / "images" / "only").mkdir(parents=True)
+    data = str(tmp_path / "images")
+    processes = [start(tmp_path / "home", "--data", data, "--seed", str(seed)) for seed in (1, 2)]
     texts = [finish(process) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert all("does not exist" in text for text in texts)
+    assert all("has only the class" in text for text in texts)
     summaries = [json.loads(path.read_text()) for path in (tmp_path / "home/runs").glob("*/summary.json")]
     assert [summary["exit_code"] for summary in summaries] == [2, 2]
     from mlflow import MlflowClient
@@ -42,7 +43,7 @@ def test_two_first_runs_at_once(tmp_path: Path) -> None:
     (experiment,) = [entry for entry in client.search_experiments() if entry.name == "resnet50"]
     runs = client.search_runs([experiment.experiment_id])
     assert [run.info.status for run in runs] == ["FAILED"] * 4
-    assert all("does not exist" in run.data.tags["enginery.message"] for run in runs)
+    assert all("has only the class" in run.data.tags["enginery.message"] for run in runs)
 
 
 def test_a_killed_step_is_explained(tmp_path: Path, few_digits: Path) -> None:

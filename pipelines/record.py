@@ -1,0 +1,138 @@
+"""What a run leaves: its directory, its run in MLflow, its summary. Opened before the first step, and always closed."""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from components.common.artifacts import write_atomically
+from components.common.disk import explain
+from components.common.errors import EXIT_FAILURE, EngineryError
+from pipelines.parameters import PipelineFile
+from pipelines.state import MLFLOW_RUN_ID, SUMMARY, AbandonedRun, RunDirectory, StateDirectory, without_credentials
+from pipelines.summary import RunSummary
+
+if TYPE_CHECKING:
+    from components.common.tracking import PipelineRun
+
+RUN_LOG = "run.log"
+MLFLOW_STATUS = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+_PATIENCE_S = 3.0
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """The directory of a run and its run in MLflow, both open."""
+
+    held: RunDirectory
+    tracked: "PipelineRun"
+    uri: str  # without credentials
+    problems: list[str] = field(default_factory=list)  # what could not be recorded
+
+    @classmethod
+    def open(
+        cls, state: StateDirectory, file: PipelineFile, arguments: Mapping[str, Any], experiment: str, console: Console
+    ) -> "RunRecord":
+        """Make both, and end in MLflow what earlier runs could not.
+
+        Raises:
+            EngineryError: MLflow or the state directory can't be used. Nothing is left behind.
+        """
+        held = state.new_run(file.name)
+        uri = without_credentials(state.tracking_uri)
+        try:
+            from components.common.tracking import PipelineRun  # takes seconds: only when something runs
+
+            with _waiting_note(console, uri), state.store_lock():
+                tracked = PipelineRun(
+                    state.tracking_uri,
+                    experiment,
+                    held.path.name,
+                    source=str(file.path),
+                    params=arguments,
+                    place=state.path,
+                )
+        except Exception:
+            held.discard()
+            raise
+        record = cls(held=held, tracked=tracked, uri=uri)
+        with record.noting("the run's id in MLflow"):
+            write_atomically(held.path / MLFLOW_RUN_ID, tracked.run_id.encode())
+        for abandoned in state.abandoned_runs():
+            with record.noting(f"the end of {abandoned.name} in MLflow"):
+                tracked.close_abandoned(abandoned.name, *_end_of(abandoned))
+                abandoned.closed()
+        return record
+
+    def make_room(self) -> None:
+        """Give back what was kept for the end of the run, which has come."""
+        self.held.release_reserve()
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return self.held.path
+
+    def close(self, summary: RunSummary, copy: Path | None) -> RunSummary:
+        """Write the summary, and a copy where one is wanted, then tell MLflow how the run ended.
+
+        Returns:
+            The summary; that of a run whose summary could not be written is no success.
+        """
+        for place in filter(None, (self.directory / SUMMARY, copy)):
+            num_problems = len(self.problems)
+            with self.noting(str(place)):
+                write_atomically(place, summary.model_dump_json(indent=1).encode())
+            if len(self.problems) > num_problems and summary.status == "done":
+                told = {"status": "failed", "exit_code": EXIT_FAILURE, "message": self.problems[-1]}
+                summary = summary.model_copy(update=told)
+        message = summary.message or ("interrupted" if summary.status == "killed" else "")
+        tags = {"enginery.status": summary.status, "enginery.message": message[:5000]}
+        artifacts = [path for name in (SUMMARY, RUN_LOG) if (path := self.directory / name).exists()]
+        with self.noting("the run's end in MLflow"):
+            self.tracked.finish(MLFLOW_STATUS[summary.status], tags, summary.headline(), artifacts)
+            self.held.closed()
+        return summary
+
+    @contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """Go on where something can't be recorded: the rest must be."""
+        try:
+            yield
+        except Exception as error:
+            reason = explain(error, self.directory) or error
+            self.problems.append(f"{what} could not be recorded: {reason}")
+
+
+def _end_of(run: AbandonedRun) -> tuple[str, str]:
+    """MLflow's status and message for a run that could not say so itself."""
+    try:
+        summary = json.loads((run.path / SUMMARY).read_bytes())
+        return MLFLOW_STATUS[summary["status"]], str(summary["message"])
+    except (OSError, ValueError, LookupError):
+        return "KILLED", "the run was killed"
+
+
+@contextmanager
+def _waiting_note(console: Console, uri: str) -> Iterator[None]:
+    """Say what a start waits for that takes long."""
+    note = threading.Timer(
+        _PATIENCE_S, console.print, (f"waiting for MLflow at {uri}",), {"highlight": False, "soft_wrap": True}
+    )
+    note.daemon = True
+    note.start()
+    try:
+        yield
+    finally:
+        note.cancel()
+
+
+def as_error(error: Exception, place: Path) -> EngineryError:
+    """An error of this process as one line for a person."""
+    told = error if isinstance(error, EngineryError) else explain(error, place)
+    return told or EngineryError(f"{type(error).__name__}: {error} (enginery --debug shows the traceback)")

@@ -1,0 +1,195 @@
+"""A disk that fills up or can't be written, for real: a small file system in memory."""
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from components.common.artifacts import MANIFEST
+from components.common.digests import digest_file
+from components.common.disk import explain
+from pipelines.rendering import EventStream, RunLog
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
+SETTINGS = ["--architecture", "mobilenet_v3_small", "--image-size", "32", "--epochs", "1", "--global-batch-size", "32"]
+SETTINGS += ["--num-calibration-images", "16", "--max-top1-drop-points", "100", "--set", "gate.min_relative_top1_pct=0"]
+SETTINGS += ["--set", "validate.benchmark_seconds=0.1", "--set", "train.warmup_fraction=0"]
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of its own."""
+    place = tmp_path_factory.mktemp("disk")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400m", "enginery-test", str(place)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a file system can't be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Take all that is left."""
+    filler = disk / "filler"
+    with filler.open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"\0" * (1 << 16))
+    with filler.open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"\0" * 512)
+    return filler
+
+
+def start(home: Path, data: Path) -> subprocess.Popen[str]:
+    data.mkdir(exist_ok=True)  # one without classes ends the run in its first step
+    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(data), *SETTINGS]
+    environment = {**os.environ, "ENGINERY_HOME": str(home), "OMP_NUM_THREADS": "2", "COLUMNS": "200"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    text = process.communicate(timeout=300)[0]
+    assert "Traceback" not in text
+    return text
+
+
+def query(home: Path, text: str) -> list[tuple[str, ...]]:
+    try:
+        with closing(sqlite3.connect(f"file:{home / 'mlflow.db'}?mode=ro", uri=True, timeout=20)) as store:
+            return store.execute(text).fetchall()
+    except sqlite3.OperationalError:  # not made yet
+        return []
+
+
+def hold_in(process: subprocess.Popen[str], home: Path, step: str) -> psutil.Process:
+    """Wait until a step is at work and stop the clock for it."""
+    running = f"select name, status from runs where status = 'RUNNING' and name = '{step}'"
+    deadline = time.monotonic() + 300
+    while not query(home, running):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a zombie
+            command = child.cmdline()
+            if "--function_to_execute" in command and "python" in child.name():
+                child.suspend()
+                return child
+    raise AssertionError(f"{step} was over before it could be stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_the_disk_fills_up_while_a_step_is_at_work(disk: Path, few_digits: Path, step: str) -> None:
+    home = disk / "home"
+    before = set(home.glob("runs/*"))
+    process = start(home, few_digits)
+    worker = hold_in(process, home, step)
+    filler = fill(disk)
+    worker.send_signal(signal.SIGCONT)
+    text = finish(process)
+    filler.unlink()
+
+    assert process.returncode == 1
+    assert text.count("no space left on") == 1, text
+    message = rf"{step} failed .*no space left on {disk}: \d+\.\d MB free; free space or set ENGINERY_HOME .*are kept\)"
+    assert re.search(message, text), text
+    for finished in STEPS[: STEPS.index(step)]:
+        assert re.search(rf"^ *{finished} (reused|done) ", text, re.MULTILINE), text
+    (directory,) = set(home.glob("runs/*")) - before
+    assert not list(directory.glob(f"artifacts/*/{step}/*/{MANIFEST}"))
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("failed", 1)
+    assert "no space left" in summary["message"]
+    ((run_id, status),) = query(home, f"select run_uuid, status from runs where name = '{directory.name}'")
+    assert status == "FAILED"
+    told = query(home, f"select value from tags where run_uuid = '{run_id}' and key = 'enginery.message'")
+    assert "no space left" in told[0][0]
+    assert not query(home, "select name, status from runs where status = 'RUNNING'")
+
+
+@pytest.mark.slow
+def test_with_room_again_the_run_goes_on(disk: Path, few_digits: Path) -> None:
+    process = start(disk / "home", few_digits)
+    text = finish(process)
+    assert process.returncode == 0, text
+    for step in STEPS[:-1]:
+        assert re.search(rf"^ *{step} reused ", text, re.MULTILINE), text
+    for manifest in disk.glob(f"home/runs/*/artifacts/**/{MANIFEST}"):
+        for name, entry in json.loads(manifest.read_text())["files"].items():
+            assert digest_file(manifest.parent / name) == entry["digest"]
+
+
+@pytest.mark.parametrize("state", ["no state yet", "with a store", "a little room"])
+def test_a_run_on_a_full_disk_does_not_begin(disk: Path, tmp_path: Path, state: str) -> None:
+    home = disk / state.replace(" ", "-")
+    if state == "with a store":
+        assert "has no sub-folders" in finish(start(home, tmp_path / "empty"))
+    before = set(home.glob("runs/*"))
+    filler = fill(disk)
+    if state == "a little room":  # for a directory, not for a database
+        os.truncate(filler, filler.stat().st_size - (1 << 20) - (100 << 10))
+    process = start(home, tmp_path / "empty")
+    text = finish(process)
+    filler.unlink()
+    assert process.returncode == 1, text
+    assert f"no space left on {disk}" in text
+    assert "set ENGINERY_HOME" in text
+    assert set(home.glob("runs/*")) == before
+    again = start(home, tmp_path / "empty")  # what a run that could not begin left must not be in the way
+    assert "has no sub-folders" in finish(again)
+    assert again.returncode == 2
+
+
+def test_a_state_directory_that_is_read_only(disk: Path, tmp_path: Path) -> None:
+    home = disk / "home-read-only"
+    home.mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        process = start(home, tmp_path / "empty")
+        text = finish(process)
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    assert process.returncode == 2, text
+    assert f"can't write in the state directory {home}: Read-only file system" in text
+
+
+def test_a_log_that_takes_nothing_disturbs_nobody() -> None:
+    events = []
+    with RunLog(Path("/dev/full")) as log:
+        stream = EventStream(log, events.append)
+        print("a line", file=stream)
+        print('@enginery {"event": "note"}', file=stream)
+        print('@enginery {"event": "cut sh', file=stream, flush=True)
+    assert events == [{"event": "note"}]
+
+
+def test_a_full_disk_is_known_by_what_libraries_say(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left") as full:
+        Path("/dev/full").write_bytes(b"x")
+    wrapped = RuntimeError("export failed")
+    wrapped.__cause__ = full.value
+    rust = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    sqlite = RuntimeError("(sqlite3.OperationalError) database or disk is full")
+    for error in (full.value, wrapped, rust, sqlite):
+        assert str(explain(error, tmp_path)).startswith("no space left on /")
+    assert explain(ValueError("too large"), tmp_path) is None
+    refused = PermissionError(13, "Permission denied", "/data/x")
+    told = explain(refused, tmp_path)
+    assert told is not None
+    assert told.exit_code == 2
+    assert "can't use /data/x: Permission denied" in str(told)

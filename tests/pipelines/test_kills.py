@@ -1,0 +1,265 @@
+"""Real signals in every step: nothing is left running, nothing half-written is accepted, and the next run goes on."""
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from components.common.artifacts import MANIFEST
+from components.common.digests import digest_file
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
+SETTINGS = ["--architecture", "mobilenet_v3_small", "--image-size", "32", "--epochs", "1", "--global-batch-size", "32"]
+SETTINGS += ["--num-calibration-images", "16", "--max-top1-drop-points", "100", "--set", "gate.min_relative_top1_pct=0"]
+SETTINGS += ["--set", "validate.benchmark_seconds=0.1", "--set", "train.warmup_fraction=0"]
+
+
+@dataclass
+class Home:
+    """A state directory, and what its last run left to check."""
+
+    path: Path
+    data: Path
+    finished: list[str] = field(default_factory=list)  # steps that the next run must not repeat
+    pending: dict[str, str] = field(default_factory=dict)  # local run -> status that the next run gives it in MLflow
+
+    def start(self, seed: int = 0) -> "Run":
+        command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(self.data)]
+        before = set(self.path.glob("runs/*"))
+        process = subprocess.Popen(
+            [*command, "--seed", str(seed), *SETTINGS],
+            cwd=ROOT,
+            env={**os.environ, "ENGINERY_HOME": str(self.path), "OMP_NUM_THREADS": "2", "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return Run(self, process, before)
+
+    def rows(self, query: str, timeout: float = 20.0) -> list[tuple[str, str]] | None:
+        """From the tracking store; None where it is locked or not there."""
+        try:
+            with closing(
+                sqlite3.connect(f"file:{self.path / 'mlflow.db'}?mode=rw", uri=True, timeout=timeout)
+            ) as store:
+                return store.execute(query).fetchall()
+        except sqlite3.OperationalError:
+            return None
+
+    def statuses(self, run: str) -> dict[str, str]:
+        """Status in MLflow of a pipeline's run, under its own name, and of the steps below it."""
+        found = self.rows(f"select run_uuid, status from runs where name = '{run}'")
+        assert found is not None
+        ((run_id, status),) = found
+        nested = self.rows(
+            "select name, status from runs join tags on tags.run_uuid = runs.run_uuid "
+            f"where tags.key = 'mlflow.parentRunId' and tags.value = '{run_id}'"
+        )
+        return {run: status, **dict(nested or [])}
+
+    def check_artifacts(self) -> None:
+        """Everything that has a manifest is whole, to the last byte."""
+        for manifest in self.path.glob(f"runs/*/artifacts/**/{MANIFEST}"):
+            for name, entry in json.loads(manifest.read_text())["files"].items():
+                assert digest_file(manifest.parent / name) == entry["digest"], manifest.parent / name
+
+
+@dataclass
+class Run:
+    home: Home
+    process: subprocess.Popen[str]
+    before: set[Path]
+
+    @property
+    def directory(self) -> Path:
+        (found,) = set(self.home.path.glob("runs/*")) - self.before
+        return found
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0][-3000:]
+            assert time.monotonic() < deadline, self.process.args
+            time.sleep(0.002)
+
+    def hold_in(self, step: str) -> psutil.Process:
+        """Wait until a step is at work (its run in MLflow has begun) and stop the clock for it."""
+        begun_ms = int(psutil.Process(self.process.pid).create_time() * 1000)
+        query = (
+            "select name, runs.status from runs join tags on tags.run_uuid = runs.run_uuid "
+            f"where runs.status = 'RUNNING' and start_time > {begun_ms} and key = 'enginery.step' and value = '{step}'"
+        )
+        self.wait_for(lambda: bool(self.home.rows(query)))
+        # The first from the top: while the step starts something, that has the step's command line, too.
+        worker = next(child for child in self.family if "python" in child.name() and _runs(child, step))
+        # Not in the middle of a transaction, which would lock the store for everybody.
+        for _ in range(100):
+            worker.suspend()
+            if (rows := self.home.rows(query, timeout=0.0)) is not None:
+                assert rows, f"{step} was over before it could be stopped"
+                return worker
+            worker.resume()
+            time.sleep(0.005)
+        raise AssertionError(f"{step} never lets go of the store")
+
+    def end(self, seconds: float = 120) -> str:
+        text = self.process.communicate(timeout=seconds)[0]
+        assert "Traceback" not in text
+        assert "Exception ignored" not in text
+        return text
+
+
+def _runs(process: psutil.Process, step: str) -> bool:
+    try:
+        command = process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie
+        return False
+    return "--function_to_execute" in command and step in command[command.index("--function_to_execute") + 1]
+
+
+@pytest.fixture(scope="module")
+def home(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """One for all kills, so that finished steps serve the next ones."""
+    return Home(tmp_path_factory.mktemp("kills") / "home", few_digits)
+
+
+def kill(run: Run, worker: psutil.Process, how: str) -> None:
+    if how == "SIGKILL the run":
+        run.process.kill()
+    elif how == "SIGKILL the step":
+        worker.kill()
+    elif how == "SIGTERM":
+        run.process.terminate()
+    else:
+        os.killpg(run.process.pid, signal.SIGINT)  # what Ctrl-C in a terminal does
+    if worker.is_running():
+        worker.resume()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL the run", "SIGKILL the step", "SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("step", STEPS)
+def test_killed(home: Home, step: str, how: str) -> None:
+    run = home.start()
+    worker = run.hold_in(step)
+    name, family = run.directory.name, run.family
+    for killed, status in home.pending.items():  # this run has said it for the one that could not
+        assert set(home.statuses(killed).values()) <= {status, "FINISHED"}
+        assert home.statuses(killed)[killed] == status
+    home.pending.clear()
+
+    kill(run, worker, how)
+    text = run.end()
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    for reused in home.finished:
+        assert re.search(rf"^ *{reused} reused ", text, re.MULTILINE), text
+    assert not re.search(rf"^ *{step} (reused|done)", text, re.MULTILINE), text
+    home.check_artifacts()
+    assert not list(run.directory.glob(f"artifacts/*/{step}/*/{MANIFEST}"))
+    home.finished = STEPS[: STEPS.index(step)]
+
+    if how == "SIGKILL the run":
+        assert run.process.returncode == -signal.SIGKILL
+        assert not (run.directory / "summary.json").exists()
+        home.pending[name] = "KILLED"
+        return
+    summary = json.loads((run.directory / "summary.json").read_text())
+    statuses = home.statuses(name)
+    if how == "SIGKILL the step":
+        assert run.process.returncode == summary["exit_code"] == 1
+        assert "ended without a word, so it was killed" in text
+        assert (statuses[name], statuses[step]) == ("FAILED", "FAILED")
+        assert summary["steps"][-1]["name"] == step
+    else:
+        assert run.process.returncode == summary["exit_code"] == 130
+        assert "interrupted; nothing was promoted" in text
+        assert (statuses[name], statuses[step]) == ("KILLED", "KILLED")
+
+
+def test_after_all_that_the_run_ends_well(home: Home) -> None:
+    run = home.start()
+    text = run.end(300)
+    assert run.process.returncode == 0, text
+    for reused in home.finished:
+        assert re.search(rf"^ *{reused} reused ", text, re.MULTILINE), text
+    assert set(home.statuses(run.directory.name).values()) == {"FINISHED"}
+    assert home.rows("select name, status from runs where status = 'RUNNING'") == []
+    for killed, status in home.pending.items():
+        assert home.statuses(killed)[killed] == status
+    home.finished = STEPS[:-1]
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_killed_while_the_end_is_recorded(home: Home, how: str) -> None:
+    """MLflow ends up with what the summary says: the signal waits, or the next run tells it."""
+    run = home.start()
+    run.wait_for(
+        lambda: any(set(home.path.glob("runs/*/summary.json")) - {path / "summary.json" for path in run.before})
+    )
+    run.process.send_signal(getattr(signal, how))
+    text = run.end()
+    name = run.directory.name
+    assert json.loads((run.directory / "summary.json").read_text())["status"] == "done"
+    if how == "SIGTERM":
+        assert run.process.returncode == 0, text
+    else:
+        following = home.start()
+        following.end()
+        assert following.process.returncode == 0
+    assert set(home.statuses(name).values()) == {"FINISHED"}
+
+
+def test_a_second_interrupt_ends_a_step_that_does_not_listen(home: Home) -> None:
+    run = home.start(seed=1)
+    worker = run.hold_in("preprocess")  # and held it stays: the first interrupt can't end it
+    family, name = run.family, run.directory.name
+    started = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    for _ in range(3):
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    text = run.end()
+    assert run.process.returncode == 130, text
+    assert time.monotonic() - started < 6  # not the grace that a step gets
+    assert not worker.is_running()
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert "stopping the running step" in text
+    statuses = home.statuses(name)
+    assert (statuses[name], statuses["preprocess"]) == ("KILLED", "KILLED")
+
+
+def test_two_runs_at_once(home: Home) -> None:
+    """On one state directory, with different seeds."""
+    runs = [home.start(seed) for seed in (2, 3)]
+    texts = [run.end(600) for run in runs]
+    assert [run.process.returncode for run in runs] == [0, 0], "\n".join(texts)
+    summaries = []
+    for run in runs:
+        directories = set(home.path.glob("runs/*")) - run.before
+        summaries += [json.loads((path / "summary.json").read_text()) for path in directories]
+    found = {summary["run_id"]: summary for summary in summaries}
+    assert {summary["arguments"]["seed"] for summary in found.values()} == {2, 3}
+    for name, summary in found.items():
+        assert [step["status"] for step in summary["steps"]] == ["done"] * 6
+        assert set(home.statuses(name).values()) == {"FINISHED"}
+    assert len({summary["registered"] for summary in found.values()}) == 2
+    assert len({summary["bundle_digest"] for summary in found.values()}) == 2
+    home.check_artifacts()
