@@ -50,8 +50,11 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
     """Load weights strictly.
 
     Raises:
-        UserError: names or shapes don't fit the model.
+        UserError: names or shapes don't fit the model, or a number is not finite.
     """
+    for name, values in weights.items():
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            raise UserError(f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint")
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:

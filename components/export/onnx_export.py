@@ -171,17 +171,22 @@ def _load(path: Path) -> onnx.ModelProto:
             f"{path}: keeps its weights in external data files. Write one file: "
             f"onnx.save(onnx.load('{path.name}'), 'single.onnx', save_as_external_data=False)."
         )
-    domains = sorted({node.domain for node in proto.graph.node} - {"", "ai.onnx"})
-    if domains:
+    foreign = sorted(
+        {f"{node.domain}.{node.op_type}" for node in proto.graph.node if node.domain not in ("", "ai.onnx")}
+    )
+    if foreign:
         raise UserError(
-            f"{path}: uses operators of {domains}, which TensorRT can't read. Give the model as exported, before any "
-            "optimizer of another runtime."
+            f"{path}: uses the operators {', '.join(foreign)}, which are not ONNX's own and which TensorRT can't read. "
+            "Give the model as exported, before any optimizer of another runtime."
         )
     operators = {node.op_type for node in proto.graph.node}
     if found := operators & {"If", "Loop", "Scan"}:
         raise UserError(f"{path}: holds control flow ({sorted(found)}), supported are plain graphs. {_REEXPORT}")
     if found := operators & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "ConvInteger"}:
         raise UserError(f"{path}: is already quantized ({sorted(found)}). Give the FP32 model.")
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT and not np.isfinite(onnx.numpy_helper.to_array(tensor)).all():
+            raise UserError(f"{path}: the weights '{tensor.name}' hold NaN or infinity. Take an earlier checkpoint.")
     return proto
 
 

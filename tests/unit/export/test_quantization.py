@@ -1,0 +1,213 @@
+"""The export step from weights to a bundle, on real digits: samples, cache, what is left out, and bad input."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from components.common.artifacts import BundleManifest, LayerCost, load
+from components.common.errors import UserError
+from components.common.models import build_model
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.common.transforms import transform_for
+from components.export import quantization
+from components.export.config import CACHE_VARIABLE, ExportConfig
+from components.export.placement import activation_tensors
+from components.export.run import run
+from components.export.samples import split_samples
+from components.export.sensitivity import Ranking
+
+NUM_TRAINING = 480
+SMALL = {"architecture": "squeezenet1_1", "image_size": 32, "tensorrt": "off", "num_ranking_images": 2}
+
+
+class Said(StepLog):
+    """A log that remembers what a person would read."""
+
+    def __init__(self) -> None:
+        super().__init__("export")
+        self.lines: list[str] = []
+
+    def _say(self, kind: str, text: str) -> None:
+        self.lines.append(f"{kind}: {text}")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "model.pt"
+    torch.save(build_model("squeezenet1_1", 10).state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def export(weights, digits_dataset, tmp_path):
+    """`export(**settings)`: the step into a new directory. Returns the bundle and what was said."""
+    count = iter(range(9))
+
+    def exported(model: Path = weights, **settings):
+        log, output = Said(), tmp_path / f"bundle{next(count)}"
+        config = resolve(ExportConfig, "export", {**SMALL, **settings})
+        run(config, log, model=model, dataset=digits_dataset.path, output=output)
+        return load(output, BundleManifest, verify=(".onnx",)), log.lines
+
+    return exported
+
+
+def samples_of(dataset, **settings):
+    config = resolve(ExportConfig, "export", settings)
+    return split_samples(config, dataset, transform_for(32, resize_ratio=1.0), None)
+
+
+class TestSamples:
+    def test_images_to_choose_by_are_none_of_those_that_calibrate(self, digits_dataset):
+        calibration, selection = samples_of(digits_dataset, num_calibration_images=100, num_selection_images=150)
+        first = np.concatenate([batch.images.numpy() for batch in calibration])
+        second = np.concatenate([batch.images.numpy() for batch in selection])
+        assert (len(first), len(second)) == (100, 150)
+        every, _ = samples_of(digits_dataset, num_calibration_images=250, num_selection_images=0)
+        np.testing.assert_array_equal(
+            np.concatenate([batch.images.numpy() for batch in every]), np.concatenate([first, second])
+        )
+
+    @pytest.mark.parametrize(
+        ("calibration", "selection", "expected"),
+        [
+            (512, 2000, (240, 240)),  # of few images, half are left to choose by
+            (100, 2000, (100, 380)),
+            (512, 0, (480, None)),
+            (512, 50, (480, None)),  # too few to tell anything: all calibrate
+        ],
+    )
+    def test_sizes(self, digits_dataset, calibration, selection, expected):
+        own = samples_of(digits_dataset, num_calibration_images=calibration, num_selection_images=selection)
+        assert tuple(samples.num_images if samples else None for samples in own) == expected
+
+    def test_digest_covers_images_and_transform(self, digits_dataset):
+        digests = {
+            samples.digest()
+            for size, count in ((32, 100), (32, 101), (48, 100))
+            for samples in (
+                split_samples(
+                    resolve(ExportConfig, "export", {"num_calibration_images": count}),
+                    digits_dataset,
+                    transform_for(size, resize_ratio=1.0),
+                    None,
+                )[0],
+            )
+        }
+        assert len(digests) == 3
+        assert samples_of(digits_dataset)[0].digest() == samples_of(digits_dataset)[0].digest()
+
+
+def test_auto_tries_every_method_and_records_all(export):
+    bundle, lines = export(max_batch=32)
+    calibration = bundle.manifest.calibration
+    entry = calibration.selection
+    assert [trial.method for trial in entry.trials[:4]] == ["max", "percentile", "entropy", "mse"]
+    assert (calibration.num_images, entry.num_images) == (240, 240)
+    assert entry.runtime == "openvino"
+    assert {layer.name for layer in entry.ranking} >= {
+        node.name for node in onnx.load(bundle.file("fp32.onnx")).graph.node if node.op_type == "Conv"
+    }
+    costs = [layer.cost_nats for layer in entry.ranking]
+    assert costs == sorted(costs, reverse=True)
+    assert entry.num_ranking_images == 2
+    assert not any(line.startswith("warning") for line in lines), lines
+
+
+def test_the_cache_serves_the_same_images_and_no_others(export, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    options = {"num_selection_images": 0}
+    first, _ = export(calibration_method="max", **options)
+    again, _ = export(calibration_method="mse", **options)  # the histograms serve every method
+    other, _ = export(calibration_method="max", num_calibration_images=100, **options)
+    assert [bundle.manifest.calibration.cached for bundle in (first, again, other)] == [False, True, False]
+    digests = {bundle.manifest.calibration.digest for bundle in (first, again, other)}
+    assert len(digests) == 3
+    fresh, _ = export(calibration_method="mse", cache=str(tmp_path / "empty"), **options)
+    assert fresh.manifest.calibration.digest == again.manifest.calibration.digest
+    assert fresh.file("int8.onnx").read_bytes() == again.file("int8.onnx").read_bytes()
+
+
+def test_both_int8_files_leave_the_same_layers_in_float(export, monkeypatch):
+    def exclude_two(search, method, ranking):
+        excluded = tuple(layer.name for layer in ranking.layers if layer.operator == "Conv")[:2]
+        search._holds(method, excluded)
+        return excluded
+
+    monkeypatch.setattr(quantization.Selection, "exclude_layers", exclude_two)
+    bundle, _ = export(calibration_method="max")
+    excluded = bundle.manifest.calibration.excluded
+    assert len(excluded) == 2
+    assert bundle.manifest.num_quantized_layers == bundle.manifest.num_quantizable_layers - 2
+    for name in ("int8.onnx", "int8_fp16.onnx"):
+        graph = onnx.load(bundle.file(name)).graph
+        made_by = {output: node.op_type for node in graph.node for output in node.output}
+        for node in graph.node:
+            if node.op_type == "Conv":
+                quantized = [made_by.get(tensor) == "DequantizeLinear" for tensor in node.input[:2]]
+                assert quantized == [node.name not in excluded] * 2, (name, node.name)
+
+
+def test_without_fallback_or_choice_nothing_is_measured(export):
+    bundle, _ = export(calibration_method="mse", fallback=False)
+    calibration = bundle.manifest.calibration
+    assert (calibration.method, calibration.selection, calibration.excluded) == ("mse", None, ())
+    assert calibration.num_images == NUM_TRAINING // 2
+
+
+def test_too_few_images_to_choose_by(export):
+    bundle, lines = export(num_selection_images=10)
+    assert bundle.manifest.calibration.method == "max"
+    assert bundle.manifest.calibration.selection is None
+    assert "note: too few training images to compare calibrations: taking max" in lines
+
+
+def test_fewer_calibration_images_than_classes(export):
+    bundle, lines = export(num_calibration_images=4, num_selection_images=0)
+    assert bundle.manifest.calibration.num_images == 4
+    assert "warning: 4 calibration images for 10 classes: some classes are not seen" in lines
+
+
+def test_a_search_that_finds_nothing_says_so(export, monkeypatch):
+    layers = (LayerCost(name="/features/features.0/Conv", operator="Conv", cost_nats=1.0),)
+    monkeypatch.setattr(quantization, "rank_layers", lambda *_, **__: Ranking(layers=layers, num_images=1))
+    monkeypatch.setattr(quantization.Budget, "holds", lambda *_: False)
+    bundle, lines = export(calibration_method="max")
+    assert bundle.manifest.calibration.excluded == ("/features/features.0/Conv",)
+    assert any("INT8 is not within the budget on training images" in line for line in lines)
+
+
+def test_weights_that_are_not_finite(export, weights, tmp_path):
+    state = torch.load(weights, weights_only=True)
+    state["features.0.weight"][0] = float("nan")
+    torch.save(state, tmp_path / "nan.pt")
+    with pytest.raises(UserError, match=r"the weights 'features.0.weight' in .*nan.pt hold NaN or infinity"):
+        export(tmp_path / "nan.pt")
+
+
+def test_an_operator_that_pytorch_lacks_costs_the_ranking_alone(export, tmp_path, digits_dataset):
+    class Hammering(nn.Module):
+        """Hard to rank: its operator has no counterpart in the PyTorch runner."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 10, 3)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return nn.functional.interpolate(self.conv(images), scale_factor=0.5).mean((2, 3))
+
+    from components.common.shapes import ShapeSpec
+    from components.export.onnx_export import export_onnx
+
+    export_onnx(Hammering().eval(), tmp_path / "own.onnx", ShapeSpec(height=32, width=32))
+    bundle, lines = export(tmp_path / "own.onnx", architecture="")
+    assert len(bundle.manifest.calibration.selection.trials) == 4
+    assert bundle.manifest.calibration.selection.ranking == ()
+    assert any("layers are not ranked" in line and "Resize" in line for line in lines), lines
+    assert activation_tensors(onnx.load(bundle.file("fp32.onnx")))
