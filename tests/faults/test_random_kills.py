@@ -120,7 +120,8 @@ def test_random_kills(few_digits: Path, tmp_path: Path) -> None:
         checked = run_directories(tmp_path)
         if process.returncode == 0:  # through, perhaps in spite of a signal at the very end
             summaries = [json.loads(path.read_text()) for run in checked - before for path in run.glob("summary.json")]
-            assert [summary["status"] for summary in summaries].count("done") == 1
+            # More than one where a kill came after the run had said that it was done.
+            assert [summary["status"] for summary in summaries].count("done") >= 1
             seed, before, finished = seed + 1, checked, set()
     assert all(seen.values()) or NUM_KILLS < 20, seen
     process = start(tmp_path, few_digits, seed)
