@@ -12,7 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from components.common.artifacts import BenchmarkReport, EpochRecord
+from components.common.artifacts import BenchmarkReport, EpochRecord, LayerCost, SelectionEntry, Trial
+from components.validate.formats import count, signed
+from components.validate.layers import short_names
 
 # Matplotlib knows no CSS: it draws in these colours, which stand for nothing else, and they are replaced in the SVG.
 _CSS = {
@@ -21,8 +23,9 @@ _CSS = {
     "#010103": "var(--fp32)",
     "#010104": "var(--fp16)",
     "#010105": "var(--int8)",
+    "#010106": "var(--ground)",
 }
-_TEXT, _LINE = "#010101", "#010102"
+_TEXT, _LINE, _GROUND = "#010101", "#010102", "#010106"
 _SERIES = {"fp32": "#010103", "fp16": "#010104", "int8": "#010105"}
 _MARKERS = {"fp32": "o", "fp16": "^", "int8": "s"}  # told apart without colour too, as in a black and white print
 _HIT, _MISS = (22 / 255, 163 / 255, 74 / 255), (220 / 255, 38 / 255, 38 / 255)  # --hit and --miss of the page
@@ -30,6 +33,8 @@ _MAX_MARKERS = 30  # points of a curve, above which only its line is drawn
 _MAX_TICKS = 9  # of a logarithmic axis
 _MAX_NAMED = 20  # classes named beside a picture of a confusion matrix
 _MAX_NAME = 18  # characters
+_MAX_RATIO = 20  # of costs, above which the small ones could not be seen on a linear scale
+_ROW_INCHES = 0.19  # of a chart with a row for each trial or layer
 # Where a point's label goes: another side for each, since precisions lie close together.
 _PLACES: dict[str, dict[str, Any]] = {
     "fp32": {"xytext": (5, -11), "ha": "left"},
@@ -38,6 +43,7 @@ _PLACES: dict[str, dict[str, Any]] = {
 }
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text, in the page's font
+    "text.parse_math": False,  # in a name a dollar is a dollar
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": _TEXT,
@@ -121,6 +127,67 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str]) -
         return _svg(figure)
 
 
+def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
+    """What each candidate costs in top-1, with its 95 % interval and the budget: a row each, in the order of trying.
+
+    The axis spans what lies near the chosen one. A candidate far below it, which would press all others into one
+    line, is written at the edge instead.
+    """
+    trials = selection.trials
+    nearest = chosen or max(trials, key=lambda trial: trial.delta_top1_points)
+    low, high = min(nearest.low_points, 0.0), max(nearest.high_points, 0.0)
+    reach = low - 2 * (high - low)
+    near = [trial for trial in trials if trial.delta_top1_points >= reach]
+    budget = _budget_points(selection)
+    low = min(low, *(trial.low_points for trial in near), *([-budget] if -budget >= reach else []))
+    high = max(high, *(trial.high_points for trial in near))
+    margin = 0.06 * (high - low)
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "trials"}):
+        figure, axes = _rows([_trial_name(trial) for trial in trials], "top-1 against FP32, in points")
+        axes.set_xlim(low - margin, high + margin)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 1 if high - low > 1 else 2)))
+        axes.axvline(0, color=_SERIES["fp32"], linewidth=1, zorder=1.5)
+        for row, trial in enumerate(trials):
+            _draw_trial(axes, row, trial, is_chosen=trial == chosen, is_near=trial in near)
+        # What the legend names is drawn once more, out of sight: its order and marks are then always the same.
+        _point(axes, (math.nan, 0), "chosen", label="chosen")
+        _point(axes, (math.nan, 0), "within", label="within the budget")
+        _point(axes, (math.nan, 0), "outside", label="outside")
+        beyond = "" if -budget >= low else ", off the axis"
+        name = f"budget: {signed(-budget)} points{beyond}"
+        dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 1.5}  # below the points
+        axes.axvline(-budget if not beyond else math.nan, color=_TEXT, label=name, **dashes)
+        figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+        return _svg(figure)
+
+
+def layers_chart(ranking: Sequence[LayerCost], excluded: Sequence[str], max_layers: int) -> str:
+    """The costliest layers, a bar each; those kept in float by colour and by hatch."""
+    names = short_names([layer.name for layer in ranking])[:max_layers]
+    costs = [layer.cost_nats for layer in ranking[:max_layers]]
+    in_float = [layer.name in excluded for layer in ranking[:max_layers]]
+    positive = [cost for cost in costs if cost > 0]
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "layers", "hatch.linewidth": 1.2}):
+        figure, axes = _rows(names, "cost in nats")
+        if positive and max(positive) > _MAX_RATIO * min(positive):
+            # What costs less than a ten thousandth of the costliest has no bar: the scale is for the others.
+            _logarithmic(axes, "x", [max(cost, max(positive) / 1e4) for cost in positive], max_ticks=5)
+            axes.set_xlabel("cost in nats, on a logarithmic scale")
+        else:
+            axes.set_xlim(0, 1.05 * max(costs) or 1)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _scientific(value)))
+        for label, color, hatch, wanted in (("in INT8", "int8", "", False), ("kept in float", "fp16", "////", True)):
+            rows = [row for row, is_float in enumerate(in_float) if is_float == wanted]
+            if rows:
+                widths, edge = [costs[row] for row in rows], _SERIES[color]
+                face = "none" if hatch else edge
+                axes.barh(rows, widths, height=0.62, facecolor=face, edgecolor=edge, hatch=hatch, label=label)
+        figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+        return _svg(figure)
+
+
 def _curve(axes: Axes, values: Sequence[float | None], series: str, label: str, form: str) -> None:
     """A value by epoch. A single epoch has no curve: its point gets its value."""
     points = [float("nan") if value is None else value for value in values]
@@ -136,7 +203,46 @@ def _curve(axes: Axes, values: Sequence[float | None], series: str, label: str, 
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _logarithmic(axes: Axes, name: Literal["x", "y"], values: Sequence[float]) -> None:
+def _budget_points(selection: SelectionEntry) -> float:
+    """The largest drop in top-1 that both limits allow."""
+    relative = (1 - selection.min_relative_top1_pct / 100) * selection.fp32_top1_pct
+    return min(selection.max_top1_drop_points, relative)
+
+
+def _trial_name(trial: Trial) -> str:
+    return f"{trial.method}, {count(len(trial.excluded))} in float" if trial.excluded else trial.method
+
+
+def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near: bool) -> None:
+    """Interval and difference, or both in words at the edge if they lie far below the axis."""
+    look: Literal["chosen", "within", "outside"] = "within" if trial.within_budget else "outside"
+    if is_chosen:
+        look = "chosen"
+        axes.axhspan(row - 0.5, row + 0.5, color=_SERIES["int8"], alpha=0.15, linewidth=0)
+        axes.get_yticklabels()[row].set_fontweight("bold")
+    if is_near:
+        color = _SERIES["int8" if is_chosen else "fp32"]
+        ends = (trial.low_points, trial.high_points)
+        axes.plot(ends, (row, row), color=color, marker="|", markersize=5, linewidth=1.4)
+        _point(axes, (trial.delta_top1_points, row), look)
+        return
+    interval = f"{signed(trial.low_points)} to {signed(trial.high_points)}"
+    left = axes.get_xlim()[0]
+    text = f"\N{BLACK LEFT-POINTING TRIANGLE} {signed(trial.delta_top1_points)} ({interval})"
+    axes.annotate(text, (left, row), textcoords="offset points", xytext=(3, 0), va="center", fontsize=9)
+
+
+def _point(
+    axes: Axes, place: tuple[float, float], look: Literal["chosen", "within", "outside"], label: str | None = None
+) -> None:
+    """A candidate: what is chosen by form and colour, what is outside the budget hollow."""
+    color, marker = (_SERIES["int8"], "s") if look == "chosen" else (_SERIES["fp32"], "o")
+    face = _GROUND if look == "outside" else color
+    x, y = place
+    axes.plot([x], [y], color=color, marker=marker, markerfacecolor=face, linestyle="", markersize=6, label=label)
+
+
+def _logarithmic(axes: Axes, name: Literal["x", "y"], values: Sequence[float], max_ticks: int = _MAX_TICKS) -> None:
     """A logarithmic scale from one round number to another around the values, with round numbers in plain digits."""
     low, high = min(values) / 1.15, max(values) * 1.15
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -144,7 +250,7 @@ def _logarithmic(axes: Axes, name: Literal["x", "y"], values: Sequence[float]) -
     first = max(number for number in numbers if number <= low)
     last = min(number for number in numbers if number >= high)
     ticks = [number for number in numbers if first <= number <= last]
-    if len(ticks) > _MAX_TICKS:
+    if len(ticks) > max_ticks:
         ticks = [number for number in ticks if f"{number:e}".startswith("1")]
     axes.set(**{f"{name}scale": "log", f"{name}lim": (first, last)})
     axis = axes.xaxis if name == "x" else axes.yaxis
@@ -155,6 +261,25 @@ def _logarithmic(axes: Axes, name: Literal["x", "y"], values: Sequence[float]) -
 
 def _shortened(name: str) -> str:
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
+
+
+def _scientific(value: float) -> str:
+    """As in 2e-04, with the digits that it has."""
+    digits, _, exponent = f"{value:.3e}".partition("e")
+    return f"{float(digits):g}e{exponent}" if value else "0"
+
+
+def _rows(names: Sequence[str], x_label: str) -> tuple[Figure, Axes]:
+    """A row for each name, the first one on top."""
+    figure = Figure(figsize=(4.6, 1.0 + _ROW_INCHES * len(names)), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x_label)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_axisbelow(True)
+    return figure, axes
 
 
 def _axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
@@ -175,7 +300,7 @@ def _svg(figure: Figure) -> str:
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text)
-    text = re.sub(r'<g id="[a-z0-9]+(?:\.[a-z]+)?_\d+">', "<g>", text)  # the same ones in every chart of the page
+    text = re.sub(r'<g id="[a-z0-9]+(?:\.[a-z]+)?_\d+"(/?)>', r"<g\1>", text)  # the same in every chart of a page
     for color, css in _CSS.items():
         text = text.replace(color, css)
     return text

@@ -12,12 +12,19 @@ from markupsafe import Markup
 
 from components.common.artifacts import write_atomically
 from components.validate import formats, wording
-from components.validate.charts import confusion_picture, loss_chart, speed_chart, top1_chart
+from components.validate.charts import (
+    confusion_picture,
+    layers_chart,
+    loss_chart,
+    speed_chart,
+    top1_chart,
+    trials_chart,
+)
 from components.validate.schema import Report
 
 REPORT_FILES = ("report.html", "report.json", "model_card.md")
 _MAX_CLASS_ROWS = 20
-_MAX_LAYERS = 10
+_MAX_LAYERS = 20  # of the ranking, in table and chart
 _MAX_NUMBERED = 50  # classes whose confusion matrix is a table; above, a picture
 _MAX_NUMBERED_IN_CARD = 20
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
@@ -52,10 +59,15 @@ def _charts(report: Report) -> dict[str, str]:
     history = report.training.history if report.training else ()
     matrix = report.confusion.matrix if report.confusion else None
     drawn = matrix is not None and len(matrix) > _MAX_NUMBERED
+    calibration = report.calibration
+    selection = calibration.selection
+    ranking = selection.ranking if selection else ()
     return {
         "speed": speed_chart(report.benchmark),
         "loss": loss_chart(history) if history else "",
         "top1": top1_chart(history) if history else "",
+        "trials": trials_chart(selection, calibration.chosen) if selection and selection.trials else "",
+        "layers": layers_chart(ranking, calibration.excluded, _MAX_LAYERS) if ranking else "",
         "confusion": confusion_picture(matrix, report.model.classes) if matrix is not None and drawn else "",
     }
 

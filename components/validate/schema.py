@@ -18,6 +18,7 @@ from components.common.artifacts import (
     GateCheck,
     Precision,
     TrainingRecord,
+    Trial,
 )
 from components.common.environment import Environment
 from components.common.shapes import ShapeSpec
@@ -106,6 +107,12 @@ class Calibration(CalibrationEntry):
 
     num_quantized_layers: int
     num_quantizable_layers: int
+
+    @property
+    def chosen(self) -> Trial | None:
+        """The trial that the model is made of; None where nothing was compared."""
+        trials = self.selection.trials if self.selection else ()
+        return next((trial for trial in trials if (trial.method, trial.excluded) == (self.method, self.excluded)), None)
 
 
 class SplitSummary(_Record):

@@ -139,6 +139,64 @@ def selection_facts(report: Report) -> Facts:
     ]
 
 
+def selection_sentences(report: Report) -> list[str]:
+    """What was compared and what was chosen, or why nothing was compared."""
+    entry, chosen = report.calibration.selection, report.calibration.chosen
+    if entry is None:
+        return [_why_nothing_was_compared(report)]
+    methods = sum(not trial.excluded for trial in entry.trials)
+    fallbacks = len(entry.trials) - methods
+    tried = f"{_of(methods, 'calibration')} measured with every layer in INT8"
+    tried += f", then {_of(fallbacks, 'set')} of layers kept in float" if fallbacks else ""
+    sentences = [f"{tried}."]
+    if chosen is not None:
+        layers = f" with {_of(len(chosen.excluded), 'layer')} in float" if chosen.excluded else ""
+        sentences.append(
+            f"Chosen: {chosen.method}{layers}, {signed(chosen.delta_top1_points)} points of top-1 against FP32, with "
+            f"95 % confidence between {signed(chosen.low_points)} and {signed(chosen.high_points)}; "
+            f"{'within' if chosen.within_budget else 'outside'} the budget."
+        )
+    return sentences
+
+
+def ranking_sentences(report: Report, max_layers: int) -> list[str]:
+    """What the ranking says, of which so many layers are shown, or why there is none."""
+    calibration = report.calibration
+    entry = calibration.selection
+    if entry is None:
+        return []
+    if not entry.ranking:
+        off = report.provenance.configs["export"].get("num_ranking_images") == 0
+        return [f"Layers were not ranked{': export.num_ranking_images is 0' if off else ''}."]
+    shown = [layer.name for layer in entry.ranking[:max_layers]]
+    which = "All" if len(shown) == len(entry.ranking) else f"The {len(shown)} costliest of"
+    sentences = [
+        f"{which} {_of(len(entry.ranking), 'layer')} that can run in INT8: divergence from FP32's predictions when the "
+        f"layer alone runs in INT8, over {count(entry.num_ranking_images)} calibration images."
+    ]
+    if any(name not in calibration.excluded for name in shown) and calibration.excluded:
+        sentences.append("Costly layers that the budget did not need in float went back into INT8.")
+    if further := sum(layer.name in calibration.excluded for layer in entry.ranking[max_layers:]):
+        sentences.append(f"{_of(further, 'layer')} kept in float cost less than those shown.")
+    return sentences
+
+
+def _why_nothing_was_compared(report: Report) -> str:
+    config, nothing = report.provenance.configs["export"], "No calibrations were compared"
+    if config.get("num_selection_images") == 0:
+        return f"{nothing}: export.num_selection_images is 0."
+    if config.get("fallback") is False and config.get("calibration_method") != "auto":
+        return f"{nothing}: the method was given (export.calibration_method), and export.fallback is off."
+    images = next((split.num_images for split in report.data.splits if split.name == "train"), None)
+    if images is not None and config.get("num_selection_images"):
+        return f"{nothing}: {count(images)} training images are too few to calibrate with some and compare on others."
+    return f"{nothing}."
+
+
+def _of(number_of: int, noun: str) -> str:
+    return f"{count(number_of)} {noun}{'' if number_of == 1 else 's'}"
+
+
 def training_facts(report: Report) -> Facts:
     """The recipe, and what the last epoch measured."""
     training = report.training

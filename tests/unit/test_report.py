@@ -265,7 +265,7 @@ def test_training_is_told_by_epoch(written: Written, chain: Chain) -> None:
     training = written.report.training
     assert training is not None
     assert (training.history, training.config) == (history, chain.checkpoint.manifest.config)
-    assert written.page.count("<svg") == 3
+    assert written.page.count("<svg") == 5  # speed, candidates, layers, loss and top-1
 
 
 def test_an_own_model_has_no_training(written: Written, tmp_path: Path) -> None:

@@ -1,14 +1,22 @@
-"""The charts of odd runs: one epoch, many, one batch size, none."""
+"""The charts of odd runs: one epoch, many, one batch size, none; of candidates near and far, of layers by any name."""
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 
-from components.common.artifacts import (
-    BenchmarkReport,
-    BenchmarkRow,
-    EpochRecord,
+import pytest
+
+from components.common.artifacts import BenchmarkReport, BenchmarkRow, EpochRecord, LayerCost, SelectionEntry, Trial
+from components.validate.charts import (
+    confusion_picture,
+    layers_chart,
+    loss_chart,
+    speed_chart,
+    top1_chart,
+    trials_chart,
 )
-from components.validate.charts import loss_chart, speed_chart, top1_chart
+from components.validate.layers import short_names
+from components.validate.schema import Report
 
 History = Callable[[int], tuple[EpochRecord, ...]]
 
@@ -40,3 +48,124 @@ def test_speed_is_drawn_between_round_numbers(speeds: tuple[BenchmarkRow, ...]) 
     single = texts(speed_chart(BenchmarkReport(bundle_digest="b", rows=speeds[:1])))
     assert {"2", "5"} <= set(single)  # 2.85 ms lies between
     assert speed_chart(BenchmarkReport(bundle_digest="b", rows=())) == ""
+
+
+@pytest.fixture
+def selection(reports: dict[str, Report]) -> SelectionEntry:
+    found = reports["ten classes"].calibration.selection
+    assert found is not None
+    return found
+
+
+def axis(svg: str, label: str) -> dict[float, float]:
+    """Where each number of the horizontal axis is drawn."""
+    ticks = re.findall(r'x="([\d.]+)"[^>]*>([+\u2212]?[\d.]+)</text>', svg[: svg.index(f">{label}")])
+    return {float(text.replace("\N{MINUS SIGN}", "-")): float(x) for x, text in ticks}
+
+
+def dashed_at(svg: str) -> float | None:
+    """The value at which a dashed line stands."""
+    places = axis(svg, "top-1 against FP32")
+    (first, first_x), *_, (last, last_x) = places.items()
+    lines = re.findall(r'<path d="M ([\d.]+) [\d.]+ \nL \1 [\d.]+ \n"[^>]*stroke-dasharray', svg)
+    assert len(lines) <= 1
+    return first + (float(lines[0]) - first_x) / (last_x - first_x) * (last - first) if lines else None
+
+
+def bold(svg: str) -> list[str]:
+    return re.findall(r'<text style="font-weight: 700[^>]*>([^<]*)<', svg)
+
+
+def test_the_chosen_candidate_is_marked(selection: SelectionEntry) -> None:
+    for trial, name in zip(selection.trials, ("max", "percentile", "percentile, 2 in float"), strict=True):
+        svg = trials_chart(selection, trial)
+        assert bold(svg) == [name]
+        assert re.findall(r"fill: var\(--int8\); opacity", svg) == ["fill: var(--int8); opacity"]
+    assert texts(svg).count("percentile") == 1
+    unknown = trials_chart(selection, None)
+    assert bold(unknown) == []
+    assert "opacity" not in unknown
+
+
+def test_the_budget_is_a_line_at_the_tighter_limit(selection: SelectionEntry) -> None:
+    for points, relative_pct, limit in ((0.73, 98.6, -0.73), (0.73, 99.6, -0.33614), (5.0, 98.6, -1.17649)):
+        update = {"max_top1_drop_points": points, "min_relative_top1_pct": relative_pct}
+        svg = trials_chart(selection.model_copy(update=update), selection.trials[2])
+        assert dashed_at(svg) == pytest.approx(limit, abs=0.01)
+        assert f"budget: \N{MINUS SIGN}{-limit:.2f} points" in texts(svg)
+    update = {"max_top1_drop_points": 50.0, "min_relative_top1_pct": 10.0}
+    svg = trials_chart(selection.model_copy(update=update), selection.trials[2])
+    assert dashed_at(svg) is None
+    assert "budget: \N{MINUS SIGN}50.00 points, off the axis" in texts(svg)
+
+
+def test_a_ruined_candidate_does_not_flatten_the_others(selection: SelectionEntry) -> None:
+    update = {"method": "mse", "delta_top1_points": -67.6, "low_points": -69.7, "high_points": -65.37}
+    ruined = selection.trials[0].model_copy(update=update)
+    with_it = selection.model_copy(update={"trials": (ruined, *selection.trials)})
+    label = "top-1 against FP32"
+    svg = trials_chart(with_it, selection.trials[2])
+    assert axis(svg, label) == axis(trials_chart(selection, selection.trials[2]), label)
+    written = "\N{BLACK LEFT-POINTING TRIANGLE} \u221267.60 (\u221269.70 to \u221265.37)"
+    assert written in texts(svg)
+    # Where everything is ruined, the axis reaches down to it.
+    svg = trials_chart(selection.model_copy(update={"trials": (ruined,)}), ruined)
+    assert min(axis(svg, label)) <= -60
+    assert written not in texts(svg)
+
+
+def test_thirty_candidates_have_a_row_each(selection: SelectionEntry) -> None:
+    def tried(number_of: int) -> tuple[Trial, ...]:
+        names = tuple(f"/layer{index}/Conv" for index in range(number_of))
+        return tuple(selection.trials[1].model_copy(update={"excluded": names[:index]}) for index in range(number_of))
+
+    svg = trials_chart(selection.model_copy(update={"trials": tried(31)}), None)
+    rows = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>percentile[^<]*</text>', svg)]
+    assert len(rows) == 31
+    assert min(below - above for above, below in pairwise(rows)) > 12  # of text 9 high
+    assert {"percentile", "percentile, 1 in float", "percentile, 30 in float"} <= set(texts(svg))
+
+
+def test_layers_in_float_are_hatched(selection: SelectionEntry) -> None:
+    def bars(svg: str) -> list[str]:
+        return re.findall(r"clip-path[^>]*fill: (url|var\(--int8\))", svg)
+
+    kept = ("/conv1/Conv", "/fc/Gemm")
+    svg = layers_chart(selection.ranking, kept, 20)
+    assert sorted(bars(svg)) == ["url"] * 2 + ["var(--int8)"] * 6
+    assert {"conv1 Conv", "layer1.0.conv1 Conv", "fc Gemm", "kept in float", "in INT8"} <= set(texts(svg))
+    few = layers_chart(selection.ranking, kept, 3)
+    assert sorted(bars(few)) == ["url"] + ["var(--int8)"] * 2
+    assert "kept in float" not in texts(layers_chart(selection.ranking, (), 20))
+
+
+def test_costs_are_on_the_scale_they_need() -> None:
+    def shown(*costs: float) -> list[str]:
+        ranking = [LayerCost(name=f"/layer{n}/Conv", operator="Conv", cost_nats=cost) for n, cost in enumerate(costs)]
+        return texts(layers_chart(ranking, (), 20))
+
+    assert {"0", "1e-03", "2e-03", "cost in nats"} <= set(shown(2.7e-3, 1.1e-3, 3e-4))
+    wide = shown(2.7e-3, 1.1e-5, 0.0)
+    assert {"1e-03", "1e-04", "1e-05", "cost in nats, on a logarithmic scale"} <= set(wide)
+    assert sum(text.startswith("1e-") for text in shown(2.7e-3, 1e-20)) <= 6
+    assert "cost in nats" in shown(0.0, 0.0)
+
+
+def test_short_names_keep_layers_apart() -> None:
+    exported = ["/features/features.7/features.7.0/block/block.1/block.1.0/Conv", "/fc/Gemm", "/Add", "Conv_12", "/"]
+    assert short_names(exported) == ["features.7.0.block.1.0 Conv", "fc Gemm", "Add", "Conv_12", "/"]
+    same = ["/a/a.1/Conv", "/a.1/Conv", "/a.1/Add"]
+    assert short_names(same) == ["/a/a.1/Conv", "/a.1/Conv", "a.1 Add"]
+    long = [f"/encoder_{stage}/{'very_' * 12}deep_{n}/Conv" for stage in range(3) for n in range(20)]
+    short = short_names(long)
+    assert len(set(short)) == len(long)
+    assert max(map(len, short)) == 32
+    middle = [f"{'x' * 40}{n}{'y' * 60}" for n in range(3)]
+    assert len(set(short_names(middle))) == 3
+    assert short_names([]) == []
+
+
+def test_a_name_is_no_formula() -> None:
+    ranking = [LayerCost(name=r"/$a_{$/$\frac$", operator="Conv", cost_nats=0.1)]
+    assert r"$a_{$ $\frac$" in texts(layers_chart(ranking, (), 20))
+    assert r"$\frac$" in texts(confusion_picture([[1, 0], [0, 1]], [r"$\frac$", "b"]))
