@@ -113,10 +113,15 @@ class EngineEntry(_Record):
     file: str
     precision: Precision
     source_onnx: str
+    onnx_digest: str = Field("", description="Of the file that it was built from.")
     tensorrt_version: str
     gpu_name: str
     compute_capability: str
     driver_version: str
+    flags: tuple[str, ...] = Field(
+        (), description="What TensorRT was told about precision: STRONGLY_TYPED, FP16, INT8."
+    )
+    optimization_level: int | None = Field(None, description="0 builds fastest, 5 runs fastest.")
     build_seconds: float
 
 

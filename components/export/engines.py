@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from components.common.artifacts import write_atomically
+from components.common.digests import digest_file
 from components.common.environment import gpus
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.runners.tensorrt import load_tensorrt, tensorrt_logger
@@ -40,10 +41,15 @@ class EngineInfo:
     build_seconds: float
     """Wall time from reading the ONNX file to the finished plan."""
     size_bytes: int
-    strongly_typed: bool
-    """Whether the types of the ONNX file were binding for TensorRT."""
+    flags: tuple[str, ...]
+    """What TensorRT was told about precision: STRONGLY_TYPED where the types of the ONNX file are binding, else FP16
+    and INT8 as needed; none for FP32."""
+    optimization_level: int
+    """As asked for."""
     source_onnx: str
     """Name of the ONNX file, without its folder."""
+    onnx_digest: str
+    """Digest of its content."""
 
 
 def onnx_file_for(precision: str) -> str:
@@ -118,8 +124,10 @@ def build_engine(
         driver_version=_driver_version(),
         build_seconds=build_seconds,
         size_bytes=plan_path.stat().st_size,
-        strongly_typed=_is_strongly_typed(trt),
+        flags=_precision_flags(trt, precision),
+        optimization_level=optimization_level,
         source_onnx=onnx_path.name,
+        onnx_digest=digest_file(onnx_path),
     )
 
 
@@ -200,10 +208,16 @@ def _set_precision_flags(trt: ModuleType, config: Any, precision: str) -> None:
         config.clear_flag(trt.BuilderFlag.TF32)  # on by default; FP32 in a report means FP32
     if _is_strongly_typed(trt):
         return  # the ONNX file says the precision, and TensorRT refuses flags beside it
-    if precision in ("fp16", "int8") and hasattr(trt.BuilderFlag, "FP16"):
+    if "FP16" in _precision_flags(trt, precision):
         config.set_flag(trt.BuilderFlag.FP16)
-    if precision == "int8" and hasattr(trt.BuilderFlag, "INT8"):
+    if "INT8" in _precision_flags(trt, precision):
         config.set_flag(trt.BuilderFlag.INT8)
+
+
+def _precision_flags(trt: ModuleType, precision: str) -> tuple[str, ...]:
+    if _is_strongly_typed(trt):
+        return ("STRONGLY_TYPED",)
+    return {"fp32": (), "fp16": ("FP16",), "int8": ("FP16", "INT8")}[precision]
 
 
 def _leave_out_external_kernels(trt: ModuleType, config: Any) -> None:

@@ -135,10 +135,13 @@ def _build_engines(
                 file=f"{precision}.plan",
                 precision=precision,
                 source_onnx=info.source_onnx,
+                onnx_digest=info.onnx_digest,
                 tensorrt_version=info.tensorrt_version,
                 gpu_name=info.gpu_name,
                 compute_capability=info.compute_capability,
                 driver_version=info.driver_version,
+                flags=info.flags,
+                optimization_level=info.optimization_level,
                 build_seconds=info.build_seconds,
             )
         )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.common.artifacts import PRECISIONS, Artifact, BundleManifest, EngineEntry, Precision
-from components.common.environment import gpus
 from components.common.errors import RuntimeUnavailable
 from components.common.runners import Runner
 from components.validate.config import ValidateConfig
@@ -49,13 +48,15 @@ def _usable_engines(bundle: Artifact[BundleManifest], config: ValidateConfig) ->
     engines = bundle.manifest.engines
     if not engines:
         return {}, f"the bundle has no engines: {bundle.manifest.engines_missing}"
-    from components.common.runners.tensorrt import why_no_tensorrt
+    from components.common.runners.tensorrt import plan_mismatches, why_no_tensorrt
 
     if missing := why_no_tensorrt():
         return {}, missing
-    here = gpus()[0].name if gpus() else "no GPU"
-    if engines[0].gpu_name != here:
-        return {}, f"the bundle's engines are for {engines[0].gpu_name}, this is {here}; run export here"
+    for engine in engines:
+        if engine.onnx_digest and engine.onnx_digest != bundle.manifest.files[engine.source_onnx].digest:
+            return {}, f"{engine.file} was built from another {engine.source_onnx} than the bundle holds; export again"
+        if differences := plan_mismatches(engine):
+            return {}, f"{engine.file} was built elsewhere ({'; '.join(differences)}); run export on this machine"
     return {engine.precision: engine for engine in engines}, ""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from components.common.artifacts import EngineEntry
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.runners import Timing
 from components.common.shapes import ShapeSpec
@@ -59,6 +60,23 @@ def load_tensorrt() -> ModuleType:
     if missing is not None:
         raise RuntimeUnavailable(missing)
     return importlib.import_module("tensorrt")
+
+
+def plan_mismatches(entry: EngineEntry) -> list[str]:
+    """How this machine differs from the one that a plan was built on, a phrase each; empty where the plan fits.
+
+    TensorRT itself says no more of a plan that does not fit than that it can't be read. A newer driver is no mismatch.
+
+    Raises:
+        RuntimeUnavailable: TensorRT can't be used here.
+    """
+    trt = load_tensorrt()
+    facts = (
+        ("TensorRT", entry.tensorrt_version, trt.__version__),
+        ("GPU", entry.gpu_name, torch.cuda.get_device_name()),
+        ("compute capability", entry.compute_capability, "{}.{}".format(*torch.cuda.get_device_capability())),
+    )
+    return [f"{what} {built} there, {here} here" for what, built, here in facts if built != here]
 
 
 @functools.cache

@@ -1,0 +1,58 @@
+"""Which plans of a bundle may run here: everything that ties a plan to a machine is compared before it is loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from components.common.artifacts import EngineEntry
+from components.common.runners import tensorrt
+from components.validate.config import ValidateConfig
+from components.validate.serving import _usable_engines
+
+HERE = {"tensorrt_version": "10.16.0", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """The facts of a GPU machine; nothing is loaded."""
+    monkeypatch.setattr(tensorrt, "why_no_tensorrt", lambda: None)
+    monkeypatch.setattr(tensorrt, "load_tensorrt", lambda: SimpleNamespace(__version__=HERE["tensorrt_version"]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: HERE["gpu_name"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+def bundle_with(**changes):
+    entry = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", "onnx_digest": "sha256:aa"}
+    engine = EngineEntry(**(entry | HERE | {"driver_version": "580", "build_seconds": 1.0} | changes))
+    files = {"int8.onnx": SimpleNamespace(digest="sha256:aa")}
+    return SimpleNamespace(manifest=SimpleNamespace(engines=(engine,), engines_missing="", files=files))
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0 here"),
+        ({"gpu_name": "NVIDIA A100"}, "GPU NVIDIA A100 there, NVIDIA H200 here"),
+        ({"compute_capability": "8.0"}, "compute capability 8.0 there, 9.0 here"),
+        ({"onnx_digest": "sha256:bb"}, "int8.plan was built from another int8.onnx than the bundle holds"),
+        (
+            {"tensorrt_version": "8.6.0", "gpu_name": "NVIDIA A100"},
+            "TensorRT 8.6.0 there, 10.16.0 here; GPU NVIDIA A100 there, NVIDIA H200 here",
+        ),
+    ],
+)
+def test_what_differs_is_said(changes, said):
+    engines, reason = _usable_engines(bundle_with(**changes), ValidateConfig())
+    assert engines == {}
+    assert said in reason
+    assert "export" in reason
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize("changes", [{}, {"driver_version": "590"}, {"onnx_digest": ""}])
+def test_a_plan_that_fits_is_used(changes):
+    engines, reason = _usable_engines(bundle_with(**changes), ValidateConfig())
+    assert list(engines) == ["int8"]
+    assert reason == ""
