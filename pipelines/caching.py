@@ -6,7 +6,7 @@ data may move; a changed image, an edited source file or another GPU makes a new
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from components.common.digests import digest_file, digest_json
 from components.common.environment import environment
 from components.common.errors import EngineryError
 from pipelines.parameters import STEP_CONFIGS, PipelineFile
+from pipelines.state import CACHE
 
 # What a step's result depends on beside its inputs: libraries, and whether GPU and CPU matter. promote is not here: it
 # acts on the registry, so it always runs.
@@ -60,6 +61,8 @@ class CachedStep:
     manifest: Manifest
     path: Path
     run_id: str  # of the run that made it
+    digest: str  # of its manifest
+    entry: Path  # what KFP's cache knows of it
 
 
 def step_of(task: str) -> str:
@@ -88,40 +91,94 @@ def enable(file: PipelineFile, keys: Mapping[str, str]) -> None:
         spec.caching_options.cache_key = keys.get(task, "")
 
 
-def finished_steps(file: PipelineFile, keys: Mapping[str, str], cache_root: Path, runs: Path) -> list[CachedStep]:
-    """The steps that the cache will serve. Entries whose artifact is gone or damaged are dropped, so they run again.
+def finished_steps(file: PipelineFile, keys: Mapping[str, str], runs: Path) -> list[CachedStep]:
+    """The steps that need not run, in the order of `keys`, each made from the artifacts of those before it.
+
+    Two runs that worked at the same time hold two results of one key, and only one goes with what is taken over of the
+    steps before. So a step is taken over only if all steps before it are, and if its manifest names their digests.
 
     Args:
         file: the pipeline.
         keys: from `step_keys`.
-        cache_root: KFP's local cache.
-        runs: directory of all runs, to name the run that an artifact came from.
+        runs: directory of all runs; what each finished is noted in its cache directory.
     """
-    cache = LocalCache(str(cache_root))
     tasks = file.pipeline.pipeline_spec.root.dag.tasks
-    finished = []
+    finished: dict[str, CachedStep] = {}
     for task, key in keys.items():
-        name = cache.compute_key(tasks[task].component_ref.name, "", [], {}, custom_cache_key=key)
-        outputs = cache.get(name)
-        if outputs is None:
+        before = [name for name in tasks[task].dependent_tasks if name in keys]
+        if any(name not in finished for name in before):
             continue
+        needed = {finished[name].digest for name in before}
+        name = _entry_name(file, task, key)
+        notes = sorted(runs.glob(f"*/{CACHE}/{name}.digest"), key=_modified, reverse=True)  # the newest first
+        found = (_read_note(note, task, needed, runs) for note in notes)
+        if cached := next(filter(None, found), None):
+            finished[task] = cached
+    return list(finished.values())
+
+
+def offer(steps: Sequence[CachedStep], run_directory: Path) -> Path:
+    """Put what is taken over where KFP looks for it: a cache of this run alone. Returns its directory."""
+    root = run_directory / CACHE
+    root.mkdir(exist_ok=True)
+    for cached in steps:
+        write_atomically(root / cached.entry.name, cached.entry.read_bytes())
+    return root
+
+
+def confirm(
+    file: PipelineFile, keys: Mapping[str, str], arguments: Mapping[str, Any], step: str, digest: str, root: Path
+) -> None:
+    """Note that a step has finished, for later runs, if what its key stands for is still the same.
+
+    Data or code that changed while the step ran may or may not be what it saw: then nothing is noted.
+
+    Args:
+        file: the pipeline.
+        keys: the keys from the beginning of the run.
+        arguments: of the run.
+        step: the step that finished.
+        digest: of its manifest.
+        root: cache directory of the run, where KFP writes the step's outputs.
+    """
+    tasks = file.pipeline.pipeline_spec.root.dag.tasks
+    for task in [task for task in keys if step_of(task) == step]:
+        upstream = {name: keys[name] for name in tasks[task].dependent_tasks}
+        if _key(file, step, arguments, upstream) == keys[task]:
+            write_atomically(root / f"{_entry_name(file, task, keys[task])}.digest", digest.encode())
+
+
+def _entry_name(file: PipelineFile, task: str, key: str) -> str:
+    component = file.pipeline.pipeline_spec.root.dag.tasks[task].component_ref.name
+    return LocalCache.compute_key(None, component, "", [], {}, custom_cache_key=key)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # its run has just been removed
+        return 0.0
+
+
+def _read_note(note: Path, task: str, needed: set[str], runs: Path) -> CachedStep | None:
+    """The finished step that a note tells of; None if it is gone, damaged, edited, or made from something else."""
+    entry, step = note.with_suffix(".json"), step_of(task)
+    try:
+        outputs = LocalCache(str(note.parent)).get(note.stem)
+        if outputs is None:  # the run was killed before KFP wrote it, or the artifact is gone
+            return None
         (artifact,) = (value for value in outputs.values() if isinstance(value, dsl.Artifact))
-        path, step = Path(artifact.uri), step_of(task)
-        seal = Path(cache_root, f"{name}.digest")
-        try:
-            loaded = load(path, _MANIFESTS[step], verify=(".safetensors", ".onnx", ".plan"))
-        except EngineryError:
-            loaded = None
-        if loaded is None or (seal.exists() and seal.read_text(encoding="utf-8") != loaded.digest):
-            Path(cache_root, f"{name}.json").unlink(missing_ok=True)
-            seal.unlink(missing_ok=True)
-            continue
-        if not seal.exists():  # noted when the step is first seen finished: a manifest that changes later is refused
-            write_atomically(seal, loaded.digest.encode())
-        manifest = loaded.manifest
-        run_id = path.relative_to(runs).parts[0] if path.is_relative_to(runs) else str(path)
-        finished.append(CachedStep(task=task, step=step, manifest=manifest, path=path, run_id=run_id))
-    return finished
+        path = Path(artifact.uri)
+        loaded = load(path, _MANIFESTS[step])
+        if loaded.digest != note.read_text(encoding="utf-8") or not needed <= set(loaded.manifest.inputs.values()):
+            return None
+        load(path, _MANIFESTS[step], verify=(".safetensors", ".onnx", ".plan"))
+    except (EngineryError, OSError):
+        return None
+    run_id = path.relative_to(runs).parts[0] if path.is_relative_to(runs) else str(path)
+    return CachedStep(
+        task=task, step=step, manifest=loaded.manifest, path=path, run_id=run_id, digest=loaded.digest, entry=entry
+    )
 
 
 def _key(file: PipelineFile, step: str, arguments: Mapping[str, Any], upstream: Mapping[str, str]) -> str:
@@ -189,6 +246,8 @@ def fingerprint(path: Path) -> str:
 
 
 def _content(file: Path) -> str:
+    if file.is_dir():
+        return "empty folder"
     try:
         return digest_file(file)
     except OSError as error:
@@ -196,9 +255,15 @@ def _content(file: Path) -> str:
 
 
 def _files_below(root: Path) -> list[Path]:
+    """Files and empty folders, through links too, as preprocess sees them; hidden ones left out."""
     found = []
-    for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
-        paths = (Path(directory, name) for name in files if not name.startswith("."))
-        found += [path for path in paths if path.is_file()]
+    seen = set()  # a link to a folder above itself would never end
+    for directory, subdirectories, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(directory)
+        visible = [name for name in files if not name.startswith(".")]
+        subdirectories[:] = [] if real in seen else [name for name in subdirectories if not name.startswith(".")]
+        seen.add(real)
+        found += [path for name in visible if (path := Path(directory, name)).is_file()]
+        if not visible and not subdirectories:
+            found.append(Path(directory))  # an empty class folder is a class
     return found

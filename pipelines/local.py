@@ -24,13 +24,12 @@ from components.common.lifetime import PARENT_VARIABLE, adopt_orphans, end_child
 from components.common.step import DEBUG_VARIABLE
 from components.common.steplog import EVENTS_VARIABLE
 from components.export.config import CACHE_VARIABLE
-from pipelines.caching import enable, finished_steps, step_keys
+from pipelines.caching import CachedStep, confirm, enable, finished_steps, offer, step_keys
 from pipelines.interrupts import Interrupts
 from pipelines.parameters import STEP_CONFIGS, PipelineFile
 from pipelines.record import RUN_LOG, RunRecord, as_error
 from pipelines.rendering import EventStream, Renderer, RunLog, print_summary
-from pipelines.state import StateDirectory
-from pipelines.state import without_credentials as without_credentials
+from pipelines.state import CACHE, StateDirectory
 from pipelines.summary import RunSummary, SummaryBuilder
 
 EXIT_INTERRUPTED = 130
@@ -101,6 +100,7 @@ class _Chain:
     record: RunRecord
     console: Console
     keys: dict[str, str] = field(default_factory=dict)
+    reused: list[CachedStep] = field(default_factory=list)
     builder: SummaryBuilder = field(default_factory=lambda: SummaryBuilder(time.time()))
 
     def run(self, interrupts: Interrupts, *, reuse: bool) -> Status:
@@ -118,6 +118,9 @@ class _Chain:
                 interrupts.check()
                 if event["event"] == "started":
                     end_orphans_of(event["pid"])
+                elif event["event"] == "finished" and event["digest"]:
+                    root = self.record.directory / CACHE
+                    confirm(self.file, self.keys, self.arguments, event["step"], event["digest"], root)
                 on_event(event)
 
             try:
@@ -131,6 +134,8 @@ class _Chain:
                 return "killed"
             except Exception as error:  # KFP says only that a task failed; what failed came as an event
                 end_children()  # such as the workers of a step that was killed
+                if interrupts.num_signals:  # its exception was lost on the way, and the step ended of the same signal
+                    return "killed"
                 log.write(f"{type(error).__name__}: {error}\n")
                 if self.builder.failure is None:
                     on_event(self._failure(error))
@@ -139,7 +144,8 @@ class _Chain:
     def _run_steps(self, stream: EventStream, log: RunLog, renderer: Renderer, *, reuse: bool) -> None:
         self.keys = step_keys(self.file, self.arguments) if reuse else {}
         enable(self.file, self.keys)
-        for cached in finished_steps(self.file, self.keys, self.state.cache_root, self.state.runs):
+        self.reused = finished_steps(self.file, self.keys, self.state.runs)
+        for cached in self.reused:
             renderer.show_reused(cached.step, cached.run_id)
         variables = {CACHE_VARIABLE: str(self.state.export_cache), **self.record.tracked.environment()}
         if own := os.environ.get(CACHE_VARIABLE):
@@ -150,7 +156,7 @@ class _Chain:
                 pipeline_root=str(self.record.directory / "artifacts"),
                 workspace_root=str(self.record.directory / "workspace"),
                 enable_caching=True,
-                cache_root=str(self.state.cache_root),
+                cache_root=str(offer(self.reused, self.record.directory)),
             )
             self.file.pipeline(**self.arguments)
 
@@ -178,10 +184,9 @@ class _Chain:
         """The result, with what steps that KFP served from its cache would have told."""
         builder, failure = self.builder, self.builder.failure
         told = {step.name for step in builder.steps}
-        with self.record.noting("what was reused"):
-            for cached in finished_steps(self.file, self.keys, self.state.cache_root, self.state.runs):
-                if cached.step not in told:
-                    builder.take_over(cached)
+        for cached in self.reused:
+            if cached.step not in told:
+                builder.take_over(cached)
         names = list(STEP_CONFIGS)
         builder.steps.sort(key=lambda step: names.index(step.name) if step.name in names else -1)
         return RunSummary(

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from components.common.errors import EngineryError, UserError
 from pipelines.history import PastRun
-from pipelines.local import without_credentials
-from pipelines.state import StateDirectory
+from pipelines.state import CACHE, StateDirectory, without_credentials
 
 _LOCK = ".lock"  # the one that pipelines.state holds for a run
 _TRASH = ".trash-"
@@ -140,8 +139,8 @@ def _is_there(uri: str) -> bool:
     return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
 
 
-def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, cache_root: Path, now: float) -> Plan:
-    """Decide. `runs` are newest first; `cache_root` notes whose finished steps later runs take over."""
+def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, now: float) -> Plan:
+    """Decide. `runs` are newest first."""
     marked: dict[str, str] = {}
     for position, run in enumerate(runs):
         age_s = now - run.started
@@ -149,7 +148,7 @@ def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, cache_root: Path,
             marked[run.name] = f"{age_s / 86400:.0f} days old" if age_s >= 2 * 86400 else f"{age_s / 3600:.0f} h old"
         elif rules.keep is not None and position >= rules.keep:
             marked[run.name] = f"beyond the newest {rules.keep}"
-    held = _why_kept(runs, needed, cache_root, now)
+    held = _why_kept(runs, needed, now)
     total_bytes = sum(run.size_bytes for run in runs)
     if rules.max_size_bytes is not None:
         left_bytes = sum(run.size_bytes for run in runs if run.name not in marked or held[run.name])
@@ -167,7 +166,7 @@ def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, cache_root: Path,
     )
 
 
-def _why_kept(runs: Sequence[PastRun], needed: InUse, cache_root: Path, now: float) -> dict[str, str]:
+def _why_kept(runs: Sequence[PastRun], needed: InUse, now: float) -> dict[str, str]:
     """Why each run stays whatever a rule says; "" where nothing holds it."""
     held = {run.name: "it is still going" if run.is_going(now) else needed.reason(run) for run in runs}
     for run in runs:
@@ -175,9 +174,8 @@ def _why_kept(runs: Sequence[PastRun], needed: InUse, cache_root: Path, now: flo
             for name in run.reused_runs & held.keys():
                 held[name] = held[name] or f"{run.name} took over its steps, and {held[run.name]}"
     if any(run.is_going(now) for run in runs):
-        notes = "".join(file.read_text(encoding="utf-8") for file in cache_root.glob("*.json"))
         for run in runs:
-            if not held[run.name] and f"/{run.name}/" in notes:
+            if not held[run.name] and any(run.path.glob(f"{CACHE}/*.digest")):
                 held[run.name] = "a run is going, and may read the steps that this one finished"
     return held
 

@@ -17,6 +17,7 @@ from components.common.disk import no_space
 from components.common.errors import EngineryError, UserError
 
 SUMMARY = "summary.json"
+CACHE = "cache"  # in a run's directory: KFP's local cache of that run, and a note for each step that finished in it
 MLFLOW_RUN_ID = "mlflow_run_id"
 _LOCK = ".lock"
 _OPEN = ".mlflow-open"  # there while MLflow may show the run as running; holds where it is tracked
@@ -58,11 +59,6 @@ class StateDirectory:
     def runs(self) -> Path:
         """One directory per run."""
         return self.path / "runs"
-
-    @property
-    def cache_root(self) -> Path:
-        """Where KFP's local cache notes which finished step answers to which key."""
-        return self.path / "cache"
 
     @property
     def export_cache(self) -> Path:

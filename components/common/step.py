@@ -76,13 +76,15 @@ class Step:
             tracking_before = log.tracking_s
             outcome = run(config, log, output=output, **inputs)
             work_s = time.perf_counter() - work_started - (log.tracking_s - tracking_before)
+            digest = ""
             if (manifest := output / MANIFEST).exists():
+                digest = digest_file(manifest)
                 log.artifact(manifest)
                 record = json.loads(manifest.read_bytes())
-                log.tags({"enginery.manifest_digest": digest_file(manifest)})
-                log.tags({f"enginery.input.{name}": digest for name, digest in record["inputs"].items()})
+                log.tags({"enginery.manifest_digest": digest})
+                log.tags({f"enginery.input.{name}": value for name, value in record["inputs"].items()})
         seconds = {"imports": imports_s, "work": work_s, "tracking": log.tracking_s}
-        log.event("finished", outcome=outcome, seconds=seconds)
+        log.event("finished", outcome=outcome, seconds=seconds, digest=digest)
         print(f"{self.name}: {outcome}", file=sys.stderr, flush=True)
         _succeeded.set()
 

@@ -42,7 +42,7 @@ def gc(older_than: str | None, keep: int | None, max_size: str | None, dry_run: 
             size_bytes = PastRun(path).size_bytes
             delete(path)
             console.print(f"{size_text(size_bytes)} freed that a gc cut short had left", highlight=False)
-    decided = plan(found, rules, in_use(state, found), state.cache_root, time.time())
+    decided = plan(found, rules, in_use(state, found), time.time())
     _show(console, decided, len(found))
     if dry_run or not decided.remove:
         return

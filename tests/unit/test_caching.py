@@ -1,21 +1,24 @@
 """The keys that decide whether a finished step is taken over."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from components.common import environment as machine
+from components.common.artifacts import DatasetManifest, seal
 from components.common.environment import Gpu
+from components.preprocess.config import PreprocessConfig
 from pipelines import caching
-from pipelines.caching import enable, fingerprint, finished_steps, source_digest, step_keys
+from pipelines.caching import confirm, enable, fingerprint, finished_steps, offer, source_digest, step_keys
 from pipelines.parameters import PipelineFile, load_pipeline, resolve_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ["preprocess", "train", "export", "validate", "gate"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     for name in ("a", "b"):
@@ -31,9 +34,11 @@ def file() -> PipelineFile:
 
 
 def keys_of(file, data, *assignments, **flags):
-    flags = {"data": str(data), **flags}
-    arguments = resolve_arguments(file, config_file=None, flags=flags, assignments=assignments)
-    return step_keys(file, arguments)
+    return step_keys(file, arguments_of(file, data, *assignments, **flags))
+
+
+def arguments_of(file, data, *assignments, **flags):
+    return resolve_arguments(file, config_file=None, flags={"data": str(data), **flags}, assignments=assignments)
 
 
 def changed(before, after):
@@ -143,35 +148,46 @@ def test_source_digest_reads_the_step_and_what_steps_share(tmp_path, monkeypatch
 
 
 class TestFinishedSteps:
-    """What the cache serves, with a real data set as the finished step's artifact."""
+    """What later runs take over, with a real data set as the finished step's artifact."""
 
     @pytest.fixture
     def noted(self, file, data, digits_dataset, tmp_path):
-        """A cache in which preprocess is finished. Returns keys, the cache's root and the artifact's directory."""
+        """`noted("run")`: a run in which preprocess finished. Returns its artifact's directory."""
         from kfp import dsl
         from kfp.local.cache import LocalCache
 
-        keys = keys_of(file, data)
-        runs = tmp_path / "runs"
-        artifact = runs / "resnet50-1/artifacts/dataset"
-        shutil.copytree(digits_dataset.path, artifact)
-        cache = LocalCache(str(tmp_path / "cache"))
-        key = cache.compute_key("comp-preprocess", "", [], {}, custom_cache_key=keys["preprocess"])
-        cache.put(key, {"dataset": dsl.Dataset(name="dataset", uri=str(artifact))})
-        return keys, tmp_path / "cache", runs, artifact
+        def finished(run="resnet50-1", keys=None):
+            keys = keys or keys_of(file, data)
+            artifact = tmp_path / "runs" / run / "artifacts/dataset"
+            shutil.copytree(digits_dataset.path, artifact)
+            cache = LocalCache(str(tmp_path / "runs" / run / "cache"))
+            key = cache.compute_key("comp-preprocess", "", [], {}, custom_cache_key=keys["preprocess"])
+            cache.put(key, {"dataset": dsl.Dataset(name="dataset", uri=str(artifact))})
+            confirm(file, keys, arguments_of(file, data), "preprocess", digits_dataset.digest, Path(cache.cache_root))
+            return artifact
 
-    def test_served(self, file, noted):
-        keys, cache, runs, artifact = noted
-        (step,) = finished_steps(file, keys, cache, runs)
+        return finished
+
+    def test_served(self, file, data, noted, tmp_path, digits_dataset):
+        artifact = noted()
+        (step,) = finished_steps(file, keys_of(file, data), tmp_path / "runs")
         assert (step.step, step.path, step.run_id) == ("preprocess", artifact, "resnet50-1")
+        assert step.digest == digits_dataset.digest
 
-    def test_not_for_other_keys(self, file, noted, data):
-        _, cache, runs, _ = noted
-        assert finished_steps(file, keys_of(file, data, seed="5"), cache, runs) == []
+    def test_the_newest_is_served_and_an_older_one_when_it_is_gone(self, file, data, noted, tmp_path):
+        old, new = noted("resnet50-1"), noted("resnet50-2")
+        os.utime(next((tmp_path / "runs/resnet50-1/cache").glob("*.digest")), (1, 1))
+        assert finished_steps(file, keys_of(file, data), tmp_path / "runs")[0].path == new
+        shutil.rmtree(new)
+        assert finished_steps(file, keys_of(file, data), tmp_path / "runs")[0].path == old
+
+    def test_not_for_other_keys(self, file, noted, data, tmp_path):
+        noted()
+        assert finished_steps(file, keys_of(file, data, seed="5"), tmp_path / "runs") == []
 
     @pytest.mark.parametrize("damage", ["no manifest", "short file", "gone"])
-    def test_damaged_artifacts_run_again(self, file, noted, damage):
-        keys, cache, runs, artifact = noted
+    def test_damaged_artifacts_run_again(self, file, data, noted, damage, tmp_path):
+        artifact = noted()
         if damage == "no manifest":
             (artifact / "manifest.json").unlink()
         elif damage == "short file":
@@ -179,16 +195,77 @@ class TestFinishedSteps:
             shard.write_bytes(shard.read_bytes()[:-1])
         else:
             shutil.rmtree(artifact)
-        assert finished_steps(file, keys, cache, runs) == []
-        if damage != "gone":  # KFP looks by itself whether the directory is there
-            assert list(cache.glob("*.json")) == []
+        assert finished_steps(file, keys_of(file, data), tmp_path / "runs") == []
 
-    def test_an_edited_manifest_runs_again(self, file, noted):
-        keys, cache, runs, artifact = noted
-        assert len(finished_steps(file, keys, cache, runs)) == 1  # noted with its digest
-        manifest = artifact / "manifest.json"
-        text = manifest.read_text()
-        assert '"num_rejected":0' in text
-        manifest.write_text(text.replace('"num_rejected":0', '"num_rejected":1'))
-        assert finished_steps(file, keys, cache, runs) == []
-        assert list(cache.iterdir()) == []
+    def test_another_manifest_runs_again(self, file, data, noted, run_preprocess, few_digits, tmp_path):
+        artifact = noted()
+        shutil.rmtree(artifact)
+        run_preprocess(few_digits, artifact, seed=1)  # whole, and not what was noted
+        assert finished_steps(file, keys_of(file, data), tmp_path / "runs") == []
+
+    def test_a_step_whose_data_changed_meanwhile_is_not_noted(self, file, data, noted, tmp_path):
+        before = keys_of(file, data)
+        (data / "a/0.jpg").write_bytes(b"changed while the step ran")
+        noted(keys=before)
+        assert finished_steps(file, before, tmp_path / "runs") == []
+        assert not list(tmp_path.glob("runs/*/cache/*.digest"))
+
+    def test_a_step_goes_with_the_artifacts_before_it(self, file, data, noted, digits_dataset, tmp_path, monkeypatch):
+        """Of two runs at once, what is taken over of one step is made from what is taken over of the step before."""
+        from kfp import dsl
+        from kfp.local.cache import LocalCache
+
+        keys, runs = keys_of(file, data), tmp_path / "runs"
+        noted()
+        monkeypatch.setitem(caching._MANIFESTS, "train", DatasetManifest)  # any sealed artifact will do
+        for number, source in (("2", "sha256:another data set"), ("3", digits_dataset.digest)):
+            artifact = runs / f"resnet50-{number}/artifacts/checkpoint"
+            shutil.copytree(digits_dataset.path, artifact)
+            (artifact / "manifest.json").unlink()
+            record = digits_dataset.manifest
+            sealed = seal(
+                artifact,
+                DatasetManifest,
+                inputs={"dataset": source},
+                config=PreprocessConfig(data="images"),
+                classes=record.classes,
+                splits=record.splits,
+                statistics=record.statistics,
+                num_rejected=0,
+            )
+            cache = LocalCache(str(runs / f"resnet50-{number}/cache"))
+            key = cache.compute_key("comp-train", "", [], {}, custom_cache_key=keys["train"])
+            cache.put(key, {"checkpoint": dsl.Model(name="checkpoint", uri=str(artifact))})
+            (Path(cache.cache_root) / f"{key}.digest").write_text(sealed.digest)
+            found = [step.step for step in finished_steps(file, keys, runs)]
+            assert found == (["preprocess"] if number == "2" else ["preprocess", "train"])
+        shutil.rmtree(runs / "resnet50-1")
+        assert finished_steps(file, keys, runs) == []  # nothing stands on what runs again
+
+    def test_offered_to_kfp_in_a_cache_of_the_run_alone(self, file, data, noted, tmp_path):
+        noted()
+        (tmp_path / "runs/new").mkdir()
+        steps = finished_steps(file, keys_of(file, data), tmp_path / "runs")
+        root = offer(steps, tmp_path / "runs/new")
+        assert [entry.name for entry in root.iterdir()] == [steps[0].entry.name]
+
+
+@pytest.mark.parametrize("linked", ["folder", "file"])
+def test_what_links_lead_to_is_content(data, tmp_path, linked):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "0.jpg").write_bytes(b"first")
+    if linked == "folder":
+        (data / "linked").symlink_to(outside)
+    else:
+        (data / "a/linked.jpg").symlink_to(outside / "0.jpg")
+    before = fingerprint(data)
+    (outside / "0.jpg").write_bytes(b"other")
+    assert fingerprint(data) != before
+
+
+def test_a_loop_of_links_ends_and_an_empty_folder_counts(data):
+    (data / "a/above").symlink_to(data)
+    before = fingerprint(data)
+    (data / "empty").mkdir()
+    assert fingerprint(data) != before

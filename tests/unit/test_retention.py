@@ -1,7 +1,6 @@
 """gc: what goes by which rule, and what stays whatever a rule says."""
 
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -70,7 +69,7 @@ def make_run(
 
 def decide(state: Path, needed: InUse = NOTHING, **rules: float) -> tuple[set[str], dict[str, str]]:
     """Names of the runs that would go, and of those kept with the reason."""
-    decided = plan(past_runs(state / "runs"), Rules(**rules), needed, state / "cache", time.time())  # type: ignore[arg-type]
+    decided = plan(past_runs(state / "runs"), Rules(**rules), needed, time.time())  # type: ignore[arg-type]
     return {run.name for run, _ in decided.remove}, {run.name: reason for run, reason in decided.keep}
 
 
@@ -193,8 +192,8 @@ def test_asking_creates_no_database(tmp_path: Path) -> None:
 
 def test_run_that_is_going_survives_and_so_do_the_steps_it_may_read(tmp_path: Path) -> None:
     going, read, other = (make_run(tmp_path, days, finished=days > 51) for days in (50, 60, 70))
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "key.json").write_text(json.dumps({"uri": f"{read}/artifacts/dataset"}))
+    (read / "cache").mkdir()
+    (read / "cache" / "key.digest").write_text("sha256:aa")
     with locked(going):
         removed, kept = decide(tmp_path, keep=0)
     assert removed == {other.name}
