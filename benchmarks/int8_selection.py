@@ -84,9 +84,10 @@ def main(
     measures["calibration_seconds"] = bundles["max"].manifest.calibration.seconds
     if chosen.calibration.selection is not None:
         measures["selection_seconds"] = chosen.calibration.selection.seconds
+    training = chosen.training.config if chosen.training else {}
     notes = (
-        f"{chosen.architecture}, validation split of {dataset.name}, INT8 by {runtime}. Intervals are 95 %, paired "
-        "(Bonett and Price, 2012). One run."
+        f"{chosen.architecture}, {training.get('epochs')} epochs, validation split of {dataset.name}, INT8 by "
+        f"{runtime}. Intervals are 95 %, paired (Bonett and Price, 2012). One run."
     )
     write_result(machine, name, measures=measures, runs=runs, notes=notes, directory=results)
 

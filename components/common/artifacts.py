@@ -15,7 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from components.common.digests import canonical_json, digest_bytes, digest_file
 from components.common.environment import Environment, environment
 from components.common.errors import EngineryError, UserError
-from components.common.integrity import claims_of, file_problem, how_to_renew, migrated, seal_of, writer_of
+from components.common.integrity import (
+    check_seal,
+    claims_of,
+    file_problem,
+    first_problem,
+    how_to_renew,
+    migrated,
+    read_manifest,
+    seal_of,
+    writer_of,
+)
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec
 
@@ -167,7 +177,7 @@ class CalibrationEntry(_Record):
     method: str
     num_images: int
     split: str
-    seconds: float = Field(description="To run the model over the images; 0 when the cache had the result.")
+    seconds: float = Field(description="To run the model over the images, or to read the cache.")
     digest: str = Field("", description="Of graph and weights, images, TransformSpec, method and its parameters.")
     cached: bool = Field(False, description="Whether the histograms came from the cache.")
     excluded: tuple[str, ...] = Field((), description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
@@ -368,7 +378,7 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
     """
     file = path / MANIFEST
     kind = manifest.model_fields["kind"].default
-    data = _read(file, kind)
+    data = read_manifest(file, kind)
     claimed = migrated(claims_of(data), file, kind)
     try:
         record = manifest.model_validate(claimed) if claimed else manifest.model_validate_json(data)
@@ -377,31 +387,13 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
             raise UserError(
                 f"{path} is a {found}, and a {kind} is needed here; name the output of {writer_of(kind)}"
             ) from None
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
         raise EngineryError(
-            f"{file} is not a valid {kind} manifest: {where}: {first['msg']}. It is damaged or was edited; "
+            f"{file} is not a valid {kind} manifest: {first_problem(error)}. It is damaged or was edited; "
             f"{how_to_renew(kind)}"
         ) from None
-    if record.seal != seal_of(claimed):
-        raise EngineryError(
-            f"{file} was edited after it was sealed: its content does not fit its seal {record.seal or '(empty)'}. "
-            f"Put the original back, or {how_to_renew(kind)}"
-        )
+    check_seal(data, file, kind)
     for name, entry in record.files.items():
         digest = entry.digest if verify and name.endswith(verify) else None
         if problem := file_problem(path, name, entry.size_bytes, digest):
             raise EngineryError(f"{problem}. Put the original back, or {how_to_renew(kind)}")
     return Artifact(path=path, manifest=record, digest=digest_bytes(data))
-
-
-def _read(file: Path, kind: str) -> bytes:
-    try:
-        return file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"{file.parent} is no finished {kind}: it has no {MANIFEST}. Name the output of a finished step, "
-            f"here of {writer_of(kind)}"
-        ) from None
-    except OSError as error:
-        raise UserError(f"can't read {file}: {error.strerror}; make it readable for you") from None

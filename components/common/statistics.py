@@ -19,11 +19,6 @@ class PairedDifference:
     low_points: float
     high_points: float
 
-    @property
-    def is_noise(self) -> bool:
-        """Whether the interval holds zero: the images do not tell the two apart."""
-        return self.low_points <= 0 <= self.high_points
-
 
 def paired_difference(right_reference: np.ndarray, right_other: np.ndarray) -> PairedDifference:
     """Compare two models image by image.

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from components.common.artifacts import AccuracyReport, AccuracyRow, BenchmarkReport, GateCheck
+from components.common.artifacts import AccuracyReport, AccuracyRow, BenchmarkReport, GateCheck, Precision
 from components.common.settings import StepConfig
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
@@ -25,6 +25,13 @@ class Thresholds(StepConfig):
     min_speedup: float = Field(
         0.0, ge=0, description="Least throughput over FP32 at the largest measured batch, as a ratio; 0 for none."
     )
+
+
+def verdict_note(accuracy: AccuracyReport, precision: Precision) -> str:
+    """What a reader of the verdict must know besides: doubts about the runtime, and how much one image is."""
+    own = accuracy.row(precision)
+    doubts = own.note if own.top1_pct is not None else ""
+    return "; ".join(filter(None, (doubts, one_image_note(accuracy))))
 
 
 def one_image_note(accuracy: AccuracyReport) -> str:

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,21 +40,19 @@ class Candidates:
     def measure(self, models: Mapping[str, onnx.ModelProto], text: str) -> dict[str, Predictions]:
         """Predictions of each model, all on the same images; `text` is shown with the progress."""
         runners: dict[str, Runner] = {}
-        with tempfile.TemporaryDirectory(dir=self.directory) as folder:
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=self.directory))
             for name, model in models.items():
                 file = Path(folder, f"{name}.onnx")
                 onnx.save(model, file)
                 runners[name] = self._runner(file)
-        try:
+                stack.callback(runners[name].close)
             return predict(
                 runners,
                 self.samples,
                 self.samples.num_images,
                 lambda done, total: self.log.progress(text, done, total, "images"),
             )
-        finally:
-            for runner in runners.values():
-                runner.close()
 
     def _runner(self, file: Path) -> Runner:
         if self.runtime == "torch":

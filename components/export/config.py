@@ -36,7 +36,10 @@ class ExportConfig(StepConfig):
         64, ge=0, description="Calibration images on which each layer's cost in INT8 is measured; 0 for no ranking."
     )
     search_seconds: float = Field(
-        1800.0, ge=0, description="Time after which the search for a fallback stops where it is, in seconds."
+        1800.0,
+        ge=0,
+        description="Time after which ranking and fallback stop where they are, in seconds. Calibrations are always "
+        "compared.",
     )
     gate: Thresholds = Field(
         Thresholds(),

@@ -117,23 +117,14 @@ def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, i
     return worst
 
 
-def read_classifier(path: Path) -> OnnxClassifier:
-    """Reads names, image size and number of classes of a classifier's ONNX file.
-
-    Raises:
-        UserError: the file isn't a classifier with one [N, 3, H, W] float32 input, dynamic in N alone, and one
-            [N, classes] float32 output; the message names what was seen and the fix.
-    """
-    return _describe(_load(path), path)
-
-
 def normalize_user_onnx(source: Path, destination: Path) -> OnnxClassifier:
     """Takes over a user's classifier: checks it and writes it to `destination` at opset 17 and IR 8.
 
     A file that fits already is copied byte for byte; others are converted, and must answer as before. Names stay.
 
     Args:
-        source: ONNX classifier of opset 13 to 21, see `read_classifier`; without external data.
+        source: ONNX classifier of opset 13 to 21 with one [N, 3, H, W] float32 input, dynamic in N alone, and one
+            [N, classes] float32 output; without external data.
         destination: the file to write (atomically).
 
     Raises:
@@ -184,7 +175,7 @@ def _load(path: Path) -> onnx.ModelProto:
         raise UserError(f"{path}: holds control flow ({sorted(found)}), supported are plain graphs. {_REEXPORT}")
     if found := operators & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "ConvInteger"}:
         raise UserError(f"{path}: is already quantized ({sorted(found)}). Give the FP32 model.")
-    for tensor in proto.graph.initializer:
+    for tensor in inline_constants(proto).graph.initializer:
         if tensor.data_type == TensorProto.FLOAT and not np.isfinite(onnx.numpy_helper.to_array(tensor)).all():
             raise UserError(f"{path}: the weights '{tensor.name}' hold NaN or infinity. Take an earlier checkpoint.")
     return proto

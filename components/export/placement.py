@@ -104,6 +104,15 @@ def node_id(node: NodeProto) -> str:
     return str(node.name or node.output[0])
 
 
+def with_names(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which every node has a name, its `node_id`, which stays when other passes rename tensors."""
+    named = onnx.ModelProto()
+    named.CopyFrom(model)
+    for node in named.graph.node:
+        node.name = node_id(node)
+    return named
+
+
 def quantizable_layers(model: onnx.ModelProto) -> list[str]:
     """Ids of the weighted nodes (Conv, Gemm, MatMul) that `insert_qdq` runs in INT8, in graph order."""
     return [node_id(read.node) for read in quantized_reads(float_graph(model).graph, ()) if read.axis is not None]

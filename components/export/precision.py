@@ -31,7 +31,7 @@ def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
         if not largest <= FP16_MAX:
             raise EngineryError(
                 f"FP16: initializer '{tensor.name}' holds {largest:g}, beyond float16's largest number {FP16_MAX:g}. "
-                "Keep this model in FP32 (leave fp16 out of the precisions), or train with weight decay."
+                "No FP16 file can be made of it: train with weight decay, or rescale this layer and the next."
             )
     copy = onnx.ModelProto()
     copy.CopyFrom(model)

@@ -11,6 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from components.common.errors import EngineryError
+from components.export.calibration import INT8_MAX
 from components.export.placement import (
     Graph,
     float_graph,
@@ -20,8 +21,6 @@ from components.export.placement import (
     replace_nodes,
     weight_channel_axis,
 )
-
-INT8_MAX = 127
 
 # How quantized weights are stored. "dq": int8 weights and DequantizeLinear, a quarter of the size; TensorRT 8.6 builds
 # it (the H200 results were made so), newer versions and OpenVINO document it.

@@ -11,8 +11,9 @@ import torch
 
 from components.common.artifacts import CalibrationEntry, SelectionEntry
 from components.common.digests import digest_file, digest_json
+from components.common.errors import EngineryError
 from components.common.loader import to_numpy
-from components.common.runners.torch import TorchGraph, UnsupportedOperators
+from components.common.runners.torch import TorchGraph
 from components.common.steplog import StepLog
 from components.export.cache import Histograms, cached_histograms
 from components.export.calibration import NUM_BINS, CalibrationMethod, compute_scale
@@ -22,7 +23,7 @@ from components.export.config import ExportConfig
 from components.export.placement import activation_tensors
 from components.export.precision import FP16_MAX
 from components.export.qdq import scales_below_fp16
-from components.export.samples import Samples
+from components.export.samples import MIN_SELECTION_IMAGES, Samples
 from components.export.selection import Budget, Selection
 from components.export.sensitivity import BATCH_SIZE, Ranking, rank_layers
 from components.export.sources import SourceModel
@@ -64,7 +65,8 @@ def quantize(
     address = {
         "model": digest_file(fp32_file),
         "images": calibration.digest(),
-        "histograms": {"bins": NUM_BINS, "version": 1},
+        "tensors": activation_tensors(fp32),
+        "histograms": {"bins": NUM_BINS, "version": 1, "device": device.type},
     }
     histograms, cached = cached_histograms(
         cache / "calibration" if cache else None,
@@ -84,8 +86,11 @@ def quantize(
             samples=selection, shapes=source.shapes, device=device, directory=fp32_file.parent, log=log
         )
         method, excluded, entry = _select(config, fp32, scales, candidates, calibration, log)
-    elif automatic:
-        log.note("too few training images to compare calibrations: taking max")
+    elif config.num_selection_images and (automatic or config.fallback):
+        log.note(
+            f"fewer than {MIN_SELECTION_IMAGES} training images are left to measure INT8 on: {method.value} is taken "
+            "as it is"
+        )
     if tiny := scales_below_fp16(scales[method]):
         log.warning(f"{len(tiny)} INT8 scales are too small for FP16, such as that of {tiny[0]}: int8_fp16.onnx loses")
     parameters = {"percentile": config.calibration_percentile} if method == CalibrationMethod.PERCENTILE else {}
@@ -110,9 +115,10 @@ def _device(fp32: onnx.ModelProto, calibration: Samples, log: StepLog) -> torch.
     if calibration.device_id is None:
         return torch.device("cpu")
     device = torch.device("cuda", calibration.device_id)
+    size = calibration.transform.crop_size
     try:
-        TorchGraph(fp32, device)
-    except UnsupportedOperators as error:
+        TorchGraph(fp32, device).run(torch.zeros(1, 3, size, size, device=device))
+    except EngineryError as error:
         log.warning(f"calibrating on the CPU: {error}")
         return torch.device("cpu")
     return device
@@ -208,7 +214,7 @@ def _rank(
             deadline=deadline,
             progress=lambda done: log.progress("ranking layers", done, total, "images"),
         )
-    except UnsupportedOperators as error:
+    except EngineryError as error:
         log.warning(f"layers are not ranked, and none is left out of INT8: {error}")
         return Ranking(layers=(), num_images=0)
 

@@ -26,7 +26,7 @@ from components.common.steplog import StepLog
 from components.export.config import CACHE_VARIABLE, ExportConfig
 from components.export.engines import build_engine, onnx_file_for
 from components.export.onnx_export import check_against_torch
-from components.export.placement import quantizable_layers
+from components.export.placement import quantizable_layers, with_names
 from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import insert_qdq
 from components.export.quantization import Quantization, quantize
@@ -50,7 +50,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         )
     _check_numerics(source, calibration, fp32_file, log)
     quantized = quantize(config, source, fp32_file, calibration, selection, cache, log)
-    fp32 = onnx.load(fp32_file)
+    fp32 = with_names(onnx.load(fp32_file))
     _write_precisions(fp32, quantized, output, log)
     write_atomically(output / "scales.json", json.dumps(quantized.scales, indent=1, sort_keys=True).encode())
     engines, missing = _build_engines(config, source, output, cache, log)

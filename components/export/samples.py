@@ -55,10 +55,10 @@ def split_samples(
     Both are from the training split. Validation images decide later, and would be no evidence had they chosen too.
     """
     available = dataset.manifest.splits["train"].num_images
-    choosing = config.num_selection_images > 0
+    choosing = config.num_selection_images > 0 and (config.calibration_method == "auto" or config.fallback)
     # Of a small data set calibration gets at most half, so that something is left to choose by.
     num_calibration = min(config.num_calibration_images, max(available // 2, 1) if choosing else available)
-    num_selection = min(config.num_selection_images, available - num_calibration)
+    num_selection = min(config.num_selection_images, available - num_calibration) if choosing else 0
     if num_selection < MIN_SELECTION_IMAGES:
         num_calibration, num_selection = min(config.num_calibration_images, available), 0
 

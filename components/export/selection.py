@@ -51,18 +51,26 @@ class Selection:
     def choose_method(self) -> CalibrationMethod:
         """Measure every method with all layers in INT8, and take the best; what is inside the noise goes to `max`.
 
-        `max` never clips, and so is the one that least depends on the images that happened to calibrate.
+        A method wins against `max` if it is surely better, or if it holds the budget and `max` does not: leaving
+        layers out of INT8 for a calibration that needs it would cost speed for nothing.
         """
         models = {method.value: insert_qdq(self.model, scales) for method, scales in self.scales.items()}
         predictions = self.measure({"fp32": self.model, **models}, "comparing calibrations")
         self._fp32 = predictions["fp32"]
         for method in self.scales:
             self._remember(method, (), predictions[method.value])
-        best = max(self.scales, key=lambda method: predictions[method.value].top1_pct)  # of equals the first
         if CalibrationMethod.MAX not in self.scales:
-            return best
-        right = {method: predictions[method.value].right for method in (CalibrationMethod.MAX, best)}
-        return CalibrationMethod.MAX if paired_difference(right[CalibrationMethod.MAX], right[best]).is_noise else best
+            return max(self.scales, key=lambda method: predictions[method.value].top1_pct)
+        plain = predictions[CalibrationMethod.MAX.value]
+        winners = [
+            method
+            for method in self.scales
+            if paired_difference(plain.right, predictions[method.value].right).low_points > 0
+        ]
+        if not winners and not self._held(CalibrationMethod.MAX, ()):
+            winners = [method for method in self.scales if self._held(method, ())]
+        # Of equals the first. Without a winner the difference to `max` is noise.
+        return max(winners, key=lambda method: predictions[method.value].top1_pct, default=CalibrationMethod.MAX)
 
     def exclude_layers(self, method: CalibrationMethod, ranking: Ranking) -> tuple[str, ...]:
         """The fewest layers that must stay out of INT8 for the budget to hold, in the order of what they cost.

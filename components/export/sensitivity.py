@@ -10,8 +10,9 @@ import torch
 from components.common.artifacts import LayerCost
 from components.common.runners.torch import TorchGraph
 from components.common.runners.torch_layers import fake_quantize
+from components.export.calibration import INT8_MAX
 from components.export.placement import Graph, QuantizedRead, float_graph, node_id, quantized_reads
-from components.export.qdq import INT8_MAX, MIN_SCALE
+from components.export.qdq import MIN_SCALE
 
 # Images at a time. Every tensor of the float model is kept for the batch: 45 MB an image for ResNet-50 at 224 px.
 BATCH_SIZE = 8

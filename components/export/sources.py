@@ -147,7 +147,7 @@ def _from_onnx(path: Path, dataset: Artifact[DatasetManifest], config: ExportCon
     if shapes.height != shapes.width:
         raise UserError(f"{path} takes {shapes.height} x {shapes.width} pixels; only square inputs are supported")
     transform = _own_transform(config, shapes.height)
-    batches = {"opt_batch": config.opt_batch, "max_batch": config.max_batch}
+    batches = {"opt_batch": min(config.opt_batch, config.max_batch), "max_batch": config.max_batch}
     return SourceModel(
         architecture=config.architecture or path.stem,
         classes=classes,

@@ -13,7 +13,7 @@ from components.common.artifacts import (
 )
 from components.common.errors import GateFailed, UserError
 from components.common.steplog import StepLog
-from components.common.verdict import Thresholds, one_image_note, run_checks
+from components.common.verdict import Thresholds, run_checks, verdict_note
 from components.gate.config import GateConfig
 
 
@@ -30,7 +30,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     accuracy = measured.manifest.accuracy
     checks = run_checks(config, accuracy.row("fp32"), accuracy.row(config.precision), measured.manifest.benchmark)
     passed = all(check.verdict == "pass" for check in checks)
-    note = one_image_note(accuracy)
+    note = verdict_note(accuracy, config.precision)
     seal(
         output,
         VerdictManifest,

@@ -18,7 +18,7 @@ from components.common.artifacts import (
 from components.common.errors import EngineryError
 from components.common.evaluation import Predictions
 from components.common.statistics import paired_difference
-from components.common.verdict import Thresholds, one_image_note, run_checks
+from components.common.verdict import Thresholds, run_checks, verdict_note
 from components.validate.config import ValidateConfig
 from components.validate.provenance import gather_provenance
 from components.validate.schema import (
@@ -91,7 +91,7 @@ def _verdict(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: Benchm
         precision=thresholds.precision,
         thresholds=Thresholds(**thresholds.model_dump()),
         checks=tuple(checks),
-        note=one_image_note(accuracy),
+        note=verdict_note(accuracy, thresholds.precision),
     )
 
 

@@ -246,9 +246,10 @@ def test_a_second_interrupt_ends_a_step_that_does_not_listen(home: Home) -> None
     assert (statuses[name], statuses["preprocess"]) == ("KILLED", "KILLED")
 
 
-def test_two_runs_at_once(home: Home) -> None:
-    """On one state directory, with different seeds."""
-    runs = [home.start(seed) for seed in (2, 3)]
+@pytest.mark.parametrize("seeds", [(2, 3), (4, 4)])
+def test_two_runs_at_once(home: Home, seeds: tuple[int, int]) -> None:
+    """On one state directory: with different seeds, and with the same, where both make everything for themselves."""
+    runs = [home.start(seed) for seed in seeds]
     texts = [run.end(600) for run in runs]
     assert [run.process.returncode for run in runs] == [0, 0], "\n".join(texts)
     summaries = []
@@ -256,10 +257,13 @@ def test_two_runs_at_once(home: Home) -> None:
         directories = set(home.path.glob("runs/*")) - run.before
         summaries += [json.loads((path / "summary.json").read_text()) for path in directories]
     found = {summary["run_id"]: summary for summary in summaries}
-    assert {summary["arguments"]["seed"] for summary in found.values()} == {2, 3}
+    assert sorted(summary["arguments"]["seed"] for summary in found.values()) == sorted(seeds)
     for name, summary in found.items():
         assert [step["status"] for step in summary["steps"]] == ["done"] * 6
         assert set(home.statuses(name).values()) == {"FINISHED"}
     assert len({summary["registered"] for summary in found.values()}) == 2
     assert len({summary["bundle_digest"] for summary in found.values()}) == 2
     home.check_artifacts()
+    again = home.start(seeds[0])  # takes over what goes together
+    assert again.end(600)
+    assert again.process.returncode == 0

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from components.common.artifacts import (
     seal,
 )
 from components.common.errors import GateFailed, UserError
+from components.common.runners import openvino
 from components.common.steplog import StepLog
 from components.common.verdict import run_checks
 from components.gate.config import GateConfig
 from components.gate.run import run
 from components.validate.config import ValidateConfig
+from components.validate.serving import _on_openvino
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -121,10 +124,13 @@ def report(
     int8: float | None,
     num_images: int = 10_000,
     config: ValidateConfig | None = None,
+    int8_note: str = "",
 ) -> Path:
     """A sealed Report."""
     path.mkdir()
-    rows = (accuracy("fp32", fp32, num_images), accuracy("fp16", None), accuracy("int8", int8, num_images))
+    own = accuracy("int8", int8, num_images)
+    own = own.model_copy(update={"note": int8_note}) if int8_note else own
+    rows = (accuracy("fp32", fp32, num_images), accuracy("fp16", None), own)
     seal(
         path,
         ReportManifest,
@@ -165,6 +171,19 @@ def test_a_fail_is_written_before_it_is_raised(tmp_path: Path) -> None:
     assert str(caught.value).endswith("(one of 400 validation images is 0.25 points)")
     verdict = verdict_of(tmp_path / "verdict")
     assert (verdict.passed, verdict.note) == (False, "one of 400 validation images is 0.25 points")
+
+
+def test_a_doubt_about_the_runtime_stands_beside_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What validate notes of INT8 on a CPU without VNNI is in the verdict and in what the gate says."""
+    monkeypatch.setattr(openvino, "cpu_has_vnni", lambda: False)
+    monkeypatch.setattr(openvino, "OpenVINORunner", lambda file, shapes: None)
+    bundle = SimpleNamespace(file=Path, manifest=SimpleNamespace(models={"int8": "int8.onnx"}, shapes=None))
+    note = _on_openvino(bundle, "int8").note  # type: ignore[arg-type]  # only what it reads
+    assert "no VNNI" in note
+    source = report(tmp_path / "report", 80.0, 79.75, int8_note=note)
+    outcome = run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    assert verdict_of(tmp_path / "verdict").note == note
+    assert outcome.endswith(f"({note})")
 
 
 @pytest.mark.parametrize(("fp32", "int8"), [(80.0, None), (None, 80.0)])

@@ -85,6 +85,19 @@ def test_a_damaged_file_is_replaced(tmp_path, collect, damage):
     assert cached_histograms(tmp_path, ADDRESS, collect, pytest.fail)[1]  # the new file is whole
 
 
+def test_no_damage_gets_through(tmp_path, collect):
+    """Whatever byte is wrong, the reader's exception is caught, or the content's digest does not fit."""
+    first, _ = cached_histograms(tmp_path, ADDRESS, collect, pytest.fail)
+    (file,) = tmp_path.glob("*.npz")
+    content = file.read_bytes()
+    for position in range(0, len(content), 37):
+        damaged = bytearray(content)
+        damaged[position] ^= 0xFF
+        file.write_bytes(damaged)
+        again, _ = cached_histograms(tmp_path, ADDRESS, collect, lambda text: None)
+        assert equal(first, again), position
+
+
 def test_an_unwritable_folder_costs_only_the_cache(tmp_path, collect):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")

@@ -14,7 +14,6 @@ from components.export.onnx_export import (
     check_against_torch,
     export_onnx,
     normalize_user_onnx,
-    read_classifier,
 )
 
 from .conftest import build, random_images, shapes_of
@@ -52,7 +51,7 @@ def net():
 
 
 class TestExport:
-    def test_resnet18(self, resnet18):
+    def test_resnet18(self, resnet18, tmp_path):
         path, model, images, _ = resnet18
         assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 17)]
         assert model.ir_version == 8
@@ -64,16 +63,16 @@ class TestExport:
         assert "GlobalAveragePool" in {node.op_type for node in model.graph.node}
         assert "Identity" not in {node.op_type for node in model.graph.node}
         assert check_against_torch(build("resnet18"), path, shapes_of("resnet18"), images) < 1e-4
-        assert read_classifier(path).num_classes == 10
+        assert normalize_user_onnx(path, tmp_path / "taken.onnx").num_classes == 10
 
     def test_names_and_size_come_from_the_shape_spec(self, net, tmp_path):
         shapes = ShapeSpec(input_name="pixels", output_name="scores", height=16, width=24)
         export_onnx(net, tmp_path / "a.onnx", shapes)
-        classifier = read_classifier(tmp_path / "a.onnx")
+        classifier = normalize_user_onnx(tmp_path / "a.onnx", tmp_path / "taken.onnx")
         assert classifier.shapes == shapes
         assert classifier.num_classes == 5
         assert check_against_torch(net, tmp_path / "a.onnx", shapes, random_images(shapes, 3)) < 1e-4
-        assert [file.name for file in tmp_path.iterdir()] == ["a.onnx"]
+        assert [file.name for file in sorted(tmp_path.iterdir())] == ["a.onnx", "taken.onnx"]
 
     def test_modules_keep_their_modes(self, net, tmp_path):
         net.train()
@@ -225,6 +224,20 @@ class TestUserFiles:
                 },
                 "can't run it on two images",
             ),
+            (
+                {
+                    "nodes": [
+                        helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
+                        helper.make_node("Flatten", ["pooled"], ["flat"]),
+                        helper.make_node("Gemm", ["flat", "w"], ["scores"]),
+                        helper.make_node(
+                            "Constant", [], ["bias"], value=numpy_helper.from_array(np.full(5, np.nan, np.float32))
+                        ),
+                        helper.make_node("Add", ["scores", "bias"], ["y"]),
+                    ]
+                },
+                "the weights 'bias' hold NaN or infinity",
+            ),
         ],
     )
     def test_what_does_not_fit_is_named(self, tmp_path, changes, message):
@@ -259,7 +272,7 @@ class TestUserFiles:
 
     def test_no_file_and_no_onnx(self, tmp_path):
         with pytest.raises(UserError, match="no such file"):
-            read_classifier(tmp_path / "none.onnx")
+            normalize_user_onnx(tmp_path / "none.onnx", tmp_path / "taken.onnx")
         (tmp_path / "text.onnx").write_text("not a model")
         with pytest.raises(UserError, match="not an ONNX file"):
-            read_classifier(tmp_path / "text.onnx")
+            normalize_user_onnx(tmp_path / "text.onnx", tmp_path / "taken.onnx")

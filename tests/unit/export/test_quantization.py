@@ -158,14 +158,14 @@ def test_without_fallback_or_choice_nothing_is_measured(export):
     bundle, _ = export(calibration_method="mse", fallback=False)
     calibration = bundle.manifest.calibration
     assert (calibration.method, calibration.selection, calibration.excluded) == ("mse", None, ())
-    assert calibration.num_images == NUM_TRAINING // 2
+    assert calibration.num_images == NUM_TRAINING  # nothing is kept back
 
 
 def test_too_few_images_to_choose_by(export):
     bundle, lines = export(num_selection_images=10)
     assert bundle.manifest.calibration.method == "max"
     assert bundle.manifest.calibration.selection is None
-    assert "note: too few training images to compare calibrations: taking max" in lines
+    assert any("training images are left to measure INT8 on: max is taken" in line for line in lines)
 
 
 def test_fewer_calibration_images_than_classes(export):
@@ -211,3 +211,51 @@ def test_an_operator_that_pytorch_lacks_costs_the_ranking_alone(export, tmp_path
     assert bundle.manifest.calibration.selection.ranking == ()
     assert any("layers are not ranked" in line and "Resize" in line for line in lines), lines
     assert activation_tensors(onnx.load(bundle.file("fp32.onnx")))
+
+
+def test_own_model_without_names_and_with_a_small_batch(export, weights, tmp_path, monkeypatch):
+    """The last node has no name, and other passes rename its output: leaving it out of INT8 still finds it."""
+    first, _ = export(num_selection_images=0)
+    model = onnx.load(first.file("fp32.onnx"))
+    for node in model.graph.node:
+        node.name = ""
+    onnx.save(model, tmp_path / "own.onnx")
+    last = [node for node in model.graph.node if node.op_type == "Conv"][-1].output[0]
+
+    def exclude_last(search, method, ranking):
+        search._holds(method, (last,))
+        return (last,)
+
+    monkeypatch.setattr(quantization.Selection, "exclude_layers", exclude_last)
+    bundle, _ = export(tmp_path / "own.onnx", architecture="", max_batch=8, calibration_method="max")
+    assert bundle.manifest.shapes.opt_batch == 8
+    assert bundle.manifest.num_quantized_layers == bundle.manifest.num_quantizable_layers - 1
+
+
+def test_runners_are_closed_when_one_of_them_fails(digits_dataset, weights, export, tmp_path):
+    from components.export.candidates import Candidates
+
+    bundle, _ = export(num_selection_images=0)
+    closed = []
+
+    class Fragile(Candidates):
+        def _runner(self, file):
+            if file.stem == "broken":
+                raise UserError("it does not load")
+            runner = super()._runner(file)
+            object.__setattr__(runner, "close", lambda: closed.append(file.stem))
+            return runner
+
+    _, selection = samples_of(digits_dataset)
+    fp32 = onnx.load(bundle.file("fp32.onnx"))
+    candidates = Fragile(
+        samples=selection,
+        shapes=bundle.manifest.shapes,
+        device=torch.device("cpu"),
+        directory=tmp_path,
+        log=Said(),
+    )
+    with pytest.raises(UserError, match="does not load"):
+        candidates.measure({"fp32": fp32, "max": fp32, "broken": fp32}, "comparing")
+    assert sorted(closed) == ["fp32", "max"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
