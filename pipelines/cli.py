@@ -1,83 +1,44 @@
-"""The command line: `enginery`."""
+"""The process behind the command line `enginery`: how it starts, is interrupted and ends."""
 
 import os
+import signal
 import sys
-from importlib import import_module
+import traceback
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
-import click
-
-from components.common.errors import EXIT_FAILURE, EngineryError
-
-_COMMANDS = {
-    "run": "Run a pipeline file on this machine.",
-    "compile": "Compile a pipeline file for a cluster.",
-    "submit": "Submit a pipeline file to a Kubeflow Pipelines server.",
-    "data": "Write a built-in data set as folders of JPEG files.",
-    "runs": "List the runs of this machine.",
-    "compare": "Show runs side by side: accuracy, speed, and what differed.",
-    "doctor": "Say what this machine can do, and how to fix what is missing.",
-    "gc": "Remove old runs of this machine.",
-    "ui": "Open the MLflow UI on this machine's runs.",
-}
-
-
-class _LazyGroup(click.Group):
-    """Imports a command when it is used: `enginery --help` need not wait for KFP."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        command: click.Command = getattr(import_module(f"pipelines.commands.{cmd_name}"), cmd_name.replace("-", "_"))
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0].endswith(".py"):
-            raise click.UsageError(f"to run a pipeline file type: enginery run {args[0]}", ctx)
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="enginery", prog_name="enginery")
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
-def cli(debug: bool) -> None:
-    """From a folder of labelled images to INT8 engines proved as accurate as the FP32 model.
-
-    Try it: enginery data digits digits, then
-    enginery run pipelines/resnet50.py --config pipelines/configs/digits.yaml --data digits
-    """
-    if debug:
-        os.environ["ENGINERY_DEBUG"] = "1"
+from components.common.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EngineryError
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; errors end in one message and an exit code, without a traceback unless --debug."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(number, _leave)
+    from pipelines.commands import cli  # imports take time, in which Ctrl-C is to work, too
+
     try:
         cli(args=arguments, prog_name="enginery")
     except EngineryError as error:
-        if os.environ.get("ENGINERY_DEBUG") == "1":
-            raise
-        _complain(str(error))
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
     except Exception as error:  # the boundary of the process: a full disk, a broken store, or a mistake of ours
-        if os.environ.get("ENGINERY_DEBUG") == "1":
-            raise
-        _complain(f"{type(error).__name__}: {error} (enginery --debug shows the traceback)")
-        sys.exit(EXIT_FAILURE)
+        _fail(f"{type(error).__name__}: {error} (enginery --debug shows the traceback)", EXIT_FAILURE)
 
 
-def _complain(message: str) -> None:
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    """No KeyboardInterrupt: libraries swallow it or print it while they are imported, and click ends with 1."""
+    sys.exit(EXIT_INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    import click
+
+    if os.environ.get("ENGINERY_DEBUG") == "1":
+        traceback.print_exc()
     click.secho("error: ", fg="red", nl=False, err=True)
     click.echo(message, err=True)
+    sys.exit(code)
 
 
 def run_this(file: str) -> None:

@@ -5,6 +5,7 @@ import platform
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -50,8 +51,9 @@ class Environment(BaseModel):
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs this process may use; empty without a driver or with CUDA_VISIBLE_DEVICES=""."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order; empty without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
         return ()
     import pynvml
 
@@ -60,12 +62,40 @@ def gpus() -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         return ()  # no driver: a machine without a GPU
     driver = pynvml.nvmlSystemGetDriverVersion()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    if visible is not None:
+        handles = _visible(visible, handles)
     found = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    for handle in handles:
         memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
         found.append(Gpu(name=pynvml.nvmlDeviceGetName(handle), memory_bytes=memory_bytes, driver=driver))
     return tuple(found)
+
+
+def _visible(names: str, handles: list[Any]) -> list[Any]:
+    """The NVML handles that CUDA_VISIBLE_DEVICES names, by index, by the start of a UUID, or as a part (MIG).
+
+    As CUDA reads it: the first name that is unknown or not unique ends the list, and one named twice leaves none.
+    """
+    import pynvml
+
+    of_uuid = {str(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+    chosen: dict[str, Any] = {}
+    for name in map(str.strip, names.split(",")):
+        if name.isdecimal():
+            found = list(of_uuid)[int(name) :][:1]
+        elif name.startswith("MIG-"):
+            found = [name]
+            with suppress(pynvml.NVMLError):
+                of_uuid[name] = pynvml.nvmlDeviceGetHandleByUUID(name)
+        else:
+            found = [uuid for uuid in of_uuid if name.startswith("GPU-") and uuid.startswith(name)]
+        if len(found) != 1 or found[0] not in of_uuid:
+            break
+        if found[0] in chosen:
+            return []
+        chosen[found[0]] = of_uuid[found[0]]
+    return list(chosen.values())
 
 
 @cache

@@ -3,6 +3,7 @@
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_GATE_FAILED = 3
+EXIT_INTERRUPTED = 130  # as shells say it of Ctrl-C
 
 
 class EngineryError(Exception):

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from components.common.digests import digest_file, digest_json
-from components.common.errors import UserError
+from pydantic import ValidationError
+
+from components.common.digests import canonical_json, digest_file, digest_json
+from components.common.errors import EngineryError, UserError
 
 SCHEMA_VERSION = 2  # of manifests; 1 had no seal, and `migrated` reads it
 # Kind of an artifact -> the step that writes it.
@@ -29,6 +31,23 @@ def how_to_renew(kind: str) -> str:
     return f"write it again with {writer_of(kind)} (in a pipeline: enginery run ... --no-reuse)"
 
 
+def read_manifest(file: Path, kind: str) -> bytes:
+    """A manifest as it is on disk.
+
+    Raises:
+        UserError: there is none, or it can't be read.
+    """
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{file.parent} is no finished {kind}: it has no {file.name}. Name the output of a finished step, "
+            f"here of {writer_of(kind)}"
+        ) from None
+    except OSError as error:
+        raise UserError(f"can't read {file}: {error.strerror}; make it readable for you") from None
+
+
 def seal_of(record: dict[str, Any]) -> str:
     """The seal that belongs to a manifest: the digest of all its other fields."""
     return digest_json({name: value for name, value in record.items() if name != "seal"})
@@ -47,25 +66,62 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
+def first_problem(error: ValidationError) -> str:
+    """What is wrong with a manifest, behind the field that it is about; no field where it is no JSON at all."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+
+
 def migrated(record: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
     """A manifest in today's schema.
 
     Raises:
         UserError: its schema version is unknown.
     """
+    if not record:
+        return record
     version = record.get("schema_version")
-    if not record or version == SCHEMA_VERSION:
+    if version is not None and type(version) is not int:  # true is an int, too
+        raise UserError(
+            f"{file} has schema_version {json.dumps(version)}, which must be a whole number without quotes. "
+            f"No enginery wrote it so; {how_to_renew(kind)}"
+        )
+    if version == SCHEMA_VERSION:
         return record
     if version == 1:  # the same without a seal
-        current = {**record, "schema_version": SCHEMA_VERSION}
-        return {**current, "seal": seal_of(current)}
+        return {**record, "schema_version": SCHEMA_VERSION}
     reads = f"{file} has schema_version {'none' if version is None else version}, and this enginery reads 1 to"
-    if isinstance(version, int) and version > SCHEMA_VERSION:
+    if version is not None and version > SCHEMA_VERSION:
         raise UserError(
             f"{reads} {SCHEMA_VERSION}: a newer enginery wrote it. Update enginery (git pull, then make install), "
             f"or {how_to_renew(kind)}"
         )
     raise UserError(f"{reads} {SCHEMA_VERSION}. No enginery wrote it so; {how_to_renew(kind)}")
+
+
+def check_seal(data: bytes, file: Path, kind: str) -> None:
+    """Whether a valid manifest is, to the byte, what was sealed: its bytes are the artifact's identity.
+
+    Raises:
+        EngineryError: it was edited since.
+    """
+    record = claims_of(data)
+    if problem := _seal_problem(record, data):
+        raise EngineryError(
+            f"{file} was edited after it was sealed: {problem}. Put the original back, or {how_to_renew(kind)}"
+        )
+
+
+def _seal_problem(record: dict[str, Any], data: bytes) -> str:
+    seal = record.get("seal")
+    if record.get("schema_version") == 1:
+        return "" if "seal" not in record else f"it says schema_version 1, which had no seal, and has the seal {seal}"
+    try:
+        if seal == seal_of(record):
+            return "" if data == canonical_json(record) else "its content is the same, its layout is not"
+    except ValueError:  # what has no canonical form, such as 1e999, was never sealed
+        pass
+    return f"its content does not fit its seal {seal or '(empty)'}"
 
 
 def file_problem(path: Path, name: str, size_bytes: int, digest: str | None) -> str:

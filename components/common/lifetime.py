@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import select
 import signal
@@ -30,7 +31,18 @@ def end_with_parent() -> None:
     except ProcessLookupError:
         _end_now()
         return
-    threading.Thread(target=_watch, args=(handle,), name="end-with-parent", daemon=True).start()
+    _end_with(handle)
+
+
+def end_with_creator() -> None:
+    """Kill this worker and its children as soon as the process that created it is gone, and leave Ctrl-C to that one.
+
+    For the workers of multiprocessing, whose sentinel tells of a creator that ended before this was called, too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    creator = multiprocessing.parent_process()
+    assert creator is not None  # true of every process that multiprocessing starts
+    _end_with(creator.sentinel)
 
 
 def adopt_orphans() -> None:
@@ -86,6 +98,10 @@ def end_children(grace_s: float = 0.0) -> None:
     psutil.wait_procs(children, timeout=5.0)
 
 
+def _end_with(handle: int) -> None:
+    threading.Thread(target=_watch, args=(handle,), name="end-with-parent", daemon=True).start()
+
+
 def _watch(handle: int) -> None:
     _wait_for_end(handle)
     _end_now()
@@ -93,7 +109,7 @@ def _watch(handle: int) -> None:
 
 def _wait_for_end(handle: int) -> None:
     poll = select.poll()
-    poll.register(handle, select.POLLIN)  # readable once the process has ended
+    poll.register(handle, select.POLLIN)  # a pidfd or sentinel is readable once the process has ended
     while not poll.poll():
         pass
 

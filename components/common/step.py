@@ -27,6 +27,7 @@ from components.common.settings import StepConfig, load_yaml, parse_value, resol
 from components.common.steplog import StepLog
 
 DEBUG_VARIABLE = "ENGINERY_DEBUG"  # "1": show tracebacks
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,9 @@ class Step:
     def execute(self, settings: Mapping[str, Any], *, output: str | Path, **inputs: str | Path) -> None:
         """Run the step and leave the process when it fails, with the exit code that says whose fault it was."""
         log = StepLog(self.name)
-        signal.signal(signal.SIGTERM, _interrupt)
-        signal.signal(signal.SIGINT, _interrupt)
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+                signal.signal(number, _interrupt)
         atexit.register(_leave_quickly)  # before any library registers: handlers run last in, first out
         end_with_parent()
         folder: Path | None = Path(output)
@@ -183,8 +185,8 @@ def _is_occupied(output: Path) -> bool:
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off must run to its end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # one is enough: what it sets off must run to its end
     raise KeyboardInterrupt
 
 

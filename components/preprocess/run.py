@@ -5,7 +5,7 @@ import random
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +23,7 @@ from components.common.artifacts import (
 from components.common.digests import digest_file
 from components.common.environment import num_cores
 from components.common.errors import EngineryError, UserError
-from components.common.lifetime import end_with_parent
+from components.common.lifetime import end_with_creator
 from components.common.steplog import StepLog
 from components.preprocess.config import PreprocessConfig, check_data_folder
 from components.preprocess.shards import ShardResult, ShardTask, plan_shards, write_shard
@@ -91,12 +91,17 @@ def _pack(
     done = 0
     # "spawn" because a forked child of a process with threads can deadlock.
     with ProcessPoolExecutor(
-        config.num_workers or num_cores(), mp_context=get_context("spawn"), initializer=end_with_parent
+        config.num_workers or num_cores(), mp_context=get_context("spawn"), initializer=end_with_creator
     ) as pool:
-        for (split, task), result in zip(tasks, pool.map(write_shard, [task for _, task in tasks]), strict=True):
-            results[split].append(result)
-            done += len(task.samples)
-            log.progress("packing", done, total, "images")
+        try:
+            for (split, task), result in zip(tasks, pool.map(write_shard, [task for _, task in tasks]), strict=True):
+                results[split].append(result)
+                done += len(task.samples)
+                log.progress("packing", done, total, "images")
+        except BaseException:  # an interrupt, too, need not wait for shards that nobody will read
+            for worker in active_children():
+                worker.kill()
+            raise
     return results
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import stat
 import tarfile
 import warnings
 from bisect import bisect_left
@@ -80,7 +81,7 @@ def write_shard(task: ShardTask) -> ShardResult:
     with tarfile.open(task.file, "w", format=tarfile.USTAR_FORMAT) as archive:
         for index, sample in enumerate(task.samples, task.first_index):
             try:
-                data = (task.root / sample.path).read_bytes()
+                data = _read(task.root / sample.path)
                 extension, pixels = _decode(data, task.max_pixels)
             except _Rejected as reason:
                 result.rejected.append({"path": sample.path, "reason": str(reason)})
@@ -108,6 +109,12 @@ def write_shard(task: ShardTask) -> ShardResult:
     else:
         task.file.unlink()  # every image was rejected; an empty shard would stop DALI
     return result
+
+
+def _read(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # behind links; a pipe would let the step wait for ever
+        raise _Rejected("not a regular file")
+    return path.read_bytes()
 
 
 def _decode(data: bytes, max_pixels: int) -> tuple[str, np.ndarray]:

@@ -197,7 +197,7 @@ def _follow(client: Any, run_id: str, endpoint: str) -> int:
                 return _ENDED[state]
         try:
             time.sleep(pause_s)
-        except KeyboardInterrupt:
+        except SystemExit:  # which pipelines.cli makes of Ctrl-C
             click.echo(f"\nno longer waiting; run {run_id} goes on")
             return 130
         pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -132,8 +133,11 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         with monkeypatch.context() as patch:
             for variable, value in variables.items():
                 patch.setenv(variable, value)
+            before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             with pytest.raises(SystemExit) as left:
                 main(["submit", file, "--endpoint", endpoint, *options])
+            for number, handler in before.items():
+                signal.signal(number, handler)  # the tests go on in this process
         captured = capsys.readouterr()
         return Done(int(left.value.code or 0), captured.out, captured.err)
 

@@ -101,7 +101,11 @@ def test_another_kind_is_named(sealed: Path) -> None:
             "has schema_version 0, and this enginery reads 1 to 2.*write it again with `python -m components.promote`",
         ),
         (lambda record: record.pop("schema_version"), "has schema_version none.*write it again with `python -m"),
-        (lambda record: record.update(schema_version="2"), "has schema_version 2.*write it again with `python -m"),
+        (
+            lambda record: record.update(schema_version="2"),
+            'has schema_version "2", which must be a whole number without quotes.*write it again with `python -m',
+        ),
+        (lambda record: record.update(schema_version=True), "has schema_version true, which must be a whole number"),
         (lambda record: record.pop("version"), "version: Field required"),
         (lambda record: record.update(surprise=1), "surprise: Extra inputs are not permitted"),
         (lambda record: record["files"].update({"../x": record["files"]["a.bin"]}), "names a file outside the artif"),
@@ -150,6 +154,40 @@ def test_a_manifest_of_version_1_is_migrated(sealed: Path) -> None:
         load(sealed, PromotionManifest)
 
 
+def test_a_seal_is_not_lifted_by_calling_the_manifest_version_1(sealed: Path) -> None:
+    edit(sealed, lambda record: record.update(schema_version=1, version="2"))
+    with pytest.raises(
+        EngineryError, match="was edited after it was sealed: it says schema_version 1, which had no seal"
+    ):
+        load(sealed, PromotionManifest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: json.dumps(json.loads(text), indent=2, sort_keys=True),
+        lambda text: text + "\n",
+        lambda text: text.replace('"version":"1"', '"version":"2","version":"1"'),
+    ],
+)
+def test_a_manifest_of_other_bytes_has_another_identity(sealed: Path, change: Callable[[str], str]) -> None:
+    text = (sealed / MANIFEST).read_text()
+    assert json.loads(change(text)) == json.loads(text)
+    assert change(text) != text
+    (sealed / MANIFEST).write_text(change(text))
+    with pytest.raises(
+        EngineryError, match="was edited after it was sealed: its content is the same, its layout is not"
+    ):
+        load(sealed, PromotionManifest)
+
+
+def test_a_manifest_without_a_canonical_form_was_never_sealed(sealed: Path) -> None:
+    text = (sealed / MANIFEST).read_text()
+    (sealed / MANIFEST).write_text(text.replace('"alias":"candidate"', '"alias":1e999'))
+    with pytest.raises(EngineryError, match="was edited after it was sealed: its content does not fit its seal"):
+        load(sealed, PromotionManifest)
+
+
 def test_a_manifest_with_a_number_that_json_has_not(sealed: Path) -> None:
     text = (sealed / MANIFEST).read_text()
     (sealed / MANIFEST).write_text(text.replace('"size_bytes":7', '"size_bytes":NaN'))
@@ -159,7 +197,7 @@ def test_a_manifest_with_a_number_that_json_has_not(sealed: Path) -> None:
 
 def test_a_manifest_that_is_no_json(sealed: Path) -> None:
     (sealed / MANIFEST).write_bytes(b"{\x00")
-    with pytest.raises(EngineryError, match="is not a valid promotion manifest"):
+    with pytest.raises(EngineryError, match="is not a valid promotion manifest: Invalid JSON"):
         load(sealed, PromotionManifest)
 
 

@@ -136,5 +136,5 @@ def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
     assert (code, "Traceback" in text) == (2, True)
     command = [sys.executable, "-m", "pipelines.cli", "--debug", "run", "absent.py"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert "Traceback" in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (2, True)
     assert "there is no pipeline file absent.py" in done.stderr

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,22 @@ def test_linked_images_and_folders_are_followed(
     dataset = run_preprocess(root, tmp_path / "out", max_bad_fraction=0.2)
     assert sum(sum(split.class_counts) for split in dataset.manifest.splits.values()) == 8
     assert rejected(dataset.path) == {"a/broken.png": "unreadable: No such file or directory"}
+
+
+def test_only_regular_files_are_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_preprocess: Preprocess,
+    write_tree: Callable[..., Any],
+    rejected: Callable[..., Any],
+) -> None:
+    root = write_tree(tmp_path / "images", {"a": 4, "b": 4})
+    os.mkfifo(root / "a" / "pipe.png")  # reading it would wait for a writer
+    (root / "a" / "linked.png").symlink_to(root / "a" / "pipe.png")
+    (root / "b" / "device.png").symlink_to("/dev/zero")
+    monkeypatch.chdir(root / "b")  # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket.png")
+        dataset = run_preprocess(root, tmp_path / "out", max_bad_fraction=0.5)
+    names = ("a/pipe.png", "a/linked.png", "b/device.png", "b/socket.png")
+    assert rejected(dataset.path) == dict.fromkeys(names, "not a regular file")

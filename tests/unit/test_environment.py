@@ -1,0 +1,56 @@
+"""Which GPUs a process may use, by a driver that is not there."""
+
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from components.common.environment import gpus
+
+UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33")
+
+
+@pytest.fixture(autouse=True)
+def _three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_uuid(uuid: str) -> str:
+        if uuid != "MIG-cc44":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.95.05",
+        "nvmlDeviceGetCount": lambda: len(UUIDS),
+        "nvmlDeviceGetHandleByIndex": lambda index: UUIDS[index],
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetUUID": lambda handle: handle,
+        "nvmlDeviceGetName": lambda handle: handle,
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * 10**9),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, UUIDS),
+        ("", ()),
+        ("-1", ()),
+        ("1", ("GPU-aa22",)),
+        ("2, 0", ("GPU-bb33", "GPU-aa11")),
+        ("GPU-bb,GPU-aa1", ("GPU-bb33", "GPU-aa11")),
+        ("GPU-aa", ()),  # which of the two?
+        ("MIG-cc44", ("MIG-cc44",)),
+        ("MIG-dd55", ()),
+        ("1,7,0", ("GPU-aa22",)),  # CUDA stops at the first that is not there
+        ("1,-1,0", ("GPU-aa22",)),
+        ("0,0", ()),
+        ("none", ()),
+    ],
+)
+def test_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: tuple[str, ...]) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert tuple(gpu.name for gpu in gpus.__wrapped__()) == expected
