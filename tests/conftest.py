@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,17 @@ from components.common.settings import resolve
 from components.common.steplog import StepLog
 
 # What a user may have set would change what the tests see.
-for _name in ("ENGINERY_HOME", "ENGINERY_EVENTS", "ENGINERY_DEBUG", "ENGINERY_PARENT_RUN_ID"):
+for _name in ("ENGINERY_HOME", "ENGINERY_EVENTS", "ENGINERY_DEBUG", "ENGINERY_PARENT_RUN_ID", "ENGINERY_CACHE"):
     os.environ.pop(_name, None)
 for _name in ("ENGINERY_IMAGE_REGISTRY", "ENGINERY_IMAGE_TAG", "KFP_TOKEN"):
     os.environ.pop(_name, None)
 for _name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
     os.environ.pop(_name, None)
+
+# A background job of a shell ignores Ctrl-C and hang-ups, and so would everything that the tests start in one.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 

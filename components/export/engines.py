@@ -208,9 +208,10 @@ def _set_precision_flags(trt: ModuleType, config: Any, precision: str) -> None:
         config.clear_flag(trt.BuilderFlag.TF32)  # on by default; FP32 in a report means FP32
     if _is_strongly_typed(trt):
         return  # the ONNX file says the precision, and TensorRT refuses flags beside it
-    if "FP16" in _precision_flags(trt, precision):
+    wanted = _precision_flags(trt, precision)
+    if "FP16" in wanted and hasattr(trt.BuilderFlag, "FP16"):
         config.set_flag(trt.BuilderFlag.FP16)
-    if "INT8" in _precision_flags(trt, precision):
+    if "INT8" in wanted and hasattr(trt.BuilderFlag, "INT8"):
         config.set_flag(trt.BuilderFlag.INT8)
 
 
