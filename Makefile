@@ -44,7 +44,7 @@ test-all: $(INSTALLED_DEV) ## The slow tests too
 test-gpu: $(INSTALLED_DEV) ## Tests that need a GPU and TensorRT; they fail where either is missing
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-test-faults: $(INSTALLED_DEV) ## Kill the chain at random times (KILLS=200), over half an hour
+test-faults: $(INSTALLED_DEV) ## Kill the chain at random times (KILLS=200), about an hour
 	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -s tests/faults $(ARGS)
 
 lint: $(INSTALLED_DEV) ## Linter and formatting

@@ -1,6 +1,6 @@
 """Kill the chain at random times, in every way a process can be killed: nothing is lost or wrongly accepted.
 
-make test-faults            # 200 kills, about half an hour on two cores
+make test-faults            # 200 kills, about an hour on two cores
 make test-faults KILLS=20
 """
 
