@@ -13,8 +13,9 @@ from rich.console import Console
 from components.common.artifacts import write_atomically
 from components.common.disk import explain
 from components.common.errors import EXIT_FAILURE, EngineryError
+from components.common.store import without_credentials
 from pipelines.parameters import PipelineFile
-from pipelines.state import MLFLOW_RUN_ID, SUMMARY, AbandonedRun, RunDirectory, StateDirectory, without_credentials
+from pipelines.state import MLFLOW_RUN_ID, SUMMARY, AbandonedRun, RunDirectory, StateDirectory
 from pipelines.summary import RunSummary
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.common.errors import EngineryError, UserError
+from components.common.store import without_credentials
 from pipelines.history import PastRun
-from pipelines.state import CACHE, StateDirectory, without_credentials
+from pipelines.state import CACHE, LOCK, StateDirectory
 
-_LOCK = ".lock"  # the one that pipelines.state holds for a run
 _TRASH = ".trash-"
 _SECONDS = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BYTES = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -198,7 +198,7 @@ def remove(run: PastRun, on_kept: Callable[[PastRun, str], None]) -> bool:
     """
     trash = run.path.with_name(f"{_TRASH}{run.name}-{os.getpid()}")
     try:
-        handle = os.open(run.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             run.path.rename(trash)

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from components.common.disk import no_space
 from components.common.errors import EngineryError, UserError
+from components.common.store import without_credentials
 
 SUMMARY = "summary.json"
 CACHE = "cache"  # in a run's directory: KFP's local cache of that run, and a note for each step that finished in it
 MLFLOW_RUN_ID = "mlflow_run_id"
-_LOCK = ".lock"
+LOCK = ".lock"  # in a run's directory, held as long as a process works there
 _OPEN = ".mlflow-open"  # there while MLflow may show the run as running; holds where it is tracked
 _RESERVE = ".reserve"
 _RESERVE_BYTES = 1 << 20  # for the summary and a SQLite transaction with its journal
@@ -119,7 +119,7 @@ class RunDirectory:
     @classmethod
     def hold(cls, path: Path) -> "RunDirectory":
         """Take the lock of a directory that nobody else knows yet."""
-        lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX)
         return cls(path=path, lock=lock)
 
@@ -168,7 +168,7 @@ class AbandonedRun:
 def is_held(run_directory: Path) -> bool:
     """Whether a living process works in a run directory."""
     try:
-        lock = os.open(run_directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(run_directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
@@ -178,14 +178,6 @@ def is_held(run_directory: Path) -> bool:
     finally:
         os.close(lock)
     return False
-
-
-def without_credentials(uri: str) -> str:
-    """A URI without user and password, for files and screens."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
 
 
 def _unusable(path: Path, error: OSError) -> EngineryError:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from nvidia.dali import math as math_ops
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-from components.common.artifacts import Artifact, DatasetManifest
+from components.common.artifacts import Artifact, DatasetManifest, Split
 from components.common.environment import num_cores
 from components.common.errors import EngineryError
 from components.common.transforms import Augmentation, TransformSpec
@@ -130,20 +131,7 @@ class Loader:
         self._split = split
         info = dataset.manifest.splits[split]  # type: ignore[index]
         training = augmentation is not None
-        reader = {
-            "name": "reader",
-            "paths": [str(dataset.path / shard) for shard in info.shards],
-            "index_paths": [str((dataset.path / shard).with_suffix(".idx")) for shard in info.shards],
-            "ext": [";".join(IMAGE_EXTENSIONS), "cls"],
-            "missing_component_behavior": "error",
-            "random_shuffle": training,
-            "initial_fill": min(8192, info.num_images),
-            "shard_id": shard_id,
-            "num_shards": num_shards,
-            "stick_to_shard": not training,
-            "pad_last_batch": not training,
-            "dont_use_mmap": False,
-        }
+        reader = _reader(dataset.path, info, training=training, shard_id=shard_id, num_shards=num_shards)
         options = {
             "batch_size": batch_size,
             "num_threads": num_threads or num_cores(),
@@ -179,6 +167,24 @@ class Loader:
             images = batch["images"].permute(0, 3, 1, 2)
             # DALI reads labels on the host; images may already be on the GPU.
             yield Batch(images=images, labels=_labels(batch["labels"]).to(images.device, non_blocking=True))
+
+
+def _reader(folder: Path, split: Split, *, training: bool, shard_id: int, num_shards: int) -> dict[str, Any]:
+    """Arguments of DALI's reader for this process's part of a split."""
+    return {
+        "name": "reader",
+        "paths": [str(folder / shard) for shard in split.shards],
+        "index_paths": [str((folder / shard).with_suffix(".idx")) for shard in split.shards],
+        "ext": [";".join(IMAGE_EXTENSIONS), "cls"],
+        "missing_component_behavior": "error",
+        "random_shuffle": training,
+        "initial_fill": min(8192, split.num_images),
+        "shard_id": shard_id,
+        "num_shards": num_shards,
+        "stick_to_shard": not training,
+        "pad_last_batch": not training,
+        "dont_use_mmap": False,
+    }
 
 
 @contextmanager

@@ -10,9 +10,8 @@ import json
 import logging
 import os
 import re
-import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from mlflow.utils.time import get_current_time_millis
 from components.common.artifacts import AccuracyRow, BenchmarkRow
 from components.common.disk import explain
 from components.common.errors import EngineryError
+from components.common.store import beside_database, prepare_sqlite, without_credentials
 
 PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
 RUN_TAG = "enginery.run"  # the local run's id, by which its run in MLflow is found again
@@ -89,7 +89,7 @@ class StepRun:
     @property
     def uri(self) -> str:
         """Where the run is, for a person."""
-        return _without_credentials(str(self.client.tracking_uri))
+        return without_credentials(str(self.client.tracking_uri))
 
     def is_unreachable(self, error: Exception) -> bool:
         """Whether the server is what failed."""
@@ -219,10 +219,6 @@ def _end_step_run(client: MlflowClient, run_id: str, status: str, message: str) 
             raise
 
 
-def _without_credentials(uri: str) -> str:
-    return uri if "@" not in uri else f"{uri.partition('://')[0]}://***@{uri.rpartition('@')[2]}"
-
-
 def _user() -> str:
     try:
         return getpass.getuser()
@@ -230,54 +226,19 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _beside_database(uri: str) -> str | None:
-    """Where files go when the store is an SQLite file without a server; MLflow's default is the current directory."""
-    if not uri.startswith("sqlite:///"):
-        return None
-    return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
-
-
 def _experiment(client: MlflowClient, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
-    root = _beside_database(mlflow.get_tracking_uri())
+    root = beside_database(mlflow.get_tracking_uri())
     # The kind makes the UI open on training runs and models instead of traces of language models.
     tags = {"mlflow.experimentKind": "custom_model_development"}
     return str(client.create_experiment(name, artifact_location=root, tags=tags))
 
 
-def _prepare_sqlite(uri: str) -> None:
-    """See that a SQLite store can be used, and make a new one whole: beside its place first, then renamed.
-
-    MLflow would try again for minutes where it can't open the file, and could not use one that a killed process left
-    with half of its tables.
-
-    Raises:
-        OSError: of the directory.
-        sqlite3.Error: the file is no database, or can't be written.
-    """
-    if not uri.startswith("sqlite:///"):
-        return
-    file = Path(uri.removeprefix("sqlite:///").split("?")[0])
-    if str(file) in ("", ":memory:"):
-        return
-    if not file.exists() or file.stat().st_size == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_name(f".{file.name}.new")
-        for left in (fresh, fresh.with_name(f"{fresh.name}-journal")):
-            left.unlink(missing_ok=True)
-        _try_sqlite(fresh)
-        MlflowClient(tracking_uri=f"sqlite:///{fresh}").search_experiments(max_results=1)
-        fresh.replace(file)
-    _try_sqlite(file)
-
-
-def _try_sqlite(file: Path) -> None:
-    with closing(sqlite3.connect(file, timeout=20)) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("CREATE TABLE enginery_probe (room)")  # needs pages and a journal, so a full disk shows
-        connection.rollback()
+def _make_tables(uri: str) -> None:
+    """MLflow makes them when it is first asked something."""
+    MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
 
 
 class PipelineRun:
@@ -303,7 +264,7 @@ class PipelineRun:
         mlflow.set_tracking_uri(tracking_uri)
         try:
             with _requests(_FIRST_REQUESTS):
-                _prepare_sqlite(tracking_uri)
+                prepare_sqlite(tracking_uri, _make_tables)
                 self.client = MlflowClient()
                 self.experiment_id = _experiment(self.client, experiment)
                 tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
@@ -357,7 +318,7 @@ class PipelineRun:
 
 def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
     """What to tell a person whose tracking store does not open."""
-    shown = _without_credentials(uri)
+    shown = without_credentials(uri)
     if uri.startswith("sqlite:"):
         if told := explain(error, place):
             return told

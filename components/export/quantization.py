@@ -1,10 +1,11 @@
 """From the FP32 model to INT8 scales and the layers that use them: calibrate, compare, rank, leave out."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
@@ -38,6 +39,16 @@ class Quantization:
     calibration: CalibrationEntry
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Calibrated:
+    """What the model's activations were on the calibration set, whatever method makes scales of it."""
+
+    histograms: Histograms
+    address: Mapping[str, Any]  # what the histograms depend on
+    cached: bool
+    seconds: float
+
+
 def quantize(
     config: ExportConfig,
     source: SourceModel,
@@ -61,24 +72,11 @@ def quantize(
     """
     fp32 = onnx.load(fp32_file)
     device = _device(fp32, calibration, log)
-    started = time.monotonic()
-    address = {
-        "model": digest_file(fp32_file),
-        "images": calibration.digest(),
-        "tensors": activation_tensors(fp32),
-        "histograms": {"bins": NUM_BINS, "version": 1, "device": device.type},
-    }
-    histograms, cached = cached_histograms(
-        cache / "calibration" if cache else None,
-        address,
-        lambda: _collect(fp32, fp32_file, calibration, device, log),
-        log.warning,
-    )
-    seconds = time.monotonic() - started
-    _warn_about_ranges(histograms, log)
+    calibrated = _calibrate(fp32, fp32_file, calibration, device, cache, log)
+    _warn_about_ranges(calibrated.histograms, log)
     automatic = config.calibration_method == "auto"
     methods = list(CalibrationMethod) if automatic else [CalibrationMethod(config.calibration_method)]
-    scales = {method: _scales(histograms, method, config) for method in methods}
+    scales = {method: _scales(calibrated.histograms, method, config) for method in methods}
     method, entry = methods[0], None
     excluded: tuple[str, ...] = ()
     if selection is not None and (automatic or config.fallback):
@@ -101,9 +99,9 @@ def quantize(
             method=method.value,
             num_images=calibration.num_images,
             split="train",
-            seconds=seconds,
-            digest=digest_json({**address, "method": method.value, "parameters": parameters}),
-            cached=cached,
+            seconds=calibrated.seconds,
+            digest=digest_json({**calibrated.address, "method": method.value, "parameters": parameters}),
+            cached=calibrated.cached,
             excluded=excluded,
             selection=entry,
         ),
@@ -122,6 +120,31 @@ def _device(fp32: onnx.ModelProto, calibration: Samples, log: StepLog) -> torch.
         log.warning(f"calibrating on the CPU: {error}")
         return torch.device("cpu")
     return device
+
+
+def _calibrate(
+    fp32: onnx.ModelProto,
+    fp32_file: Path,
+    calibration: Samples,
+    device: torch.device,
+    cache: Path | None,
+    log: StepLog,
+) -> _Calibrated:
+    """Histograms of the activations, from the cache or collected now."""
+    started = time.monotonic()
+    address = {
+        "model": digest_file(fp32_file),
+        "images": calibration.digest(),
+        "tensors": activation_tensors(fp32),
+        "histograms": {"bins": NUM_BINS, "version": 1, "device": device.type},
+    }
+    histograms, cached = cached_histograms(
+        cache / "calibration" if cache else None,
+        address,
+        lambda: _collect(fp32, fp32_file, calibration, device, log),
+        log.warning,
+    )
+    return _Calibrated(histograms=histograms, address=address, cached=cached, seconds=time.monotonic() - started)
 
 
 def _collect(

@@ -1,7 +1,7 @@
 """What each layer costs in INT8: quantize it alone, and see how far the model's answers move."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx
@@ -55,15 +55,8 @@ def rank_layers(
     plain = float_graph(model)
     graph = Graph(plain.graph)
     runner = TorchGraph(plain, device)
-    reads: dict[str, list[QuantizedRead]] = {}
-    for read in quantized_reads(plain.graph, ()):
-        reads.setdefault(node_id(read.node), []).append(read)
-    weights = {
-        read.tensor: _quantized_weights(runner.constants[read.tensor], read.axis)
-        for own in reads.values()
-        for read in own
-        if read.axis is not None
-    }
+    reads = _reads_by_layer(plain.graph)
+    weights = _weights_in_int8(reads, runner.constants)
     costs = dict.fromkeys(reads, 0.0)
     num_images = 0
     for images in batches:
@@ -90,6 +83,26 @@ def rank_layers(
         ),
         num_images=num_images,
     )
+
+
+def _reads_by_layer(graph: onnx.GraphProto) -> dict[str, list[QuantizedRead]]:
+    """What each layer reads through Q/DQ, by the layer's node id, in the graph's order."""
+    reads: dict[str, list[QuantizedRead]] = {}
+    for read in quantized_reads(graph, ()):
+        reads.setdefault(node_id(read.node), []).append(read)
+    return reads
+
+
+def _weights_in_int8(
+    reads: Mapping[str, list[QuantizedRead]], constants: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights among what is read, after Q/DQ, by name."""
+    return {
+        read.tensor: _quantized_weights(constants[read.tensor], read.axis)
+        for own in reads.values()
+        for read in own
+        if read.axis is not None
+    }
 
 
 def _quantized(tensor: torch.Tensor, scale: float) -> torch.Tensor:

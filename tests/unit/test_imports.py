@@ -13,6 +13,7 @@ STEPS = ("preprocess", "train", "export", "validate", "gate", "promote")
 LIGHT = [
     *(f"components.{step}.{module}" for step in STEPS for module in ("config", "component", "__main__")),
     "components.common.artifacts",
+    "components.common.store",
     "pipelines.resnet50",
     "pipelines.quantize",
     "pipelines.classifier",

@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -12,18 +11,7 @@ from components.common.runners.torch import TorchGraph, UnsupportedOperators
 from components.common.runners.torch_layers import fake_quantize
 from components.export.precision import FP16_QDQ_OPSET
 
-
-def run_ort(model, images):
-    """All outputs by name."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    outputs = session.run(None, {session.get_inputs()[0].name: images})
-    return dict(zip([value.name for value in session.get_outputs()], outputs, strict=True))
-
-
-def run_torch(model, images):
-    return TorchGraph(model).run(torch.from_numpy(images))[0].numpy()
+from .onnx_outputs import run_ort, run_torch
 
 
 def operator_model(op_type, arrays, attributes, num_outputs=1, opset=17):

@@ -6,7 +6,6 @@ import weakref
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -21,6 +20,7 @@ from components.export.precision import FP16_QDQ_OPSET, raise_opset, to_fp16
 from components.export.qdq import insert_qdq
 
 from .export.conftest import build, random_images, shapes_of
+from .onnx_outputs import run_ort, run_torch
 
 # Quick ones of different kinds; the others are for `make test-all`.
 NETWORKS = ["alexnet", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5"]
@@ -61,29 +61,6 @@ def network(tmp_path_factory):
         return networks[name]
 
     return of
-
-
-def run_ort(model, images, every_tensor=False):
-    """All outputs by name, as the file says: without optimizations, which would move Q/DQ nodes."""
-    if every_tensor:
-        inferred = onnx.shape_inference.infer_shapes(model).graph.value_info
-        types = {value.name: value.type.tensor_type.elem_type for value in inferred}
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        present = {value.name for value in model.graph.output}
-        for name in (name for node in model.graph.node for name in node.output if name not in present):
-            copy.graph.output.append(helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), None))
-        model = copy
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    outputs = session.run(None, {session.get_inputs()[0].name: images})
-    return dict(zip([value.name for value in session.get_outputs()], outputs, strict=True))
-
-
-def run_torch(model, images):
-    return TorchGraph(model).run(torch.from_numpy(images))[0].numpy()
 
 
 def relative(actual, expected):

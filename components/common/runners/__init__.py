@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from components.common.shapes import ShapeSpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -49,16 +51,33 @@ class Runner(Protocol):
 
 
 def measure_host(
-    infer_once: Callable[[], object], batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int
+    infer: Callable[[np.ndarray], object],
+    shapes: ShapeSpec,
+    batch_size: int,
+    *,
+    warmup_s: float,
+    duration_s: float,
+    min_iterations: int,
 ) -> Timing:
-    """Time a blocking call on the host clock: the way for every runtime whose call returns when the result is there."""
+    """Time a blocking call on the host clock: the way for every runtime whose call returns when the result is there.
+
+    Args:
+        infer: called with the same random images each time, as `Runner.infer` takes them.
+        shapes: of these images.
+        batch_size: how many they are.
+        warmup_s: seconds before the clock starts.
+        duration_s: see `Runner.measure`.
+        min_iterations: see `Runner.measure`.
+    """
+    # images: [B, C, H, W] float32, of the spread of normalized ones
+    images = np.random.default_rng(0).standard_normal(shapes.input_shape(batch_size), dtype=np.float32)
     started = time.perf_counter()
     while time.perf_counter() - started < warmup_s:
-        infer_once()
+        infer(images)
     latencies_ms: list[float] = []
     started = previous = time.perf_counter()
     while previous - started < duration_s or len(latencies_ms) < min_iterations:
-        infer_once()
+        infer(images)
         now = time.perf_counter()
         latencies_ms.append((now - previous) * 1e3)
         previous = now

@@ -52,9 +52,9 @@ class OpenVINORunner:
 
     def measure(self, batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int) -> Timing:
         """See Runner. On a CPU there is no transfer, so latency is the call."""
-        images = np.random.default_rng(0).standard_normal(self._shapes.input_shape(batch_size), dtype=np.float32)
         return measure_host(
-            lambda: self._request.infer([images], share_inputs=True, share_outputs=True),
+            lambda images: self._request.infer([images], share_inputs=True, share_outputs=True),
+            self._shapes,
             batch_size,
             warmup_s=warmup_s,
             duration_s=duration_s,

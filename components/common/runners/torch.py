@@ -238,9 +238,9 @@ class TorchRunner:
 
     def measure(self, batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int) -> Timing:
         """See Runner. On a GPU, too, a latency is that of the call: it copies the images there and the logits back."""
-        images = np.random.default_rng(0).standard_normal(self._shapes.input_shape(batch_size), dtype=np.float32)
         return measure_host(
-            lambda: self.infer(images),
+            self.infer,
+            self._shapes,
             batch_size,
             warmup_s=warmup_s,
             duration_s=duration_s,

@@ -1,0 +1,61 @@
+"""The tracking store's address, and its SQLite file, as far as that needs no MLflow."""
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+
+def without_credentials(uri: str) -> str:
+    """A URI without user and password, for files and screens.
+
+    A password that should have been quoted may hold any character, so everything before the last @ goes.
+    """
+    scheme, _, rest = uri.partition("://")
+    if "@" not in rest or rest.startswith("/"):  # a file, whose path may have an @
+        return uri
+    return f"{scheme}://***@{rest.rpartition('@')[2]}"
+
+
+def beside_database(uri: str) -> str | None:
+    """Where files go when the store is an SQLite file without a server; MLflow's default is the current directory."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
+
+
+def prepare_sqlite(uri: str, make_tables: Callable[[str], object]) -> None:
+    """See that a SQLite store can be used, and make a new one whole: beside its place first, then renamed.
+
+    MLflow would try again for minutes where it can't open the file, and could not use one that a killed process left
+    with half of its tables.
+
+    Args:
+        uri: of the store; one that is no SQLite file is left alone.
+        make_tables: makes the tables of a new store, whose URI it is given.
+
+    Raises:
+        OSError: of the directory.
+        sqlite3.Error: the file is no database, or can't be written.
+    """
+    if not uri.startswith("sqlite:///"):
+        return
+    file = Path(uri.removeprefix("sqlite:///").split("?")[0])
+    if str(file) in ("", ":memory:"):
+        return
+    if not file.exists() or file.stat().st_size == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_name(f".{file.name}.new")
+        for left in (fresh, fresh.with_name(f"{fresh.name}-journal")):
+            left.unlink(missing_ok=True)
+        _try_sqlite(fresh)
+        make_tables(f"sqlite:///{fresh}")
+        fresh.replace(file)
+    _try_sqlite(file)
+
+
+def _try_sqlite(file: Path) -> None:
+    with closing(sqlite3.connect(file, timeout=20)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("CREATE TABLE enginery_probe (room)")  # needs pages and a journal, so a full disk shows
+        connection.rollback()

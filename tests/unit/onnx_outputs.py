@@ -1,0 +1,31 @@
+"""What a model answers in ONNX Runtime and in the PyTorch runner, for the tests that compare the two."""
+
+import onnx
+import onnxruntime as ort
+import torch
+from onnx import TensorProto, helper
+
+from components.common.runners.torch import TorchGraph
+
+
+def run_ort(model, images, every_tensor=False):
+    """All outputs by name, as the file says: without optimizations, which would move Q/DQ nodes."""
+    if every_tensor:
+        inferred = onnx.shape_inference.infer_shapes(model).graph.value_info
+        types = {value.name: value.type.tensor_type.elem_type for value in inferred}
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        present = {value.name for value in model.graph.output}
+        for name in (name for node in model.graph.node for name in node.output if name not in present):
+            copy.graph.output.append(helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), None))
+        model = copy
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    outputs = session.run(None, {session.get_inputs()[0].name: images})
+    return dict(zip([value.name for value in session.get_outputs()], outputs, strict=True))
+
+
+def run_torch(model, images):
+    return TorchGraph(model).run(torch.from_numpy(images))[0].numpy()
