@@ -4,7 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components.export.component import export, export_own
+from components.export.component import export, export_engines, export_own
 from components.gate.component import gate
 from components.preprocess.component import preprocess
 from components.promote.component import promote
@@ -92,6 +92,13 @@ def quantize_own(
         settings=settings,
         gate_settings=gate_settings,
     )
+    task.set_display_name("export")
+    return needs_gpu(task.set_caching_options(False))
+
+
+def rebuild(model: str, dataset: dsl.PipelineTask, *, settings: Settings) -> dsl.PipelineTask:
+    """A bundle to the same one with engines for the GPU here."""
+    task = export_engines(model=model, dataset=dataset.outputs["dataset"], settings=settings)
     task.set_display_name("export")
     return needs_gpu(task.set_caching_options(False))
 

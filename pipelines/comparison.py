@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.common.artifacts import PRECISIONS
+from components.common.records import PRECISIONS
 from pipelines.summary import PrecisionRow, RunSummary
 
 NOTHING = "not set"

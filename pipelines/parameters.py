@@ -45,7 +45,8 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "seed": ("preprocess", "train"),
 }
 _DESCRIPTIONS = {
-    "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, or a Checkpoint directory.",
+    "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or a "
+    "Bundle directory, of which only engines are built.",
     "seed": "Seed of the split, the weights, shuffling, augmentation and the choice of calibration images.",
 }
 _PATHS = ("data", "model")
@@ -102,7 +103,7 @@ def load_pipeline(path: Path) -> PipelineFile:
     """
     if not path.is_file():
         raise UserError(
-            f"there is no pipeline file {path}; the ready ones are pipelines/resnet50.py and pipelines/quantize.py"
+            f"there is no pipeline file {path}; the ready ones are resnet50.py, quantize.py and engines.py in pipelines"
         )
     spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path.absolute())
     if spec is None or spec.loader is None:

@@ -45,8 +45,8 @@ def check_paths(arguments: Mapping[str, Any]) -> None:
     path = Path(model)
     if model and "://" not in model and not path.is_file() and not (path / MANIFEST).is_file():
         raise UserError(
-            f"there is no model at {path}; name a Checkpoint directory, an .onnx file, or weights (.safetensors, .pt, "
-            ".pth) together with --architecture"
+            f"there is no model at {path}; name a Checkpoint or Bundle directory, an .onnx file, or weights "
+            "(.safetensors, .pt, .pth) together with --architecture"
         )
 
 

@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.common.artifacts import AccuracyReport, BenchmarkReport, GateCheck, ReportManifest, VerdictManifest
+from components.common.artifacts import ReportManifest, VerdictManifest
 from components.common.environment import Environment
+from components.common.records import AccuracyReport, BenchmarkReport, GateCheck
 from pipelines.caching import CachedStep
 
 

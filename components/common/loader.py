@@ -21,9 +21,10 @@ from nvidia.dali import math as math_ops
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-from components.common.artifacts import Artifact, DatasetManifest, Split
+from components.common.artifacts import Artifact, DatasetManifest
 from components.common.environment import num_cores
 from components.common.errors import EngineryError
+from components.common.records import Split
 from components.common.transforms import Augmentation, TransformSpec
 
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")

@@ -86,7 +86,7 @@ def allowed_values(field: FieldInfo) -> str:
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(str(choice) for choice in get_args(annotation))}"
     if get_origin(annotation) is tuple:
-        return f"a list of {len(get_args(annotation))} numbers, such as {show_value(field.get_default())}"
+        return _allowed_list(annotation, field)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping of {', '.join(annotation.model_fields)}"
     kinds = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -97,6 +97,16 @@ def allowed_values(field: FieldInfo) -> str:
         if (value := getattr(entry, attribute, None)) is not None
     ]
     return " ".join(filter(None, (kinds.get(annotation, f"a value of type {type_label(field)}"), " and ".join(bounds))))
+
+
+def _allowed_list(annotation: Any, field: FieldInfo) -> str:
+    kinds = get_args(annotation)
+    if get_origin(kinds[0]) is Literal:
+        choices = [str(choice) for choice in get_args(kinds[0])]
+        return f"a list of any of {', '.join(choices)}, such as [{', '.join(choices[:2])}]"
+    if Ellipsis in kinds:
+        return "a list of numbers, such as [1, 8]"
+    return f"a list of {len(kinds)} numbers, such as {show_value(field.get_default())}"
 
 
 def show_value(value: Any) -> str:

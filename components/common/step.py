@@ -23,7 +23,7 @@ from components.common.digests import digest_file
 from components.common.disk import explain, out_of_space
 from components.common.errors import EngineryError, UserError
 from components.common.lifetime import end_with_parent
-from components.common.settings import StepConfig, load_yaml, parse_value, resolve, type_label
+from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
 from components.common.steplog import StepLog
 
 DEBUG_VARIABLE = "ENGINERY_DEBUG"  # "1": show tracebacks
@@ -154,7 +154,7 @@ def _tell(error: Exception, output: Path) -> EngineryError:
 def config_option(name: str, config: type[StepConfig]) -> click.Option:
     """A command-line option for one config field; the config itself converts and checks the value."""
     field = config.model_fields[name]
-    default = "" if field.is_required() else f"  [default: {field.get_default(call_default_factory=True)}]"
+    default = "" if field.is_required() else f"  [default: {show_value(field.get_default(call_default_factory=True))}]"
     return click.Option(
         [f"--{name.replace('_', '-')}"],
         metavar=type_label(field).upper() if "|" not in type_label(field) else f"[{type_label(field)}]",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from components.common.errors import EngineryError, UserError
 
 if TYPE_CHECKING:
-    from components.common.artifacts import AccuracyRow, BenchmarkRow
+    from components.common.records import AccuracyRow, BenchmarkRow
     from components.common.tracking import StepRun
 
 EVENT_PREFIX = "@enginery "

@@ -22,9 +22,9 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, 
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.utils.time import get_current_time_millis
 
-from components.common.artifacts import AccuracyRow, BenchmarkRow
 from components.common.disk import explain
 from components.common.errors import EngineryError
+from components.common.records import AccuracyRow, BenchmarkRow
 from components.common.store import beside_database, prepare_sqlite, without_credentials
 
 PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from components.common.artifacts import AccuracyReport, AccuracyRow, BenchmarkReport, GateCheck, Precision
+from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, GateCheck, Precision
 from components.common.settings import StepConfig
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes

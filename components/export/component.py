@@ -1,4 +1,4 @@
-"""export as KFP components: one for a Checkpoint of the train step, one for a model of the user's own."""
+"""export as KFP components: of a Checkpoint of the train step, of a model of the user's own, of a Bundle."""
 
 from kfp import dsl
 
@@ -53,3 +53,16 @@ def export_own(
         "gate": {**gate_settings, "max_top1_drop_points": max_top1_drop_points},
     }
     STEP.execute({**settings, **values}, model=model, dataset=dataset.path, output=bundle.path)
+
+
+@dsl.component(base_image=image_for("export"), packages_to_install=[], install_kfp_package=False)
+def export_engines(
+    model: str,
+    dataset: dsl.Input[dsl.Dataset],
+    settings: dict,  # type: ignore[type-arg]
+    bundle: dsl.Output[dsl.Model],
+) -> None:
+    """Bundle of another machine -> the same with TensorRT engines for the GPU here."""
+    from components.export.__main__ import STEP
+
+    STEP.execute(settings, model=model, dataset=dataset.path, output=bundle.path)

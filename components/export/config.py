@@ -10,6 +10,8 @@ from components.common.verdict import Thresholds
 
 CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory
 
+EngineOption = Literal["tf32", "version_compatible", "hardware_compatible", "refittable", "stripped"]
+
 
 class ExportConfig(StepConfig):
     """How the model is exported, calibrated and compiled."""
@@ -51,6 +53,12 @@ class ExportConfig(StepConfig):
     tensorrt: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Build engines: where a GPU and TensorRT are (auto), or fail without them (on), or never (off).",
+    )
+    engine_options: tuple[EngineOption, ...] = Field(
+        (),
+        description="What plans shall be besides: tf32 (FP32 layers may round to TF32), version_compatible (runs on "
+        "later TensorRT of the same major version), hardware_compatible (runs on all GPUs from Ampere on), refittable "
+        "(its weights can be replaced), stripped (has no weights: loading takes them from the ONNX file).",
     )
     optimization_level: int = Field(3, ge=0, le=5, description="TensorRT's effort: 0 builds fastest, 5 runs fastest.")
     workspace_bytes: int = Field(4 << 30, ge=1 << 20, description="Scratch memory a TensorRT layer may use, in bytes.")

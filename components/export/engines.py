@@ -7,7 +7,7 @@ networks are strongly typed (10 and 11) precision is a property of the ONNX file
 import logging
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,38 +18,21 @@ from components.common.artifacts import write_atomically
 from components.common.digests import digest_file
 from components.common.environment import gpus
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.runners.tensorrt import load_tensorrt, tensorrt_logger
+from components.common.records import EngineEntry, Precision
+from components.common.runners.tensorrt_library import (
+    HARDWARE_COMPATIBLE,
+    STRIPPED,
+    VERSION_COMPATIBLE,
+    load_tensorrt,
+    tensorrt_logger,
+)
 from components.common.shapes import ShapeSpec
+from components.export.config import EngineOption
 
 _log = logging.getLogger(__name__)
 
 _STRONGLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}
 _WEAKLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp32.onnx", "int8": "int8.onnx"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineInfo:
-    """What a plan was built from, with and for. It runs only on this TensorRT version and GPU model."""
-
-    precision: str
-    """"fp32", "fp16" or "int8"."""
-    tensorrt_version: str
-    gpu_name: str
-    compute_capability: str
-    """Of the GPU, as "9.0"."""
-    driver_version: str
-    build_seconds: float
-    """Wall time from reading the ONNX file to the finished plan."""
-    size_bytes: int
-    flags: tuple[str, ...]
-    """What TensorRT was told about precision: STRONGLY_TYPED where the types of the ONNX file are binding, else FP16
-    and INT8 as needed; none for FP32."""
-    optimization_level: int
-    """As asked for."""
-    source_onnx: str
-    """Name of the ONNX file, without its folder."""
-    onnx_digest: str
-    """Digest of its content."""
 
 
 def onnx_file_for(precision: str) -> str:
@@ -67,26 +50,32 @@ def build_engine(
     onnx_path: Path,
     plan_path: Path,
     *,
-    precision: str,
+    precision: Precision,
     shapes: ShapeSpec,
     timing_cache_path: Path | None,
     optimization_level: int,
     workspace_bytes: int,
-) -> EngineInfo:
+    options: Collection[EngineOption] = (),
+) -> EngineEntry:
     """Compile an ONNX file for the current CUDA device and write the plan.
 
     Args:
         onnx_path: The file that `onnx_file_for(precision)` names.
         plan_path: Where the plan goes; written in full or not at all.
-        precision: "fp32" (with TF32 off), "fp16" or "int8".
+        precision: "fp32" (with TF32 off unless `options` has it), "fp16" or "int8".
         shapes: Names of the input and output, and the batches the plan has to take.
-        timing_cache_path: Directory of timing caches, one file per TensorRT version, GPU model and driver, or None. A
-            second build with the same cache takes a fraction of the time and chooses the same kernels.
+        timing_cache_path: Directory of timing caches, one file per TensorRT version, GPU model, driver and precision,
+            or None. A second build with the same cache takes a fraction of the time and chooses the same kernels.
         optimization_level: 0 (quick build) to 5 (slow build, fastest engine); TensorRT's own default is 3.
         workspace_bytes: Most scratch memory that a layer may use on the GPU.
+        options: What else the plan shall be; see `ExportConfig.engine_options`.
+
+    Returns:
+        What a bundle's manifest says of the plan, without its layers (see `inspection`).
 
     Raises:
-        UserError: the precision or optimization level does not exist, or the file is missing or has other tensors.
+        UserError: the precision, optimization level or an option does not exist, or the file is missing or has other
+            tensors.
         RuntimeUnavailable: TensorRT can't be used here.
         EngineryError: TensorRT can't parse or build the model; the message holds its reasons.
     """
@@ -96,39 +85,45 @@ def build_engine(
     if not onnx_path.is_file():
         raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from")
     trt = load_tensorrt()
-    logger = tensorrt_logger()
-    logger.take_errors()
+    tensorrt_logger().take_errors()
     started = time.perf_counter()
     builder = _builder(trt)
     network = builder.create_network(_network_flags(trt))
     _parse(trt, network, onnx_path)
     _check_tensors(network, onnx_path, shapes)
-    config = _configure(trt, builder, precision, shapes, optimization_level, workspace_bytes)
-    cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt)
+    config = builder.create_builder_config()
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+    config.builder_optimization_level = optimization_level
+    _configure(trt, config)
+    flags = _set_precision(trt, config, precision, options) + _set_options(trt, config, options)
+    config.add_optimization_profile(_profile(builder, shapes))
+    cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt, precision)
     _load_timing_cache(config, cache_file)
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        raise EngineryError(
-            f"TensorRT {trt.__version__} can't build {onnx_path} as {precision}: {logger.take_errors()}"
-        )
+    _write_plan(trt, builder, network, config, plan_path, f"{onnx_path} as {precision}")
     build_seconds = time.perf_counter() - started
-    plan_path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(plan_path, memoryview(plan).tobytes())
     _save_timing_cache(config, cache_file)
     major, minor = torch.cuda.get_device_capability()
-    return EngineInfo(
+    return EngineEntry(
+        file=plan_path.name,
         precision=precision,
+        source_onnx=onnx_path.name,
+        onnx_digest=digest_file(onnx_path),
         tensorrt_version=trt.__version__,
         gpu_name=torch.cuda.get_device_name(),
         compute_capability=f"{major}.{minor}",
         driver_version=_driver_version(),
-        build_seconds=build_seconds,
-        size_bytes=plan_path.stat().st_size,
-        flags=_precision_flags(trt, precision),
+        flags=flags,
         optimization_level=optimization_level,
-        source_onnx=onnx_path.name,
-        onnx_digest=digest_file(onnx_path),
+        build_seconds=build_seconds,
     )
+
+
+def _write_plan(trt: ModuleType, builder: Any, network: Any, config: Any, plan_path: Path, what: str) -> None:
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise EngineryError(f"TensorRT {trt.__version__} can't build {what}: {tensorrt_logger().take_errors()}")
+    plan_path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(plan_path, memoryview(plan).tobytes())
 
 
 def _builder(trt: ModuleType) -> Any:
@@ -183,42 +178,71 @@ def _check_tensors(network: Any, onnx_path: Path, shapes: ShapeSpec) -> None:
         )
 
 
-def _configure(
-    trt: ModuleType, builder: Any, precision: str, shapes: ShapeSpec, optimization_level: int, workspace_bytes: int
-) -> Any:
-    config = builder.create_builder_config()
-    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
-    config.builder_optimization_level = optimization_level
+def _configure(trt: ModuleType, config: Any) -> None:
     # Names and formats of all layers stay readable: the report says from them which layers run in INT8.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    _set_precision_flags(trt, config, precision)
     _leave_out_external_kernels(trt, config)
     if hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
         # Else a second execution context on the same profile fails to enqueue on 8.6.
         config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
+
+
+def _profile(builder: Any, shapes: ShapeSpec) -> Any:
+    """The batches that the engine takes. One profile: execution contexts share it."""
     profile = builder.create_optimization_profile()
     batches = (shapes.min_batch, shapes.opt_batch, shapes.max_batch)
     profile.set_shape(shapes.input_name, *(shapes.input_shape(batch) for batch in batches))
-    config.add_optimization_profile(profile)
-    return config
+    return profile
 
 
-def _set_precision_flags(trt: ModuleType, config: Any, precision: str) -> None:
+def _set_precision(trt: ModuleType, config: Any, precision: str, options: Collection[EngineOption]) -> tuple[str, ...]:
+    """Ask for a precision. Returns what TensorRT was told, in its own words."""
+    flags: tuple[str, ...] = ()
     if precision == "fp32" and hasattr(trt.BuilderFlag, "TF32"):
-        config.clear_flag(trt.BuilderFlag.TF32)  # on by default; FP32 in a report means FP32
+        if "tf32" in options:
+            flags = ("TF32",)  # on by default
+        else:
+            config.clear_flag(trt.BuilderFlag.TF32)  # FP32 in a report means FP32
     if _is_strongly_typed(trt):
-        return  # the ONNX file says the precision, and TensorRT refuses flags beside it
-    wanted = _precision_flags(trt, precision)
-    if "FP16" in wanted and hasattr(trt.BuilderFlag, "FP16"):
+        return (*flags, "STRONGLY_TYPED")  # the ONNX file says the precision, and TensorRT refuses flags beside it
+    if precision != "fp32" and hasattr(trt.BuilderFlag, "FP16"):
         config.set_flag(trt.BuilderFlag.FP16)
-    if "INT8" in wanted and hasattr(trt.BuilderFlag, "INT8"):
+        flags = (*flags, "FP16")
+    if precision == "int8" and hasattr(trt.BuilderFlag, "INT8"):
         config.set_flag(trt.BuilderFlag.INT8)
+        flags = (*flags, "INT8")
+    return flags
 
 
-def _precision_flags(trt: ModuleType, precision: str) -> tuple[str, ...]:
-    if _is_strongly_typed(trt):
-        return ("STRONGLY_TYPED",)
-    return {"fp32": (), "fp16": ("FP16",), "int8": ("FP16", "INT8")}[precision]
+def _set_options(trt: ModuleType, config: Any, options: Collection[EngineOption]) -> tuple[str, ...]:
+    """Ask for all options but tf32. Returns what TensorRT was told, in its own words."""
+    flags: list[str] = []
+    if "version_compatible" in options:
+        if not hasattr(trt.BuilderFlag, "VERSION_COMPATIBLE"):
+            raise _unknown_option(trt, "version_compatible")
+        config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+        flags.append(VERSION_COMPATIBLE)
+    if "hardware_compatible" in options:
+        if not hasattr(trt, "HardwareCompatibilityLevel"):
+            raise _unknown_option(trt, "hardware_compatible")
+        config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
+        flags.append(HARDWARE_COMPATIBLE)
+    if "refittable" in options:
+        config.set_flag(trt.BuilderFlag.REFIT)
+        flags.append("REFIT")
+    if "stripped" in options:
+        if not hasattr(trt.BuilderFlag, "STRIP_PLAN"):
+            raise _unknown_option(trt, "stripped")
+        config.set_flag(trt.BuilderFlag.STRIP_PLAN)
+        flags.append(STRIPPED)
+    return tuple(flags)
+
+
+def _unknown_option(trt: ModuleType, option: str) -> UserError:
+    return UserError(
+        f"TensorRT {trt.__version__} builds no {option} plans: take {option} out of export.engine_options, or use a "
+        "newer TensorRT"
+    )
 
 
 def _leave_out_external_kernels(trt: ModuleType, config: Any) -> None:
@@ -233,9 +257,12 @@ def _leave_out_external_kernels(trt: ModuleType, config: Any) -> None:
     config.set_tactic_sources(sources)
 
 
-def _timing_cache_name(trt: ModuleType) -> str:
-    """Timings hold for one TensorRT version, GPU model and driver."""
-    name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{_driver_version()}"
+def _timing_cache_name(trt: ModuleType, precision: str) -> str:
+    """Timings hold for one TensorRT version, GPU model and driver.
+
+    A file per precision, because 8.6 can't read all that it wrote for another one.
+    """
+    name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{_driver_version()}_{precision}"
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()) + ".timing"
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import onnx
 import torch
 
-from components.common.artifacts import CalibrationEntry, SelectionEntry
 from components.common.digests import digest_file, digest_json
 from components.common.errors import EngineryError
 from components.common.loader import to_numpy
+from components.common.records import CalibrationEntry, SelectionEntry
 from components.common.runners.torch import TorchGraph
 from components.common.steplog import StepLog
 from components.export.cache import Histograms, cached_histograms

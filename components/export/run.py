@@ -1,7 +1,6 @@
 """export: Checkpoint or own model -> Bundle."""
 
 import json
-import os
 from pathlib import Path
 
 import onnx
@@ -9,27 +8,24 @@ import torch
 
 from components.common.artifacts import (
     ALL_FILES,
-    PRECISIONS,
     Artifact,
     BundleManifest,
     DatasetManifest,
-    EngineEntry,
     load,
     prepare_directory,
     seal,
     write_atomically,
 )
-from components.common.errors import EngineryError, RuntimeUnavailable
 from components.common.loader import to_numpy
-from components.common.runners.tensorrt import why_no_tensorrt
 from components.common.steplog import StepLog
-from components.export.config import CACHE_VARIABLE, ExportConfig
-from components.export.engines import build_engine, onnx_file_for
+from components.export.config import ExportConfig
 from components.export.onnx_export import check_against_torch
 from components.export.placement import quantizable_layers, with_names
+from components.export.plans import build_plans, cache_folder, describe_plans
 from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import insert_qdq
 from components.export.quantization import Quantization, quantize
+from components.export.rebuild import is_bundle, rebuild
 from components.export.samples import Samples, split_samples
 from components.export.sources import SourceModel, write_fp32_onnx
 
@@ -39,10 +35,12 @@ _MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_
 def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, output: Path) -> str:
     """Export, calibrate, quantize and compile. See the package's docstring."""
     data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
+    if is_bundle(model):
+        return rebuild(config, log, bundle=load(model, BundleManifest, verify=ALL_FILES), data=data, output=output)
     prepare_directory(output)
     fp32_file = output / _MODELS["fp32"]
     source = write_fp32_onnx(model, data, config, fp32_file)
-    cache = _cache_folder(config)
+    cache = cache_folder(config)
     calibration, selection = split_samples(config, data, source.transform, 0 if torch.cuda.is_available() else None)
     if calibration.num_images < len(source.classes):
         log.warning(
@@ -53,7 +51,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     fp32 = with_names(onnx.load(fp32_file))
     _write_precisions(fp32, quantized, output, log)
     write_atomically(output / "scales.json", json.dumps(quantized.scales, indent=1, sort_keys=True).encode())
-    engines, missing = _build_engines(config, source, output, cache, log)
+    engines, missing = build_plans(config, source.shapes, output, cache, log)
     layers = quantizable_layers(fp32)
     bundle = seal(
         output,
@@ -83,11 +81,6 @@ def _check_numerics(source: SourceModel, samples: Samples, fp32_file: Path, log:
     log.metrics({"onnx_relative_error": check_against_torch(source.module, fp32_file, source.shapes, images)})
 
 
-def _cache_folder(config: ExportConfig) -> Path | None:
-    folder = config.cache or os.environ.get(CACHE_VARIABLE)
-    return Path(folder).expanduser() if folder else None
-
-
 def _write_precisions(fp32: onnx.ModelProto, quantized: Quantization, output: Path, log: StepLog) -> None:
     """The four files: one graph, one set of scales, the same layers in INT8."""
     scales, excluded = quantized.scales, quantized.excluded
@@ -98,54 +91,6 @@ def _write_precisions(fp32: onnx.ModelProto, quantized: Quantization, output: Pa
     onnx.save(fp16, output / _MODELS["fp16"])
     log.progress("writing ONNX", 2, 3, "int8_fp16.onnx")
     onnx.save(insert_qdq(raise_opset(fp16), scales, exclude=excluded), output / _MODELS["int8_fp16"])
-
-
-def _build_engines(
-    config: ExportConfig, source: SourceModel, output: Path, cache: Path | None, log: StepLog
-) -> tuple[tuple[EngineEntry, ...], str]:
-    """Plans for the GPU here. Returns them, and why there are none."""
-    if config.tensorrt == "off":
-        return (), "export.tensorrt is off"
-    if missing := why_no_tensorrt():
-        if config.tensorrt == "on":
-            raise RuntimeUnavailable(f"export.tensorrt is on, but {missing}")
-        log.note(f"no TensorRT engines: {missing}")
-        return (), missing
-    entries: list[EngineEntry] = []
-    for number, precision in enumerate(PRECISIONS):
-        log.progress("building engines", number, len(PRECISIONS), precision)
-        try:
-            info = build_engine(
-                output / onnx_file_for(precision),
-                output / f"{precision}.plan",
-                precision=precision,
-                shapes=source.shapes,
-                timing_cache_path=cache / "tensorrt" if cache else None,
-                optimization_level=config.optimization_level,
-                workspace_bytes=config.workspace_bytes,
-            )
-        except EngineryError as error:
-            if config.tensorrt == "on":
-                raise
-            log.warning(f"no {precision} engine: {error}")
-            return tuple(entries), str(error)
-        log.metrics({f"engine_build_seconds_{precision}": info.build_seconds})
-        entries.append(
-            EngineEntry(
-                file=f"{precision}.plan",
-                precision=precision,
-                source_onnx=info.source_onnx,
-                onnx_digest=info.onnx_digest,
-                tensorrt_version=info.tensorrt_version,
-                gpu_name=info.gpu_name,
-                compute_capability=info.compute_capability,
-                driver_version=info.driver_version,
-                flags=info.flags,
-                optimization_level=info.optimization_level,
-                build_seconds=info.build_seconds,
-            )
-        )
-    return tuple(entries), ""
 
 
 def _track(bundle: Artifact[BundleManifest], data: Artifact[DatasetManifest], log: StepLog) -> None:
@@ -168,8 +113,8 @@ def _track(bundle: Artifact[BundleManifest], data: Artifact[DatasetManifest], lo
 
 def _outcome(bundle: Artifact[BundleManifest]) -> str:
     record = bundle.manifest
-    engines = f"{len(record.engines)} TensorRT engines" if record.engines else "no TensorRT engines here"
     return (
         f"ONNX in FP32, FP16 and INT8 ({record.num_quantized_layers} of {record.num_quantizable_layers} layers "
-        f"quantized, {record.calibration.method} over {record.calibration.num_images} images), {engines}"
+        f"quantized, {record.calibration.method} over {record.calibration.num_images} images), "
+        f"{describe_plans(record.engines)}"
     )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from components.common.artifacts import Trial
 from components.common.evaluation import Predictions
+from components.common.records import Trial
 from components.common.statistics import paired_difference
 from components.export.calibration import CalibrationMethod
 from components.export.qdq import insert_qdq

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx
 import torch
 
-from components.common.artifacts import LayerCost
+from components.common.records import LayerCost
 from components.common.runners.torch import TorchGraph
 from components.common.runners.torch_layers import fake_quantize
 from components.export.calibration import INT8_MAX

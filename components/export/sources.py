@@ -8,17 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.artifacts import (
-    MANIFEST,
-    Artifact,
-    CheckpointManifest,
-    DatasetManifest,
-    TrainingRecord,
-    load,
-)
+from components.common.artifacts import MANIFEST, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.digests import digest_file
 from components.common.errors import UserError
 from components.common.models import build_model, load_weights
+from components.common.records import TrainingRecord
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec, transform_for
 from components.export.config import ExportConfig
@@ -58,7 +52,7 @@ def write_fp32_onnx(
         return _from_checkpoint(model, dataset, config, destination)
     if not model.is_file():
         raise UserError(
-            f"there is no model at {model}; name a Checkpoint directory, an .onnx file, or weights "
+            f"there is no model at {model}; name a Checkpoint or Bundle directory, an .onnx file, or weights "
             f"({', '.join(_WEIGHT_SUFFIXES)}) together with export.architecture"
         )
     if model.suffix == ".onnx":

@@ -11,19 +11,12 @@ from statistics import median
 
 import numpy as np
 
-from components.common.artifacts import (
-    Artifact,
-    DatasetManifest,
-    DatasetStatistics,
-    Split,
-    prepare_directory,
-    seal,
-    write_atomically,
-)
+from components.common.artifacts import Artifact, DatasetManifest, prepare_directory, seal, write_atomically
 from components.common.digests import digest_file
 from components.common.environment import num_cores
 from components.common.errors import EngineryError, UserError
 from components.common.lifetime import end_with_creator
+from components.common.records import DatasetStatistics, Split
 from components.common.steplog import StepLog
 from components.preprocess.config import PreprocessConfig, check_data_folder
 from components.preprocess.shards import ShardResult, ShardTask, plan_shards, write_shard

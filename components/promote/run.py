@@ -4,6 +4,7 @@ from pathlib import Path
 
 from components.common.artifacts import (
     ALL_FILES,
+    Artifact,
     BundleManifest,
     PromotionManifest,
     ReportManifest,
@@ -36,6 +37,7 @@ def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verd
         raise EngineryError(f"the report {report} was measured on another bundle than {bundle}; validate this one")
     if decision.manifest.inputs["report"] != measured.digest:
         raise EngineryError(f"the verdict {verdict} is on another report than {report}; run the gate on this one")
+    _check_measured(models, measured)
     if log.run is None:
         raise UserError("promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
     prepare_directory(output)
@@ -65,3 +67,15 @@ def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verd
     )
     log.event("promotion", registered_model=config.registered_model, version=version, alias=config.alias)
     return f"{config.registered_model} version {version} registered in MLflow as @{config.alias}"
+
+
+def _check_measured(models: Artifact[BundleManifest], measured: Artifact[ReportManifest]) -> None:
+    """Refuse plans that nobody measured: a report on what another runtime did says nothing of them."""
+    rows = {row.file: row for row in measured.manifest.accuracy.rows if row.runtime == "tensorrt"}
+    unmeasured = [engine.file for engine in models.manifest.engines if engine.file not in rows]
+    if unmeasured:
+        raise EngineryError(
+            f"the report {measured.path} does not measure {', '.join(unmeasured)}: only measured plans are promoted. "
+            "Validate with validate.runtime tensorrt on the GPU that they were built for, or build plans for another "
+            "GPU with `enginery engines`"
+        )

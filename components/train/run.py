@@ -11,7 +11,6 @@ from components.common.artifacts import (
     Artifact,
     CheckpointManifest,
     DatasetManifest,
-    EpochRecord,
     load,
     prepare_directory,
     seal,
@@ -20,6 +19,7 @@ from components.common.environment import num_cores
 from components.common.errors import UserError
 from components.common.loader import Loader
 from components.common.models import build_model
+from components.common.records import EpochRecord
 from components.common.steplog import StepLog
 from components.common.transforms import TransformSpec, transform_for
 from components.train.config import TrainConfig

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from components.common.artifacts import BenchmarkReport, EpochRecord, LayerCost, SelectionEntry, Trial
+from components.common.records import BenchmarkReport, EpochRecord, LayerCost, SelectionEntry, Trial
 from components.validate.formats import count, signed
 from components.validate.layers import short_names
 

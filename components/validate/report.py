@@ -8,15 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from components.common.artifacts import (
-    AccuracyReport,
-    Artifact,
-    BenchmarkReport,
-    BundleManifest,
-    DatasetManifest,
-)
+from components.common.artifacts import Artifact, BundleManifest, DatasetManifest
 from components.common.errors import EngineryError
 from components.common.evaluation import Predictions
+from components.common.records import AccuracyReport, BenchmarkReport, EngineLayer
 from components.common.statistics import paired_difference
 from components.common.verdict import Thresholds, run_checks, verdict_note
 from components.validate.config import ValidateConfig
@@ -54,7 +49,7 @@ def gather_report(
     classes = bundle.manifest.classes
     return Report(
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        model=_model(bundle.manifest),
+        model=_model(bundle, config.gate.precision),
         verdict=_verdict(config.gate, accuracy, benchmark),
         accuracy=accuracy,
         benchmark=benchmark,
@@ -73,15 +68,25 @@ def gather_report(
     )
 
 
-def _model(bundle: BundleManifest) -> Model:
+def _model(bundle: Artifact[BundleManifest], precision: str) -> Model:
+    record = bundle.manifest
     return Model(
-        architecture=bundle.architecture,
-        classes=bundle.classes,
-        transform=bundle.transform,
-        shapes=bundle.shapes,
-        engines=bundle.engines,
-        engines_missing=bundle.engines_missing,
+        architecture=record.architecture,
+        classes=record.classes,
+        transform=record.transform,
+        shapes=record.shapes,
+        engines=record.engines,
+        engines_missing=record.engines_missing,
+        layers=_layers(bundle, precision),
     )
+
+
+def _layers(bundle: Artifact[BundleManifest], precision: str) -> tuple[EngineLayer, ...]:
+    for engine in bundle.manifest.engines:
+        if engine.precision == precision and engine.layers is not None:
+            rows = json.loads(bundle.file(engine.layers.file).read_bytes())
+            return tuple(EngineLayer.model_validate(row) for row in rows)
+    return ()
 
 
 def _verdict(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> Verdict:

@@ -7,11 +7,7 @@ import torch
 
 from components.common.artifacts import (
     ALL_FILES,
-    AccuracyReport,
-    AccuracyRow,
     Artifact,
-    BenchmarkReport,
-    BenchmarkRow,
     BundleManifest,
     DatasetManifest,
     ReportManifest,
@@ -23,6 +19,7 @@ from components.common.artifacts import (
 from components.common.errors import UserError
 from components.common.evaluation import Predictions, predict
 from components.common.loader import Loader
+from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow
 from components.common.runners import Runner
 from components.common.steplog import StepLog
 from components.validate.config import ValidateConfig
@@ -37,7 +34,7 @@ _GPU_BATCHES = (1, 8, 64, 128)
 
 def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, output: Path) -> str:
     """Measure accuracy, then speed, and write the report. See the package's docstring."""
-    models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
+    models = load(bundle, BundleManifest, verify=(".onnx", ".plan", ".layers.json"))
     data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
     if models.manifest.classes != data.manifest.classes:
         raise UserError(f"the bundle {bundle} and the data set {dataset} have different classes")

@@ -9,18 +9,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.common.artifacts import (
+from components.common.environment import Environment
+from components.common.records import (
     AccuracyReport,
     BenchmarkReport,
     CalibrationEntry,
     DatasetStatistics,
     EngineEntry,
+    EngineLayer,
     GateCheck,
     Precision,
     TrainingRecord,
     Trial,
 )
-from components.common.environment import Environment
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec
 from components.common.verdict import Thresholds
@@ -100,6 +101,9 @@ class Model(_Record):
     shapes: ShapeSpec
     engines: tuple[EngineEntry, ...]
     engines_missing: str = Field(description="Why there are no TensorRT engines; empty when there are.")
+    layers: tuple[EngineLayer, ...] = Field(
+        (), description="Of the engine of the precision that the verdict is on; empty where there is none."
+    )
 
 
 class Calibration(CalibrationEntry):

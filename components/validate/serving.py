@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.common.artifacts import PRECISIONS, Artifact, BundleManifest, EngineEntry, Precision
+from components.common.artifacts import Artifact, BundleManifest
 from components.common.errors import RuntimeUnavailable
+from components.common.records import PRECISIONS, EngineEntry, Precision
 from components.common.runners import Runner
 from components.validate.config import ValidateConfig
 
@@ -48,7 +49,7 @@ def _usable_engines(bundle: Artifact[BundleManifest], config: ValidateConfig) ->
     engines = bundle.manifest.engines
     if not engines:
         return {}, f"the bundle has no engines: {bundle.manifest.engines_missing}"
-    from components.common.runners.tensorrt import plan_mismatches, why_no_tensorrt
+    from components.common.runners.tensorrt_library import plan_mismatches, why_no_tensorrt
 
     if missing := why_no_tensorrt():
         return {}, missing
@@ -56,7 +57,8 @@ def _usable_engines(bundle: Artifact[BundleManifest], config: ValidateConfig) ->
         if engine.onnx_digest and engine.onnx_digest != bundle.manifest.files[engine.source_onnx].digest:
             return {}, f"{engine.file} was built from another {engine.source_onnx} than the bundle holds; export again"
         if differences := plan_mismatches(engine):
-            return {}, f"{engine.file} was built elsewhere ({'; '.join(differences)}); run export on this machine"
+            fix = "build plans for this machine with `enginery engines`"
+            return {}, f"{engine.file} was built elsewhere ({'; '.join(differences)}); {fix}"
     return {engine.precision: engine for engine in engines}, ""
 
 
@@ -64,7 +66,9 @@ def _on_tensorrt(bundle: Artifact[BundleManifest], engine: EngineEntry) -> Servi
     from components.common.runners.tensorrt import TensorRTRunner
 
     file = bundle.file(engine.file)
-    return Serving(precision=engine.precision, file=file, runner=TensorRTRunner(file, bundle.manifest.shapes), note="")
+    runner = TensorRTRunner(file, bundle.manifest.shapes, engine)
+    note = "TF32: inputs of convolutions and matrix products are rounded to 10 bits" if "TF32" in engine.flags else ""
+    return Serving(precision=engine.precision, file=file, runner=runner, note=note)
 
 
 def _on_openvino(bundle: Artifact[BundleManifest], precision: Precision) -> Serving:

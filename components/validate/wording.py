@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from components.common.environment import Environment
+from components.common.records import EngineEntry
 from components.validate.formats import TIMES, count, megabytes, number, short, signed
 from components.validate.schema import Report
 
@@ -87,7 +88,7 @@ def limitations(report: Report) -> list[str]:
     """Where the numbers do not hold, or hold less."""
     own, points = report.verdict.precision.upper(), []
     if report.verdict.note:
-        points.append(f"There are few validation images: {report.verdict.note}. A smaller difference can't be seen.")
+        points.append(f"{report.verdict.note[:1].upper()}{report.verdict.note[1:]}.")
     if report.change and report.change.num_differing:
         differing = f"{count(report.change.num_differing)} of {count(report.change.num_images)} images"
         points.append(f"{own} predicts another class than FP32 on {differing}.")
@@ -99,6 +100,40 @@ def limitations(report: Report) -> list[str]:
     if report.model.engines_missing:
         points.append(f"There are no TensorRT engines: {report.model.engines_missing}.")
     return [*points, "Accuracy holds for images like those of the validation split. Nothing was measured on others."]
+
+
+def engine_layers(engine: EngineEntry) -> str:
+    """How many of the graph's convolutions run in the engine's own precision, and what it spends on changing formats.
+
+    Convolutions in another precision are counted by it.
+    """
+    layers = engine.layers
+    if layers is None:
+        return "not inspected"
+    total, own = sum(layers.convolutions.values()), engine.precision.upper()
+    parts = [f"{layers.convolutions.get(own, 0)} of {total} convolutions in {own}"]
+    parts += [f"{times} in {name}" for name, times in layers.convolutions.items() if name != own]
+    reformats = "1 reformat layer" if layers.num_reformats == 1 else f"{layers.num_reformats} reformat layers"
+    return ", ".join([*parts, f"{reformats} of {layers.num_layers}"])
+
+
+def built_as(engine: EngineEntry) -> str:
+    """What TensorRT was told when it built the engine."""
+    level = [] if engine.optimization_level is None else [f"level {engine.optimization_level}"]
+    return ", ".join([*engine.flags, *level])
+
+
+def layer_exceptions(report: Report) -> Facts:
+    """Convolutions that the judged engine runs in another precision than its own: the node, and what it runs in."""
+    excluded = set(report.calibration.excluded)
+    found: Facts = []
+    for engine in report.model.engines:
+        if engine.precision == report.verdict.precision and engine.layers is not None:
+            for name, precision in engine.layers.exceptions.items():
+                kept = engine.precision == "int8" and name in excluded
+                reason = "kept out of INT8 for accuracy" if kept else "chosen by TensorRT"
+                found.append((name, f"{precision}, {reason}"))
+    return found
 
 
 def calibration_facts(report: Report) -> Facts:

@@ -9,6 +9,7 @@ _COMMANDS = {
     "run": "Run a pipeline file on this machine.",
     "compile": "Compile a pipeline file for a cluster.",
     "submit": "Submit a pipeline file to a Kubeflow Pipelines server.",
+    "engines": "Build and measure engines of a bundle for the GPU here.",
     "data": "Write a built-in data set as folders of JPEG files.",
     "runs": "List the runs of this machine.",
     "compare": "Show runs side by side: accuracy, speed, and what differed.",

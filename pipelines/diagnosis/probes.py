@@ -108,7 +108,7 @@ def _probe_torch() -> None:
         why_not="; ".join(reasons),
         architectures=(flags or "").split(),
     )
-    from components.common.runners.tensorrt import load_tensorrt, why_no_tensorrt
+    from components.common.runners.tensorrt_library import load_tensorrt, why_no_tensorrt
 
     reason = why_no_tensorrt()
     _say(no_tensorrt=reason, tensorrt=None if reason else load_tensorrt().__version__)

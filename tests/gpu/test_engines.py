@@ -1,5 +1,6 @@
 """Engines of a small network in all precisions, against torch. Fails, never skips, without a GPU or TensorRT."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,15 @@ import torch
 from torch import nn
 
 from components.common.errors import EngineryError, UserError
-from components.common.runners.tensorrt import TensorRTRunner, load_tensorrt, tensorrt_logger, why_no_tensorrt
+from components.common.records import EngineEntry
+from components.common.runners.onnxruntime import OnnxRuntimeRunner
+from components.common.runners.tensorrt import TensorRTRunner
+from components.common.runners.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger, why_no_tensorrt
 from components.common.shapes import ShapeSpec
 from components.export.calibration import CalibrationMethod, compute_scale
 from components.export.collection import collect_with_onnxruntime
-from components.export.engines import EngineInfo, build_engine, onnx_file_for
+from components.export.engines import build_engine, onnx_file_for
+from components.export.inspection import inspect_engine
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
 from components.export.precision import raise_opset, to_fp16
@@ -70,7 +75,7 @@ def bundle(network, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def built(bundle) -> dict[str, EngineInfo]:
+def built(bundle) -> dict[str, EngineEntry]:
     """A plan per precision in the bundle's folder."""
     return {precision: build(bundle, precision) for precision in PRECISIONS}
 
@@ -82,19 +87,23 @@ def runner(request, bundle, built):
     runner.close()
 
 
-def build(bundle: Path, precision: str, **changes) -> EngineInfo:
+def build(bundle: Path, precision: str, **changes) -> EngineEntry:
     options = {
+        "plan_path": bundle / f"{precision}.plan",
         "shapes": SHAPES,
         "timing_cache_path": bundle / "timing",
         "optimization_level": 3,
         "workspace_bytes": 1 << 30,
     }
     source = bundle / onnx_file_for(precision)
-    return build_engine(source, bundle / f"{precision}.plan", precision=precision, **(options | changes))
+    return build_engine(source, precision=precision, **(options | changes))
 
 
 def images(batch: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(SHAPES.input_shape(batch), dtype=np.float32)
+
+
+CONVOLUTIONS = ["/stem/stem.0/Conv", "/block/block.0/Conv", "/block/block.2/Conv"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -129,12 +138,12 @@ def test_info(bundle, built):
         assert info.tensorrt_version == trt.__version__
         assert info.gpu_name == torch.cuda.get_device_name()
         assert info.compute_capability == "{}.{}".format(*torch.cuda.get_device_capability())
-        assert info.size_bytes == (bundle / f"{precision}.plan").stat().st_size
+        assert info.file == f"{precision}.plan"
         assert info.build_seconds > 0
 
 
 def test_timing_cache_is_reused(bundle, built):
-    (cache,) = (bundle / "timing").iterdir()
+    (cache,) = (bundle / "timing").glob("*fp16*")
     before = cache.stat().st_size
     again = build(bundle, "fp16")
     assert before > 0
@@ -143,7 +152,7 @@ def test_timing_cache_is_reused(bundle, built):
 
 
 def test_damaged_timing_cache_starts_anew(bundle, built, tmp_path):
-    (cache,) = (bundle / "timing").iterdir()
+    (cache,) = (bundle / "timing").glob("*fp32*")
     (tmp_path / cache.name).write_bytes(b"not a timing cache")
     build(bundle, "fp32", timing_cache_path=tmp_path)
     assert (tmp_path / cache.name).read_bytes() != b"not a timing cache"
@@ -162,7 +171,9 @@ def test_measure(runner, batch, with_transfers):
 
 def test_measured_computation_is_a_cuda_graph(runner):
     runner.measure(4, **TIMES)
-    assert all(slot.graph is not None for slot in runner._slots)
+    (lane,) = runner._lanes
+    assert lane._ahead.graphs[4] is not None
+    assert lane._behind.graphs[4] is not None
 
 
 def test_runner_answers_the_same_after_measuring(runner):
@@ -170,6 +181,89 @@ def test_runner_answers_the_same_after_measuring(runner):
     before = runner.infer(inputs)
     runner.measure(8, **TIMES)
     np.testing.assert_array_equal(runner.infer(inputs), before)
+
+
+def test_answers_are_the_same_with_and_without_graph(runner):
+    """The second batch of a size in a row is captured, and other sizes in between do not disturb its graph."""
+    sizes = [4, 4, 7, 7, 4, 4, 8, 1, 1, 4]
+    answers = [runner.infer(images(size, seed=size)) for size in sizes]
+    assert set(runner._lanes[0]._behind.graphs) >= {1, 4, 7}
+    for size, answer in zip(sizes, answers, strict=True):
+        np.testing.assert_array_equal(answer, answers[sizes.index(size)])
+
+
+@pytest.mark.parametrize("num_streams", [2, 4])
+def test_several_contexts(runner, num_streams):
+    """All contexts share the one profile, each with its own graphs, and don't disturb each other."""
+    before = runner.infer(images(5))
+    timing = runner.measure(8, **TIMES, num_streams=num_streams)
+    assert len(runner._lanes) == num_streams
+    assert all(lane._ahead.graphs[8] is not None for lane in runner._lanes)
+    assert len(timing.latencies_ms) >= TIMES["min_iterations"]
+    batch = torch.from_numpy(images(5))
+    for lane in runner._lanes:
+        np.testing.assert_array_equal(lane.infer(batch), before)
+
+
+def test_int8_is_that_of_the_qdq_graph(bundle, built):
+    """The engine computes what ONNX Runtime simulates from the same Q/DQ graph."""
+    engine, reference = TensorRTRunner(bundle / "int8.plan", SHAPES), OnnxRuntimeRunner(bundle / "int8.onnx", SHAPES)
+    answers, expected = (runner.infer(images(8, seed=7)) for runner in (engine, reference))
+    engine.close()
+    # One code of INT8 is 1/127 of a tensor's range; FP16 in between may round to the neighbouring one.
+    assert np.abs(answers - expected).max() <= 0.02 * np.abs(expected).max()
+    assert (answers.argmax(1) == expected.argmax(1)).all()
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed"), [("fp32", {"FP32"}), ("fp16", {"FP16", "FP32", "TF32"}), ("int8", {"INT8"})]
+)
+def test_inspector(bundle, built, precision, allowed):
+    layers = inspect_engine(bundle / f"{precision}.plan", built[precision], SHAPES, CONVOLUTIONS)
+    assert sum(layers.convolutions.values()) == 3
+    assert set(layers.convolutions) <= allowed  # FP16 is a permission: where FP32 is as fast, 8.6 may take it
+    assert set(layers.exceptions.values()) == set(layers.convolutions) - {precision.upper()}
+    rows = json.loads((bundle / layers.file).read_text())
+    assert len(rows) == layers.num_layers
+    assert layers.num_reformats == sum(row["kind"] == "Reformat" for row in rows)
+    fused = next(row for row in rows if "/Add" in row["nodes"])
+    assert {"/block/block.2/Conv", "/Relu"} <= set(fused["nodes"])
+
+
+def test_tf32_is_asked_for(bundle, built, tmp_path):
+    entry = build(bundle, "fp32", plan_path=tmp_path / "fp32.plan", options=("tf32",))
+    assert "TF32" in entry.flags
+    assert "TF32" not in built["fp32"].flags
+    layers = inspect_engine(tmp_path / "fp32.plan", entry, SHAPES, CONVOLUTIONS)
+    assert layers.convolutions.get("TF32", 0) > 0
+
+
+def test_refittable(bundle, tmp_path):
+    entry = build(bundle, "int8", plan_path=tmp_path / "int8.plan", options=("refittable",))
+    assert "REFIT" in entry.flags
+    _, engine = load_engine(tmp_path / "int8.plan", entry)
+    assert engine.refittable
+
+
+def test_hardware_compatible(bundle, built, tmp_path):
+    entry = build(bundle, "int8", plan_path=tmp_path / "int8.plan", options=("hardware_compatible",))
+    elsewhere = entry.model_copy(update={"gpu_name": "NVIDIA A100", "compute_capability": "8.0"})
+    runner = TensorRTRunner(tmp_path / "int8.plan", SHAPES, elsewhere)  # such a plan may come from another GPU
+    plain = TensorRTRunner(bundle / "int8.plan", SHAPES, built["int8"])
+    answers, expected = (each.infer(images(8)) for each in (runner, plain))
+    assert np.abs(answers - expected).max() <= 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpu_name": "NVIDIA A100", "compute_capability": "8.0"}, "GPU NVIDIA A100 there, .* capability 8.0 there"),
+        ({"tensorrt_version": "9.9.9"}, "TensorRT 9.9.9 there"),
+    ],
+)
+def test_plan_of_another_machine(bundle, built, changes, said):
+    with pytest.raises(UserError, match=said):
+        TensorRTRunner(bundle / "int8.plan", SHAPES, built["int8"].model_copy(update=changes))
 
 
 def test_two_runners_of_one_plan(bundle, built):
@@ -205,6 +299,14 @@ def test_plan_of_another_version(bundle, built, tmp_path):
     (tmp_path / "other.plan").write_bytes(damaged)
     with pytest.raises(UserError, match=r"can't load the plan .*export again on this machine"):
         TensorRTRunner(tmp_path / "other.plan", SHAPES)
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
+def test_truncated_plan(bundle, built, tmp_path, share):
+    plan = (bundle / "int8.plan").read_bytes()
+    (tmp_path / "short.plan").write_bytes(plan[: int(share * len(plan))])
+    with pytest.raises(UserError, match="can't load the plan"):
+        TensorRTRunner(tmp_path / "short.plan", SHAPES)
 
 
 def test_plan_for_smaller_batches(bundle, built):

@@ -17,11 +17,12 @@ from pipelines.parameters import STEP_CONFIGS, PipelineFile, load_pipeline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-PIPELINES = ("resnet50", "quantize")
+PIPELINES = ("resnet50", "quantize", "engines")
 # Names that stand for another thing in each pipeline: a user's own model has no default architecture.
 OWN_DEFAULTS = {
     ("resnet50", "registered_model"): "resnet50",
     ("quantize", "registered_model"): "quantized",
+    ("engines", "registered_model"): "quantized",
 }
 
 
@@ -85,7 +86,7 @@ def test_input_defaults_are_those_of_the_steps(pipeline: PipelineFile) -> None:
         if spec.optional:
             assert spec.default == field.default, name
             checked += 1
-    assert checked >= 6
+    assert checked >= {"resnet50": 6, "quantize": 6, "engines": 2}[pipeline.name]
 
 
 def test_seed_has_one_default(pipeline: PipelineFile) -> None:
@@ -120,7 +121,8 @@ def test_gpu_steps_ask_for_gpu_and_shared_memory(pipeline: PipelineFile) -> None
         for name, executor in executors.items()
         if executor["container"].get("resources", {}).get("accelerator", {}).get("resourceCount")
     }
-    assert gpu == ({"train", "export", "validate"} if pipeline.name == "resnet50" else {"export-own", "validate"})
+    export = {"resnet50": {"train", "export"}, "quantize": {"export-own"}, "engines": {"export-engines"}}
+    assert gpu == export[pipeline.name] | {"validate"}
     for name in gpu:
         config = kubernetes[f"exec-{name}"]
         assert [mount["mountPath"] for mount in config["emptyDirMounts"]] == ["/dev/shm"]

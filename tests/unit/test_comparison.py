@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import AccuracyReport, AccuracyRow, BenchmarkReport
 from components.common.environment import environment
 from components.common.errors import UserError
+from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport
 from pipelines.comparison import compare
 from pipelines.history import find_summary
 from pipelines.summary import PrecisionRow, RunSummary, SummaryBuilder

@@ -8,26 +8,34 @@ import pytest
 import torch
 
 from components.common.errors import RuntimeUnavailable, UserError
-from components.common.runners.tensorrt import TensorRTRunner, load_tensorrt, why_no_tensorrt
+from components.common.runners.tensorrt import TensorRTRunner
+from components.common.runners.tensorrt_library import load_tensorrt, why_no_tensorrt
 from components.common.shapes import ShapeSpec
 from components.export import engines
 
 SHAPES = ShapeSpec(height=8, width=8)
 
 
-def fake_tensorrt(*, creation_flags: tuple[str, ...], builder_flags: tuple[str, ...]) -> SimpleNamespace:
-    """The two enums that tell versions apart, with members as in the version meant."""
+def fake_tensorrt(version: str, *, creation_flags: tuple[str, ...], builder_flags: tuple[str, ...]) -> SimpleNamespace:
+    """The enums that tell versions apart, with members as in the version meant."""
     return SimpleNamespace(
+        __version__=version,
         NetworkDefinitionCreationFlag=SimpleNamespace(**{flag: bit for bit, flag in enumerate(creation_flags)}),
         BuilderFlag=SimpleNamespace(**{flag: bit for bit, flag in enumerate(builder_flags)}),
+        HardwareCompatibilityLevel=SimpleNamespace(AMPERE_PLUS="ampere+"),
     )
 
 
+COMMON = ("TF32", "VERSION_COMPATIBLE", "REFIT")
 TENSORRT_8 = fake_tensorrt(
-    creation_flags=("EXPLICIT_BATCH", "EXPLICIT_PRECISION"), builder_flags=("FP16", "INT8", "TF32")
+    "8.6.0", creation_flags=("EXPLICIT_BATCH", "EXPLICIT_PRECISION"), builder_flags=("FP16", "INT8", *COMMON)
 )
-TENSORRT_10 = fake_tensorrt(creation_flags=("EXPLICIT_BATCH", "STRONGLY_TYPED"), builder_flags=("FP16", "INT8", "TF32"))
-TENSORRT_11 = fake_tensorrt(creation_flags=("STRONGLY_TYPED",), builder_flags=("TF32",))
+TENSORRT_10 = fake_tensorrt(
+    "10.16.1",
+    creation_flags=("EXPLICIT_BATCH", "STRONGLY_TYPED"),
+    builder_flags=("FP16", "INT8", *COMMON, "STRIP_PLAN"),
+)
+TENSORRT_11 = fake_tensorrt("11.4.0", creation_flags=("STRONGLY_TYPED",), builder_flags=(*COMMON, "STRIP_PLAN"))
 
 
 class Config:
@@ -121,21 +129,38 @@ def test_network_flags(trt, bits):
 
 
 @pytest.mark.parametrize(
-    ("trt", "precision", "flags"),
+    ("trt", "precision", "options", "flags", "said"),
     [
-        (TENSORRT_8, "fp32", set()),
-        (TENSORRT_8, "fp16", {"FP16", "TF32"}),
-        (TENSORRT_8, "int8", {"FP16", "INT8", "TF32"}),
-        (TENSORRT_10, "fp32", set()),
-        (TENSORRT_10, "int8", {"TF32"}),
-        (TENSORRT_11, "fp32", set()),
-        (TENSORRT_11, "fp16", {"TF32"}),
+        (TENSORRT_8, "fp32", (), set(), ()),
+        (TENSORRT_8, "fp32", ("tf32",), {"TF32"}, ("TF32",)),
+        (TENSORRT_8, "fp16", (), {"FP16", "TF32"}, ("FP16",)),
+        (TENSORRT_8, "int8", (), {"FP16", "INT8", "TF32"}, ("FP16", "INT8")),
+        (TENSORRT_10, "fp32", (), set(), ("STRONGLY_TYPED",)),
+        (TENSORRT_10, "fp32", ("tf32",), {"TF32"}, ("TF32", "STRONGLY_TYPED")),
+        (TENSORRT_10, "int8", (), {"TF32"}, ("STRONGLY_TYPED",)),
+        (TENSORRT_11, "fp32", (), set(), ("STRONGLY_TYPED",)),
+        (TENSORRT_11, "fp16", (), {"TF32"}, ("STRONGLY_TYPED",)),
     ],
 )
-def test_precision_flags(trt, precision, flags):
+def test_precision_flags(trt, precision, options, flags, said):
     config = Config(trt)
-    engines._set_precision_flags(trt, config, precision)
+    assert engines._set_precision(trt, config, precision, options) == said
     assert config.flags == {getattr(trt.BuilderFlag, flag) for flag in flags}
+
+
+def test_options():
+    config = Config(TENSORRT_10)
+    options = ("version_compatible", "hardware_compatible", "refittable", "stripped", "tf32")
+    said = ("VERSION_COMPATIBLE", "AMPERE_PLUS", "REFIT", "STRIP_PLAN")
+    assert engines._set_options(TENSORRT_10, config, options) == said
+    assert config.hardware_compatibility_level == "ampere+"
+    names = ("TF32", "VERSION_COMPATIBLE", "REFIT", "STRIP_PLAN")
+    assert config.flags == {getattr(TENSORRT_10.BuilderFlag, name) for name in names}
+
+
+def test_an_option_that_this_version_lacks():
+    with pytest.raises(UserError, match=r"TensorRT 8\.6\.0 builds no stripped plans: take stripped out"):
+        engines._set_options(TENSORRT_8, Config(TENSORRT_8), ("refittable", "stripped"))
 
 
 def test_unknown_precision():

@@ -9,18 +9,9 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import (
-    AccuracyReport,
-    AccuracyRow,
-    BenchmarkReport,
-    BenchmarkRow,
-    GateCheck,
-    ReportManifest,
-    VerdictManifest,
-    load,
-    seal,
-)
+from components.common.artifacts import ReportManifest, VerdictManifest, load, seal
 from components.common.errors import GateFailed, UserError
+from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow, GateCheck
 from components.common.runners import openvino
 from components.common.steplog import StepLog
 from components.common.verdict import run_checks

@@ -16,6 +16,7 @@ LIGHT = [
     "components.common.store",
     "pipelines.resnet50",
     "pipelines.quantize",
+    "pipelines.engines",
     "pipelines.classifier",
     "pipelines.parameters",
     "pipelines.cli",
@@ -102,7 +103,7 @@ def test_every_folder_of_components_is_a_step_or_common() -> None:
 
 @pytest.mark.parametrize(
     ("library", "home"),
-    [("mlflow", "components/common/tracking.py"), ("tensorrt", "components/common/runners/tensorrt.py")],
+    [("mlflow", "components/common/tracking.py"), ("tensorrt", "components/common/runners/tensorrt_library.py")],
 )
 def test_a_library_has_one_home(library: str, home: str) -> None:
     users = {

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import (
-    Artifact,
-    BundleManifest,
-    CalibrationEntry,
-    CheckpointManifest,
-    DatasetManifest,
-    seal,
-)
+from components.common.artifacts import Artifact, BundleManifest, CheckpointManifest, DatasetManifest, seal
+from components.common.records import CalibrationEntry
 from components.common.shapes import ShapeSpec
 from components.common.transforms import transform_for
 from components.export.config import ExportConfig

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.common.artifacts import EngineEntry
-from components.common.runners import tensorrt
+from components.common.records import EngineEntry
+from components.common.runners import tensorrt_library as tensorrt
 from components.validate.config import ValidateConfig
 from components.validate.serving import _usable_engines
 
@@ -36,6 +36,10 @@ def bundle_with(**changes):
         ({"tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0 here"),
         ({"gpu_name": "NVIDIA A100"}, "GPU NVIDIA A100 there, NVIDIA H200 here"),
         ({"compute_capability": "8.0"}, "compute capability 8.0 there, 9.0 here"),
+        ({"tensorrt_version": "10.2.0"}, "TensorRT 10.2.0 there, 10.16.0 here"),
+        ({"flags": ("VERSION_COMPATIBLE",), "tensorrt_version": "10.16.1"}, "TensorRT 10.16.1 there, 10.16.0 here"),
+        ({"flags": ("VERSION_COMPATIBLE",), "tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0 here"),
+        ({"flags": ("AMPERE_PLUS",), "tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0 here"),
         ({"onnx_digest": "sha256:bb"}, "int8.plan was built from another int8.onnx than the bundle holds"),
         (
             {"tensorrt_version": "8.6.0", "gpu_name": "NVIDIA A100"},
@@ -47,11 +51,20 @@ def test_what_differs_is_said(changes, said):
     engines, reason = _usable_engines(bundle_with(**changes), ValidateConfig())
     assert engines == {}
     assert said in reason
-    assert "export" in reason
+    assert "enginery engines" in reason or "export again" in reason
 
 
 @pytest.mark.usefixtures("on_h200")
-@pytest.mark.parametrize("changes", [{}, {"driver_version": "590"}, {"onnx_digest": ""}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"driver_version": "590"},
+        {"onnx_digest": ""},
+        {"flags": ("VERSION_COMPATIBLE",), "tensorrt_version": "10.2.0"},
+        {"flags": ("AMPERE_PLUS",), "gpu_name": "NVIDIA A100", "compute_capability": "8.0"},
+    ],
+)
 def test_a_plan_that_fits_is_used(changes):
     engines, reason = _usable_engines(bundle_with(**changes), ValidateConfig())
     assert list(engines) == ["int8"]

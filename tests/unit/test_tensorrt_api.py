@@ -17,7 +17,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / "components/common/runners/tensorrt.py", ROOT / "components/export/engines.py"]
+SOURCES = [
+    ROOT / "components/common/runners/tensorrt.py",
+    ROOT / "components/common/runners/tensorrt_library.py",
+    ROOT / "components/export/engines.py",
+    ROOT / "components/export/inspection.py",
+]
 
 BINDINGS = {"10": "tensorrt-cu13-bindings==10.16.1.11", "11": "tensorrt-cu13-bindings==11.4.0.106"}
 
@@ -25,7 +30,10 @@ BINDINGS = {"10": "tensorrt-cu13-bindings==10.16.1.11", "11": "tensorrt-cu13-bin
 OPTIONAL = {
     "BuilderFlag.FP16": {"10"},
     "BuilderFlag.INT8": {"10"},
+    "BuilderFlag.STRIP_PLAN": {"10", "11"},
     "BuilderFlag.TF32": {"10", "11"},
+    "BuilderFlag.VERSION_COMPATIBLE": {"10", "11"},
+    "HardwareCompatibilityLevel": {"10", "11"},
     "NetworkDefinitionCreationFlag.EXPLICIT_BATCH": {"10"},
     "NetworkDefinitionCreationFlag.STRONGLY_TYPED": {"10", "11"},
     "PreviewFeature.PROFILE_SHARING_0806": {"10"},
@@ -41,9 +49,11 @@ VARIABLES = {
     "config": "IBuilderConfig",
     "context": "IExecutionContext",
     "engine": "ICudaEngine",
+    "inspector": "EngineInspector",
     "network": "INetworkDefinition",
     "parser": "OnnxParser",
     "profile": "IOptimizationProfile",
+    "refitter": "Refitter",
     "runtime": "Runtime",
     "severities": "ILogger.Severity",
 }
@@ -109,8 +119,11 @@ def uses(source: str) -> Uses:
             found.required.add(name)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
             owner, member = node.args
-            if dotted(owner):
-                found.optional.add(f"{dotted(owner)}.{ast.literal_eval(member)}")
+            name = ast.literal_eval(member)
+            if isinstance(owner, ast.Name) and owner.id == "trt":
+                found.optional.add(name)
+            elif dotted(owner):
+                found.optional.add(f"{dotted(owner)}.{name}")
     return found
 
 

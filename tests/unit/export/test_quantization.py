@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from components.common.artifacts import BundleManifest, LayerCost, load
+from components.common.artifacts import BundleManifest, load
 from components.common.errors import UserError
 from components.common.models import build_model
+from components.common.records import LayerCost
 from components.common.settings import resolve
 from components.common.steplog import StepLog
 from components.common.transforms import transform_for

@@ -219,7 +219,7 @@ class FakeSelection(Selection):
     ],
 )
 def test_the_fewest_layers_are_left_out(costs, expected):
-    from components.common.artifacts import LayerCost
+    from components.common.records import LayerCost
     from components.export.sensitivity import Ranking
 
     search = FakeSelection(model=None, scales={}, measure=None, budget=DEFAULT, deadline=float("inf"))

@@ -5,13 +5,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from components.common.artifacts import (
+from components.common.environment import Environment, Gpu
+from components.common.evaluation import Predictions
+from components.common.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
     BenchmarkRow,
     DatasetStatistics,
     EngineEntry,
+    EngineLayer,
+    EngineLayers,
     EpochRecord,
     GateCheck,
     LayerCost,
@@ -19,8 +23,6 @@ from components.common.artifacts import (
     TrainingRecord,
     Trial,
 )
-from components.common.environment import Environment, Gpu
-from components.common.evaluation import Predictions
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec
 from components.common.verdict import Thresholds
@@ -167,10 +169,23 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
                     gpu_name="NVIDIA H200",
                     compute_capability="9.0",
                     driver_version="580.159.04",
+                    flags=("STRONGLY_TYPED", "AMPERE_PLUS"),
+                    optimization_level=4,
                     build_seconds=19.37,
+                    layers=EngineLayers(
+                        file="int8.layers.json",
+                        num_layers=61,
+                        num_reformats=2,
+                        convolutions={"INT8": 51, "FP16": 2},
+                        exceptions={KEPT_IN_FLOAT[0]: "FP16", "/layer1/layer1.0/conv1/Conv": "FP16"},
+                    ),
                 ),
             ),
             engines_missing="",
+            layers=(
+                EngineLayer(name="images_QuantizeLinear", kind="Reformat", precision="", nodes=()),
+                EngineLayer(name="a", kind="CaskConvolution", precision="INT8", nodes=("/conv1/Conv", "/relu/Relu")),
+            ),
         ),
         verdict=Verdict(passed=False, precision="int8", thresholds=Thresholds(), checks=checks, note="few images"),
         accuracy=AccuracyReport(
@@ -260,7 +275,9 @@ def without_a_gpu(report: Report) -> Report:
     return report.model_copy(
         update={
             "accuracy": report.accuracy.model_copy(update={"rows": tuple(rows)}),
-            "model": report.model.model_copy(update={"engines": (), "engines_missing": "no CUDA_GPU is usable"}),
+            "model": report.model.model_copy(
+                update={"engines": (), "layers": (), "engines_missing": "no CUDA_GPU is usable"}
+            ),
             "provenance": report.provenance.model_copy(update={"environments": machines}),
         }
     )

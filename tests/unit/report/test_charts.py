@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from components.common.artifacts import BenchmarkReport, BenchmarkRow, EpochRecord, LayerCost, SelectionEntry, Trial
+from components.common.records import BenchmarkReport, BenchmarkRow, EpochRecord, LayerCost, SelectionEntry, Trial
 from components.validate.charts import (
     confusion_picture,
     layers_chart,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import LayerCost
+from components.common.records import LayerCost
 from components.validate.rendering import write_report
 from components.validate.schema import Report
 from components.validate.wording import ranking_sentences, selection_sentences

@@ -1,0 +1,232 @@
+"""TensorRT engines of one model: build time, layers, speed, and top-1 where there are images.
+
+    python -m benchmarks.engines --architecture vgg19 --optimization-level 1 --work DIR --machine h200
+    python -m benchmarks.engines --bundle DIR --dataset DIR --work DIR --machine h200
+
+A bundle brings its ONNX files and scales; an architecture gets random weights, which changes no speed.
+"""
+
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import onnx
+import torch
+
+from benchmarks.results import RESULTS, write_result
+from components.common.artifacts import BundleManifest, DatasetManifest, load
+from components.common.evaluation import predict
+from components.common.loader import Loader
+from components.common.models import build_model
+from components.common.records import PRECISIONS, EngineEntry, Precision
+from components.common.runners import Runner
+from components.common.runners.tensorrt import TensorRTRunner
+from components.common.runners.tensorrt_library import load_engine
+from components.common.shapes import ShapeSpec
+from components.common.statistics import paired_difference
+from components.common.transforms import TransformSpec
+from components.export.calibration import CalibrationMethod, compute_scale
+from components.export.collection import collect_with_torch
+from components.export.engines import build_engine, onnx_file_for
+from components.export.inspection import inspect_engine
+from components.export.onnx_export import export_onnx
+from components.export.placement import activation_tensors, node_id, with_names
+from components.export.precision import raise_opset, to_fp16
+from components.export.qdq import insert_qdq
+
+BATCHES = (1, 8, 64, 128)
+STREAMS = (1, 2, 4)
+_TIMES: dict[str, Any] = {"warmup_s": 0.3, "duration_s": 1.0, "min_iterations": 20}
+
+
+@click.command()
+@click.option("--architecture", default="", help="A torchvision or timm/NAME model with 1,000 classes.")
+@click.option("--bundle", type=click.Path(exists=True, path_type=Path), help="From export, in place of it.")
+@click.option("--dataset", type=click.Path(exists=True, path_type=Path), help="From preprocess: measures top-1.")
+@click.option("--work", required=True, type=click.Path(path_type=Path), help="Empty directory.")
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
+@click.option("--opt-batch", default=128, help="Batch that kernels are tuned for.  [default: 128]")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(
+    architecture: str,
+    bundle: Path | None,
+    dataset: Path | None,
+    work: Path,
+    machine: str,
+    optimization_level: int,
+    opt_batch: int,
+    results: Path,
+) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    shapes, transform, name = _onnx_files(architecture, bundle, opt_batch, work)
+    entries, measures = _build_all(work, shapes, optimization_level)
+    runs: list[dict[str, Any]] = [{"engine": entry.model_dump(mode="json")} for entry in entries.values()]
+    for precision in PRECISIONS:
+        measures |= _speed(work / f"{precision}.plan", shapes, precision)
+        measures |= _over_replay(work / f"{precision}.plan", shapes, precision)
+    measures["int8_over_fp16_b128"] = (
+        measures["engine_images_per_s_int8_b128"] / measures["engine_images_per_s_fp16_b128"]
+    )
+    layers = entries["int8"].layers
+    assert layers is not None
+    measures["int8_layer_share"] = layers.convolutions.get("INT8", 0) / sum(layers.convolutions.values())
+    if dataset is not None and transform is not None:
+        measures |= _accuracy(work, shapes, transform, dataset)
+    write_result(
+        machine,
+        f"engines_{name}",
+        measures=measures,
+        runs=runs,
+        versions={"tensorrt": entries["int8"].tensorrt_version},
+        notes=(
+            f"{name}, {'trained weights' if bundle else 'random weights'}, optimization level {optimization_level}, "
+            f"kernels tuned for batch {opt_batch}. Images per s count the copies to and from the GPU, "
+            "engine_compute_... do not. Each speed is measured once, for 1 s or longer; runner_over_graph_replay is "
+            "the median of 5 turns. Builds with timing cache follow the cold ones."
+        ),
+        directory=results,
+    )
+
+
+def _onnx_files(
+    architecture: str, bundle: Path | None, opt_batch: int, work: Path
+) -> tuple[ShapeSpec, TransformSpec | None, str]:
+    """Write the four ONNX files into `work`."""
+    if bundle is not None:
+        models = load(bundle, BundleManifest, verify=(".onnx",))
+        for file in models.manifest.models.values():
+            shutil.copyfile(models.file(file), work / file)
+        shapes = models.manifest.shapes.model_copy(update={"opt_batch": opt_batch})
+        return shapes, models.manifest.transform, models.manifest.architecture
+    torch.manual_seed(0)
+    shapes = ShapeSpec(height=224, width=224, opt_batch=opt_batch, max_batch=max(BATCHES))
+    model = build_model(architecture, 1000).eval()
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            # TensorRT 8.6.0 fails to build INT8 convolutions whose bias is all zero, which no trained network has.
+            torch.nn.init.normal_(layer.running_mean, 0, 0.1)
+    export_onnx(model, work / "fp32.onnx", shapes)
+    fp32 = with_names(onnx.load(work / "fp32.onnx"))
+    images = [torch.randn(shapes.input_shape(32)).cuda()]
+    histograms = collect_with_torch(fp32, activation_tensors(fp32), iter(images), torch.device("cuda"))
+    scales = {tensor: compute_scale(values, CalibrationMethod.MAX) for tensor, values in histograms.items()}
+    fp16 = to_fp16(fp32)
+    onnx.save(fp16, work / "fp16.onnx")
+    onnx.save(insert_qdq(fp32, scales), work / "int8.onnx")
+    onnx.save(insert_qdq(raise_opset(fp16), scales), work / "int8_fp16.onnx")
+    return shapes, None, architecture
+
+
+def _build_all(work: Path, shapes: ShapeSpec, level: int) -> tuple[dict[Precision, EngineEntry], dict[str, float]]:
+    """Build every engine cold, then again with the timing cache that the cold build left."""
+    graph = with_names(onnx.load(work / "fp32.onnx")).graph
+    convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
+    entries: dict[Precision, EngineEntry] = {}
+    measures: dict[str, float] = {}
+    for precision in PRECISIONS:
+        for run, folder in (("cold", work), ("cached", work / "cached")):
+            plan = folder / f"{precision}.plan"
+            entry = build_engine(
+                work / onnx_file_for(precision),
+                plan,
+                precision=precision,
+                shapes=shapes,
+                timing_cache_path=work / "timing",
+                optimization_level=level,
+                workspace_bytes=4 << 30,
+            )
+            measures[f"engine_build_seconds_{run}_{precision}"] = entry.build_seconds
+            print(f"{precision} {run}: {entry.build_seconds:.1f} s", flush=True)
+            if run == "cold":
+                layers = inspect_engine(plan, entry, shapes, convolutions)
+                entries[precision] = entry.model_copy(update={"layers": layers})
+                print(f"  {layers.convolutions}, {layers.num_reformats} of {layers.num_layers} layers reformat")
+                measures[f"plan_mib_{precision}"] = plan.stat().st_size / 2**20
+    return entries, measures
+
+
+def _speed(plan: Path, shapes: ShapeSpec, precision: Precision) -> dict[str, float]:
+    runner = TensorRTRunner(plan, shapes)
+    measures: dict[str, float] = {}
+    for batch in BATCHES:
+        timing = runner.measure(batch, **_TIMES)
+        compute = runner.measure(batch, **_TIMES, with_transfers=False)
+        measures[f"engine_images_per_s_{precision}_b{batch}"] = timing.images_per_s
+        measures[f"engine_p50_ms_{precision}_b{batch}"] = timing.percentile_ms(50)
+        measures[f"engine_p99_ms_{precision}_b{batch}"] = timing.percentile_ms(99)
+        measures[f"engine_compute_images_per_s_{precision}_b{batch}"] = compute.images_per_s
+        print(f"{precision} b{batch}: {timing.images_per_s:,.0f} images/s, {compute.images_per_s:,.0f} without copies")
+    if precision == "int8":
+        for streams in STREAMS:
+            rate = runner.measure(8, **_TIMES, num_streams=streams).images_per_s
+            measures[f"engine_images_per_s_int8_b8_streams{streams}"] = rate
+    runner.close()
+    return measures
+
+
+def _over_replay(plan: Path, shapes: ShapeSpec, precision: Precision) -> dict[str, float]:
+    """Our runner over bare replays of a CUDA graph of the same engine, alternating in one process."""
+    batch = max(BATCHES)
+    runtime, engine = load_engine(plan, None)
+    context = engine.create_execution_context()
+    classes = tuple(engine.get_tensor_shape(shapes.output_name))[1]
+    images = torch.randn(shapes.input_shape(batch), device="cuda")
+    logits = torch.empty((batch, classes), device="cuda")
+    context.set_input_shape(shapes.input_name, shapes.input_shape(batch))
+    context.set_tensor_address(shapes.input_name, images.data_ptr())
+    context.set_tensor_address(shapes.output_name, logits.data_ptr())
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    context.execute_async_v3(stream.cuda_stream)
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        context.execute_async_v3(stream.cuda_stream)
+    runner = TensorRTRunner(plan, shapes)
+    ratios, rates = [], []
+    for _ in range(5):
+        bare = _replays_per_s(graph, stream) * batch
+        own = runner.measure(batch, warmup_s=0.2, duration_s=0.7, min_iterations=20, with_transfers=False).images_per_s
+        ratios.append(own / bare)
+        rates.append(bare)
+    runner.close()
+    del graph, context, engine, runtime  # in this order: each needs the next while it lives
+    return {
+        f"runner_over_graph_replay_{precision}_b{batch}": statistics.median(ratios),
+        f"graph_replay_images_per_s_{precision}_b{batch}": statistics.median(rates),
+    }
+
+
+def _replays_per_s(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
+    def replay(times: int) -> float:
+        started = time.perf_counter()
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                graph.replay()
+        stream.synchronize()
+        return time.perf_counter() - started
+
+    times = max(20, int(0.7 / (replay(20) / 20)))  # for as long as the runner is measured
+    return times / replay(times)
+
+
+def _accuracy(work: Path, shapes: ShapeSpec, transform: TransformSpec, dataset: Path) -> dict[str, float]:
+    data = load(dataset, DatasetManifest)
+    runners: dict[str, Runner] = {name: TensorRTRunner(work / f"{name}.plan", shapes) for name in PRECISIONS}
+    loader = Loader(data, "val", transform, batch_size=shapes.max_batch, device_id=0)
+    predictions = predict(runners, loader, loader.num_images, lambda done, total: None)
+    measures = {f"top1_pct_{name}": entry.top1_pct for name, entry in predictions.items()}
+    for name in ("fp16", "int8"):
+        difference = paired_difference(predictions["fp32"].right, predictions[name].right)
+        measures[f"{name}_delta_points"] = difference.delta_points
+        measures[f"{name}_delta_low_points"] = difference.low_points
+        measures[f"{name}_delta_high_points"] = difference.high_points
+    measures["num_images"] = float(loader.num_images)
+    return measures
+
+
+if __name__ == "__main__":
+    main()

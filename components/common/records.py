@@ -1,0 +1,213 @@
+"""What manifests are made of: records of measurements, engines, calibrations and data."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.common.environment import Environment
+
+Precision = Literal["fp32", "fp16", "int8"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
+
+
+class Record(BaseModel):
+    """Part of a manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileEntry(Record):
+    """Size and digest of one file of an artifact."""
+
+    size_bytes: int
+    digest: str
+
+
+class Split(Record):
+    """One part of a data set: its shards and how many images of each class they hold."""
+
+    num_images: int
+    shards: tuple[str, ...] = Field(description="WebDataset tar files; each has a DALI index beside it (.idx).")
+    class_counts: tuple[int, ...] = Field(description="Images per class, in the order of `classes`.")
+    digest: str = Field(description="Digest of the listing: label and content digest of every image, in order.")
+
+
+class DatasetStatistics(Record):
+    """Seen while the training split was decoded."""
+
+    mean: tuple[float, float, float] = Field(description="Per RGB channel, in units of 0..1, over the training split.")
+    std: tuple[float, float, float]
+    min_side: int = Field(description="Shortest image side in pixels, over all splits.")
+    median_side: int = Field(description="Median of the shorter side in pixels, over all splits.")
+    max_side: int
+
+
+class EpochRecord(Record):
+    """What one epoch of training measured."""
+
+    train_loss: float
+    train_images_per_s: float
+    val_loss: float | None = Field(description="Over the validation split; None where it was not finite.")
+    val_top1_pct: float
+
+
+class TrainingRecord(Record):
+    """How a model was trained, as its checkpoint tells it."""
+
+    history: tuple[EpochRecord, ...]
+    config: dict[str, Any] = Field(description="The resolved config of the train step.")
+    metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
+    environment: Environment
+
+
+class EngineLayer(Record):
+    """One layer of an engine: the nodes of the ONNX file that TensorRT fused into it, and the precision it runs in."""
+
+    name: str
+    kind: str = Field(description="TensorRT's name for what it does, such as CaskConvolution or Reformat.")
+    precision: str = Field(description='"INT8", "FP16", "TF32", "FP32", ... of its arithmetic; "" where it has none.')
+    nodes: tuple[str, ...] = Field(description="Of the ONNX file.")
+
+
+class EngineLayers(Record):
+    """What became of the graph in an engine, as TensorRT's engine inspector tells it."""
+
+    file: str = Field(description="JSON list of all layers, one EngineLayer each.")
+    num_layers: int
+    num_reformats: int = Field(description="Layers that only change the format or type of a tensor.")
+    convolutions: dict[str, int] = Field(description="Number of the graph's convolutions by precision they run in.")
+    exceptions: dict[str, str] = Field(
+        description="Convolutions that run in another precision than the engine's own, and that precision, by node."
+    )
+
+
+class EngineEntry(Record):
+    """One TensorRT plan of a bundle."""
+
+    file: str
+    precision: Precision
+    source_onnx: str
+    onnx_digest: str = Field("", description="Of the file that it was built from.")
+    tensorrt_version: str
+    gpu_name: str
+    compute_capability: str
+    driver_version: str
+    flags: tuple[str, ...] = Field(
+        (), description="What TensorRT was told about precision: STRONGLY_TYPED, FP16, INT8."
+    )
+    optimization_level: int | None = Field(None, description="0 builds fastest, 5 runs fastest.")
+    build_seconds: float
+    layers: EngineLayers | None = Field(None, description="What the engine inspector says; None where nothing asked.")
+
+
+class Trial(Record):
+    """One candidate that was measured while INT8 was chosen: a calibration, and layers left in float."""
+
+    method: str
+    excluded: tuple[str, ...] = Field(description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
+    top1_pct: float = Field(description="On the selection images, which are training images.")
+    delta_top1_points: float = Field(description="top-1 minus that of FP32 on the same images, in percentage points.")
+    low_points: float = Field(description="Lower end of the 95 % interval of that difference (Bonett and Price, 2012).")
+    high_points: float = Field(description="Upper end of that interval.")
+    agreement_pct: float = Field(description="Images on which FP32 predicts the same class, in per cent.")
+    within_budget: bool
+
+
+class LayerCost(Record):
+    """What one node of the graph costs when it alone runs in INT8."""
+
+    name: str = Field(description="Node of fp32.onnx.")
+    operator: str = Field(description="ONNX operator, such as Conv.")
+    cost_nats: float = Field(description="Mean Kullback-Leibler divergence of the predicted classes from FP32's.")
+
+
+class SelectionEntry(Record):
+    """How a calibration and the layers in INT8 were chosen by measurement."""
+
+    runtime: str = Field(description="What ran the candidates: openvino, or torch, which simulates INT8 on a GPU.")
+    num_images: int = Field(description="Training images, none of them calibrated with, that candidates ran on.")
+    fp32_top1_pct: float
+    max_top1_drop_points: float = Field(description="The budget, in percentage points of top-1.")
+    min_relative_top1_pct: float = Field(description="The budget, as the least share of FP32's top-1, in per cent.")
+    trials: tuple[Trial, ...] = Field(description="In the order in which they were measured.")
+    ranking: tuple[LayerCost, ...] = Field(description="Every node that can run in INT8, the costliest first.")
+    num_ranking_images: int = Field(description="Calibration images that the ranking rests on; 0 for no ranking.")
+    out_of_time: bool = Field(description="Whether the time limit ended the search.")
+    seconds: float
+
+
+class CalibrationEntry(Record):
+    """How the INT8 scales came about."""
+
+    method: str
+    num_images: int
+    split: str
+    seconds: float = Field(description="To run the model over the images, or to read the cache.")
+    digest: str = Field("", description="Of graph and weights, images, TransformSpec, method and its parameters.")
+    cached: bool = Field(False, description="Whether the histograms came from the cache.")
+    excluded: tuple[str, ...] = Field((), description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
+    selection: SelectionEntry | None = Field(None, description="None where nothing was compared.")
+
+
+class AccuracyRow(Record):
+    """Accuracy of one precision on the validation split, by the runtime that would serve it."""
+
+    precision: Precision
+    runtime: str = Field(description='"tensorrt", "openvino", ...; "n/a" when nothing here runs this precision.')
+    device: str = ""
+    file: str = ""
+    size_bytes: int = 0
+    num_images: int = 0
+    top1_pct: float | None = None
+    top5_pct: float | None = None
+    delta_top1_points: float | None = Field(None, description="top1_pct minus that of FP32.")
+    agreement_pct: float | None = Field(None, description="Share of images on which the prediction equals FP32's.")
+    note: str = ""
+
+
+class AccuracyReport(Record):
+    """What each precision costs in accuracy. All rows saw exactly the same images."""
+
+    dataset_digest: str
+    split_digest: str
+    bundle_digest: str
+    rows: tuple[AccuracyRow, ...]
+
+    def row(self, precision: str) -> AccuracyRow:
+        """The row of a precision."""
+        return next(row for row in self.rows if row.precision == precision)
+
+
+class BenchmarkRow(Record):
+    """Speed of one precision at one batch size, on trtexec's terms."""
+
+    precision: Precision
+    runtime: str
+    batch_size: int
+    images_per_s: float
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    num_iterations: int
+
+
+class BenchmarkReport(Record):
+    """What each precision buys in speed."""
+
+    bundle_digest: str
+    rows: tuple[BenchmarkRow, ...]
+
+    def row(self, precision: str, batch_size: int) -> BenchmarkRow | None:
+        """The row of a precision and batch size, or None where it was not measured."""
+        rows = (row for row in self.rows if row.precision == precision and row.batch_size == batch_size)
+        return next(rows, None)
+
+
+class GateCheck(Record):
+    """One threshold: what was measured, what is allowed, and whether it holds."""
+
+    name: str
+    measured: float | None
+    threshold: float
+    verdict: Literal["pass", "fail", "not measured"]
+    explanation: str

@@ -1,0 +1,80 @@
+"""The TensorRT plans of a bundle, for the GPU here."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+
+from components.common.errors import EngineryError, RuntimeUnavailable
+from components.common.records import PRECISIONS, EngineEntry
+from components.common.runners.tensorrt_library import why_no_tensorrt
+from components.common.shapes import ShapeSpec
+from components.common.steplog import StepLog
+from components.export.config import CACHE_VARIABLE, ExportConfig
+from components.export.engines import build_engine, onnx_file_for
+from components.export.inspection import inspect_engine
+from components.export.placement import node_id
+
+
+def cache_folder(config: ExportConfig) -> Path | None:
+    """Where calibration results and timing caches are kept; None for nowhere."""
+    folder = config.cache or os.environ.get(CACHE_VARIABLE)
+    return Path(folder).expanduser() if folder else None
+
+
+def build_plans(
+    config: ExportConfig, shapes: ShapeSpec, output: Path, cache: Path | None, log: StepLog
+) -> tuple[tuple[EngineEntry, ...], str]:
+    """Build the plans of all precisions beside the ONNX files in `output`. Returns them, and why there are none.
+
+    Raises:
+        RuntimeUnavailable: TensorRT can't be used here, and `config.tensorrt` is "on".
+        EngineryError: a plan can't be built, and `config.tensorrt` is "on".
+        UserError: an option is not one of the TensorRT here.
+    """
+    if config.tensorrt == "off":
+        return (), "export.tensorrt is off"
+    if missing := why_no_tensorrt():
+        if config.tensorrt == "on":
+            raise RuntimeUnavailable(f"export.tensorrt is on, but {missing}")
+        log.note(f"no TensorRT engines: {missing}")
+        return (), missing
+    graph = onnx.load(output / "fp32.onnx").graph
+    convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
+    entries: list[EngineEntry] = []
+    for number, precision in enumerate(PRECISIONS):
+        log.progress("building engines", number, len(PRECISIONS), precision)
+        plan = output / f"{precision}.plan"
+        try:
+            entry = build_engine(
+                output / onnx_file_for(precision),
+                plan,
+                precision=precision,
+                shapes=shapes,
+                timing_cache_path=cache / "tensorrt" if cache else None,
+                optimization_level=config.optimization_level,
+                workspace_bytes=config.workspace_bytes,
+                options=config.engine_options,
+            )
+            layers = inspect_engine(plan, entry, shapes, convolutions)
+        except EngineryError as error:
+            if config.tensorrt == "on":
+                raise
+            log.warning(f"no {precision} engine: {error}")
+            return tuple(entries), str(error)
+        log.metrics({f"engine_build_seconds_{precision}": entry.build_seconds})
+        entries.append(entry.model_copy(update={"layers": layers}))
+    return tuple(entries), ""
+
+
+def describe_plans(entries: Sequence[EngineEntry]) -> str:
+    """In a few words, what was built, and how much of the INT8 engine is INT8."""
+    if not entries:
+        return "no TensorRT engines here"
+    text = f"{len(entries)} TensorRT engines"
+    for entry in entries:
+        if entry.precision == "int8" and entry.layers is not None:
+            total = sum(entry.layers.convolutions.values())
+            text += f", {entry.layers.convolutions.get('INT8', 0)} of {total} convolutions in INT8"
+    return text

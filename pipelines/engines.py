@@ -1,0 +1,45 @@
+"""Engines for another GPU: from the Bundle of an earlier run to plans that were measured on the GPU here.
+
+    enginery engines BUNDLE --data DIR
+
+ONNX files, scales and the layers kept out of INT8 stay as they are, so nothing is trained or calibrated again.
+"""
+
+from typing import Any
+
+from kfp import dsl
+
+from pipelines import classifier
+
+
+@dsl.pipeline(name="engines", description="Bundle of another machine -> TensorRT engines, proved on the GPU here.")
+def engines(
+    model: str,
+    data: str,
+    max_top1_drop_points: float = 0.5,
+    registered_model: str = "quantized",
+    seed: int = 0,
+    preprocess: dict[str, Any] = {},  # noqa: B006
+    export: dict[str, Any] = {},  # noqa: B006
+    validate: dict[str, Any] = {},  # noqa: B006
+    gate: dict[str, Any] = {},  # noqa: B006
+    promote: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """The chain from export on, which finds a Bundle and builds its engines only."""
+    dataset = classifier.prepare(data=data, seed=seed, settings=preprocess)
+    bundle = classifier.rebuild(model, dataset, settings=export)
+    classifier.prove_and_promote(
+        bundle,
+        dataset,
+        max_top1_drop_points=max_top1_drop_points,
+        registered_model=registered_model,
+        validate_settings=validate,
+        gate_settings=gate,
+        promote_settings=promote,
+    )
+
+
+if __name__ == "__main__":
+    from pipelines.cli import run_this
+
+    run_this(__file__)

@@ -1,0 +1,145 @@
+"""A bundle's plans for another GPU. TensorRT is replaced by a writer of bytes; tests/gpu builds real ones."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from components.common.artifacts import ALL_FILES, Artifact, BundleManifest, DatasetManifest, load, seal
+from components.common.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.records import CalibrationEntry, EngineEntry, EngineLayers
+from components.common.shapes import ShapeSpec
+from components.common.steplog import StepLog
+from components.common.transforms import transform_for
+from components.export import plans, rebuild
+from components.export.config import ExportConfig
+from components.export.onnx_export import export_onnx
+from components.export.run import run
+
+SHAPES = ShapeSpec(height=32, width=32, opt_batch=4, max_batch=16)
+MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}
+
+
+def entry(gpu: str, precision: str = "int8", **changes: Any) -> EngineEntry:
+    fields = {
+        "file": f"{precision}.plan",
+        "precision": precision,
+        "source_onnx": "int8.onnx",
+        "tensorrt_version": "8.6.0",
+        "gpu_name": gpu,
+        "compute_capability": "9.0",
+        "driver_version": "580",
+        "build_seconds": 1.0,
+    }
+    return EngineEntry.model_validate(fields | changes)
+
+
+@pytest.fixture
+def original(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> Artifact[BundleManifest]:
+    """A bundle with a plan for another GPU."""
+    folder = tmp_path / "original"
+    folder.mkdir()
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 10, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    export_onnx(network.eval(), folder / "fp32.onnx", SHAPES)
+    for name in ("fp16.onnx", "int8.onnx", "int8_fp16.onnx", "scales.json", "int8.plan"):
+        (folder / name).write_bytes(f"{name} of the original".encode())
+    return seal(
+        folder,
+        BundleManifest,
+        inputs={"model": "sha256:checkpoint", "dataset": digits_dataset.digest},
+        config=ExportConfig(calibration_percentile=99.5, optimization_level=1),
+        architecture="resnet18",
+        classes=digits_dataset.manifest.classes,
+        transform=transform_for(32, resize_ratio=1.0),
+        shapes=SHAPES,
+        models=MODELS,
+        engines=(entry("NVIDIA A100"),),
+        calibration=CalibrationEntry(method="mse", num_images=7, split="train", seconds=2.0, excluded=("/a/Conv",)),
+        num_quantized_layers=20,
+        num_quantizable_layers=21,
+    )
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU and TensorRT, whose plans are a few bytes."""
+
+    def build(onnx_path: Path, plan_path: Path, *, precision: str, shapes: ShapeSpec, **others: Any) -> EngineEntry:
+        assert shapes == SHAPES
+        assert onnx_path.exists()
+        plan_path.write_bytes(f"{precision} here".encode())
+        return entry("NVIDIA Orin", precision, optimization_level=others["optimization_level"])
+
+    def inspect(plan: Path, built: EngineEntry, shapes: ShapeSpec, convolutions: list[str]) -> EngineLayers:
+        assert convolutions == ["/0/Conv"]
+        layers = EngineLayers(file="f", num_layers=1, num_reformats=0, convolutions={"INT8": 1}, exceptions={})
+        return layers
+
+    for module in (plans, rebuild):
+        monkeypatch.setattr(module, "why_no_tensorrt", lambda: None)
+    monkeypatch.setattr(plans, "onnx_file_for", lambda precision: "int8.onnx")
+    monkeypatch.setattr(plans, "build_engine", build)
+    monkeypatch.setattr(plans, "inspect_engine", inspect)
+
+
+def export(bundle: Path, dataset: Path, output: Path, **settings: Any) -> str:
+    return run(ExportConfig(**settings), StepLog("export"), model=bundle, dataset=dataset, output=output)
+
+
+@pytest.mark.usefixtures("here")
+def test_only_the_plans_are_new(original, digits_dataset, tmp_path):
+    outcome = export(original.path, digits_dataset.path, tmp_path / "new", optimization_level=5)
+    assert outcome.startswith("3 TensorRT engines, 1 of 1 convolutions in INT8 from the bundle sha256:")
+    new = load(tmp_path / "new", BundleManifest, verify=ALL_FILES)
+    assert new.digest != original.digest
+    assert new.manifest.inputs == {"model": original.digest, "dataset": digits_dataset.digest}
+    assert [engine.gpu_name for engine in new.manifest.engines] == ["NVIDIA Orin"] * 3
+    for name in (*MODELS.values(), "scales.json"):
+        assert new.manifest.files[name] == original.manifest.files[name]
+    for name in ("architecture", "classes", "transform", "shapes", "models", "calibration", "num_quantized_layers"):
+        assert getattr(new.manifest, name) == getattr(original.manifest, name)
+    assert new.manifest.config["optimization_level"] == 5  # of this build
+    assert new.manifest.config["calibration_percentile"] == 99.5  # of the calibration, which is the original's
+    assert new.file("int8.plan").read_bytes() == b"int8 here"
+    assert original.file("int8.plan").read_bytes() == b"int8.plan of the original"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plan_that_cannot_be_built_ends_it(original, digits_dataset, tmp_path, monkeypatch):
+    """With auto, a new bundle gets by without engines; here there would be nothing new."""
+
+    def fail(*arguments: Any, **others: Any) -> EngineEntry:
+        raise EngineryError("no kernel")
+
+    monkeypatch.setattr(plans, "build_engine", fail)
+    with pytest.raises(EngineryError, match="no kernel"):
+        export(original.path, digits_dataset.path, tmp_path / "new")
+    assert not (tmp_path / "new" / "manifest.json").exists()
+
+
+def test_without_tensorrt(original, digits_dataset, tmp_path):
+    with pytest.raises(RuntimeUnavailable, match=r"no plans can be built of the bundle .*CUDA GPU"):
+        export(original.path, digits_dataset.path, tmp_path / "new")
+
+
+@pytest.mark.usefixtures("here")
+def test_tensorrt_off(original, digits_dataset, tmp_path):
+    with pytest.raises(UserError, match=r"export\.tensorrt is off"):
+        export(original.path, digits_dataset.path, tmp_path / "new", tensorrt="off")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_damaged_bundle_is_refused(original, digits_dataset, tmp_path):
+    original.file("int8.onnx").write_bytes(b"int8.onnx of the Original")
+    with pytest.raises(EngineryError, match=r"int8\.onnx was changed after it was sealed"):
+        export(original.path, digits_dataset.path, tmp_path / "new")
+
+
+def test_what_is_a_bundle(original, digits_dataset, tmp_path):
+    assert rebuild.is_bundle(original.path)
+    assert not rebuild.is_bundle(digits_dataset.path)
+    assert not rebuild.is_bundle(tmp_path / "missing")
+    np.save(tmp_path / "manifest.json", np.zeros(1))
+    assert not rebuild.is_bundle(tmp_path)
