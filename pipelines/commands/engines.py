@@ -26,9 +26,12 @@ def engines(ctx: click.Context, bundle: Path) -> None:
         click.echo(ctx.get_help())
         return
     command = command_for(_FILE)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.name == "model":
+            parameter.hidden = True  # BUNDLE is it
     if not {"-h", "--help"} & set(ctx.args):
         load(bundle, BundleManifest)
         from components.common.runners.tensorrt_library import load_tensorrt
 
         load_tensorrt()  # what is missing is said before anything runs
-    command.main(args=["--model", str(bundle), *ctx.args], prog_name=f"enginery engines {bundle}", standalone_mode=True)
+    command.main(args=["--model", str(bundle), *ctx.args], prog_name="enginery engines BUNDLE", standalone_mode=True)

@@ -362,6 +362,22 @@ def test_quantize_an_onnx_file(home: Path, few_digits: Path, tmp_path: Path) -> 
         np.testing.assert_allclose(logits, model(images).numpy(), atol=1e-3)
 
 
+def test_engines_need_tensorrt_and_say_so_first(chain: Chain, home: Path, few_digits: Path, tmp_path: Path) -> None:
+    bundle = str(chain.artifact("export", "bundle"))
+    runs = set(home.glob("runs/*"))
+    done = call(*ENGINERY, "engines", bundle, "--data", str(few_digits), home=home, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: no CUDA GPU is usable here")
+    assert set(home.glob("runs/*")) == runs
+    done = call(*ENGINERY, "engines", str(tmp_path), "--data", str(few_digits), home=home, cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert "is no finished bundle" in done.stderr
+    done = call(*ENGINERY, "engines", bundle, "--help", home=home, cwd=REPOSITORY)
+    assert done.returncode == 0
+    assert "--data" in done.stdout
+    assert "--model" not in done.stdout
+
+
 @pytest.mark.slow
 def test_quantize_a_state_dict(home: Path, few_digits: Path, tmp_path: Path) -> None:
     import torch

@@ -28,6 +28,7 @@ BINDINGS = {"10": "tensorrt-cu13-bindings==10.16.1.11", "11": "tensorrt-cu13-bin
 
 # Names that the code looks for with hasattr, and the versions that have them. 8.6 is in no index that CI reaches.
 OPTIONAL = {
+    "Builder": {"10", "11"},  # an empty folder called tensorrt has none
     "BuilderFlag.FP16": {"10"},
     "BuilderFlag.INT8": {"10"},
     "BuilderFlag.STRIP_PLAN": {"10", "11"},
