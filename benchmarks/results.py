@@ -59,10 +59,12 @@ def write_result(
 
 
 def _commit() -> str:
-    """Commit of the code; where there is no git, the ENGINERY_COMMIT that the caller gives."""
+    """Commit of the code: the ENGINERY_COMMIT that the caller gives, for copies without history, else what git says."""
+    if given := os.environ.get("ENGINERY_COMMIT"):
+        return given
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ENGINERY_COMMIT", "unknown")
+        return "unknown"
     return commit + ("+changes" if changed.stdout.strip() else "")
