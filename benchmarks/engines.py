@@ -18,7 +18,6 @@ import torch
 
 from benchmarks.results import RESULTS, write_result
 from components.common.artifacts import BundleManifest, DatasetManifest, load
-from components.common.models import build_model
 from components.common.records import PRECISIONS, EngineEntry, Precision
 from components.common.runners import Runner
 from components.common.runners.tensorrt import TensorRTRunner
@@ -26,14 +25,10 @@ from components.common.runners.tensorrt_library import load_engine
 from components.common.shapes import ShapeSpec
 from components.common.statistics import paired_difference
 from components.common.transforms import TransformSpec
-from components.export.calibration import CalibrationMethod, compute_scale
-from components.export.collection import collect_with_torch
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
-from components.export.onnx_export import export_onnx
-from components.export.placement import activation_tensors, node_id, with_names
-from components.export.precision import raise_opset, to_fp16
-from components.export.qdq import insert_qdq
+from components.export.placement import node_id, with_names
+from pipelines.benchmarking.networks import write_network
 
 BATCHES = (1, 8, 64, 128)
 STREAMS = (1, 2, 4)
@@ -100,22 +95,8 @@ def _onnx_files(
             shutil.copyfile(models.file(file), work / file)
         shapes = models.manifest.shapes.model_copy(update={"opt_batch": opt_batch})
         return shapes, models.manifest.transform, models.manifest.architecture
-    torch.manual_seed(0)
     shapes = ShapeSpec(height=224, width=224, opt_batch=opt_batch, max_batch=max(BATCHES))
-    model = build_model(architecture, 1000).eval()
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.BatchNorm2d):
-            # A fresh residual block ends in a factor of zero, and a convolution of zeros is nothing to measure.
-            torch.nn.init.uniform_(layer.weight, 0.5, 1.5)
-    export_onnx(model, work / "fp32.onnx", shapes)
-    fp32 = with_names(onnx.load(work / "fp32.onnx"))
-    images = [torch.randn(shapes.input_shape(32)).cuda()]
-    histograms = collect_with_torch(fp32, activation_tensors(fp32), iter(images), torch.device("cuda"))
-    scales = {tensor: compute_scale(values, CalibrationMethod.MAX) for tensor, values in histograms.items()}
-    fp16 = to_fp16(fp32)
-    onnx.save(fp16, work / "fp16.onnx")
-    onnx.save(insert_qdq(fp32, scales), work / "int8.onnx")
-    onnx.save(insert_qdq(raise_opset(fp16), scales), work / "int8_fp16.onnx")
+    write_network(architecture, shapes, work)
     return shapes, None, architecture
 
 

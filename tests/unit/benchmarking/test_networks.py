@@ -1,0 +1,46 @@
+"""Networks with random weights: valid files whose INT8 form is really quantized."""
+
+import numpy as np
+import onnx
+import pytest
+
+from components.common.errors import UserError
+from components.common.runners.onnxruntime import OnnxRuntimeRunner
+from components.common.shapes import ShapeSpec
+from pipelines.benchmarking.networks import write_network
+
+SHAPES = ShapeSpec(height=64, width=64, max_batch=4, opt_batch=4)
+
+
+def test_files(tmp_path):
+    convolutions = write_network("resnet18", SHAPES, tmp_path / "new")
+    assert len(convolutions) == 20
+    graph = onnx.load(tmp_path / "new" / "int8.onnx").graph
+    assert sum(node.op_type == "DequantizeLinear" for node in graph.node) > 20
+    images = np.random.default_rng(1).standard_normal(SHAPES.input_shape(4), dtype=np.float32)
+    answers = {}
+    for name in ("fp32", "fp16", "int8", "int8_fp16"):
+        runner = OnnxRuntimeRunner(tmp_path / "new" / f"{name}.onnx", SHAPES)
+        answers[name] = runner.infer(images)
+        runner.close()
+    largest = np.abs(answers["fp32"]).max()
+    assert answers["fp32"].shape == (4, 1000)
+    assert answers["fp32"].std(axis=0).max() > 0.01 * largest  # every block does something
+    assert 0 < np.abs(answers["int8"] - answers["fp32"]).max() < 0.3 * largest
+    for file in (tmp_path / "new").glob("*.onnx"):
+        onnx.checker.check_model(onnx.load(file))
+
+
+def test_no_convolution_is_all_zero(tmp_path):
+    """As a fresh ResNet has them, which TensorRT 8.6.0 fails to build."""
+    write_network("resnet18", SHAPES, tmp_path)
+    graph = onnx.load(tmp_path / "fp32.onnx").graph
+    weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Conv":
+            assert np.abs(weights[node.input[1]]).max() > 0
+
+
+def test_unknown_network(tmp_path):
+    with pytest.raises(UserError, match="did you mean"):
+        write_network("resnet5O", SHAPES, tmp_path)

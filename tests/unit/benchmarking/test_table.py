@@ -1,0 +1,105 @@
+"""The classic table: published rows, arithmetic, and the forms it is written in."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from pipelines import benchmarking
+from pipelines.benchmarking.table import (
+    Row,
+    as_csv,
+    cost_of_a_million,
+    markdown,
+    network_name,
+    published_rows,
+    write_picture,
+)
+
+PUBLISHED = Path(benchmarking.__file__).with_name("whitepaper.csv")
+BATCHES = (1, 2, 4, 8, 64, 128)
+
+
+def row(**changes: object) -> Row:
+    fields = {
+        "device": "NVIDIA X",
+        "precision": "INT8",
+        "network": "ResNet-50",
+        "batch": 8,
+        "images_per_s": 2000.0,
+        "power_w": 500.0,
+        "latency_ms": 4.0,
+    }
+    return Row(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_published_rows():
+    rows = published_rows(["ResNet-50"], BATCHES)
+    v100 = {entry.batch: entry for entry in rows if entry.device == "Tesla V100"}
+    assert set(v100) == set(BATCHES)
+    assert (v100[128].images_per_s, v100[128].power_w, v100[128].latency_ms) == (6024, 210.1, 21.25)
+    assert {entry.device for entry in rows} >= {"Tesla P4", "Jetson TX1", "Jetson TX2 Max-P", "Jetson TX2 Max-Q"}
+    assert {entry.network for entry in rows} == {"ResNet-50"}
+
+
+def test_published_efficiency_is_what_the_paper_prints():
+    """Its own column, to the precision that it prints: the rows were read right."""
+    with open("pipelines/benchmarking/whitepaper.csv", encoding="utf-8") as file:
+        printed = [entry for entry in csv.DictReader(file) if entry["unit"] == "images"]
+    assert len(printed) == 108
+    names = {entry["network"] for entry in printed}
+    rows = {(e.device, e.precision, e.network, e.batch): e for e in published_rows(sorted(names), BATCHES)}
+    assert len(rows) == len(printed)
+    for entry in printed:
+        found = rows[entry["device"], entry["precision"], entry["network"], int(entry["batch"])]
+        assert found.images_per_s_per_w == pytest.approx(float(entry["items_per_s_per_w"]), rel=0.1)  # it rounds some to whole numbers
+
+
+def test_only_the_batches_and_networks_asked_for():
+    assert {entry.batch for entry in published_rows(["AlexNet"], [1, 128])} == {1, 128}
+    assert published_rows(["mobilenet_v2"], BATCHES) == []
+
+
+def test_names():
+    assert [network_name(name) for name in ("vgg19", "mobilenet_v2")] == ["VGG-19", "mobilenet_v2"]
+
+
+def test_cost():
+    # 1,000 images/s: 1,000 s, so 1000/3600 hours, and at 360 W 0.1 kWh.
+    assert cost_of_a_million(1000, 360, price_per_hour=3.6, price_per_kwh=0.5) == pytest.approx(1.0 + 0.05)
+    assert cost_of_a_million(1000, None, price_per_hour=3.6, price_per_kwh=0.5) == pytest.approx(1.0)
+
+
+def test_markdown():
+    text = markdown([row(), row(precision="FP16", power_w=None)], published_rows(["ResNet-50"], [8]), "About this.")
+    lines = text.splitlines()
+    assert lines[0] == "About this."
+    assert lines[2] == "| device | precision | network | batch | images/s | W | images/s/W | ms |"
+    assert lines[4] == "| NVIDIA X | INT8 | ResNet-50 | 8 | 2,000 | 500.0 | 4.00 | 4.00 |"
+    assert lines[5] == "| NVIDIA X | FP16 | ResNet-50 | 8 | 2,000 |  |  | 4.00 |"
+    assert any(line.startswith("| Tesla V100 | FP16/FP32 mixed | ResNet-50 | 8 | 2,493 |") for line in lines)
+    assert "whitepaper" in lines[-1]
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_markdown_with_cost():
+    text = markdown([row(cost=1.2345)], [], "")
+    assert "per million images" in text
+    assert text.rstrip().endswith("| 1.23 |")
+    assert "Other devices" not in text
+
+
+def test_csv_keeps_all_digits():
+    (entry,) = csv.DictReader(io.StringIO(as_csv([row(images_per_s=2000.123, cost=None)])))
+    assert (entry["images_per_s"], entry["cost"]) == ("2000.123", "")
+    assert float(entry["images_per_s_per_w"]) == pytest.approx(4.000246)
+
+
+def test_picture(tmp_path):
+    measured = [row(batch=batch, images_per_s=500.0 * batch, precision=p) for batch in (1, 8) for p in ("FP32", "INT8")]
+    write_picture(measured, published_rows(["ResNet-50"], [1, 8]), tmp_path / "t.png")
+    with Image.open(tmp_path / "t.png") as picture:
+        assert picture.size[0] > 500
+        assert len(set(picture.convert("RGB").getdata())) > 50
