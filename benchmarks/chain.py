@@ -23,6 +23,7 @@ _STEP_OF_INPUT = {
     "num_calibration_images": "export",
     "calibration_method": "export",
     "max_top1_drop_points": "gate",
+    "latency_budget": "validate",
 }
 
 
@@ -117,8 +118,15 @@ def _measures(manifests: dict[str, Any], seconds: dict[str, float]) -> dict[str,
     for row in manifests["validate"]["benchmark"]["rows"]:
         key = f"{row['precision']}_b{row['batch_size']}"
         prefix = "engine_" if row["runtime"] == "tensorrt" else f"{row['runtime']}_"
+        if row["num_streams"] > 1:
+            key += f"_streams{row['num_streams']}"
+        elif not row["with_transfers"]:
+            prefix += "compute_"  # as benchmarks/engines.py calls it
         measures[f"{prefix}images_per_s_{key}"] = row["images_per_s"]
         measures[f"{prefix}p50_ms_{key}"] = row["p50_ms"]
+        measures[f"{prefix}p99_ms_{key}"] = row["p99_ms"]
+        if row["images_per_s_per_w"] is not None:
+            measures[f"{prefix}images_per_s_per_w_{key}"] = row["images_per_s_per_w"]
     measures["gate_passed"] = float(manifests["gate"]["passed"])
     return measures
 

@@ -172,6 +172,8 @@ def _read_note(note: Path, task: str, needed: set[str], runs: Path) -> CachedSte
         loaded = load(path, _MANIFESTS[step])
         if loaded.digest != note.read_text(encoding="utf-8") or not needed <= set(loaded.manifest.inputs.values()):
             return None
+        if isinstance(loaded.manifest, BundleManifest) and _may_get_engines(loaded.manifest):
+            return None
         load(path, _MANIFESTS[step], verify=(".safetensors", ".onnx", ".plan"))
     except (EngineryError, OSError):
         return None
@@ -179,6 +181,16 @@ def _read_note(note: Path, task: str, needed: set[str], runs: Path) -> CachedSte
     return CachedStep(
         task=task, step=step, manifest=loaded.manifest, path=path, run_id=run_id, digest=loaded.digest, entry=entry
     )
+
+
+def _may_get_engines(bundle: BundleManifest) -> bool:
+    """Whether a bundle lacks plans on a machine with a GPU and TensorRT.
+
+    Whatever failed there, such as memory that another process held, is in no key, and a second try may succeed.
+    """
+    here = environment()
+    wanted = bundle.config.get("tensorrt") != "off"
+    return bool(bundle.engines_missing and wanted and here.gpus and "tensorrt" in here.versions)
 
 
 def _key(file: PipelineFile, step: str, arguments: Mapping[str, Any], upstream: Mapping[str, str]) -> str:

@@ -108,6 +108,7 @@ def prove_and_promote(
     dataset: dsl.PipelineTask,
     *,
     max_top1_drop_points: float,
+    latency_budget: str,
     registered_model: str,
     validate_settings: Settings,
     gate_settings: Settings,
@@ -118,6 +119,7 @@ def prove_and_promote(
         bundle=bundle.outputs["bundle"],
         dataset=dataset.outputs["dataset"],
         max_top1_drop_points=max_top1_drop_points,
+        latency_budget=latency_budget,
         settings=validate_settings,
         gate_settings=gate_settings,
     )

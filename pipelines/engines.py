@@ -17,7 +17,8 @@ def engines(
     model: str,
     data: str,
     max_top1_drop_points: float = 0.5,
-    registered_model: str = "quantized",
+    latency_budget: str = "",
+    registered_model: str = "engines",
     seed: int = 0,
     preprocess: dict[str, Any] = {},  # noqa: B006
     export: dict[str, Any] = {},  # noqa: B006
@@ -32,6 +33,7 @@ def engines(
         bundle,
         dataset,
         max_top1_drop_points=max_top1_drop_points,
+        latency_budget=latency_budget,
         registered_model=registered_model,
         validate_settings=validate,
         gate_settings=gate,

@@ -200,6 +200,7 @@ class _Chain:
             steps=builder.steps,
             rows=builder.rows(),
             checks=builder.checks,
+            recommendation=builder.recommendation,
             **builder.digests(),
             registered=builder.registered,
             report=builder.report,

@@ -41,6 +41,7 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "calibration_method": ("export",),
     "num_calibration_images": ("export",),
     "max_top1_drop_points": ("gate",),
+    "latency_budget": ("validate",),
     "registered_model": ("promote",),
     "seed": ("preprocess", "train"),
 }

@@ -195,6 +195,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     console.print()
     console.print(table)
     _print_legend(console, summary)
+    _print_recommendation(console, summary)
     for row in summary.rows:
         if row.note:
             console.print(f"{row.precision.upper()}: {row.note}", style="dim", highlight=False, soft_wrap=True)
@@ -211,6 +212,15 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
     ]
     for line in lines:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def _print_recommendation(console: Console, summary: RunSummary) -> None:
+    """What to ship, where that is not what was judged."""
+    advice = summary.recommendation
+    passed = [row.precision for row in summary.rows if row.verdict == "pass"]
+    if advice is not None and advice.precision not in passed:
+        text = f"[bold]recommended: {advice.precision.upper()}[/], since {escape(advice.reason)}"
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def _number(value: float | None, form: str) -> str:

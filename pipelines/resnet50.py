@@ -21,6 +21,7 @@ def resnet50(
     calibration_method: str = "auto",
     num_calibration_images: int = 512,
     max_top1_drop_points: float = 0.5,
+    latency_budget: str = "",
     registered_model: str = "resnet50",
     seed: int = 0,
     preprocess: dict[str, Any] = {},  # noqa: B006
@@ -55,6 +56,7 @@ def resnet50(
         bundle,
         dataset,
         max_top1_drop_points=max_top1_drop_points,
+        latency_budget=latency_budget,
         registered_model=registered_model,
         validate_settings=validate,
         gate_settings=gate,

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from components.common.artifacts import ReportManifest, VerdictManifest
 from components.common.environment import Environment
-from components.common.records import AccuracyReport, BenchmarkReport, GateCheck
+from components.common.records import AccuracyReport, BenchmarkReport, GateCheck, Recommendation
 from pipelines.caching import CachedStep
 
 
@@ -63,6 +63,7 @@ class RunSummary(_Record):
     steps: list[StepSummary]
     rows: list[PrecisionRow]
     checks: list[GateCheck]
+    recommendation: Recommendation | None = Field(None, description="What to ship; None where nothing leads to it.")
     registered: str = Field("", description='"name/version", if the run got so far.')
     report: str = Field("", description="Path of report.html, if the run got so far.")
     run_directory: str
@@ -94,6 +95,7 @@ class SummaryBuilder:
         self.steps: list[StepSummary] = []
         self.failure: dict[str, Any] | None = None
         self.checks: list[GateCheck] = []
+        self.recommendation: Recommendation | None = None
         self.registered = ""
         self.report = ""
         self.running = ""  # the step that has started and not ended
@@ -116,6 +118,8 @@ class SummaryBuilder:
         elif kind == "verdict":
             self._verdict = event
             self.checks = [GateCheck.model_validate(check) for check in event["checks"]]
+            advice = event.get("recommendation")
+            self.recommendation = Recommendation.model_validate(advice) if advice else None
         elif kind == "promotion":
             self.registered = f"{event['registered_model']}/{event['version']}"
 
@@ -129,6 +133,7 @@ class SummaryBuilder:
         elif isinstance(cached.manifest, VerdictManifest):
             self._verdict = {"passed": cached.manifest.passed, "precision": cached.manifest.precision}
             self.checks = list(cached.manifest.checks)
+            self.recommendation = cached.manifest.recommendation
 
     def digests(self) -> dict[str, str]:
         """What was measured on what, by the names that RunSummary has for it; empty if nothing was measured."""

@@ -36,6 +36,7 @@ from components.common.records import (
     FileEntry,
     GateCheck,
     Precision,
+    Recommendation,
     Record,
     Split,
     TrainingRecord,
@@ -90,7 +91,7 @@ class BundleManifest(Manifest):
     shapes: ShapeSpec
     models: dict[str, str] = Field(description="ONNX file by name: fp32, fp16, int8, int8_fp16.")
     engines: tuple[EngineEntry, ...] = Field(description="TensorRT plans for the GPU that export ran on.")
-    engines_missing: str = Field("", description="Why there are no TensorRT plans; empty when there are.")
+    engines_missing: str = Field("", description="Why TensorRT plans are missing, all or some; empty when none is.")
     calibration: CalibrationEntry
     num_quantized_layers: int = Field(description="Convolutions and matrix products with INT8 inputs and weights.")
     num_quantizable_layers: int
@@ -112,6 +113,7 @@ class VerdictManifest(Manifest):
     passed: bool
     precision: Precision
     checks: tuple[GateCheck, ...]
+    recommendation: Recommendation | None = Field(None, description="None where the checks do not lead to one.")
     note: str = ""
 
 

@@ -18,7 +18,7 @@ _DISTRIBUTIONS = {
     "onnx": ("onnx",),
     "onnxruntime": ("onnxruntime",),
     "openvino": ("openvino",),
-    "tensorrt": ("tensorrt-cu13", "tensorrt"),
+    "tensorrt": ("tensorrt-cu13", "tensorrt-cu12", "tensorrt"),
     "mlflow": ("mlflow",),
     "kfp": ("kfp",),
     "numpy": ("numpy",),
@@ -67,9 +67,18 @@ def gpus() -> tuple[Gpu, ...]:
         handles = _visible(visible, handles)
     found = []
     for handle in handles:
-        memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        found.append(Gpu(name=pynvml.nvmlDeviceGetName(handle), memory_bytes=memory_bytes, driver=driver))
+        found.append(Gpu(name=pynvml.nvmlDeviceGetName(handle), memory_bytes=gpu_memory_bytes(handle), driver=driver))
     return tuple(found)
+
+
+def gpu_memory_bytes(handle: Any) -> int:
+    """Memory of a GPU by its NVML handle; the machine's where the GPU shares that (Jetson Orin, DGX Spark)."""
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError_NotSupported:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _visible(names: str, handles: list[Any]) -> list[Any]:

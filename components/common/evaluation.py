@@ -1,7 +1,7 @@
 """Predictions of runners over one split: every runner sees exactly the same decoded images."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -9,14 +9,51 @@ from components.common.loader import Batch, to_numpy
 from components.common.runners import Runner
 
 TOP_K = 5
+NUM_BINS = 15  # of confidence, as in Guo et al. (2017)
+_MAX_INT16_CLASSES = 32_768
+_SUM_TOLERANCE = 1e-2  # of probabilities, which FP16 adds up to no better
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceBins:
+    """How sure a model was and how often it was right, by confidence: 15 bins of equal width over 0..1.
+
+    Bin i holds confidences above i/15 and up to (i+1)/15. Its size does not depend on the number of images.
+    """
+
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images
+    confidences: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))  # [15] float64, sums of 0..1
+    rights: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images predicted right
+
+    def add(self, confidences: np.ndarray, right: np.ndarray) -> None:
+        """Count a batch: confidences [B] float in 0..1, right [B] bool."""
+        bins = np.clip(np.ceil(confidences * NUM_BINS).astype(int) - 1, 0, NUM_BINS - 1)
+        np.add.at(self.counts, bins, 1)
+        np.add.at(self.confidences, bins, confidences)
+        np.add.at(self.rights, bins, right)
+
+    @property
+    def ece_pct(self) -> float | None:
+        """Expected calibration error in per cent: how far confidence and accuracy lie apart; None without images.
+
+        The mean over images of the distance between the mean confidence and the accuracy of an image's bin (Guo et
+        al., "On Calibration of Modern Neural Networks", 2017, equation 3). 0 is best.
+        """
+        num_images = int(self.counts.sum())
+        return 100 * float(np.abs(self.confidences - self.rights).sum()) / num_images if num_images else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """The best classes of every image, in the loader's order."""
+    """The best classes of every image, in the loader's order.
 
-    top: np.ndarray  # [N, k] int32, class indices, most likely first; k = min(5, classes)
+    This is all that grows with the number of images: 2 k bytes each (10 for five classes or more), 4 k where there are
+    more than 32,768 classes, and 4 for the label, which all precisions share.
+    """
+
+    top: np.ndarray  # [N, k] int16 or int32, class indices, most likely first; k = min(5, classes)
     labels: np.ndarray  # [N] int32
+    bins: ConfidenceBins = field(default_factory=ConfidenceBins)
 
     @property
     def num_images(self) -> int:
@@ -47,7 +84,7 @@ class Predictions:
 def predict(
     runners: Mapping[str, Runner], batches: Iterable[Batch], num_images: int, progress: Callable[[int, int], None]
 ) -> dict[str, Predictions]:
-    """Run every runner over the same images, decoding each once.
+    """Run every runner over the same images, decoding each once. Logits are not kept: see `Predictions` for what is.
 
     Args:
         runners: by name.
@@ -56,20 +93,51 @@ def predict(
         progress: called with images done and images in all.
     """
     top: dict[str, list[np.ndarray]] = {name: [] for name in runners}
+    bins = {name: ConfidenceBins() for name in runners}
     labels: list[np.ndarray] = []
     done = 0
     for batch in batches:
         images = to_numpy(batch.images)  # [B, 3, H, W] float32, normalized
+        expected = batch.labels.cpu().numpy().astype(np.int32)
         for name, runner in runners.items():
-            top[name].append(top_classes(runner.infer(images)))
-        labels.append(batch.labels.cpu().numpy().astype(np.int32))
+            logits = runner.infer(images)  # [B, classes] float32
+            best = top_classes(logits)
+            bins[name].add(top_confidences(logits), best[:, 0] == expected)
+            top[name].append(best.astype(np.int16 if logits.shape[1] <= _MAX_INT16_CLASSES else np.int32))
+        labels.append(expected)
         done += len(images)
         progress(done, num_images)
-    expected = np.concatenate(labels)
-    return {name: Predictions(top=np.concatenate(parts), labels=expected) for name, parts in top.items()}
+    every = np.concatenate(labels)
+    return {name: Predictions(top=np.concatenate(parts), labels=every, bins=bins[name]) for name, parts in top.items()}
 
 
 def top_classes(logits: np.ndarray) -> np.ndarray:
-    """The most likely classes of each row, ties to the lower index. [B, classes] float -> [B, k] int32."""
-    order = np.argsort(-logits, axis=1, kind="stable")
-    return order[:, :TOP_K].astype(np.int32)
+    """The most likely classes of each row, ties to the lower index. [B, classes] float -> [B, k] int32.
+
+    Takes the largest k times over instead of sorting, which costs as much as an engine does: of 1,000 classes only 5
+    are wanted.
+    """
+    k = min(TOP_K, logits.shape[1])
+    if not np.isfinite(logits).all():  # rare, and taking out the largest would not tell -inf from what was taken
+        return np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
+    left, rows = logits.copy(), np.arange(len(logits))
+    top = np.empty((len(logits), k), np.int32)
+    for place in range(k):
+        top[:, place] = left.argmax(axis=1)  # the first of equals
+        left[rows, top[:, place]] = -np.inf
+    return top
+
+
+def top_confidences(logits: np.ndarray) -> np.ndarray:
+    """The softmax probability of each row's most likely class. [B, classes] float -> [B] float64 in 0..1.
+
+    A row that is probabilities already, as of a model that ends in a softmax, is taken as it is. A row with NaN or
+    infinity has no confidence: 0.
+    """
+    largest = logits.max(axis=1, keepdims=True)  # [B, 1]
+    with np.errstate(invalid="ignore", over="ignore"):
+        confidences = 1 / np.exp(logits - largest).sum(axis=1).astype(np.float64)
+    for row in np.flatnonzero(largest[:, 0] <= 1 + _SUM_TOLERANCE):
+        if logits[row].min() >= 0 and abs(logits[row].sum(dtype=np.float64) - 1) < _SUM_TOLERANCE:
+            confidences[row] = min(1.0, float(largest[row, 0]))
+    return np.nan_to_num(confidences, nan=0.0)

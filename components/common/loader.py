@@ -53,6 +53,17 @@ def _normalize(images: Any, spec: TransformSpec, *, mirror: Any, crop: int | Non
 def _evaluation_pipeline(reader: dict[str, Any], spec: TransformSpec, device: str) -> tuple[Any, Any]:
     # label: uint8 text of fixed width, see _labels
     raw, label = fn.readers.webdataset(**reader)
+    return _evaluated(raw, spec, device), label
+
+
+@pipeline_def(enable_conditionals=False)
+def _file_pipeline(encoded: bytes, spec: TransformSpec) -> Any:
+    raw = fn.external_source(source=[np.frombuffer(encoded, np.uint8)], batch=False, cycle=True, dtype=types.UINT8)
+    return _evaluated(raw, spec, "cpu")
+
+
+def _evaluated(raw: Any, spec: TransformSpec, device: str) -> Any:
+    """What TransformSpec says of encoded images, and nothing else. Returns HWC float32."""
     images = fn.decoders.image(raw, device="mixed" if device == "gpu" else "cpu", output_type=types.RGB)
     # Sizes and positions are computed here because DALI rounds both in its own way: one pixel off the transforms
     # that published models were trained with (torchvision's Resize and CenterCrop) on most aspect ratios.
@@ -63,7 +74,7 @@ def _evaluation_pipeline(reader: dict[str, Any], spec: TransformSpec, device: st
     size = fn.cast(fn.stack(height, width), dtype=types.FLOAT)
     images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
     y, x = (_center(side - spec.crop_size) for side in (height, width))
-    return _normalize(images, spec, mirror=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x), label
+    return _normalize(images, spec, mirror=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x)
 
 
 def _center(margin: Any) -> Any:
@@ -261,3 +272,22 @@ def _labels(encoded: torch.Tensor) -> torch.Tensor:
 def to_numpy(images: torch.Tensor) -> np.ndarray:
     """A batch as the runners take it: [B, 3, H, W] float32, C-contiguous, on the host."""
     return images.cpu().contiguous().numpy()
+
+
+def load_image(encoded: bytes, spec: TransformSpec) -> np.ndarray:
+    """One image file as evaluation delivers it: by the same operators, decoded on the CPU.
+
+    Args:
+        encoded: the file's content, in a format of IMAGE_EXTENSIONS.
+        spec: resize, crop and normalization.
+
+    Returns:
+        [1, 3, crop_size, crop_size] float32, normalized, C-contiguous.
+
+    Raises:
+        RuntimeError: DALI can't decode it.
+    """
+    pipe = _file_pipeline(encoded, spec, batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    pipe.build()
+    (images,) = pipe.run()
+    return np.ascontiguousarray(np.asarray(images.as_array()).transpose(0, 3, 1, 2))

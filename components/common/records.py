@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from components.common.environment import Environment
 
@@ -93,7 +93,7 @@ class EngineEntry(Record):
     compute_capability: str
     driver_version: str
     flags: tuple[str, ...] = Field(
-        (), description="What TensorRT was told about precision: STRONGLY_TYPED, FP16, INT8."
+        (), description="What TensorRT was told: STRONGLY_TYPED, FP16, INT8, TF32, and `export.engine_options`."
     )
     optimization_level: int | None = Field(None, description="0 builds fastest, 5 runs fastest.")
     build_seconds: float
@@ -149,6 +149,34 @@ class CalibrationEntry(Record):
     selection: SelectionEntry | None = Field(None, description="None where nothing was compared.")
 
 
+class Comparison(Record):
+    """How often a precision is right where FP32 is wrong, and how certain the difference in top-1 is."""
+
+    num_images: int
+    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
+    num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
+    delta_top1_points: float = Field(description="top-1 of the precision minus that of FP32, in percentage points.")
+    low_points: float = Field(description="Lower end of the 95 % interval of that difference (Bonett and Price, 2012).")
+    high_points: float = Field(description="Upper end of that interval.")
+    bootstrap_low_points: float = Field(description="Lower end of its 95 % interval by the paired bootstrap.")
+    bootstrap_high_points: float = Field(description="Upper end of that interval.")
+    mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test on the lost and gained images.")
+    mcnemar_test: Literal["exact binomial", "chi-square"] = Field(
+        description="How it was computed: exactly for fewer than 25 lost and gained images."
+    )
+
+
+class ClassLoss(Record):
+    """One class that a precision recognizes less often than FP32 does."""
+
+    name: str
+    num_images: int = Field(description="Validation images of the class.")
+    num_lost: int = Field(description="Of these, images that FP32 gets right and the precision gets wrong.")
+    num_gained: int = Field(description="Of these, images that FP32 gets wrong and the precision gets right.")
+    delta_points: float = Field(description="Accuracy on the class minus that of FP32, in percentage points.")
+    p_corrected: float = Field(description="McNemar's p-value, corrected for the number of classes (Holm, 1979).")
+
+
 class AccuracyRow(Record):
     """Accuracy of one precision on the validation split, by the runtime that would serve it."""
 
@@ -162,6 +190,12 @@ class AccuracyRow(Record):
     top5_pct: float | None = None
     delta_top1_points: float | None = Field(None, description="top1_pct minus that of FP32.")
     agreement_pct: float | None = Field(None, description="Share of images on which the prediction equals FP32's.")
+    ece_pct: float | None = Field(None, description="Expected calibration error over 15 bins of confidence, in %.")
+    comparison: Comparison | None = Field(None, description="Against FP32; None for FP32 and what was not measured.")
+    worse_classes: tuple[ClassLoss, ...] = Field((), description="Significantly worse than FP32, largest loss first.")
+    largest_loss: ClassLoss | None = Field(
+        None, description="The class that loses most, whether that is significant or not; None where no class loses."
+    )
     note: str = ""
 
 
@@ -179,27 +213,81 @@ class AccuracyReport(Record):
 
 
 class BenchmarkRow(Record):
-    """Speed of one precision at one batch size, on trtexec's terms."""
+    """Speed of one precision at one batch size, on trtexec's terms. Where it was repeated, each value is the median."""
 
     precision: Precision
     runtime: str
     batch_size: int
-    images_per_s: float
+    num_streams: int = Field(1, description="Batches that ran at the same time.")
+    with_transfers: bool = Field(
+        True, description="Whether latency and throughput count the copies to and from the GPU; CPUs have none."
+    )
+    num_repeats: int = Field(1, description="Separate measurements behind the values.")
+    images_per_s: float = Field(description="Images of whole batches over wall time, after warm-up.")
+    lowest_images_per_s: float | None = Field(None, description="Of the repeats; None in reports up to version 0.1.")
+    highest_images_per_s: float | None = None
+    mean_ms: float | None = Field(None, description="Mean latency of a batch; None in reports up to version 0.1.")
     p50_ms: float
     p90_ms: float
+    p95_ms: float | None = None
     p99_ms: float
-    num_iterations: int
+    num_iterations: int = Field(description="Batches measured, in all repeats.")
+    power_w: float | None = Field(
+        None, description="Mean power of the GPU's board, from NVML's energy counter; None where nothing tells (CPUs)."
+    )
+    images_per_s_per_w: float | None = Field(None, description="images_per_s over power_w.")
+    memory_bytes: int | None = Field(
+        None, description="GPU memory of engine, contexts and buffers: used memory after allocating them minus before."
+    )
+    sm_clock_mhz: int | None = Field(None, description="Clock of the GPU's multiprocessors while measuring.")
+    temperature_c: int | None = Field(None, description="Of the GPU while measuring, in degrees Celsius.")
+
+    @property
+    def is_plain(self) -> bool:
+        """With the copies, one batch at a time: what precisions, runs and machines are compared by."""
+        return self.with_transfers and self.num_streams == 1
+
+
+class OperatingPoint(Record):
+    """How to run a model: a row of the benchmark, as the latency budget names it."""
+
+    precision: Precision
+    batch_size: int
+    num_streams: int
+    images_per_s: float
+    p99_ms: float
+
+
+class LatencyBudget(Record):
+    """The fastest way to run the model whose latency stays within a budget in 99 of 100 batches."""
+
+    budget_ms: float
+    chosen: OperatingPoint | None = Field(
+        description="Highest throughput with p99 within the budget, copies included; None where nothing stays within."
+    )
+    nearest: OperatingPoint | None = Field(
+        None, description="The lowest p99, where nothing stays within the budget; None where something does."
+    )
+    left_out: tuple[Precision, ...] = Field((), description="Measured, but not as accurate as the gate asks for.")
 
 
 class BenchmarkReport(Record):
     """What each precision buys in speed."""
 
     bundle_digest: str
-    rows: tuple[BenchmarkRow, ...]
+    rows: tuple[BenchmarkRow, ...] = Field(
+        description="One for each precision, batch size, number of streams, and with or without transfers."
+    )
+    latency_budget: LatencyBudget | None = Field(None, description="None where no budget was given.")
+
+    @property
+    def plain_rows(self) -> tuple[BenchmarkRow, ...]:
+        """The rows with transfers and one stream: one for each precision and batch size."""
+        return tuple(row for row in self.rows if row.is_plain)
 
     def row(self, precision: str, batch_size: int) -> BenchmarkRow | None:
-        """The row of a precision and batch size, or None where it was not measured."""
-        rows = (row for row in self.rows if row.precision == precision and row.batch_size == batch_size)
+        """The row of a precision and batch size with transfers and one stream, or None where it was not measured."""
+        rows = (row for row in self.plain_rows if row.precision == precision and row.batch_size == batch_size)
         return next(rows, None)
 
 
@@ -207,7 +295,22 @@ class GateCheck(Record):
     """One threshold: what was measured, what is allowed, and whether it holds."""
 
     name: str
-    measured: float | None
+    measured: float | None = Field(description="None where it was not measured.")
     threshold: float
-    verdict: Literal["pass", "fail", "not measured"]
+    verdict: Literal["pass", "fail", "not enough evidence"] = Field(
+        description='"not enough evidence": nothing was measured, or too little to tell pass from fail.'
+    )
     explanation: str
+
+    @field_validator("verdict", mode="before")
+    @classmethod
+    def _read_old_word(cls, value: Any) -> Any:
+        """Manifests up to version 0.1 say "not measured" for what is one case of "not enough evidence" now."""
+        return "not enough evidence" if value == "not measured" else value
+
+
+class Recommendation(Record):
+    """Which precision to ship, and why."""
+
+    precision: Precision
+    reason: str

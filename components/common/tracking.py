@@ -143,8 +143,13 @@ class StepRun:
         metrics = {"top1_pct": accuracy.top1_pct, "top5_pct": accuracy.top5_pct}
         metrics["delta_top1_points"] = accuracy.delta_top1_points
         for row in benchmark:
-            metrics[f"p50_ms_b{row.batch_size}"] = row.p50_ms
-            metrics[f"images_per_s_b{row.batch_size}"] = row.images_per_s
+            suffix = f"b{row.batch_size}"
+            if not row.is_plain:
+                suffix += f"_streams{row.num_streams}" if row.num_streams > 1 else "_no_transfers"
+            metrics[f"p50_ms_{suffix}"] = row.p50_ms
+            metrics[f"p99_ms_{suffix}"] = row.p99_ms
+            metrics[f"images_per_s_{suffix}"] = row.images_per_s
+            metrics[f"images_per_s_per_w_{suffix}"] = row.images_per_s_per_w
         for key, value in metrics.items():
             if value is not None:
                 self.client.log_metric(

@@ -2,13 +2,25 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, GateCheck, Precision
+from components.common.records import (
+    AccuracyReport,
+    AccuracyRow,
+    BenchmarkReport,
+    ClassLoss,
+    GateCheck,
+    Precision,
+    Recommendation,
+)
 from components.common.settings import StepConfig
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
 _MANY_IMAGES = 5000  # from here on one image is at most 0.02 points
+_MAX_NAMED = 5  # classes named in one explanation
+_SPEED = ("speedup", "speedup_fp16", "p99_ms")
+
+Verdict = Literal["pass", "fail", "not enough evidence"]
 
 
 class Thresholds(StepConfig):
@@ -18,13 +30,45 @@ class Thresholds(StepConfig):
     max_top1_drop_points: float = Field(
         0.5, ge=0, le=100, description="Most top-1 that the precision may lose against FP32, in percentage points."
     )
+    confident: bool = Field(
+        False,
+        description="Whether the whole 95 % interval of the drop must lie within max_top1_drop_points, not only the "
+        "measured drop.",
+    )
     min_relative_top1_pct: float = Field(
         99.0, ge=0, le=100, description="Least top-1 that must remain, as a share of FP32's, in % (MLPerf asks for 99)."
     )
     min_top1_pct: float = Field(0.0, ge=0, le=100, description="Least top-1 of the precision itself, in %; 0 for none.")
+    max_class_drop_points: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="Most accuracy that any single class may lose against FP32, in percentage points; 0 for no limit.",
+    )
+    min_validation_images: int = Field(
+        100, ge=0, description="Fewest validation images that a verdict may rest on; 0 for any number."
+    )
     min_speedup: float = Field(
         0.0, ge=0, description="Least throughput over FP32 at the largest measured batch, as a ratio; 0 for none."
     )
+    min_speedup_fp16: float = Field(
+        0.0,
+        ge=0,
+        description="Least throughput of INT8 over FP16 at the largest measured batch, as a ratio; 0 for none.",
+    )
+    max_p99_ms: float = Field(
+        0.0, ge=0, description="Longest 99th percentile of latency at batch p99_batch_size, in ms; 0 for no limit."
+    )
+    p99_batch_size: int = Field(1, ge=1, description="Batch that max_p99_ms is about; it must be one that is measured.")
+    max_size_mb: float = Field(
+        0.0, ge=0, description="Largest file of the model or engine, in units of 1,000,000 bytes; 0 for no limit."
+    )
+
+    @model_validator(mode="after")
+    def _compare_int8_with_fp16(self) -> "Thresholds":
+        if self.min_speedup_fp16 and self.precision == "fp16":
+            raise ValueError("min_speedup_fp16 compares INT8 with FP16; set it to 0 where precision is fp16")
+        return self
 
 
 def verdict_note(accuracy: AccuracyReport, precision: Precision) -> str:
@@ -45,60 +89,195 @@ def one_image_note(accuracy: AccuracyReport) -> str:
 def run_checks(
     thresholds: Thresholds, fp32: AccuracyRow, own: AccuracyRow, benchmark: BenchmarkReport
 ) -> list[GateCheck]:
-    """Every threshold that is set, against what was measured."""
+    """Every threshold that is set, against what was measured: docs/validation.md says how each is judged."""
+    checks = accuracy_checks(thresholds, fp32, own)
+    if fp32.top1_pct is None or own.top1_pct is None:
+        return checks
+    if thresholds.min_speedup > 0:
+        checks.append(_speedup("speedup", "fp32", thresholds.min_speedup, own.precision, benchmark))
+    if thresholds.min_speedup_fp16 > 0:
+        checks.append(_speedup("speedup_fp16", "fp16", thresholds.min_speedup_fp16, own.precision, benchmark))
+    if thresholds.max_p99_ms > 0:
+        checks.append(_p99(thresholds, own.precision, benchmark))
+    if thresholds.max_size_mb > 0:
+        checks.append(_at_most("size_mb", own.size_bytes / 1e6, thresholds.max_size_mb, "file size", "MB"))
+    return checks
+
+
+def accuracy_checks(thresholds: Thresholds, fp32: AccuracyRow, own: AccuracyRow) -> list[GateCheck]:
+    """The checks that need no speed and no size: whether a precision is as accurate as asked, and surely so."""
     if fp32.top1_pct is None or own.top1_pct is None:
         missing = own if own.top1_pct is None else fp32
         explanation = f"{missing.precision.upper()} was not measured here: {missing.note}"
-        threshold = thresholds.max_top1_drop_points
-        return [
-            GateCheck(
-                name="top1_drop_points",
-                measured=None,
-                threshold=threshold,
-                verdict="not measured",
-                explanation=explanation,
-            )
-        ]
-    drop = fp32.top1_pct - own.top1_pct
+        return [_no_evidence("top1_drop_points", thresholds.max_top1_drop_points, explanation)]
     relative = 100 * own.top1_pct / fp32.top1_pct if fp32.top1_pct > 0 else 0.0
     checks = [
-        _at_most("top1_drop_points", drop, thresholds.max_top1_drop_points, "top-1 drop", "points"),
+        _top1_drop(thresholds, fp32.top1_pct - own.top1_pct, own),
         _at_least("relative_top1_pct", relative, thresholds.min_relative_top1_pct, "share of FP32's top-1", "%"),
     ]
     if thresholds.min_top1_pct > 0:
         checks.append(_at_least("top1_pct", own.top1_pct, thresholds.min_top1_pct, "top-1", "%"))
-    if thresholds.min_speedup > 0:
-        checks.append(_speedup(thresholds, benchmark))
+    if thresholds.max_class_drop_points > 0:
+        checks.append(_class_drop(thresholds.max_class_drop_points, own))
+    if thresholds.min_validation_images > 0:
+        checks.append(_num_images(thresholds.min_validation_images, own.num_images))
     return checks
 
 
-def _speedup(thresholds: Thresholds, benchmark: BenchmarkReport) -> GateCheck:
-    largest = max((row.batch_size for row in benchmark.rows), default=0)
-    fp32, own = benchmark.row("fp32", largest), benchmark.row(thresholds.precision, largest)
-    if fp32 is None or own is None:
-        return GateCheck(
-            name="speedup",
-            measured=None,
-            threshold=thresholds.min_speedup,
-            verdict="not measured",
-            explanation="speed was not measured",
-        )
-    label = f"throughput over FP32 at batch {largest}"
-    return _at_least("speedup", own.images_per_s / fp32.images_per_s, thresholds.min_speedup, label, "x")
+def recommend(
+    thresholds: Thresholds, checks: list[GateCheck], accuracy: AccuracyReport, benchmark: BenchmarkReport
+) -> Recommendation | None:
+    """What to ship: the judged precision, or FP16 (else FP32) where accuracy passes and speed does not pay for it.
+
+    Speed does not pay where a check on it fails, or where the precision is slower than the one it would be replaced
+    by, asked for or not: its fastest repeat below the other's slowest. FP16 must itself be as accurate as asked; FP32
+    is what accuracy is measured against.
+
+    Returns:
+        None where accuracy does not pass, or where another precision would not help.
+    """
+    own = thresholds.precision
+    if not _passes(accuracy_checks(thresholds, accuracy.row("fp32"), accuracy.row(own))):
+        return None
+    other: Precision = "fp16" if own != "fp16" and _may_replace(thresholds, accuracy, benchmark) else "fp32"
+    reasons = [check.explanation for check in checks if check.name in _SPEED and check.verdict == "fail"]
+    if slower := _slower_text(benchmark, own, other):
+        reasons = [reason for reason in reasons if f"over {other.upper()} " not in reason] + [slower]
+    if reasons:
+        if not slower and not _fits(thresholds, accuracy.row(other), benchmark):
+            return None
+        reason = f"{own.upper()} is accurate enough, but not fast enough: {'; '.join(reasons)}"
+        return Recommendation(precision=other, reason=reason)
+    if _passes(checks):
+        return Recommendation(precision=own, reason="every check passed")
+    return None
+
+
+def _may_replace(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> bool:
+    """Whether FP16 was measured, and is as accurate as is asked."""
+    fp16 = next((row for row in accuracy.rows if row.precision == "fp16"), None)
+    if fp16 is None or fp16.top1_pct is None or benchmark.row("fp16", largest_batch(benchmark)) is None:
+        return False
+    return _passes(accuracy_checks(thresholds, accuracy.row("fp32"), fp16))
+
+
+def _passes(checks: list[GateCheck]) -> bool:
+    return all(check.verdict == "pass" for check in checks)
+
+
+def _fits(thresholds: Thresholds, row: AccuracyRow, benchmark: BenchmarkReport) -> bool:
+    """Whether a precision that would replace the judged one keeps to the limits of latency and size."""
+    too_large = 0 < thresholds.max_size_mb < row.size_bytes / 1e6
+    return not too_large and (
+        thresholds.max_p99_ms == 0 or _p99(thresholds, row.precision, benchmark).verdict == "pass"
+    )
+
+
+def largest_batch(benchmark: BenchmarkReport) -> int:
+    """The largest batch that anything was measured at; 0 where nothing was."""
+    return max((row.batch_size for row in benchmark.plain_rows), default=0)
+
+
+def _top1_drop(thresholds: Thresholds, drop: float, own: AccuracyRow) -> GateCheck:
+    allowed = thresholds.max_top1_drop_points
+    check = _at_most("top1_drop_points", drop, allowed, "top-1 drop", "points")
+    if not thresholds.confident:
+        return check
+    if own.comparison is None:
+        explanation = f"{check.explanation}; its interval is not in this report, validate again"
+        return _no_evidence(check.name, allowed, explanation, drop)
+    # The bootstrap can't draw what no image showed, the other interval can: the more cautious one counts.
+    possible = -min(own.comparison.low_points, own.comparison.bootstrap_low_points)
+    explanation = f"{check.explanation}; with 95 % confidence at most {_text(possible, allowed)} points"
+    within = round(possible, _DIGITS) <= allowed
+    verdict: Verdict = "not enough evidence" if check.verdict == "pass" and not within else check.verdict
+    return check.model_copy(update={"verdict": verdict, "explanation": explanation})
+
+
+def _class_drop(allowed: float, own: AccuracyRow) -> GateCheck:
+    """Fail for classes that significantly lose more than is allowed.
+
+    A loss that is larger but may be chance is neither: it is what was measured, and says too little.
+    """
+    name, largest = "class_drop_points", own.largest_loss
+    if own.comparison is None:
+        return _no_evidence(name, allowed, "classes were not compared in this report, validate again")
+    beyond = [entry for entry in own.worse_classes if round(-entry.delta_points, _DIGITS) > allowed]
+    if beyond:
+        named = ", ".join(_class_text(entry, allowed) for entry in beyond[:_MAX_NAMED])
+        more = f" and {len(beyond) - _MAX_NAMED} more classes" if len(beyond) > _MAX_NAMED else ""
+        text = f"significantly worse: {named}{more}; allowed {allowed:g} points in a class"
+        return _check(name, -beyond[0].delta_points, allowed, "fail", text)
+    if largest is None:
+        return _check(name, 0.0, allowed, "pass", f"no class loses accuracy, allowed {allowed:g} points in a class")
+    drop = -largest.delta_points
+    text = f"largest drop of a class: {_class_text(largest, allowed)}; allowed {allowed:g} points"
+    if round(drop, _DIGITS) <= allowed:
+        return _check(name, drop, allowed, "pass", text)
+    return _no_evidence(name, allowed, f"{text}; it may be chance, p = {largest.p_corrected:.2g}", drop)
+
+
+def _class_text(entry: ClassLoss, allowed: float) -> str:
+    return f"{entry.name} by {_text(-entry.delta_points, allowed)} points ({entry.num_images} images)"
+
+
+def _num_images(threshold: int, num_images: int) -> GateCheck:
+    explanation = f"{num_images:,} validation images, at least {threshold:,}"
+    verdict: Verdict = "pass" if num_images >= threshold else "not enough evidence"
+    return _check("validation_images", num_images, threshold, verdict, explanation)
+
+
+def _speedup(
+    name: str, reference: Precision, threshold: float, precision: Precision, benchmark: BenchmarkReport
+) -> GateCheck:
+    largest = largest_batch(benchmark)
+    ratio = _ratio(benchmark, precision, reference, largest)
+    label = f"throughput over {reference.upper()} at batch {largest}"
+    if ratio is None:
+        missing = [entry.upper() for entry in (reference, precision) if benchmark.row(entry, largest) is None]
+        where = f" of {' and '.join(missing)} at batch {largest}" if largest else ""
+        return _no_evidence(name, threshold, f"the speed{where} was not measured")
+    return _at_least(name, ratio, threshold, label, "x")
+
+
+def _ratio(benchmark: BenchmarkReport, precision: Precision, reference: Precision, batch_size: int) -> float | None:
+    own, other = benchmark.row(precision, batch_size), benchmark.row(reference, batch_size)
+    return own.images_per_s / other.images_per_s if own is not None and other is not None else None
+
+
+def _slower_text(benchmark: BenchmarkReport, precision: Precision, other: Precision) -> str:
+    """How much slower than the other a precision is at the largest batch; empty where it is not, beyond the spread."""
+    largest = largest_batch(benchmark)
+    ratio = _ratio(benchmark, precision, other, largest)
+    own_row, other_row = benchmark.row(precision, largest), benchmark.row(other, largest)
+    if ratio is None or own_row is None or other_row is None:
+        return ""
+    fastest = own_row.highest_images_per_s or own_row.images_per_s
+    if fastest >= (other_row.lowest_images_per_s or other_row.images_per_s):
+        return ""
+    return f"{precision.upper()} runs at {_text(ratio, 1.0)} x the throughput of {other.upper()} at batch {largest}"
+
+
+def _p99(thresholds: Thresholds, precision: Precision, benchmark: BenchmarkReport) -> GateCheck:
+    name, allowed, batch_size = "p99_ms", thresholds.max_p99_ms, thresholds.p99_batch_size
+    row = benchmark.row(precision, batch_size)
+    if row is None:
+        measured = sorted({entry.batch_size for entry in benchmark.plain_rows if entry.precision == precision})
+        text = f"the latency of {precision.upper()} at batch {batch_size} was not measured"
+        return _no_evidence(name, allowed, f"{text}, only at {', '.join(map(str, measured))}" if measured else text)
+    return _at_most(name, row.p99_ms, allowed, f"p99 latency at batch {batch_size}", "ms")
 
 
 def _at_most(name: str, measured: float, threshold: float, label: str, unit: str) -> GateCheck:
-    passed = round(measured, _DIGITS) <= threshold
-    return _check(
-        name, measured, threshold, passed, f"{label} {_text(measured, threshold)}, allowed {threshold:g} {unit}"
-    )
+    verdict: Verdict = "pass" if round(measured, _DIGITS) <= threshold else "fail"
+    text = f"{label} {_text(measured, threshold)}, allowed {threshold:g} {unit}"
+    return _check(name, measured, threshold, verdict, text)
 
 
 def _at_least(name: str, measured: float, threshold: float, label: str, unit: str) -> GateCheck:
-    passed = round(measured, _DIGITS) >= threshold
-    return _check(
-        name, measured, threshold, passed, f"{label} {_text(measured, threshold)}, at least {threshold:g} {unit}"
-    )
+    verdict: Verdict = "pass" if round(measured, _DIGITS) >= threshold else "fail"
+    text = f"{label} {_text(measured, threshold)}, at least {threshold:g} {unit}"
+    return _check(name, measured, threshold, verdict, text)
 
 
 def _text(measured: float, threshold: float) -> str:
@@ -107,6 +286,9 @@ def _text(measured: float, threshold: float) -> str:
     return f"{measured:.{decimals}f}"
 
 
-def _check(name: str, measured: float, threshold: float, passed: bool, explanation: str) -> GateCheck:
-    verdict = "pass" if passed else "fail"
+def _no_evidence(name: str, threshold: float, explanation: str, measured: float | None = None) -> GateCheck:
+    return _check(name, measured, threshold, "not enough evidence", explanation)
+
+
+def _check(name: str, measured: float | None, threshold: float, verdict: Verdict, explanation: str) -> GateCheck:
     return GateCheck(name=name, measured=measured, threshold=threshold, verdict=verdict, explanation=explanation)

@@ -16,14 +16,15 @@ import torch
 
 from components.common.artifacts import write_atomically
 from components.common.digests import digest_file
-from components.common.environment import gpus
-from components.common.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.errors import EngineryError, UserError
 from components.common.records import EngineEntry, Precision
 from components.common.runners.tensorrt_library import (
     HARDWARE_COMPATIBLE,
     STRIPPED,
     VERSION_COMPATIBLE,
+    driver_version,
     load_tensorrt,
+    start,
     tensorrt_logger,
 )
 from components.common.shapes import ShapeSpec
@@ -87,7 +88,7 @@ def build_engine(
     trt = load_tensorrt()
     tensorrt_logger().take_errors()
     started = time.perf_counter()
-    builder = _builder(trt)
+    builder = start(lambda: trt.Builder(tensorrt_logger()))
     network = builder.create_network(_network_flags(trt))
     _parse(trt, network, onnx_path)
     _check_tensors(network, onnx_path, shapes)
@@ -111,7 +112,7 @@ def build_engine(
         tensorrt_version=trt.__version__,
         gpu_name=torch.cuda.get_device_name(),
         compute_capability=f"{major}.{minor}",
-        driver_version=_driver_version(),
+        driver_version=driver_version(),
         flags=flags,
         optimization_level=optimization_level,
         build_seconds=build_seconds,
@@ -124,16 +125,6 @@ def _write_plan(trt: ModuleType, builder: Any, network: Any, config: Any, plan_p
         raise EngineryError(f"TensorRT {trt.__version__} can't build {what}: {tensorrt_logger().take_errors()}")
     plan_path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(plan_path, memoryview(plan).tobytes())
-
-
-def _builder(trt: ModuleType) -> Any:
-    try:
-        return trt.Builder(tensorrt_logger())
-    except TypeError:  # what pybind11 raises when the library returns no object
-        raise RuntimeUnavailable(
-            f"TensorRT {trt.__version__} can't start on {torch.cuda.get_device_name()}, driver {_driver_version()}: "
-            f"{tensorrt_logger().take_errors()}; a newer driver is the usual fix"
-        ) from None
 
 
 def _check_precision(precision: str) -> None:
@@ -216,33 +207,45 @@ def _set_precision(trt: ModuleType, config: Any, precision: str, options: Collec
 
 def _set_options(trt: ModuleType, config: Any, options: Collection[EngineOption]) -> tuple[str, ...]:
     """Ask for all options but tf32. Returns what TensorRT was told, in its own words."""
+    _check_options(trt, options)
     flags: list[str] = []
     if "version_compatible" in options:
-        if not hasattr(trt.BuilderFlag, "VERSION_COMPATIBLE"):
-            raise _unknown_option(trt, "version_compatible")
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
         flags.append(VERSION_COMPATIBLE)
     if "hardware_compatible" in options:
-        if not hasattr(trt, "HardwareCompatibilityLevel"):
-            raise _unknown_option(trt, "hardware_compatible")
         config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
         flags.append(HARDWARE_COMPATIBLE)
     if "refittable" in options:
         config.set_flag(trt.BuilderFlag.REFIT)
         flags.append("REFIT")
     if "stripped" in options:
-        if not hasattr(trt.BuilderFlag, "STRIP_PLAN"):
-            raise _unknown_option(trt, "stripped")
         config.set_flag(trt.BuilderFlag.STRIP_PLAN)
         flags.append(STRIPPED)
     return tuple(flags)
 
 
-def _unknown_option(trt: ModuleType, option: str) -> UserError:
-    return UserError(
-        f"TensorRT {trt.__version__} builds no {option} plans: take {option} out of export.engine_options, or use a "
-        "newer TensorRT"
-    )
+def check_options(options: Collection[EngineOption]) -> None:
+    """Look whether the TensorRT here has what is asked for.
+
+    Raises:
+        UserError: it lacks an option.
+        RuntimeUnavailable: TensorRT can't be used here.
+    """
+    _check_options(load_tensorrt(), options)
+
+
+def _check_options(trt: ModuleType, options: Collection[EngineOption]) -> None:
+    has: dict[EngineOption, bool] = {
+        "version_compatible": hasattr(trt.BuilderFlag, "VERSION_COMPATIBLE"),
+        "hardware_compatible": hasattr(trt, "HardwareCompatibilityLevel"),
+        "stripped": hasattr(trt.BuilderFlag, "STRIP_PLAN"),
+    }
+    for option in options:
+        if not has.get(option, True):
+            raise UserError(
+                f"TensorRT {trt.__version__} builds no {option} plans: take {option} out of export.engine_options, or "
+                "use a newer TensorRT"
+            )
 
 
 def _leave_out_external_kernels(trt: ModuleType, config: Any) -> None:
@@ -262,14 +265,8 @@ def _timing_cache_name(trt: ModuleType, precision: str) -> str:
 
     A file per precision, because 8.6 can't read all that it wrote for another one.
     """
-    name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{_driver_version()}_{precision}"
+    name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{driver_version()}_{precision}"
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()) + ".timing"
-
-
-def _driver_version() -> str:
-    """Version of the NVIDIA driver; "unknown" where NVML is not reachable, as in some sandboxes."""
-    found = gpus()
-    return found[0].driver if found else "unknown"
 
 
 def _load_timing_cache(config: Any, cache_file: Path | None) -> None:

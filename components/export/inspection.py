@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from components.common.artifacts import write_atomically
+from components.common.errors import EngineryError
 from components.common.records import EngineEntry, EngineLayer, EngineLayers
-from components.common.runners.tensorrt_library import load_engine, load_tensorrt
+from components.common.runners.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger
 from components.common.shapes import ShapeSpec
 
 # In the order in which they are looked for: "TF32" and "BF16" would also be found by shorter words.
@@ -34,6 +35,10 @@ _KERNELS = (
 _NO_ARITHMETIC = {"Reformat", "NoOp", "Constant", "Shuffle", "Concat", "Copy"}
 
 
+class UnreadableLayers(EngineryError):
+    """The inspector says something that can't be read. The plan is as good as without."""
+
+
 def inspect_engine(plan_path: Path, entry: EngineEntry, shapes: ShapeSpec, convolutions: Sequence[str]) -> EngineLayers:
     """Ask the engine inspector about a plan built here, and write what it says beside the plan.
 
@@ -46,6 +51,8 @@ def inspect_engine(plan_path: Path, entry: EngineEntry, shapes: ShapeSpec, convo
     Raises:
         RuntimeUnavailable: TensorRT can't be used here.
         UserError: the plan can't be loaded.
+        EngineryError: there is no memory to run the plan.
+        UnreadableLayers: this TensorRT's inspector writes something else than those that are known.
     """
     layers = parse_layers(_ask(plan_path, entry, shapes))
     file = plan_path.with_name(f"{entry.precision}.layers.json")
@@ -58,6 +65,8 @@ def _ask(plan_path: Path, entry: EngineEntry, shapes: ShapeSpec) -> str:
     trt = load_tensorrt()
     runtime, engine = load_engine(plan_path, entry)
     context = engine.create_execution_context()
+    if context is None:
+        raise EngineryError(f"the plan {plan_path} can't be run here: {tensorrt_logger().take_errors()}")
     context.set_input_shape(shapes.input_name, shapes.input_shape(shapes.opt_batch))
     inspector = engine.create_engine_inspector()
     inspector.execution_context = context  # without one, all formats are "N/A due to dynamic shapes"
@@ -71,9 +80,15 @@ def parse_layers(told: str) -> list[EngineLayer]:
 
     Args:
         told: JSON of `EngineInspector.get_engine_information`, of an engine built with detailed verbosity.
+
+    Raises:
+        UnreadableLayers: it is not such JSON.
     """
-    entries = json.loads(told, strict=False)["Layers"]  # 8.6 separates ONNX nodes by a raw control character
-    return [_layer(entry) for entry in entries if isinstance(entry, dict)]
+    try:
+        entries = json.loads(told, strict=False)["Layers"]  # 8.6 separates ONNX nodes by a raw control character
+        return [_layer(entry) for entry in entries if isinstance(entry, dict)]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnreadableLayers(f"what the engine inspector says can't be read ({error!r}): {told[:100]!r}") from error
 
 
 def _layer(entry: dict[str, Any]) -> EngineLayer:
@@ -121,7 +136,8 @@ def summarize(layers: Sequence[EngineLayer], convolutions: Sequence[str], *, own
         for node in layer.nodes:
             if layer.precision:
                 runs_in.setdefault(node, layer.precision)
-    found = {name: runs_in.get(name, "unknown") for name in convolutions}
+    # TensorRT's parser calls a node without a name after its first output, as `placement.node_id` does.
+    found = {name: runs_in.get(name) or runs_in.get(f"node_of_{name}", "unknown") for name in convolutions}
     return EngineLayers(
         file=file,
         num_layers=len(layers),

@@ -7,13 +7,13 @@ from pathlib import Path
 import onnx
 
 from components.common.errors import EngineryError, RuntimeUnavailable
-from components.common.records import PRECISIONS, EngineEntry
+from components.common.records import PRECISIONS, EngineEntry, EngineLayers, Precision
 from components.common.runners.tensorrt_library import why_no_tensorrt
 from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
 from components.export.config import CACHE_VARIABLE, ExportConfig
-from components.export.engines import build_engine, onnx_file_for
-from components.export.inspection import inspect_engine
+from components.export.engines import build_engine, check_options, onnx_file_for
+from components.export.inspection import UnreadableLayers, inspect_engine
 from components.export.placement import node_id
 
 
@@ -31,7 +31,7 @@ def build_plans(
     Raises:
         RuntimeUnavailable: TensorRT can't be used here, and `config.tensorrt` is "on".
         EngineryError: a plan can't be built, and `config.tensorrt` is "on".
-        UserError: an option is not one of the TensorRT here.
+        UserError: the TensorRT here lacks one of `config.engine_options`.
     """
     if config.tensorrt == "off":
         return (), "export.tensorrt is off"
@@ -40,25 +40,18 @@ def build_plans(
             raise RuntimeUnavailable(f"export.tensorrt is on, but {missing}")
         log.note(f"no TensorRT engines: {missing}")
         return (), missing
+    check_options(config.engine_options)  # asked for by name: with auto, too, it is no reason to go on without
     graph = onnx.load(output / "fp32.onnx").graph
     convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
     entries: list[EngineEntry] = []
     for number, precision in enumerate(PRECISIONS):
         log.progress("building engines", number, len(PRECISIONS), precision)
-        plan = output / f"{precision}.plan"
         try:
-            entry = build_engine(
-                output / onnx_file_for(precision),
-                plan,
-                precision=precision,
-                shapes=shapes,
-                timing_cache_path=cache / "tensorrt" if cache else None,
-                optimization_level=config.optimization_level,
-                workspace_bytes=config.workspace_bytes,
-                options=config.engine_options,
-            )
-            layers = inspect_engine(plan, entry, shapes, convolutions)
+            entry = _build_plan(config, precision, shapes, output, cache)
+            layers = _layers(output / entry.file, entry, shapes, convolutions, log)
         except EngineryError as error:
+            # A plan that no entry tells of would be shipped, and nobody would measure it.
+            (output / f"{precision}.plan").unlink(missing_ok=True)
             if config.tensorrt == "on":
                 raise
             log.warning(f"no {precision} engine: {error}")
@@ -66,6 +59,31 @@ def build_plans(
         log.metrics({f"engine_build_seconds_{precision}": entry.build_seconds})
         entries.append(entry.model_copy(update={"layers": layers}))
     return tuple(entries), ""
+
+
+def _build_plan(
+    config: ExportConfig, precision: Precision, shapes: ShapeSpec, output: Path, cache: Path | None
+) -> EngineEntry:
+    return build_engine(
+        output / onnx_file_for(precision),
+        output / f"{precision}.plan",
+        precision=precision,
+        shapes=shapes,
+        timing_cache_path=cache / "tensorrt" if cache else None,
+        optimization_level=config.optimization_level,
+        workspace_bytes=config.workspace_bytes,
+        options=config.engine_options,
+    )
+
+
+def _layers(
+    plan: Path, entry: EngineEntry, shapes: ShapeSpec, convolutions: Sequence[str], log: StepLog
+) -> EngineLayers | None:
+    try:
+        return inspect_engine(plan, entry, shapes, convolutions)
+    except UnreadableLayers as error:
+        log.warning(f"the report says nothing of the layers of {plan.name}: {error}")
+        return None
 
 
 def describe_plans(entries: Sequence[EngineEntry]) -> str:

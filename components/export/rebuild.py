@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict
+
 from components.common.artifacts import MANIFEST, Artifact, BundleManifest, DatasetManifest, prepare_directory, seal
 from components.common.errors import RuntimeUnavailable, UserError
 from components.common.runners.tensorrt_library import why_no_tensorrt
@@ -12,6 +14,12 @@ from components.export.config import ExportConfig
 from components.export.plans import build_plans, cache_folder, describe_plans
 
 _SETTINGS_OF_PLANS = ("tensorrt", "engine_options", "optimization_level", "workspace_bytes", "cache", "verify")
+
+
+class _CarriedConfig(BaseModel):
+    """The bundle's settings as its own export wrote them, perhaps of another version, with those of its plans here."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def is_bundle(model: Path) -> bool:
@@ -46,7 +54,16 @@ def rebuild(
     if missing := why_no_tensorrt():
         raise RuntimeUnavailable(f"no plans can be built of the bundle {bundle.path}: {missing}")
     if data.digest != bundle.manifest.inputs.get("dataset"):
-        log.note("the bundle was calibrated on another data set than the one it is validated on here")
+        log.note(
+            "the data set here was not made in the run that calibrated the bundle: with other images, or another "
+            "--seed or preprocess.val_fraction, images that the model was trained on may be among those that it is "
+            "validated on"
+        )
+    if ignored := _ignored(config):
+        log.warning(
+            f"without effect here: export.{', export.'.join(ignored)}. A bundle keeps its shapes, its calibration and "
+            "its choice of layers; for others export the model again"
+        )
     prepare_directory(output)
     for name in (*bundle.manifest.models.values(), "scales.json"):
         shutil.copyfile(bundle.file(name), output / name)
@@ -56,13 +73,20 @@ def rebuild(
         exclude={"schema_version", "seal", "kind", "files", "inputs", "config", "environment", "engines"}
         | {"engines_missing"}
     )
-    settings = {name: getattr(config, name) for name in _SETTINGS_OF_PLANS}
+    settings = config.model_dump(mode="json", include=set(_SETTINGS_OF_PLANS))
     seal(
         output,
         BundleManifest,
         inputs={"model": bundle.digest, "dataset": data.digest},
-        config=ExportConfig.model_validate(bundle.manifest.config | settings),
+        config=_CarriedConfig.model_validate(bundle.manifest.config | settings),
         engines=engines,
         **carried,
     )
     return f"{describe_plans(engines)} from the bundle {bundle.digest[:19]}"
+
+
+def _ignored(config: ExportConfig) -> list[str]:
+    """Settings that were given, other than by default, and that a bundle's plans do not depend on."""
+    # A pipeline always gives the gate's thresholds, and the steps after this one read them.
+    others = sorted(config.model_fields_set - {*_SETTINGS_OF_PLANS, "gate"})
+    return [name for name in others if getattr(config, name) != ExportConfig.model_fields[name].default]

@@ -13,7 +13,7 @@ from components.common.artifacts import (
 )
 from components.common.errors import GateFailed, UserError
 from components.common.steplog import StepLog
-from components.common.verdict import Thresholds, run_checks, verdict_note
+from components.common.verdict import Thresholds, recommend, run_checks, verdict_note
 from components.gate.config import GateConfig
 
 
@@ -31,6 +31,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     checks = run_checks(config, accuracy.row("fp32"), accuracy.row(config.precision), measured.manifest.benchmark)
     passed = all(check.verdict == "pass" for check in checks)
     note = verdict_note(accuracy, config.precision)
+    advice = recommend(config, checks, accuracy, measured.manifest.benchmark)
     seal(
         output,
         VerdictManifest,
@@ -39,12 +40,21 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
         passed=passed,
         precision=config.precision,
         checks=tuple(checks),
+        recommendation=advice,
         note=note,
     )
-    log.event("verdict", passed=passed, precision=config.precision, checks=[check.model_dump() for check in checks])
+    log.event(
+        "verdict",
+        passed=passed,
+        precision=config.precision,
+        checks=[check.model_dump() for check in checks],
+        recommendation=advice.model_dump() if advice else None,
+    )
     log.metrics({"gate_passed": float(passed)})
     reasons = "; ".join(check.explanation for check in checks)
     suffix = f" ({note})" if note else ""
+    if advice is not None and advice.precision != config.precision:
+        suffix += f". Recommended: {advice.precision.upper()}, since {advice.reason}"
     if not passed:
         failed = "; ".join(check.explanation for check in checks if check.verdict != "pass")
         raise GateFailed(f"{config.precision.upper()} did not pass: {failed}{suffix}")

@@ -52,6 +52,7 @@ def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verd
         "verdict_digest": decision.digest,
         "precision": decision.manifest.precision,
         "architecture": models.manifest.architecture,
+        **_made_for(models.manifest),
     }
     version = log.register(config.registered_model, _DIRECTORY, config.alias, tags)
     seal(
@@ -67,6 +68,13 @@ def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verd
     )
     log.event("promotion", registered_model=config.registered_model, version=version, alias=config.alias)
     return f"{config.registered_model} version {version} registered in MLflow as @{config.alias}"
+
+
+def _made_for(bundle: BundleManifest) -> dict[str, str]:
+    """What the plans run on, as tags: one model may have versions for several GPUs. Nothing where there are none."""
+    if not bundle.engines:
+        return {}
+    return {"gpu": bundle.engines[0].gpu_name, "tensorrt": bundle.engines[0].tensorrt_version}
 
 
 def _check_measured(models: Artifact[BundleManifest], measured: Artifact[ReportManifest]) -> None:

@@ -31,6 +31,7 @@ _MARKERS = {"fp32": "o", "fp16": "^", "int8": "s"}  # told apart without colour 
 _HIT, _MISS = (22 / 255, 163 / 255, 74 / 255), (220 / 255, 38 / 255, 38 / 255)  # --hit and --miss of the page
 _MAX_MARKERS = 30  # points of a curve, above which only its line is drawn
 _MAX_TICKS = 9  # of a logarithmic axis
+_MAX_BATCHES = 4  # batch sizes written at their points
 _MAX_NAMED = 20  # classes named beside a picture of a confusion matrix
 _MAX_NAME = 18  # characters
 _MAX_RATIO = 20  # of costs, above which the small ones could not be seen on a linear scale
@@ -65,25 +66,42 @@ _STYLE: dict[Any, Any] = {
 def speed_chart(benchmark: BenchmarkReport) -> str:
     """Throughput over latency: a line per precision, a point per batch size. SVG, or "" without measurements.
 
-    Both scales are logarithmic: from batch 1 to batch 128, either value grows by a factor of ten or more.
+    Both scales are logarithmic: from batch 1 to batch 128, either value grows by a factor of ten or more. Several
+    streams are hollow points, and what leaves the copies out is not drawn.
     """
-    if not benchmark.rows:
+    shown = [row for row in benchmark.rows if row.with_transfers]
+    if not shown:
         return ""
+    named = _named_batches([row.batch_size for row in benchmark.plain_rows])
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "speed"}):
         figure, axes = _axes("median latency of a batch in ms", "images per second")
         for precision, color in _SERIES.items():
-            rows = sorted((row for row in benchmark.rows if row.precision == precision), key=lambda row: row.batch_size)
+            streams = [row for row in shown if row.precision == precision and row.num_streams > 1]
+            hollow: dict[str, Any] = {"linestyle": "", "markerfacecolor": _GROUND, "markersize": 5, "zorder": 3}
+            x, y = [row.p50_ms for row in streams], [row.images_per_s for row in streams]
+            axes.plot(x, y, color=color, marker=_MARKERS[precision], **hollow)
+            rows = sorted(
+                (row for row in benchmark.plain_rows if row.precision == precision), key=lambda row: row.batch_size
+            )
             if not rows:
                 continue
             x, y = [row.p50_ms for row in rows], [row.images_per_s for row in rows]
             axes.plot(x, y, color=color, marker=_MARKERS[precision], label=precision.upper())
             for row in rows:
-                place = (row.p50_ms, row.images_per_s)
-                axes.annotate(str(row.batch_size), place, textcoords="offset points", fontsize=9, **_PLACES[precision])
-        _logarithmic(axes, "x", [row.p50_ms for row in benchmark.rows])
-        _logarithmic(axes, "y", [row.images_per_s for row in benchmark.rows])
+                place, text = (row.p50_ms, row.images_per_s), str(row.batch_size) if row.batch_size in named else ""
+                axes.annotate(text, place, textcoords="offset points", fontsize=9, **_PLACES[precision])
+        _logarithmic(axes, "x", [row.p50_ms for row in shown])
+        _logarithmic(axes, "y", [row.images_per_s for row in shown])
         figure.legend(loc="outside upper center", ncols=3)
         return _svg(figure)
+
+
+def _named_batches(batch_sizes: Sequence[int]) -> set[int]:
+    """The batch sizes that are written at their points: more than four would run into each other."""
+    sizes = sorted(set(batch_sizes))
+    if len(sizes) <= _MAX_BATCHES:
+        return set(sizes)
+    return {sizes[index] for index in np.linspace(0, len(sizes) - 1, _MAX_BATCHES).round().astype(int).tolist()}
 
 
 def loss_chart(history: Sequence[EpochRecord]) -> str:

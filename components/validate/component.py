@@ -10,6 +10,7 @@ def validate(
     bundle: dsl.Input[dsl.Model],
     dataset: dsl.Input[dsl.Dataset],
     max_top1_drop_points: float,
+    latency_budget: str,
     settings: dict,  # type: ignore[type-arg]
     gate_settings: dict,  # type: ignore[type-arg]
     report: dsl.Output[dsl.Artifact],
@@ -19,4 +20,5 @@ def validate(
 
     # The report starts with the verdict, so it needs the thresholds that the gate will apply.
     gate = {**gate_settings, "max_top1_drop_points": max_top1_drop_points}
-    STEP.execute({**settings, "gate": gate}, bundle=bundle.path, dataset=dataset.path, output=report.path)
+    values = {"latency_budget": latency_budget, "gate": gate}
+    STEP.execute({**settings, **values}, bundle=bundle.path, dataset=dataset.path, output=report.path)

@@ -1,11 +1,15 @@
 """Settings of validate."""
 
-from typing import Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from components.common.settings import StepConfig
 from components.common.verdict import Thresholds
+
+_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}  # of a unit; a bare number is milliseconds
+_Count = Annotated[int, Field(ge=1)]
 
 
 class ValidateConfig(StepConfig):
@@ -17,12 +21,37 @@ class ValidateConfig(StepConfig):
         "onnxruntime is the numerical reference, also for FP16; its speed says nothing.",
     )
     batch_size: int = Field(32, ge=1, description="Images per batch while accuracy is measured.")
-    benchmark_batch_sizes: tuple[int, ...] = Field(
-        (), description="Batches whose speed is measured; empty for 1 and 16 on CPUs, and 1, 8, 64 and 128 on GPUs."
+    benchmark_batch_sizes: tuple[_Count, ...] = Field(
+        (),
+        description="Batches whose speed is measured; empty for 1 and 16 on CPUs, and 1, 2, 4, 8, 16, 32, 64 and 128 "
+        "on GPUs.",
     )
-    benchmark_seconds: float = Field(3.0, gt=0, description="Time each speed is measured for, in seconds.")
-    benchmark_warmup_seconds: float = Field(0.2, ge=0, description="Time each benchmark warms up, in seconds.")
-    min_iterations: int = Field(10, ge=1, description="Batches that each benchmark runs at least.")
+    benchmark_streams: tuple[_Count, ...] = Field(
+        (),
+        description="How many batches run at the same time, besides one; empty for 2 and 4 on GPUs, and one only on "
+        "CPUs. [1] for one only. OpenVINO and TensorRT can do it.",
+    )
+    benchmark_stream_batch_sizes: tuple[_Count, ...] = Field(
+        (1, 8), description="Those of the measured batches that are also run on several streams."
+    )
+    benchmark_no_transfer_batch_sizes: tuple[_Count, ...] = Field(
+        (1, 128),
+        description="Those of the measured batches that are also measured without copies to and from the GPU; empty "
+        "for none. Without effect on CPUs.",
+    )
+    benchmark_repeats: int = Field(
+        0, ge=0, description="Separate measurements of each speed; the median counts. 0 for 3 on GPUs and 1 on CPUs."
+    )
+    benchmark_seconds: float = Field(
+        0.0, ge=0, description="Time each speed is measured for in all, in seconds; 0 for 2 on GPUs and 3 on CPUs."
+    )
+    benchmark_warmup_seconds: float = Field(0.2, ge=0, description="Time each repeat warms up, in seconds.")
+    min_iterations: int = Field(10, ge=1, description="Batches that each repeat runs at least.")
+    latency_budget: str = Field(
+        "",
+        description="Longest p99 latency of a batch, such as 7ms, 0.5s or 700us: the report names precision, batch "
+        "size and streams with the highest throughput within it. Empty for none.",
+    )
     loader: Literal["auto", "cpu"] = Field("auto", description="Where images are decoded: on the GPU if there is one.")
     gate: Thresholds = Field(
         Thresholds(),
@@ -31,3 +60,23 @@ class ValidateConfig(StepConfig):
     verify: bool = Field(
         False, description="Check every shard's digest before reading it; takes one pass over the data set's files."
     )
+
+    @field_validator("latency_budget", mode="before")
+    @classmethod
+    def _in_milliseconds(cls, value: Any) -> str:
+        """One way to write each budget, so that "7", "7 ms" and "0.007s" are the same setting."""
+        if value == "" or value is None:
+            return ""
+        text = re.fullmatch(r"(\d+\.?\d*|\.\d+) *(us|ms|s|)", str(value).strip())
+        milliseconds = float(text[1]) * _MS[text[2]] if text else 0.0
+        if not 0 < milliseconds < float("inf"):
+            raise ValueError(
+                f"can't read {value!r} as a latency; write a number above 0 with its unit, such as 7ms, 0.5s or 700us "
+                "(without one it is milliseconds), or leave it empty for none"
+            )
+        return f"{milliseconds:.10g}ms"
+
+    @property
+    def latency_budget_ms(self) -> float | None:
+        """The latency budget in milliseconds, None where there is none."""
+        return float(self.latency_budget.removesuffix("ms")) if self.latency_budget else None

@@ -20,6 +20,11 @@ def signed(value: float | None, digits: int = 2) -> str:
     return f"{_MINUS if value < 0 else '+'}{text}"
 
 
+def probability(value: float) -> str:
+    """A p-value."""
+    return f"{value:.4f}" if value >= 0.001 else f"{value:.2e}"
+
+
 def count(value: int) -> str:
     """A whole number with separators for thousands."""
     return f"{value:,}"

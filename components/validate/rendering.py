@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from components.common.artifacts import write_atomically
-from components.validate import formats, wording
+from components.validate import formats, speed_wording, wording
 from components.validate.charts import (
     confusion_picture,
     layers_chart,
@@ -41,6 +41,7 @@ def write_report(report: Report, pictures: Mapping[int, str], output: Path) -> N
     values = {
         "report": report,
         "say": wording,
+        "speed": speed_wording,
         "max_class_rows": _MAX_CLASS_ROWS,
         "max_layers": _MAX_LAYERS,
         "max_numbered": _MAX_NUMBERED,
@@ -84,6 +85,7 @@ def _templates() -> Environment:
     templates.filters |= {
         "number": formats.number,
         "signed": formats.signed,
+        "probability": formats.probability,
         "count": formats.count,
         "megabytes": formats.megabytes,
         "short": formats.short,

@@ -12,14 +12,13 @@ from components.common.artifacts import Artifact, BundleManifest, DatasetManifes
 from components.common.errors import EngineryError
 from components.common.evaluation import Predictions
 from components.common.records import AccuracyReport, BenchmarkReport, EngineLayer
-from components.common.statistics import paired_difference
-from components.common.verdict import Thresholds, run_checks, verdict_note
+from components.common.verdict import Thresholds, recommend, run_checks, verdict_note
+from components.validate.comparison import class_changes, compare
 from components.validate.config import ValidateConfig
 from components.validate.provenance import gather_provenance
 from components.validate.schema import (
     Calibration,
     Change,
-    ClassChange,
     ConfusedPair,
     Confusion,
     Data,
@@ -56,7 +55,7 @@ def gather_report(
         change=change(*compared) if compared else None,
         disagreements=_disagreements(data, *compared) if compared else (),
         confusion=_confusion(classes, *compared) if compared else None,
-        class_changes=_class_changes(classes, *compared) if compared else (),
+        class_changes=class_changes(classes, *compared) if compared else (),
         calibration=Calibration(
             **bundle.manifest.calibration.model_dump(),
             num_quantized_layers=bundle.manifest.num_quantized_layers,
@@ -96,22 +95,15 @@ def _verdict(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: Benchm
         precision=thresholds.precision,
         thresholds=Thresholds(**thresholds.model_dump()),
         checks=tuple(checks),
+        recommendation=recommend(thresholds, checks, accuracy, benchmark),
         note=verdict_note(accuracy, thresholds.precision),
     )
 
 
 def change(fp32: Predictions, own: Predictions) -> Change:
-    """Lost and gained images, and the difference in top-1 with its 95 % interval."""
-    difference = paired_difference(fp32.right, own.right)
-    return Change(
-        num_images=difference.num_images,
-        num_differing=int((fp32.top[:, 0] != own.top[:, 0]).sum()),
-        num_lost=difference.num_lost,
-        num_gained=difference.num_gained,
-        delta_top1_points=difference.delta_points,
-        low_points=difference.low_points,
-        high_points=difference.high_points,
-    )
+    """Lost, gained and differing images, and how certain the difference in top-1 is."""
+    differing = int((fp32.top[:, 0] != own.top[:, 0]).sum())
+    return Change(**compare(fp32, own).model_dump(), num_differing=differing)
 
 
 def image_keys(data: Artifact[DatasetManifest], disagreements: tuple[Disagreement, ...]) -> dict[int, str]:
@@ -149,14 +141,16 @@ def _disagreements(data: Artifact[DatasetManifest], fp32: Predictions, own: Pred
     )
 
 
-def _pair_counts(predictions: Predictions) -> Counter[tuple[int, int]]:
+def _pair_counts(predictions: Predictions, num_classes: int) -> Counter[tuple[int, int]]:
     """Images by (label, prediction). No matrix: with 20,000 classes it would not fit."""
-    return Counter(zip(predictions.labels.tolist(), predictions.top[:, 0].tolist(), strict=True))
+    codes = predictions.labels.astype(np.int64) * num_classes + predictions.top[:, 0]  # [N]
+    pairs, counts = np.unique(codes, return_counts=True)
+    return Counter({divmod(pair, num_classes): n for pair, n in zip(pairs.tolist(), counts.tolist(), strict=True)})
 
 
 def _confusion(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> Confusion:
-    counts, counts_fp32 = _pair_counts(own), _pair_counts(fp32)
-    per_label = Counter(own.labels.tolist())
+    counts, counts_fp32 = (_pair_counts(entry, len(classes)) for entry in (own, fp32))
+    per_label = np.bincount(own.labels, minlength=len(classes)).tolist()
     wrong = sorted((pair for pair in counts if pair[0] != pair[1]), key=lambda pair: (-counts[pair], pair))
     indices = range(len(classes))
     small = len(classes) <= MAX_MATRIX_CLASSES
@@ -173,28 +167,6 @@ def _confusion(classes: tuple[str, ...], fp32: Predictions, own: Predictions) ->
             for label, predicted in wrong[:MAX_PAIRS]
         ),
     )
-
-
-def _class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> tuple[ClassChange, ...]:
-    num_images = np.bincount(own.labels, minlength=len(classes))
-    right = [
-        np.bincount(entry.labels[entry.top[:, 0] == entry.labels], minlength=len(classes)) for entry in (fp32, own)
-    ]
-    changes = []
-    for index, name in enumerate(classes):
-        if num_images[index] == 0:
-            continue
-        fp32_pct, own_pct = (100 * float(counts[index] / num_images[index]) for counts in right)
-        changes.append(
-            ClassChange(
-                name=name,
-                num_images=int(num_images[index]),
-                fp32_pct=fp32_pct,
-                own_pct=own_pct,
-                delta_points=own_pct - fp32_pct,
-            )
-        )
-    return tuple(sorted(changes, key=lambda entry: entry.delta_points))
 
 
 def _data(data: DatasetManifest) -> Data:

@@ -19,17 +19,17 @@ from components.common.artifacts import (
 from components.common.errors import UserError
 from components.common.evaluation import Predictions, predict
 from components.common.loader import Loader
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow
+from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport
 from components.common.runners import Runner
 from components.common.steplog import StepLog
+from components.validate.comparison import class_changes, class_losses, compare
 from components.validate.config import ValidateConfig
 from components.validate.pictures import thumbnails
 from components.validate.rendering import REPORT_FILES, write_report
 from components.validate.report import gather_report, image_keys
 from components.validate.serving import Serving, serving_runners
-
-_CPU_BATCHES = (1, 16)
-_GPU_BATCHES = (1, 8, 64, 128)
+from components.validate.speed import measure_speed
+from components.validate.speed_budget import budget_metrics, budget_text, within_budget
 
 
 def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, output: Path) -> str:
@@ -46,17 +46,15 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         dataset_digest=data.digest,
         split_digest=data.manifest.splits["val"].digest,
         bundle_digest=models.digest,
-        rows=tuple(_accuracy_row(serving, predictions) for serving in servings),
+        rows=tuple(_accuracy_row(serving, predictions, models.manifest.classes) for serving in servings),
     )
-    benchmark = BenchmarkReport(
-        bundle_digest=models.digest, rows=tuple(_benchmark(config, servings, models.manifest.shapes.max_batch, log))
-    )
+    benchmark = _benchmark(config, servings, models, accuracy, log)
     for serving in servings:
         if serving.runner is not None:
             serving.runner.close()
     write_atomically(output / "accuracy.json", accuracy.model_dump_json(indent=1).encode())
     write_atomically(output / "benchmark.json", benchmark.model_dump_json(indent=1).encode())
-    arrays = {name: entry.top for name, entry in predictions.items()}  # [N, k] int32 each
+    arrays = {name: entry.top for name, entry in predictions.items()}  # [N, k] int16 or int32 each
     arrays["labels"] = next(iter(predictions.values())).labels
     with (output / "predictions.npz").open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
@@ -74,7 +72,8 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         benchmark=benchmark,
     )
     _track(report, models, data, log)
-    return _outcome(accuracy)
+    budget = benchmark.latency_budget
+    return _outcome(accuracy) + (f"; {budget_text(budget)}" if budget is not None else "")
 
 
 def _predict(
@@ -103,10 +102,12 @@ def _predict(
     )
 
 
-def _accuracy_row(serving: Serving, predictions: dict[str, Predictions]) -> AccuracyRow:
+def _accuracy_row(serving: Serving, predictions: dict[str, Predictions], classes: tuple[str, ...]) -> AccuracyRow:
     if serving.runner is None or serving.file is None:
         return AccuracyRow(precision=serving.precision, runtime="n/a", note=serving.note)
     own, fp32 = predictions[serving.precision], predictions.get("fp32")
+    compared = fp32 if serving.precision != "fp32" else None
+    worse, largest = class_losses(class_changes(classes, compared, own)) if compared else ((), None)
     return AccuracyRow(
         precision=serving.precision,
         runtime=serving.runner.runtime,
@@ -118,40 +119,31 @@ def _accuracy_row(serving: Serving, predictions: dict[str, Predictions]) -> Accu
         top5_pct=own.top5_pct,
         delta_top1_points=own.top1_pct - fp32.top1_pct if fp32 else None,
         agreement_pct=own.agreement_pct(fp32) if fp32 else None,
+        ece_pct=own.bins.ece_pct,
+        comparison=compare(compared, own) if compared else None,
+        worse_classes=worse,
+        largest_loss=largest,
         note=serving.note,
     )
 
 
-def _benchmark(config: ValidateConfig, servings: list[Serving], max_batch: int, log: StepLog) -> list[BenchmarkRow]:
-    active = [(serving.precision, serving.runner) for serving in servings if serving.runner is not None]
-    on_gpu = any(runner.runtime == "tensorrt" for _, runner in active)
-    wanted = config.benchmark_batch_sizes or (_GPU_BATCHES if on_gpu else _CPU_BATCHES)
-    batch_sizes = [size for size in sorted(set(wanted)) if size <= max_batch]
-    rows: list[BenchmarkRow] = []
-    for batch_size in batch_sizes:
-        for precision, runner in active:
-            log.progress(
-                "measuring speed", len(rows), len(batch_sizes) * len(active), f"{precision}, batch {batch_size}"
-            )
-            timing = runner.measure(
-                batch_size,
-                warmup_s=config.benchmark_warmup_seconds,
-                duration_s=config.benchmark_seconds,
-                min_iterations=config.min_iterations,
-            )
-            rows.append(
-                BenchmarkRow(
-                    precision=precision,
-                    runtime=runner.runtime,
-                    batch_size=batch_size,
-                    images_per_s=timing.images_per_s,
-                    p50_ms=timing.percentile_ms(50),
-                    p90_ms=timing.percentile_ms(90),
-                    p99_ms=timing.percentile_ms(99),
-                    num_iterations=len(timing.latencies_ms),
-                )
-            )
-    return rows
+def _benchmark(
+    config: ValidateConfig,
+    servings: list[Serving],
+    models: Artifact[BundleManifest],
+    accuracy: AccuracyReport,
+    log: StepLog,
+) -> BenchmarkReport:
+    runners = [(serving.precision, serving.runner) for serving in servings if serving.runner is not None]
+    rows = measure_speed(
+        config,
+        runners,
+        models.manifest.shapes.max_batch,
+        lambda done, total, now: log.progress("measuring speed", done, total, now),
+    )
+    budget_ms = config.latency_budget_ms
+    budget = within_budget(budget_ms, rows, accuracy, config.gate) if budget_ms is not None else None
+    return BenchmarkReport(bundle_digest=models.digest, rows=rows, latency_budget=budget)
 
 
 def _track(
@@ -169,6 +161,9 @@ def _track(
         benchmark=benchmark.model_dump(mode="json"),
         report=str(report.file("report.html")),
     )
+    if benchmark.latency_budget is not None:
+        log.tags({"enginery.latency_budget": budget_text(benchmark.latency_budget)})
+        log.metrics(budget_metrics(benchmark.latency_budget))
     for row in accuracy.rows:
         if row.top1_pct is None:
             continue  # nothing here runs it: a model without a number can't be compared

@@ -14,11 +14,13 @@ from components.common.records import (
     AccuracyReport,
     BenchmarkReport,
     CalibrationEntry,
+    Comparison,
     DatasetStatistics,
     EngineEntry,
     EngineLayer,
     GateCheck,
     Precision,
+    Recommendation,
     TrainingRecord,
     Trial,
 )
@@ -38,19 +40,14 @@ class Verdict(_Record):
     precision: Precision
     thresholds: Thresholds
     checks: tuple[GateCheck, ...]
+    recommendation: Recommendation | None = Field(None, description="None where the checks do not lead to one.")
     note: str = Field(description="How many points one validation image is; empty where that does not matter.")
 
 
-class Change(_Record):
+class Change(Comparison):
     """How the predictions of the judged precision differ from FP32's, image by image."""
 
-    num_images: int
     num_differing: int = Field(description="Images on which the two predict different classes.")
-    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
-    num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
-    delta_top1_points: float = Field(description="top-1 of the precision minus that of FP32, in percentage points.")
-    low_points: float = Field(description="Lower end of the 95 % interval of that difference (Bonett and Price, 2012).")
-    high_points: float = Field(description="Upper end of that interval.")
 
 
 class Disagreement(_Record):
@@ -90,6 +87,10 @@ class ClassChange(_Record):
     fp32_pct: float
     own_pct: float
     delta_points: float
+    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
+    num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
+    p_corrected: float = Field(description="McNemar's p-value, corrected for the number of classes (Holm, 1979).")
+    significant: bool = Field(description="Whether it is below 0.05: the class surely got better or worse.")
 
 
 class Model(_Record):
@@ -100,7 +101,7 @@ class Model(_Record):
     transform: TransformSpec
     shapes: ShapeSpec
     engines: tuple[EngineEntry, ...]
-    engines_missing: str = Field(description="Why there are no TensorRT engines; empty when there are.")
+    engines_missing: str = Field(description="Why TensorRT engines are missing, all or some; empty when none is.")
     layers: tuple[EngineLayer, ...] = Field(
         (), description="Of the engine of the precision that the verdict is on; empty where there is none."
     )

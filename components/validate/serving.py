@@ -21,7 +21,7 @@ class Serving:
 
 
 def serving_runners(bundle: Artifact[BundleManifest], config: ValidateConfig) -> list[Serving]:
-    """A runner per precision, or why there is none.
+    """A runner per precision, or why there is none. Where the bundle's plans don't run here, the notes say why.
 
     Raises:
         RuntimeUnavailable: config.runtime is "tensorrt" and the bundle has no engines that run here.
@@ -29,6 +29,8 @@ def serving_runners(bundle: Artifact[BundleManifest], config: ValidateConfig) ->
     engines, missing = _usable_engines(bundle, config)
     if config.runtime == "tensorrt" and not engines:
         raise RuntimeUnavailable(f"validate.runtime is tensorrt, but {missing}")
+    # What was asked for needs no reason; plans that nothing runs although they are there do.
+    unused = missing if config.runtime == "auto" and bundle.manifest.engines else ""
     servings = []
     for precision in PRECISIONS:
         if precision in engines:
@@ -36,10 +38,11 @@ def serving_runners(bundle: Artifact[BundleManifest], config: ValidateConfig) ->
         elif config.runtime == "onnxruntime":
             servings.append(_on_onnxruntime(bundle, precision))
         elif engines or precision == "fp16":
-            reason = "its engine was not built" if engines else "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
+            without = unused or "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
+            reason = "its engine was not built" if engines else without
             servings.append(Serving(precision=precision, file=None, runner=None, note=reason))
         else:
-            servings.append(_on_openvino(bundle, precision))
+            servings.append(_on_openvino(bundle, precision, unused))
     return servings
 
 
@@ -71,14 +74,16 @@ def _on_tensorrt(bundle: Artifact[BundleManifest], engine: EngineEntry) -> Servi
     return Serving(precision=engine.precision, file=file, runner=runner, note=note)
 
 
-def _on_openvino(bundle: Artifact[BundleManifest], precision: Precision) -> Serving:
+def _on_openvino(bundle: Artifact[BundleManifest], precision: Precision, unused: str) -> Serving:
+    """`unused` is why the bundle's plans don't run here; empty where it has none."""
     from components.common.runners.openvino import OpenVINORunner, cpu_has_vnni
 
-    note = ""
+    notes = [f"OpenVINO ran the ONNX file, not the plan: {unused}"] if unused else []
     if precision == "int8" and not cpu_has_vnni():
-        note = "this CPU has no VNNI: INT8 sums may saturate, so accuracy here can differ from other machines"
+        notes.append("this CPU has no VNNI: INT8 sums may saturate, so accuracy here can differ from other machines")
     file = bundle.file(bundle.manifest.models[precision])
-    return Serving(precision=precision, file=file, runner=OpenVINORunner(file, bundle.manifest.shapes), note=note)
+    runner = OpenVINORunner(file, bundle.manifest.shapes)
+    return Serving(precision=precision, file=file, runner=runner, note=". ".join(notes))
 
 
 def _on_onnxruntime(bundle: Artifact[BundleManifest], precision: Precision) -> Serving:

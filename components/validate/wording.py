@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from components.common.environment import Environment
-from components.common.records import EngineEntry
-from components.validate.formats import TIMES, count, megabytes, number, short, signed
+from components.common.records import AccuracyRow, ClassLoss, EngineEntry
+from components.common.statistics import SIGNIFICANCE
+from components.validate.formats import TIMES, count, megabytes, number, probability, short, signed
 from components.validate.schema import Report
 
 Facts = list[tuple[str, str]]  # what, and its value with its unit
@@ -34,8 +35,8 @@ def key_figures(report: Report) -> Facts:
 
 
 def speedups(report: Report) -> dict[tuple[str, int], float]:
-    """Throughput over FP32's, by precision and batch size."""
-    rows = report.benchmark.rows
+    """Throughput over FP32's, by precision and batch size, with the copies and one batch at a time."""
+    rows = report.benchmark.plain_rows
     fp32 = {row.batch_size: row.images_per_s for row in rows if row.precision == "fp32"}
     return {
         (row.precision, row.batch_size): row.images_per_s / fp32[row.batch_size]
@@ -45,13 +46,18 @@ def speedups(report: Report) -> dict[tuple[str, int], float]:
 
 
 def change_sentences(report: Report) -> list[str]:
-    """How the predictions differ from FP32's, and how sure that is."""
-    change, sentences = report.change, []
+    """What to ship, how the predictions differ from FP32's, and how sure that is."""
+    change, advice, sentences = report.change, report.verdict.recommendation, []
+    if advice is not None:
+        sentences.append(f"Recommended: {advice.precision.upper()}, since {advice.reason}.")
     if change is not None:
         sentences.append(
             f"{count(change.num_lost)} of {count(change.num_images)} images are lost against FP32 and "
             f"{count(change.num_gained)} gained. The difference in top-1 is {signed(change.delta_top1_points)} points, "
-            f"with 95 % confidence between {signed(change.low_points)} and {signed(change.high_points)}."
+            f"with 95 % confidence between {signed(change.bootstrap_low_points)} and "
+            f"{signed(change.bootstrap_high_points)} (paired bootstrap). "
+            f"{'It may be chance' if change.mcnemar_p >= SIGNIFICANCE else 'It is hardly chance'}: "
+            f"p = {probability(change.mcnemar_p)} by McNemar's test."
         )
     if report.verdict.note:
         sentences.append(f"Note: {report.verdict.note}.")
@@ -65,7 +71,41 @@ def accuracy_sentences(report: Report) -> list[str]:
     num_images = max(row.num_images for row in rows)
     where = f", on {' and '.join(devices)}" if devices else ""
     notes = [f"{row.precision.upper()}: {row.note}." for row in rows if row.note and row.top1_pct is not None]
-    return [*notes, f"All precisions saw the same {count(num_images)} images of the validation split{where}."]
+    return [
+        *notes,
+        f"All precisions saw the same {count(num_images)} images of the validation split{where}.",
+        "ECE is the expected calibration error over 15 bins of confidence: how far a model is surer, or less sure, "
+        "than it is right.",
+    ]
+
+
+def class_sentences(report: Report) -> list[str]:
+    """Which classes each precision recognizes surely less often than FP32, or which loses most."""
+    sentences = [_classes(row) for row in report.accuracy.rows if row.comparison is not None]
+    explained = f"p is McNemar's, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
+    return [*sentences, explained] if sentences else []
+
+
+def _classes(row: AccuracyRow) -> str:
+    name, worse = row.precision.upper(), row.worse_classes
+    if worse:
+        more = f" and {count(len(worse) - _MAX_NAMES)} more" if len(worse) > _MAX_NAMES else ""
+        named = "; ".join(_loss(entry) for entry in worse[:_MAX_NAMES])
+        return f"{name} is significantly worse than FP32 on {_classes_of(len(worse))}: {named}{more}."
+    if row.largest_loss is None:
+        return f"{name} is worse than FP32 on no class."
+    return (
+        f"{name} is significantly worse than FP32 on no class. The largest loss is that of {_loss(row.largest_loss)}."
+    )
+
+
+def _classes_of(number_of: int) -> str:
+    return "1 class" if number_of == 1 else f"{count(number_of)} classes"
+
+
+def _loss(entry: ClassLoss) -> str:
+    images = f"{count(entry.num_lost)} lost and {count(entry.num_gained)} gained of {count(entry.num_images)} images"
+    return f"{entry.name}, {signed(entry.delta_points)} points ({images}, p = {probability(entry.p_corrected)})"
 
 
 def intended_use(report: Report) -> list[str]:
@@ -98,8 +138,13 @@ def limitations(report: Report) -> list[str]:
         for entry in losing[:_MAX_LOSING_CLASSES]
     ]
     if report.model.engines_missing:
-        points.append(f"There are no TensorRT engines: {report.model.engines_missing}.")
+        points.append(f"{missing_engines(report)}: {report.model.engines_missing}.")
     return [*points, "Accuracy holds for images like those of the validation split. Nothing was measured on others."]
+
+
+def missing_engines(report: Report) -> str:
+    """How many engines lack: all, or what came after the first that could not be built."""
+    return "Some TensorRT engines are missing" if report.model.engines else "There are no TensorRT engines"
 
 
 def engine_layers(engine: EngineEntry) -> str:

@@ -62,7 +62,7 @@ def published_rows(networks: Sequence[str], batches: Sequence[int]) -> list[Row]
                 latency_ms=float(entry["latency_ms"]),
             )
             for entry in csv.DictReader(file)
-            if entry["network"] in networks and int(entry["batch"]) in batches
+            if entry["unit"] == "images" and entry["network"] in networks and int(entry["batch"]) in batches
         ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from components.common.environment import gpu_memory_bytes
 from pipelines.diagnosis.checks import Finding, absent, missing, ok, warning
 from pipelines.diagnosis.probes import ProbeError, Probes
 from pipelines.formats import size_text
@@ -59,7 +60,7 @@ class GpuChecks:
             gpus = tuple(
                 NvidiaGpu(
                     str(pynvml.nvmlDeviceGetName(handle)),
-                    int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                    gpu_memory_bytes(handle),
                     tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
                 )
                 for handle in handles

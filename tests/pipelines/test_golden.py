@@ -22,7 +22,7 @@ PIPELINES = ("resnet50", "quantize", "engines")
 OWN_DEFAULTS = {
     ("resnet50", "registered_model"): "resnet50",
     ("quantize", "registered_model"): "quantized",
-    ("engines", "registered_model"): "quantized",
+    ("engines", "registered_model"): "engines",
 }
 
 

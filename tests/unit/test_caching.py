@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -248,6 +249,22 @@ class TestFinishedSteps:
         steps = finished_steps(file, keys_of(file, data), tmp_path / "runs")
         root = offer(steps, tmp_path / "runs/new")
         assert [entry.name for entry in root.iterdir()] == [steps[0].entry.name]
+
+
+@pytest.mark.parametrize(
+    ("missing", "setting", "gpus", "versions", "again"),
+    [
+        ("out of memory", "auto", 1, {"tensorrt": "10.16"}, True),
+        ("", "auto", 1, {"tensorrt": "10.16"}, False),  # it has them
+        ("export.tensorrt is off", "off", 1, {"tensorrt": "10.16"}, False),
+        ("no GPU", "auto", 0, {"tensorrt": "10.16"}, False),  # a GPU makes another key
+        ("not installed", "auto", 1, {}, False),  # so does TensorRT
+    ],
+)
+def test_engines_that_could_not_be_built_are_tried_again(monkeypatch, missing, setting, gpus, versions, again):
+    monkeypatch.setattr(caching, "environment", lambda: SimpleNamespace(gpus=("GPU",) * gpus, versions=versions))
+    bundle = SimpleNamespace(engines_missing=missing, config={"tensorrt": setting})
+    assert caching._may_get_engines(bundle) is again
 
 
 @pytest.mark.parametrize("linked", ["folder", "file"])

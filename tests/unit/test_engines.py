@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from components.common.errors import RuntimeUnavailable, UserError
+from components.common.runners import tensorrt_library
 from components.common.runners.tensorrt import TensorRTRunner
-from components.common.runners.tensorrt_library import load_tensorrt, why_no_tensorrt
+from components.common.runners.tensorrt_library import load_tensorrt, start, why_no_tensorrt
 from components.common.shapes import ShapeSpec
 from components.export import engines
 
@@ -107,6 +108,20 @@ def test_usable(package, with_gpu):
     assert load_tensorrt().Builder
 
 
+def test_there_but_the_driver_is_too_old(monkeypatch):
+    def make() -> None:
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    logger = SimpleNamespace(take_errors=lambda: "CUDA initialization failure with error: 35")
+    monkeypatch.setattr(tensorrt_library, "load_tensorrt", lambda: TENSORRT_10)
+    monkeypatch.setattr(tensorrt_library, "tensorrt_logger", lambda: logger)
+    monkeypatch.setattr(tensorrt_library, "driver_version", lambda: "470")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    said = r"TensorRT 10\.16\.1 can't start on NVIDIA A100, driver 470: CUDA init.* error: 35; a newer driver"
+    with pytest.raises(RuntimeUnavailable, match=said):
+        start(make)
+
+
 @pytest.mark.parametrize(
     ("trt", "files"),
     [
@@ -161,6 +176,17 @@ def test_options():
 def test_an_option_that_this_version_lacks():
     with pytest.raises(UserError, match=r"TensorRT 8\.6\.0 builds no stripped plans: take stripped out"):
         engines._set_options(TENSORRT_8, Config(TENSORRT_8), ("refittable", "stripped"))
+
+
+@pytest.mark.parametrize(("trt", "refused"), [(TENSORRT_8, True), (TENSORRT_10, False), (TENSORRT_11, False)])
+def test_options_are_looked_at_before_anything_is_built(monkeypatch, trt, refused):
+    monkeypatch.setattr(engines, "load_tensorrt", lambda: trt)
+    engines.check_options(("tf32", "version_compatible", "hardware_compatible", "refittable"))
+    if not refused:
+        engines.check_options(("stripped",))
+        return
+    with pytest.raises(UserError, match="builds no stripped plans"):
+        engines.check_options(("stripped",))
 
 
 def test_unknown_precision():

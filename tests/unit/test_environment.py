@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import psutil
 import pynvml
 import pytest
 
@@ -54,3 +55,14 @@ def test_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, visible: str | No
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert tuple(gpu.name for gpu in gpus.__wrapped__()) == expected
+
+
+def test_a_gpu_without_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jetson Orin and DGX Spark share the machine's memory, and NVML refuses to name it."""
+
+    def refuse(handle: str) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    assert {gpu.memory_bytes for gpu in gpus.__wrapped__()} == {psutil.virtual_memory().total}

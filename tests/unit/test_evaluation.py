@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from components.common.artifacts import Artifact, DatasetManifest
-from components.common.evaluation import Predictions, predict, top_classes
+from components.common.evaluation import ConfidenceBins, Predictions, predict, top_classes, top_confidences
 from components.common.loader import Loader
 from components.common.runners import Timing
 from components.common.transforms import transform_for
@@ -84,3 +84,53 @@ def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(
     assert results["int8"].top1_pct == pytest.approx(100 * listing.count(0) / 120)
     logits = np.concatenate([Recorder(flat=False).infer(batch) for batch in runners["fp32"].batches])
     assert results["fp32"].top[:, 0].tolist() == logits.argmax(axis=1).tolist()
+
+
+def test_confidence_is_the_softmax_of_the_best_class() -> None:
+    logits = 5 * np.random.default_rng(0).standard_normal((40, 10)).astype(np.float32)
+    shares = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True)
+    assert top_confidences(logits) == pytest.approx(shares.max(axis=1), rel=1e-5)
+    # A model that ends in a softmax says the same.
+    assert top_confidences(shares.astype(np.float32)) == pytest.approx(shares.max(axis=1), rel=1e-5)
+    odd = np.array([[0, 0], [1e4, -1e4], [np.inf, 0], [np.nan, 0]], np.float32)
+    assert top_confidences(odd).tolist() == [0.5, 1.0, 0.0, 0.0]
+
+
+def test_calibration_error_by_hand() -> None:
+    bins = ConfidenceBins()
+    assert bins.ece_pct is None
+    bins.add(np.array([0.95, 0.97]), np.array([True, False]))  # mean confidence 0.96, accuracy 0.5
+    bins.add(np.array([0.5]), np.array([True]))  # a bin of its own: 0.5 and 1
+    assert bins.ece_pct == pytest.approx(100 * (2 / 3 * 0.46 + 1 / 3 * 0.5))
+    assert bins.counts.tolist() == [0] * 7 + [1] + [0] * 6 + [2]
+
+
+def test_calibration_error_does_not_depend_on_the_batches() -> None:
+    random = np.random.default_rng(0)
+    confidences, right = random.random(500), random.random(500) < 0.5
+    edges = np.arange(1, 15) / 15
+    expected = 0.0
+    for index in range(15):
+        inside = np.digitize(confidences, edges, right=True) == index  # above i/15, up to (i+1)/15
+        if inside.any():
+            expected += inside.mean() * abs(confidences[inside].mean() - right[inside].mean())
+    for size in (1, 64, 500):
+        bins = ConfidenceBins()
+        for start in range(0, 500, size):
+            bins.add(confidences[start : start + size], right[start : start + size])
+        assert bins.ece_pct == pytest.approx(100 * expected)
+
+
+def test_best_classes_of_odd_logits() -> None:
+    logits = np.array([[-np.inf, 1, -np.inf, 2, -np.inf, -np.inf], [np.nan, 1, 2, 3, 4, 5]], np.float32)
+    assert top_classes(logits).tolist() == [[3, 1, 0, 2, 4], [5, 4, 3, 2, 1]]
+    equal = np.random.default_rng(0).integers(0, 4, (200, 30)).astype(np.float32)
+    assert (top_classes(equal) == np.argsort(-equal, axis=1, kind="stable")[:, :5]).all()
+
+
+def test_an_image_takes_ten_bytes_and_its_label_four(digits_dataset: Artifact[DatasetManifest]) -> None:
+    loader = Loader(digits_dataset, "val", transform_for(32, resize_ratio=1.0), batch_size=50)
+    found = predict({"fp32": Recorder(flat=False)}, loader, loader.num_images, lambda done, total: None)["fp32"]
+    assert (found.top.nbytes, found.labels.nbytes) == (10 * 120, 4 * 120)
+    assert found.bins.counts.sum() == 120
+    assert found.bins.rights.sum() == found.right.sum()

@@ -87,7 +87,7 @@ def test_least_top1(own: float, verdict: str) -> None:
 
 def test_thresholds_that_are_not_set_are_not_checked() -> None:
     checks = run_checks(GateConfig(), accuracy("fp32", 80.0), accuracy("int8", 80.0), benchmark())
-    assert [entry.name for entry in checks] == ["top1_drop_points", "relative_top1_pct"]
+    assert [entry.name for entry in checks] == ["top1_drop_points", "relative_top1_pct", "validation_images"]
 
 
 def test_speedup_is_taken_at_the_largest_batch() -> None:
@@ -97,15 +97,15 @@ def test_speedup_is_taken_at_the_largest_batch() -> None:
 
 
 def test_speed_that_was_not_measured_does_not_pass() -> None:
-    assert check("speedup", 80, 80, min_speedup=0.1) == ("not measured", None)
+    assert check("speedup", 80, 80, min_speedup=0.1) == ("not enough evidence", None)
     only_fp32 = (speed("fp32", 16, 100), speed("int8", 1, 100))
-    assert check("speedup", 80, 80, *only_fp32, min_speedup=0.1) == ("not measured", None)
+    assert check("speedup", 80, 80, *only_fp32, min_speedup=0.1) == ("not enough evidence", None)
 
 
 @pytest.mark.parametrize(("fp32", "own", "named"), [(80.0, None, "INT8"), (None, 80.0, "FP32"), (None, None, "INT8")])
 def test_accuracy_that_was_not_measured_does_not_pass(fp32: float | None, own: float | None, named: str) -> None:
     checks = run_checks(GateConfig(), accuracy("fp32", fp32), accuracy("int8", own), benchmark())
-    assert [(entry.verdict, entry.measured) for entry in checks] == [("not measured", None)]
+    assert [(entry.verdict, entry.measured) for entry in checks] == [("not enough evidence", None)]
     assert checks[0].explanation == f"{named} was not measured here: needs TensorRT"
 
 
@@ -140,7 +140,10 @@ def verdict_of(path: Path) -> VerdictManifest:
 def test_a_pass_says_what_was_measured(tmp_path: Path) -> None:
     source = report(tmp_path / "report", 80.0, 79.75)
     outcome = run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
-    assert outcome == ("INT8 passed: top-1 drop 0.25, allowed 0.5 points; share of FP32's top-1 99.69, at least 99 %")
+    assert outcome == (
+        "INT8 passed: top-1 drop 0.25, allowed 0.5 points; share of FP32's top-1 99.69, at least 99 %; "
+        "10,000 validation images, at least 100"
+    )
     verdict = verdict_of(tmp_path / "verdict")
     assert (verdict.passed, verdict.precision, verdict.note) == (True, "int8", "")
     assert verdict.inputs == {"report": load(source, ReportManifest).digest, "bundle": "sha256:b"}
@@ -169,7 +172,7 @@ def test_a_doubt_about_the_runtime_stands_beside_the_verdict(tmp_path: Path, mon
     monkeypatch.setattr(openvino, "cpu_has_vnni", lambda: False)
     monkeypatch.setattr(openvino, "OpenVINORunner", lambda file, shapes: None)
     bundle = SimpleNamespace(file=Path, manifest=SimpleNamespace(models={"int8": "int8.onnx"}, shapes=None))
-    note = _on_openvino(bundle, "int8").note  # type: ignore[arg-type]  # only what it reads
+    note = _on_openvino(bundle, "int8", "").note  # type: ignore[arg-type]  # only what it reads
     assert "no VNNI" in note
     source = report(tmp_path / "report", 80.0, 79.75, int8_note=note)
     outcome = run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")

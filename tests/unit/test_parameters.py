@@ -72,6 +72,15 @@ def test_set_wins_over_file_and_leaves_the_rest(arguments: Callable[..., dict[st
     assert values["gate"] == {"min_speedup": 1.5}
 
 
+def test_a_latency_budget_is_one_setting_however_it_is_typed(arguments: Callable[..., dict[str, Any]]) -> None:
+    assert arguments()["latency_budget"] == ""
+    assert arguments(latency_budget="7 ms")["latency_budget"] == "7ms"
+    assert arguments("latency_budget: 7\n")["latency_budget"] == "7ms"
+    assert arguments("", "validate.latency_budget=0.007s")["latency_budget"] == "7ms"
+    with pytest.raises(UserError, match=r"validate.latency_budget: can't read 'soon' as a latency; .* such as 7ms"):
+        arguments(latency_budget="soon")
+
+
 def test_the_long_name_of_a_plain_input_sets_it(arguments: Callable[..., dict[str, Any]]) -> None:
     values = arguments("train:\n  epochs: 4\n", "export.num_calibration_images=64")
     assert (values["epochs"], values["num_calibration_images"]) == (4, 64)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import BundleManifest, ReportManifest, VerdictManifest, seal
+from components.common.artifacts import BundleManifest, ReportManifest, VerdictManifest, load, seal
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.records import (
     AccuracyReport,
@@ -18,7 +18,7 @@ from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
 from components.common.transforms import transform_for
 from components.promote.config import PromoteConfig
-from components.promote.run import run
+from components.promote.run import _made_for, run
 
 
 def chain(folder: Path, *, planned: tuple[str, ...], measured: dict[str, str], passed: bool = True) -> dict[str, Path]:
@@ -108,3 +108,13 @@ def test_a_verdict_that_is_no_pass(tmp_path):
     paths = chain(tmp_path, planned=(), measured={}, passed=False)
     with pytest.raises(GateFailed, match="only a bundle that passed its gate is promoted"):
         promote(tmp_path, paths)
+
+
+@pytest.mark.parametrize(
+    ("planned", "tags"),
+    [(("int8.plan",), {"gpu": "NVIDIA H200", "tensorrt": "8.6.0"}), ((), {})],
+    ids=["plans", "none"],
+)
+def test_a_version_says_which_gpu_it_is_for(tmp_path, planned, tags):
+    paths = chain(tmp_path, planned=planned, measured={})
+    assert _made_for(load(paths["bundle"], BundleManifest).manifest) == tags

@@ -7,8 +7,9 @@ import torch
 
 from components.common.records import EngineEntry
 from components.common.runners import tensorrt_library as tensorrt
+from components.validate import serving
 from components.validate.config import ValidateConfig
-from components.validate.serving import _usable_engines
+from components.validate.serving import _usable_engines, serving_runners
 
 HERE = {"tensorrt_version": "10.16.0", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
 
@@ -69,3 +70,24 @@ def test_a_plan_that_fits_is_used(changes):
     engines, reason = _usable_engines(bundle_with(**changes), ValidateConfig())
     assert list(engines) == ["int8"]
     assert reason == ""
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_the_rows_say_why_the_plans_do_not_run(monkeypatch):
+    """The run goes on without the plans, so only the notes can say what differs."""
+    asked = []
+    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: asked.append((precision, unused)))
+    servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), ValidateConfig())
+    said = "int8.plan was built elsewhere (GPU NVIDIA A100 there, NVIDIA H200 here)"
+    assert servings[1].precision == "fp16"
+    assert servings[1].note.startswith(said)
+    assert [precision for precision, unused in asked if unused.startswith(said)] == ["fp32", "int8"]
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_what_was_asked_for_needs_no_reason(monkeypatch):
+    asked = []
+    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: asked.append(unused))
+    servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), ValidateConfig(runtime="openvino"))
+    assert asked == ["", ""]
+    assert servings[1].note == "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"

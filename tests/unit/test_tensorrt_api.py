@@ -96,11 +96,15 @@ class Uses:
 
 
 def dotted(node: ast.expr) -> str:
-    """`trt.A.B` as "A.B", `config.x` as "IBuilderConfig.x", `network.get_input(0).x` as "ITensor.x"; "" for others."""
+    """`trt.A.B` and `trt.A().B` as "A.B", `config.x` as "IBuilderConfig.x", `network.get_input(0).x` as "ITensor.x".
+
+    "" for others.
+    """
     if isinstance(node, ast.Name):
         return VARIABLES.get(node.id, "")
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return RETURNED.get(node.func.attr, "")
+        made = isinstance(node.func.value, ast.Name) and node.func.value.id == "trt"
+        return node.func.attr if made else RETURNED.get(node.func.attr, "")
     if not isinstance(node, ast.Attribute):
         return ""
     if isinstance(node.value, ast.Name) and node.value.id == "trt":
@@ -204,6 +208,7 @@ def test_the_source_is_really_read(used):
         "ITimingCache.serialize",
         "MemoryPoolType.WORKSPACE",
         "OnnxParser.get_error",
+        "OnnxParserRefitter.refit_from_file",
         "Runtime.deserialize_cuda_engine",
         "__version__",
         "nptype",

@@ -6,7 +6,7 @@ import numpy as np
 import onnxruntime
 
 from components.common.environment import cpu_name, num_cores
-from components.common.runners import Timing, measure_host
+from components.common.runners import Meter, Timing, measure_host
 from components.common.shapes import ShapeSpec
 
 
@@ -23,6 +23,7 @@ class OnnxRuntimeRunner:
     """One ONNX file on the CPU."""
 
     runtime = "onnxruntime"
+    memory_bytes = None
 
     def __init__(self, onnx_path: Path, shapes: ShapeSpec) -> None:
         """Load."""
@@ -35,7 +36,17 @@ class OnnxRuntimeRunner:
         logits: np.ndarray = self._session.run([self._shapes.output_name], {self._shapes.input_name: images})[0]
         return logits.astype(np.float32, copy=False)
 
-    def measure(self, batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int) -> Timing:
+    def measure(
+        self,
+        batch_size: int,
+        *,
+        warmup_s: float,
+        duration_s: float,
+        min_iterations: int,
+        with_transfers: bool = True,
+        num_streams: int = 1,
+        meter: Meter | None = None,
+    ) -> Timing:
         """See Runner."""
         return measure_host(
             self.infer,
@@ -44,6 +55,8 @@ class OnnxRuntimeRunner:
             warmup_s=warmup_s,
             duration_s=duration_s,
             min_iterations=min_iterations,
+            num_streams=num_streams,
+            meter=meter,
         )
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """OpenVINO: INT8 in integer arithmetic, and FP32 as FP32, on CPUs."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import openvino as ov
 from openvino import properties as props
 
 from components.common.environment import cpu_name, num_cores
-from components.common.runners import Timing, measure_host
+from components.common.runners import Meter, Timing, measure_host
 from components.common.shapes import ShapeSpec
 
 
@@ -28,30 +29,42 @@ class OpenVINORunner:
     """One ONNX file compiled for the CPU."""
 
     runtime = "openvino"
+    memory_bytes = None
 
     def __init__(self, onnx_path: Path, shapes: ShapeSpec) -> None:
         """Compile. The precision is what the file says: the hint keeps OpenVINO from running FP32 in BF16."""
         self._shapes = shapes
         self.device = f"{cpu_name()}, {num_cores()} cores"
-        core = ov.Core()
-        self._compiled = core.compile_model(
-            core.read_model(onnx_path),
-            "CPU",
-            {
-                props.hint.performance_mode: props.hint.PerformanceMode.LATENCY,
-                props.hint.inference_precision: ov.Type.f32,
-                props.inference_num_threads: num_cores(),
-            },
-        )
+        self._onnx_path = onnx_path
+        self._compiled = _compile(onnx_path, {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY})
         self._request = self._compiled.create_infer_request()
+        self._queues: dict[int, ov.AsyncInferQueue] = {}  # by the number of streams
 
     def infer(self, images: np.ndarray) -> np.ndarray:
         """See Runner."""
         result = self._request.infer([images], share_inputs=True)
         return np.array(result[0], dtype=np.float32)
 
-    def measure(self, batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int) -> Timing:
-        """See Runner. On a CPU there is no transfer, so latency is the call."""
+    def measure(
+        self,
+        batch_size: int,
+        *,
+        warmup_s: float,
+        duration_s: float,
+        min_iterations: int,
+        with_transfers: bool = True,
+        num_streams: int = 1,
+        meter: Meter | None = None,
+    ) -> Timing:
+        """See Runner. On a CPU there is no transfer, so latency is the call.
+
+        Several streams are as many infer requests of a model compiled for throughput, which share the cores. A latency
+        is then from a request's start to its end.
+        """
+        if num_streams > 1:
+            queue = self._queue(num_streams)
+            images = np.random.default_rng(0).standard_normal(self._shapes.input_shape(batch_size), dtype=np.float32)
+            return _time_queue(queue, images, num_streams, warmup_s, duration_s, min_iterations, meter)
         return measure_host(
             lambda images: self._request.infer([images], share_inputs=True, share_outputs=True),
             self._shapes,
@@ -59,8 +72,69 @@ class OpenVINORunner:
             warmup_s=warmup_s,
             duration_s=duration_s,
             min_iterations=min_iterations,
+            num_streams=num_streams,
+            meter=meter,
         )
+
+    def _queue(self, num_streams: int) -> ov.AsyncInferQueue:
+        if num_streams not in self._queues:
+            hints = {
+                props.hint.performance_mode: props.hint.PerformanceMode.THROUGHPUT,
+                props.hint.num_requests: num_streams,
+                props.num_streams: num_streams,
+            }
+            self._queues[num_streams] = ov.AsyncInferQueue(_compile(self._onnx_path, hints), num_streams)
+        return self._queues[num_streams]
 
     def close(self) -> None:
         """See Runner."""
+        self._queues.clear()
         del self._request, self._compiled
+
+
+def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
+    core = ov.Core()
+    settings = {props.hint.inference_precision: ov.Type.f32, props.inference_num_threads: num_cores(), **hints}
+    return core.compile_model(core.read_model(onnx_path), "CPU", settings)
+
+
+def _time_queue(
+    queue: ov.AsyncInferQueue,
+    images: np.ndarray,
+    num_streams: int,
+    warmup_s: float,
+    duration_s: float,
+    min_iterations: int,
+    meter: Meter | None,
+) -> Timing:
+    """Keep every request of a queue busy. images: [B, C, H, W] float32, the same each time."""
+    ended: list[tuple[float, float]] = []  # of each batch: the time of its end, its latency in milliseconds
+
+    def note_end(request: ov.InferRequest, started: float) -> None:
+        now = time.perf_counter()
+        ended.append((now, (now - started) * 1e3))
+
+    def submit() -> None:
+        queue.get_idle_request_id()  # waits for one, so that the latency holds no queueing
+        queue.start_async([images], userdata=time.perf_counter(), share_inputs=True)
+
+    queue.set_callback(note_end)
+    warm = time.perf_counter() + warmup_s
+    while time.perf_counter() < warm or len(ended) < num_streams:
+        submit()
+    if meter is not None:
+        meter.start()
+    # The clock starts and stops at the end of a batch, with all streams busy: what drains afterwards is not counted.
+    first = len(ended)
+    while len(ended) < first + min_iterations or ended[-1][0] - ended[first - 1][0] < duration_s:
+        submit()
+    last = len(ended)
+    if meter is not None:
+        meter.stop()
+    queue.wait_all()
+    counted = ended[first:last]
+    return Timing(
+        batch_size=len(images),
+        latencies_ms=np.array([latency_ms for _, latency_ms in counted]),
+        wall_s=counted[-1][0] - ended[first - 1][0],
+    )

@@ -3,6 +3,8 @@
 import itertools
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 
 from components.common.errors import EngineryError, UserError
 from components.common.records import EngineEntry
-from components.common.runners import Timing
+from components.common.runners import Meter, Timing
 from components.common.runners.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger
 from components.common.shapes import ShapeSpec
 
@@ -44,7 +46,9 @@ class TensorRTRunner:
         self._shapes = shapes
         self._cuda = torch.device("cuda", torch.cuda.current_device())
         self.device = torch.cuda.get_device_name(self._cuda)
-        self._runtime, self._engine = load_engine(plan_path, entry)
+        self.memory_bytes = 0
+        with self._counting_memory():
+            self._runtime, self._engine = load_engine(plan_path, entry)
         _check_engine(self._engine, plan_path, shapes)
         self._classes = tuple(self._engine.get_tensor_shape(shapes.output_name))[1]
         names = (shapes.input_name, shapes.output_name)
@@ -53,9 +57,20 @@ class TensorRTRunner:
         self._open_lanes(1)
 
     def _open_lanes(self, num_lanes: int) -> None:
-        while len(self._lanes) < num_lanes:
-            self._lanes.append(_Lane(self._engine, self._cuda, self._shapes, self._classes, self._dtypes))
-        torch.cuda.synchronize(self._cuda)  # the buffers were zeroed on another stream than those that will use them
+        with self._counting_memory():
+            while len(self._lanes) < num_lanes:
+                self._lanes.append(_Lane(self._engine, self._cuda, self._shapes, self._classes, self._dtypes))
+            torch.cuda.synchronize(self._cuda)  # the buffers were zeroed on another stream than will use them
+
+    @contextmanager
+    def _counting_memory(self) -> Iterator[None]:
+        """Add what is allocated meanwhile to `memory_bytes`: the GPU's used memory after it, minus that before.
+
+        TensorRT tells no total. What another process allocates at the same moment counts too.
+        """
+        before = _used_bytes(self._cuda)
+        yield
+        self.memory_bytes += max(_used_bytes(self._cuda) - before, 0)
 
     def infer(self, images: np.ndarray) -> np.ndarray:
         """Logits of a batch of any size; more than `max_batch` images are run in several batches.
@@ -90,6 +105,7 @@ class TensorRTRunner:
         min_iterations: int,
         with_transfers: bool = True,
         num_streams: int = 1,
+        meter: Meter | None = None,
     ) -> Timing:
         """Time random batches on trtexec's terms: one batch enqueued ahead, as CUDA graph where that can be captured.
 
@@ -104,6 +120,7 @@ class TensorRTRunner:
             with_transfers: False leaves the copies out, the default of trtexec from TensorRT 11 on.
             num_streams: Batches that run at the same time, each in an execution context of its own (trtexec's
                 --infStreams).
+            meter: Started and stopped with the clock, while batches are in flight.
         """
         self._check_open()
         if not self._shapes.min_batch <= batch_size <= self._shapes.max_batch:
@@ -115,9 +132,10 @@ class TensorRTRunner:
         with torch.cuda.device(self._cuda):
             self._open_lanes(num_streams)
             lanes = self._lanes[:num_streams]
-            for lane in lanes:
-                lane.prepare(batch_size)
-            return self._time_steadily(lanes, batch_size, warmup_s, duration_s, min_iterations, with_transfers)
+            with self._counting_memory():
+                for lane in lanes:
+                    lane.prepare(batch_size)
+            return self._time_steadily(lanes, batch_size, warmup_s, duration_s, min_iterations, with_transfers, meter)
 
     def _time_steadily(
         self,
@@ -127,6 +145,7 @@ class TensorRTRunner:
         duration_s: float,
         min_iterations: int,
         with_transfers: bool,
+        meter: Meter | None,
     ) -> Timing:
         turns = itertools.cycle(lanes)
         # The clock starts and stops just after a batch has ended with one more in flight on every stream, so it
@@ -137,11 +156,17 @@ class TensorRTRunner:
         next(turns).next_ms(batch, with_transfers)
         while time.perf_counter() < warm:
             next(turns).next_ms(batch, with_transfers)
+        if meter is not None:
+            meter.start()
+            for _ in lanes:  # while the meter started, batches may have ended: put every stream to work again
+                next(turns).next_ms(batch, with_transfers)
         latencies_ms: list[float] = []
         started = now = time.perf_counter()
         while now - started < duration_s or len(latencies_ms) < min_iterations:
             latencies_ms.append(next(turns).next_ms(batch, with_transfers))
             now = time.perf_counter()
+        if meter is not None:
+            meter.stop()
         torch.cuda.synchronize(self._cuda)
         return Timing(batch_size=batch, latencies_ms=np.asarray(latencies_ms), wall_s=now - started)
 
@@ -279,6 +304,14 @@ class _Slot:
         parts = (self.upload, self.compute, self.download) if with_transfers else (self.compute,)
         parts[-1][1].synchronize()
         return float(sum(start.elapsed_time(end) for start, end in parts))
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is in use, without what PyTorch only keeps for later."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

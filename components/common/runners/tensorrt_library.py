@@ -4,12 +4,14 @@ import functools
 import importlib
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from components.common.environment import gpus
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.records import EngineEntry
 
@@ -61,6 +63,28 @@ def load_tensorrt() -> ModuleType:
     if missing is not None:
         raise RuntimeUnavailable(missing)
     return importlib.import_module("tensorrt")
+
+
+def driver_version() -> str:
+    """Version of the NVIDIA driver; "unknown" where NVML is not reachable, as in some sandboxes."""
+    found = gpus()
+    return found[0].driver if found else "unknown"
+
+
+def start(make: Callable[[], Any]) -> Any:
+    """The Builder or Runtime that `make` makes.
+
+    Raises:
+        RuntimeUnavailable: TensorRT is there but does not start, as with too old a driver.
+    """
+    try:
+        return make()
+    except TypeError:  # what pybind11 raises when the library returns no object
+        trt = load_tensorrt()
+        raise RuntimeUnavailable(
+            f"TensorRT {trt.__version__} can't start on {torch.cuda.get_device_name()}, driver {driver_version()}: "
+            f"{tensorrt_logger().take_errors()}; a newer driver is the usual fix"
+        ) from None
 
 
 def plan_mismatches(entry: EngineEntry) -> list[str]:
@@ -115,7 +139,7 @@ def load_engine(plan_path: Path, entry: EngineEntry | None) -> tuple[Any, Any]:
         raise UserError(f"the plan {plan_path} was built elsewhere ({'; '.join(differences)}): {fix}")
     logger = tensorrt_logger()
     logger.take_errors()
-    runtime = trt.Runtime(logger)
+    runtime = start(lambda: trt.Runtime(logger))
     if VERSION_COMPATIBLE in flags:
         runtime.engine_host_code_allowed = True  # such a plan carries TensorRT's lean runtime; its digest was checked
     engine = runtime.deserialize_cuda_engine(plan_path.read_bytes())

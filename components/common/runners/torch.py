@@ -20,7 +20,7 @@ from torch import Tensor
 
 from components.common.environment import cpu_name
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.runners import Timing, measure_host
+from components.common.runners import Meter, Timing, measure_host
 from components.common.runners.torch_layers import fake_quantize
 from components.common.runners.torch_operators import as_tensor, bind, why_unsupported
 from components.common.shapes import ShapeSpec
@@ -204,6 +204,7 @@ class TorchRunner:
     """One ONNX file on a GPU or the CPU."""
 
     runtime = "torch"
+    memory_bytes = None
 
     def __init__(self, onnx_path: Path, shapes: ShapeSpec, device: torch.device | str = "cpu") -> None:
         """Load.
@@ -236,8 +237,18 @@ class TorchRunner:
         batches = torch.split(tensor, self._shapes.max_batch)
         return np.concatenate([self._graph.run(batch)[0].float().cpu().numpy() for batch in batches])
 
-    def measure(self, batch_size: int, *, warmup_s: float, duration_s: float, min_iterations: int) -> Timing:
-        """See Runner. On a GPU, too, a latency is that of the call: it copies the images there and the logits back."""
+    def measure(
+        self,
+        batch_size: int,
+        *,
+        warmup_s: float,
+        duration_s: float,
+        min_iterations: int,
+        with_transfers: bool = True,
+        num_streams: int = 1,
+        meter: Meter | None = None,
+    ) -> Timing:
+        """See Runner. On a GPU, too, a latency is that of the call, which always copies images and logits."""
         return measure_host(
             self.infer,
             self._shapes,
@@ -245,6 +256,8 @@ class TorchRunner:
             warmup_s=warmup_s,
             duration_s=duration_s,
             min_iterations=min_iterations,
+            num_streams=num_streams,
+            meter=meter,
         )
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from components.common.records import EngineLayer
-from components.export.inspection import parse_layers, summarize
+from components.export.inspection import UnreadableLayers, parse_layers, summarize
 
 FOLDER = Path(__file__).with_name("inspector")
 CONVOLUTIONS = ["/stem/stem.0/Conv", "/block/block.0/Conv", "/block/block.2/Conv"]
@@ -84,6 +84,12 @@ def test_without_metadata_the_name_tells_the_nodes():
     assert [layer.nodes for layer in found] == [("/a/Conv", "/a/Relu"), ()]
 
 
+@pytest.mark.parametrize("told", ["", "no JSON", "{}", "[]", '{"Layers": null}', '{"Layers": [{"Inputs": ["x"]}]}'])
+def test_what_no_known_version_says(told):
+    with pytest.raises(UnreadableLayers, match="what the engine inspector says can't be read"):
+        parse_layers(told)
+
+
 def test_summary():
     layers = [
         layer("", "/a/Conv", kind="Reformat"),  # its input, not the convolution
@@ -96,3 +102,11 @@ def test_summary():
     assert found.convolutions == {"INT8": 2, "FP16": 1, "unknown": 1}
     assert found.exceptions == {"/b/Conv": "FP16", "/d/Conv": "unknown"}
     assert (found.num_layers, found.num_reformats) == (5, 2)
+
+
+def test_nodes_that_have_no_name_in_the_onnx_file():
+    """Of a user's own file, which is taken over as it is."""
+    layers = [layer("FP16", "node_of_conv1_out", "node_of_relu1_out"), layer("FP32", "node_of_conv2_out")]
+    found = summarize(layers, ["conv1_out", "conv2_out"], own="FP16", file="f")
+    assert found.convolutions == {"FP16": 1, "FP32": 1}
+    assert found.exceptions == {"conv2_out": "FP32"}

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ConfigDict
 
 from components.common.artifacts import ALL_FILES, Artifact, BundleManifest, DatasetManifest, load, seal
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
@@ -15,6 +16,7 @@ from components.common.steplog import StepLog
 from components.common.transforms import transform_for
 from components.export import plans, rebuild
 from components.export.config import ExportConfig
+from components.export.inspection import UnreadableLayers
 from components.export.onnx_export import export_onnx
 from components.export.run import run
 
@@ -79,6 +81,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (plans, rebuild):
         monkeypatch.setattr(module, "why_no_tensorrt", lambda: None)
+    monkeypatch.setattr(plans, "check_options", lambda options: None)
     monkeypatch.setattr(plans, "onnx_file_for", lambda precision: "int8.onnx")
     monkeypatch.setattr(plans, "build_engine", build)
     monkeypatch.setattr(plans, "inspect_engine", inspect)
@@ -117,6 +120,71 @@ def test_a_plan_that_cannot_be_built_ends_it(original, digits_dataset, tmp_path,
     with pytest.raises(EngineryError, match="no kernel"):
         export(original.path, digits_dataset.path, tmp_path / "new")
     assert not (tmp_path / "new" / "manifest.json").exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_no_plan_stays_that_the_manifest_does_not_name(original, tmp_path, monkeypatch):
+    """A plan that can be built but not run goes again: nobody would measure it, but it would be shipped."""
+
+    def fail(plan: Path, built: EngineEntry, *others: Any) -> EngineLayers:
+        if built.precision == "int8":
+            raise EngineryError("no memory")
+        return EngineLayers(file="f", num_layers=1, num_reformats=0, convolutions={}, exceptions={})
+
+    monkeypatch.setattr(plans, "inspect_engine", fail)
+    entries, missing = plans.build_plans(ExportConfig(), SHAPES, original.path, None, StepLog("export"))
+    assert [built.file for built in entries] == ["fp32.plan", "fp16.plan"]
+    assert missing == "no memory"
+    assert sorted(file.name for file in original.path.glob("*.plan")) == ["fp16.plan", "fp32.plan"]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plan_is_as_good_without_its_layers(original, digits_dataset, tmp_path, monkeypatch, capsys):
+    def fail(*arguments: Any) -> EngineLayers:
+        raise UnreadableLayers("what the engine inspector says can't be read")
+
+    monkeypatch.setattr(plans, "inspect_engine", fail)
+    assert export(original.path, digits_dataset.path, tmp_path / "new").startswith("3 TensorRT engines from")
+    assert [built.layers for built in load(tmp_path / "new", BundleManifest).manifest.engines] == [None] * 3
+    assert "the report says nothing of the layers of int8.plan" in "".join(capsys.readouterr())
+
+
+@pytest.mark.usefixtures("here")
+def test_an_option_that_tensorrt_lacks_ends_it_with_auto_too(original, tmp_path, monkeypatch):
+    def refuse(options: tuple[str, ...]) -> None:
+        raise UserError(f"builds no {options[0]} plans")
+
+    monkeypatch.setattr(plans, "check_options", refuse)
+    config = ExportConfig(engine_options=("stripped",))
+    with pytest.raises(UserError, match="builds no stripped plans"):
+        plans.build_plans(config, SHAPES, original.path, None, StepLog("export"))
+
+
+@pytest.mark.usefixtures("here")
+def test_settings_that_change_nothing_are_named(original, digits_dataset, tmp_path, capsys):
+    given = {"max_batch": 4, "opt_batch": 32, "optimization_level": 1}  # 32 is the default
+    export(original.path, digits_dataset.path, tmp_path / "new", **given)
+    said = "".join(capsys.readouterr())
+    assert "without effect here: export.max_batch. A bundle keeps its shapes" in said
+    assert load(tmp_path / "new", BundleManifest).manifest.shapes == SHAPES
+
+
+@pytest.mark.usefixtures("here")
+def test_settings_of_another_version_stay(original, digits_dataset, tmp_path):
+    class Config(ExportConfig):
+        model_config = ConfigDict(extra="allow")
+
+    older = tmp_path / "older"
+    older.mkdir()
+    for file in original.path.iterdir():
+        if file.name != "manifest.json":
+            (older / file.name).write_bytes(file.read_bytes())
+    left_out = {"schema_version", "seal", "kind", "files", "inputs", "config", "environment"}
+    fields = original.manifest.model_dump(exclude=left_out)
+    seal(older, BundleManifest, inputs={}, config=Config(seed=7, optimization_level=1), **fields)
+    export(older, digits_dataset.path, tmp_path / "new", optimization_level=4)
+    config = load(tmp_path / "new", BundleManifest).manifest.config
+    assert (config["seed"], config["optimization_level"]) == (7, 4)
 
 
 def test_without_tensorrt(original, digits_dataset, tmp_path):

@@ -44,10 +44,20 @@ def test_a_single_epoch_shows_its_values(make_history: History) -> None:
 def test_speed_is_drawn_between_round_numbers(speeds: tuple[BenchmarkRow, ...]) -> None:
     shown = texts(speed_chart(BenchmarkReport(bundle_digest="b", rows=speeds)))
     assert {"0.2", "50", "20,000", "FP32", "FP16", "INT8"} <= set(shown)
-    assert shown.count("128") == 3
+    # Of eight batch sizes four are named at each line: all of them would run into each other.
+    assert [shown.count(size) for size in ("1", "4", "32", "128", "16", "64")] == [4, 3, 3, 3, 0, 0]  # 1 ms, too
     single = texts(speed_chart(BenchmarkReport(bundle_digest="b", rows=speeds[:1])))
     assert {"2", "5"} <= set(single)  # 2.85 ms lies between
     assert speed_chart(BenchmarkReport(bundle_digest="b", rows=())) == ""
+    without = tuple(row for row in speeds if not row.with_transfers)
+    assert speed_chart(BenchmarkReport(bundle_digest="b", rows=without)) == ""
+
+
+def test_several_streams_are_hollow_points(speeds: tuple[BenchmarkRow, ...]) -> None:
+    svg = speed_chart(BenchmarkReport(bundle_digest="b", rows=speeds))
+    plain = speed_chart(BenchmarkReport(bundle_digest="b", rows=tuple(row for row in speeds if row.is_plain)))
+    assert svg.count("fill: var(--ground); stroke: var(--int8)") > 0
+    assert "fill: var(--ground); stroke: var(--int8)" not in plain
 
 
 @pytest.fixture

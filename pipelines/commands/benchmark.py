@@ -1,0 +1,108 @@
+"""`enginery benchmark`: the classic table of networks and batch sizes, for this machine."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+import click
+
+from components.common.artifacts import prepare_directory, write_atomically
+from components.common.environment import environment
+from components.common.errors import UserError
+from components.common.records import PRECISIONS, Precision
+
+
+def _names(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+    if not names:
+        raise UserError(f"--{parameter.name} names nothing; write names with commas between, such as resnet50,vgg19")
+    return names
+
+
+def _precisions(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    names = _names(ctx, parameter, value)
+    if unknown := [name for name in names if name not in PRECISIONS]:
+        raise UserError(f"--precisions {unknown[0]}: there is {', '.join(get_args(Precision))}")
+    return names
+
+
+def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    parts = [part.strip() for part in (value or "").split(",") if part.strip()]
+    if any(not part.isdecimal() or not 1 <= int(part) <= 4096 for part in parts):
+        raise UserError(f"--batch-sizes {value}: write whole numbers of 1 to 4096 with commas between, such as 1,8,128")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+@click.command()
+@click.option(
+    "--models",
+    default="alexnet,googlenet,resnet50,vgg19",
+    callback=_names,
+    show_default=True,
+    help="Classifiers of torchvision, or of timm as timm/NAME.",
+)
+@click.option("--batch-sizes", callback=_sizes, help="Images per batch.  [default: 1,2,4,8,64,128; on a CPU 1,2,4,8]")
+@click.option("--precisions", default="fp32,fp16,int8", callback=_precisions, show_default=True)
+@click.option("--image-size", default=224, type=click.IntRange(32, 2048), show_default=True, help="Side, in pixels.")
+@click.option("--seconds", default=2.0, type=click.FloatRange(0.05), show_default=True, help="For each speed.")
+@click.option("--optimization-level", default=3, type=click.IntRange(0, 5), show_default=True, help="Of TensorRT.")
+@click.option("--price-per-hour", type=click.FloatRange(0), help="Of this machine: adds the cost of a million images.")
+@click.option("--price-per-kwh", type=click.FloatRange(0), help="Of electricity, for what the GPU draws.")
+@click.option("--output", default="benchmark", type=click.Path(path_type=Path), show_default=True, help="New folder.")
+def benchmark(
+    models: tuple[str, ...],
+    batch_sizes: tuple[int, ...],
+    precisions: tuple[Precision, ...],
+    image_size: int,
+    seconds: float,
+    optimization_level: int,
+    price_per_hour: float | None,
+    price_per_kwh: float | None,
+    output: Path,
+) -> None:
+    """Measure networks by batch size: images/s, W, images/s/W and ms, beside published rows.
+
+    Weights are random, since speed does not depend on them. Writes table.md, table.csv and throughput.png.
+    """
+    from pipelines.benchmarking import measuring
+    from pipelines.benchmarking.table import Row, as_csv, markdown, network_name, published_rows, write_picture
+    from pipelines.local import new_console
+
+    measuring.check_networks(models)
+    measuring.check_precisions(precisions)
+    prepare_directory(output)
+    settings = measuring.Settings(
+        batches=batch_sizes or measuring.default_batches(),
+        precisions=precisions,
+        image_size=image_size,
+        seconds=seconds,
+        optimization_level=optimization_level,
+        price_per_hour=price_per_hour,
+        price_per_kwh=price_per_kwh,
+    )
+    published = published_rows([network_name(model) for model in models], settings.batches)
+    measured: list[Row] = []
+    with new_console().status("measuring") as status, TemporaryDirectory(prefix="enginery-benchmark-") as folder:
+        for model in models:
+            files = Path(folder) / model.replace("/", "_")
+            measured += measuring.measure_network(model, settings, files, status.update)
+            # After each, so that what was measured is kept where a later one fails.
+            write_atomically(output / "table.csv", as_csv([*measured, *published]).encode())
+            text = markdown(measured, published, _notes(settings.image_size, seconds))
+            write_atomically(output / "table.md", text.encode())
+    write_picture(measured, published, output / "throughput.png")
+    click.echo(text)
+    click.echo(f"{output}/table.md, table.csv and throughput.png written")
+
+
+def _notes(image_size: int, seconds: float) -> str:
+    here = environment()
+    gpu = here.gpus[0] if here.gpus else None
+    machine = f"{gpu.name}, driver {gpu.driver}" if gpu else f"{here.cpu}, {here.num_cores} cores"
+    libraries = ", ".join(f"{name} {here.versions[name]}" for name in ("tensorrt", "openvino") if name in here.versions)
+    return (
+        f"{datetime.now(UTC).date().isoformat()}, {machine}, {libraries}. Images of {image_size} x {image_size} pixels "
+        f"and random weights. Throughput and median latency of a batch over {seconds:g} s, copies included, as trtexec "
+        "defines them; power of the board by NVML's energy counter."
+    )

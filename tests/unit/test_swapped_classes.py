@@ -1,0 +1,142 @@
+"""A regression made by hand: two classes swapped in the INT8 graph. The real steps must catch it and name both."""
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, VerdictManifest, load, seal
+from components.common.errors import GateFailed
+from components.common.loader import Loader
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.common.transforms import transform_for
+from components.export.config import ExportConfig
+from components.gate.config import GateConfig
+from components.validate.config import ValidateConfig
+from components.validate.schema import Report
+
+GATE: dict[str, Any] = {"max_top1_drop_points": 5.0, "min_relative_top1_pct": 90.0, "max_class_drop_points": 30.0}
+
+
+def fitted(dataset: Artifact[DatasetManifest]) -> nn.Module:
+    """A small classifier without training: random convolutions, and the last layer by least squares."""
+    torch.manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(3, 32, 5, stride=2), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten())
+    loader = Loader(dataset, "train", transform_for(32, resize_ratio=1.0), batch_size=96)
+    batches = [(batch.images, batch.labels) for batch in loader]
+    with torch.no_grad():
+        inputs = torch.cat([features(images.contiguous()) for images, _ in batches])  # [480, F] float32
+        wanted = nn.functional.one_hot(torch.cat([labels for _, labels in batches]), 10).float()
+        middle = inputs.mean(dim=0)
+        kernel = (inputs - middle) @ (inputs - middle).T
+        ridge = kernel.diagonal().mean() * torch.eye(len(inputs))
+        weights = (inputs - middle).T @ torch.linalg.solve(kernel + ridge / 10, wanted)  # [F, 10]
+        last = nn.Linear(len(weights), 10)
+        last.weight.copy_(weights.T)
+        last.bias.copy_(0.1 - middle @ weights)
+    return nn.Sequential(features, last).eval()
+
+
+@pytest.fixture(scope="module")
+def bundle(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fitted model, quantized by the real export."""
+    from components.export.run import run
+
+    root = tmp_path_factory.mktemp("swapped")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            fitted(digits_dataset),
+            (torch.zeros(2, 3, 32, 32),),
+            root / "small.onnx",
+            dynamo=False,
+            opset_version=17,
+            input_names=["x"],
+            output_names=["y"],
+            dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
+        )
+    settings = {"num_calibration_images": 64, "calibration_method": "max", "fallback": False, "resize_ratio": 1.0}
+    config = resolve(ExportConfig, "export", {**settings, "tensorrt": "off"})
+    run(config, StepLog("export"), model=root / "small.onnx", dataset=digits_dataset.path, output=root / "bundle")
+    return root / "bundle"
+
+
+def swap(source: Path, output: Path, first: int, second: int) -> Path:
+    """The bundle, sealed anew, with two rows of the INT8 model's last layer exchanged: weights, scales and bias."""
+    shutil.copytree(source, output, ignore=shutil.ignore_patterns("manifest.json"))
+    manifest = load(source, BundleManifest).manifest
+    for name in ("int8", "int8_fp16"):
+        file = output / manifest.models[name]
+        model = onnx.load(file)
+        rows = {tensor.name: tensor for tensor in model.graph.initializer if tensor.dims[:1] == [10]}
+        assert rows, "the last layer has its classes in rows"
+        order = np.arange(10)
+        order[[first, second]] = second, first
+        for tensor in rows.values():
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[order], tensor.name))
+        onnx.save(model, file)
+    same = {"schema_version", "seal", "kind", "files", "inputs", "config", "environment"}
+    fields = {name: getattr(manifest, name) for name in BundleManifest.model_fields if name not in same}
+    config = ExportConfig.model_validate(manifest.config)
+    seal(output, BundleManifest, inputs=manifest.inputs, config=config, **fields)
+    return output
+
+
+def judge(bundle: Path, dataset: Path, output: Path) -> tuple[Report, VerdictManifest, str]:
+    """The steps validate and gate. The text is what the gate says, passed or not."""
+    from components.gate.run import run as gate
+    from components.validate.run import run as validate
+
+    fast = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0.0, "benchmark_batch_sizes": (1,)}
+    config = resolve(ValidateConfig, "validate", fast, {"runtime": "openvino", "gate": GATE})
+    validate(config, StepLog("validate"), bundle=bundle, dataset=dataset, output=output / "report")
+    try:
+        said = gate(GateConfig(**GATE), StepLog("gate"), report=output / "report", output=output / "verdict")
+    except GateFailed as error:
+        said = str(error)
+    report = Report.model_validate_json((output / "report" / "report.json").read_bytes())
+    return report, load(output / "verdict", VerdictManifest).manifest, said
+
+
+def test_swapped_classes_are_caught_and_named(
+    bundle: Path, digits_dataset: Artifact[DatasetManifest], tmp_path: Path
+) -> None:
+    report, verdict, said = judge(bundle, digits_dataset.path, tmp_path / "as exported")
+    assert verdict.passed, said
+    assert report.accuracy.row("int8").worse_classes == ()
+    # The two classes that the model knows best, so that the swap and nothing else is seen.
+    best = sorted(report.class_changes, key=lambda entry: -entry.own_pct)[:2]
+    names = sorted(entry.name for entry in best)
+    assert min(entry.own_pct for entry in best) > 80
+    first, second = (report.model.classes.index(name) for name in names)
+
+    swapped = swap(bundle, tmp_path / "swapped", first, second)
+    report, verdict, said = judge(swapped, digits_dataset.path, tmp_path / "judged")
+    assert not verdict.passed
+    checks = {check.name: check for check in verdict.checks}
+    assert (checks["top1_drop_points"].verdict, checks["class_drop_points"].verdict) == ("fail", "fail")
+    assert "significantly worse: " in said
+    assert all(f"{name} by " in checks["class_drop_points"].explanation for name in names)
+    assert checks["class_drop_points"].explanation in said
+    assert tuple(verdict.checks) == report.verdict.checks
+    assert verdict.recommendation is None
+    row = report.accuracy.row("int8")
+    assert sorted(entry.name for entry in row.worse_classes) == names
+    assert all(entry.p_corrected < 0.05 and entry.num_images == 12 for entry in row.worse_classes)
+    assert row.comparison is not None
+    assert row.comparison.mcnemar_p < 1e-4
+    assert row.comparison.bootstrap_high_points < -5
+    # What they are taken for now, and that the report says so.
+    assert report.confusion is not None
+    pairs = {(pair.label, pair.predicted) for pair in report.confusion.pairs[:2]}
+    assert pairs == {(names[0], names[1]), (names[1], names[0])}
+    page = (tmp_path / "judged" / "report" / "report.html").read_text(encoding="utf-8")
+    assert "INT8 is significantly worse than FP32 on 2 classes" in page
