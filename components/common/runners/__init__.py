@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -49,6 +49,18 @@ class Meter(Protocol):
         ...
 
 
+class Measuring(TypedDict):
+    """How a runner is timed."""
+
+    warmup_s: float  # before the clock starts
+    duration_s: float  # least time measured
+    min_iterations: int  # fewest batches measured
+    # False leaves the copies to and from a GPU out; without effect where there are none. True without it.
+    with_transfers: NotRequired[bool]
+    num_streams: NotRequired[int]  # batches that run at the same time; 1 without it
+    meter: NotRequired[Meter | None]  # started and stopped with the clock, while the load is on
+
+
 class Runner(Protocol):
     """A loaded model that turns normalized images into logits."""
 
@@ -64,27 +76,12 @@ class Runner(Protocol):
         """GPU memory that the engine, its contexts and buffers take by now; None where nothing tells (CPUs)."""
         ...
 
-    def measure(
-        self,
-        batch_size: int,
-        *,
-        warmup_s: float,
-        duration_s: float,
-        min_iterations: int,
-        with_transfers: bool = True,
-        num_streams: int = 1,
-        meter: Meter | None = None,
-    ) -> Timing:
+    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
         """Time inference of random batches, on trtexec's terms.
 
         Args:
             batch_size: Images per batch.
-            warmup_s: Not measured, in seconds.
-            duration_s: Least time measured, in seconds.
-            min_iterations: Fewest batches measured.
-            with_transfers: False leaves the copies to and from a GPU out. Without effect where there are none.
-            num_streams: Batches that run at the same time.
-            meter: Started and stopped with the clock.
+            how: see `Measuring`.
 
         Raises:
             UserError: this runtime can't run so many batches at the same time.
@@ -96,44 +93,31 @@ class Runner(Protocol):
         ...
 
 
-def measure_host(
-    infer: Callable[[np.ndarray], object],
-    shapes: ShapeSpec,
-    batch_size: int,
-    *,
-    warmup_s: float,
-    duration_s: float,
-    min_iterations: int,
-    num_streams: int = 1,
-    meter: Meter | None = None,
-) -> Timing:
+def measure_host(infer: Callable[[np.ndarray], object], shapes: ShapeSpec, batch_size: int, how: Measuring) -> Timing:
     """Time a blocking call on the host clock: the way for every runtime whose call returns when the result is there.
 
     Args:
         infer: called with the same random images each time, as `Runner.infer` takes them.
         shapes: of these images.
         batch_size: how many they are.
-        warmup_s: seconds before the clock starts.
-        duration_s: see `Runner.measure`.
-        min_iterations: see `Runner.measure`.
-        num_streams: only 1, since the call blocks.
-        meter: see `Runner.measure`.
+        how: one stream only, since the call blocks.
 
     Raises:
         UserError: more than one stream.
     """
+    num_streams, meter = how.get("num_streams", 1), how.get("meter")
     if num_streams != 1:
         raise UserError(f"this runtime runs one batch at a time, got num_streams {num_streams}; set it to 1")
     # images: [B, C, H, W] float32, of the spread of normalized ones
     images = np.random.default_rng(0).standard_normal(shapes.input_shape(batch_size), dtype=np.float32)
     started = time.perf_counter()
-    while time.perf_counter() - started < warmup_s:
+    while time.perf_counter() - started < how["warmup_s"]:
         infer(images)
     if meter is not None:
         meter.start()
     latencies_ms: list[float] = []
     started = previous = time.perf_counter()
-    while previous - started < duration_s or len(latencies_ms) < min_iterations:
+    while previous - started < how["duration_s"] or len(latencies_ms) < how["min_iterations"]:
         infer(images)
         now = time.perf_counter()
         latencies_ms.append((now - previous) * 1e3)

@@ -1,12 +1,13 @@
 """ONNX Runtime on the CPU: the numerical reference. It simulates Q/DQ in floats, so its speed says nothing."""
 
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import onnxruntime
 
 from components.common.environment import cpu_name, num_cores
-from components.common.runners import Meter, Timing, measure_host
+from components.common.runners import Measuring, Timing, measure_host
 from components.common.shapes import ShapeSpec
 
 
@@ -36,28 +37,9 @@ class OnnxRuntimeRunner:
         logits: np.ndarray = self._session.run([self._shapes.output_name], {self._shapes.input_name: images})[0]
         return logits.astype(np.float32, copy=False)
 
-    def measure(
-        self,
-        batch_size: int,
-        *,
-        warmup_s: float,
-        duration_s: float,
-        min_iterations: int,
-        with_transfers: bool = True,
-        num_streams: int = 1,
-        meter: Meter | None = None,
-    ) -> Timing:
+    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
         """See Runner."""
-        return measure_host(
-            self.infer,
-            self._shapes,
-            batch_size,
-            warmup_s=warmup_s,
-            duration_s=duration_s,
-            min_iterations=min_iterations,
-            num_streams=num_streams,
-            meter=meter,
-        )
+        return measure_host(self.infer, self._shapes, batch_size, how)
 
     def close(self) -> None:
         """See Runner."""

@@ -2,13 +2,14 @@
 
 import time
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import openvino as ov
 from openvino import properties as props
 
 from components.common.environment import cpu_name, num_cores
-from components.common.runners import Meter, Timing, measure_host
+from components.common.runners import Measuring, Timing, measure_host
 from components.common.shapes import ShapeSpec
 
 
@@ -45,36 +46,20 @@ class OpenVINORunner:
         result = self._request.infer([images], share_inputs=True)
         return np.array(result[0], dtype=np.float32)
 
-    def measure(
-        self,
-        batch_size: int,
-        *,
-        warmup_s: float,
-        duration_s: float,
-        min_iterations: int,
-        with_transfers: bool = True,
-        num_streams: int = 1,
-        meter: Meter | None = None,
-    ) -> Timing:
+    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
         """See Runner. On a CPU there is no transfer, so latency is the call.
 
         Several streams are as many infer requests of a model compiled for throughput, which share the cores. A latency
         is then from a request's start to its end.
         """
-        if num_streams > 1:
+        if (num_streams := how.get("num_streams", 1)) > 1:
             queue = self._queue(num_streams)
             images = np.random.default_rng(0).standard_normal(self._shapes.input_shape(batch_size), dtype=np.float32)
-            return _time_queue(queue, images, num_streams, warmup_s, duration_s, min_iterations, meter)
-        return measure_host(
-            lambda images: self._request.infer([images], share_inputs=True, share_outputs=True),
-            self._shapes,
-            batch_size,
-            warmup_s=warmup_s,
-            duration_s=duration_s,
-            min_iterations=min_iterations,
-            num_streams=num_streams,
-            meter=meter,
-        )
+            return _time_queue(queue, images, num_streams, how)
+        return measure_host(self._infer_shared, self._shapes, batch_size, how)
+
+    def _infer_shared(self, images: np.ndarray) -> object:
+        return self._request.infer([images], share_inputs=True, share_outputs=True)
 
     def _queue(self, num_streams: int) -> ov.AsyncInferQueue:
         if num_streams not in self._queues:
@@ -98,16 +83,9 @@ def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
     return core.compile_model(core.read_model(onnx_path), "CPU", settings)
 
 
-def _time_queue(
-    queue: ov.AsyncInferQueue,
-    images: np.ndarray,
-    num_streams: int,
-    warmup_s: float,
-    duration_s: float,
-    min_iterations: int,
-    meter: Meter | None,
-) -> Timing:
+def _time_queue(queue: ov.AsyncInferQueue, images: np.ndarray, num_streams: int, how: Measuring) -> Timing:
     """Keep every request of a queue busy. images: [B, C, H, W] float32, the same each time."""
+    meter = how.get("meter")
     ended: list[tuple[float, float]] = []  # of each batch: the time of its end, its latency in milliseconds
 
     def note_end(request: ov.InferRequest, started: float) -> None:
@@ -119,14 +97,14 @@ def _time_queue(
         queue.start_async([images], userdata=time.perf_counter(), share_inputs=True)
 
     queue.set_callback(note_end)
-    warm = time.perf_counter() + warmup_s
+    warm = time.perf_counter() + how["warmup_s"]
     while time.perf_counter() < warm or len(ended) < num_streams:
         submit()
     if meter is not None:
         meter.start()
     # The clock starts and stops at the end of a batch, with all streams busy: what drains afterwards is not counted.
     first = len(ended)
-    while len(ended) < first + min_iterations or ended[-1][0] - ended[first - 1][0] < duration_s:
+    while len(ended) < first + how["min_iterations"] or ended[-1][0] - ended[first - 1][0] < how["duration_s"]:
         submit()
     last = len(ended)
     if meter is not None:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
 from components.common.errors import EngineryError, UserError
 from components.common.records import EngineEntry
-from components.common.runners import Meter, Timing
+from components.common.runners import Measuring, Timing
 from components.common.runners.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger
 from components.common.shapes import ShapeSpec
 
@@ -96,17 +96,7 @@ class TensorRTRunner:
         if self._engine is None:
             raise EngineryError("this TensorRT runner was closed; load the plan again")
 
-    def measure(
-        self,
-        batch_size: int,
-        *,
-        warmup_s: float,
-        duration_s: float,
-        min_iterations: int,
-        with_transfers: bool = True,
-        num_streams: int = 1,
-        meter: Meter | None = None,
-    ) -> Timing:
+    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
         """Time random batches on trtexec's terms: one batch enqueued ahead, as CUDA graph where that can be captured.
 
         A latency is host-to-device copy + GPU computation + device-to-host copy of one batch, by CUDA events. The
@@ -114,20 +104,15 @@ class TensorRTRunner:
 
         Args:
             batch_size: Images per batch, within the plan's profile.
-            warmup_s: Not measured, in seconds.
-            duration_s: Least time measured, in seconds.
-            min_iterations: Fewest batches measured.
-            with_transfers: False leaves the copies out, the default of trtexec from TensorRT 11 on.
-            num_streams: Batches that run at the same time, each in an execution context of its own (trtexec's
-                --infStreams).
-            meter: Started and stopped with the clock, while batches are in flight.
+            how: See `Measuring`. Each stream has an execution context of its own (trtexec's --infStreams). To leave the
+                copies out is the default of trtexec from TensorRT 11 on.
         """
         self._check_open()
         if not self._shapes.min_batch <= batch_size <= self._shapes.max_batch:
             raise UserError(
                 f"the engine takes batches of {self._shapes.min_batch} to {self._shapes.max_batch}, got {batch_size}"
             )
-        if num_streams < 1:
+        if (num_streams := how.get("num_streams", 1)) < 1:
             raise UserError(f"num_streams must be 1 or more, got {num_streams}")
         with torch.cuda.device(self._cuda):
             self._open_lanes(num_streams)
@@ -135,24 +120,16 @@ class TensorRTRunner:
             with self._counting_memory():
                 for lane in lanes:
                     lane.prepare(batch_size)
-            return self._time_steadily(lanes, batch_size, warmup_s, duration_s, min_iterations, with_transfers, meter)
+            return self._time_steadily(lanes, batch_size, how)
 
-    def _time_steadily(
-        self,
-        lanes: "list[_Lane]",
-        batch: int,
-        warmup_s: float,
-        duration_s: float,
-        min_iterations: int,
-        with_transfers: bool,
-        meter: Meter | None,
-    ) -> Timing:
+    def _time_steadily(self, lanes: "list[_Lane]", batch: int, how: Measuring) -> Timing:
+        with_transfers, meter = how.get("with_transfers", True), how.get("meter")
         turns = itertools.cycle(lanes)
         # The clock starts and stops just after a batch has ended with one more in flight on every stream, so it
         # counts exactly the batches that ended in between.
         for lane in lanes:
             lane.start(batch, with_transfers)
-        warm = time.perf_counter() + warmup_s
+        warm = time.perf_counter() + how["warmup_s"]
         next(turns).next_ms(batch, with_transfers)
         while time.perf_counter() < warm:
             next(turns).next_ms(batch, with_transfers)
@@ -162,7 +139,7 @@ class TensorRTRunner:
                 next(turns).next_ms(batch, with_transfers)
         latencies_ms: list[float] = []
         started = now = time.perf_counter()
-        while now - started < duration_s or len(latencies_ms) < min_iterations:
+        while now - started < how["duration_s"] or len(latencies_ms) < how["min_iterations"]:
             latencies_ms.append(next(turns).next_ms(batch, with_transfers))
             now = time.perf_counter()
         if meter is not None:

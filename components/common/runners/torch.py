@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import onnx
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from components.common.environment import cpu_name
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.runners import Meter, Timing, measure_host
+from components.common.runners import Measuring, Timing, measure_host
 from components.common.runners.torch_layers import fake_quantize
 from components.common.runners.torch_operators import as_tensor, bind, why_unsupported
 from components.common.shapes import ShapeSpec
@@ -237,28 +237,9 @@ class TorchRunner:
         batches = torch.split(tensor, self._shapes.max_batch)
         return np.concatenate([self._graph.run(batch)[0].float().cpu().numpy() for batch in batches])
 
-    def measure(
-        self,
-        batch_size: int,
-        *,
-        warmup_s: float,
-        duration_s: float,
-        min_iterations: int,
-        with_transfers: bool = True,
-        num_streams: int = 1,
-        meter: Meter | None = None,
-    ) -> Timing:
+    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
         """See Runner. On a GPU, too, a latency is that of the call, which always copies images and logits."""
-        return measure_host(
-            self.infer,
-            self._shapes,
-            batch_size,
-            warmup_s=warmup_s,
-            duration_s=duration_s,
-            min_iterations=min_iterations,
-            num_streams=num_streams,
-            meter=meter,
-        )
+        return measure_host(self.infer, self._shapes, batch_size, how)
 
     def close(self) -> None:
         """See Runner."""
