@@ -25,6 +25,7 @@ from components.common.runners.tensorrt_library import load_engine
 from components.common.shapes import ShapeSpec
 from components.common.statistics import paired_difference
 from components.common.transforms import TransformSpec
+from components.export.config import TIMING_CACHES
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
 from components.export.placement import node_id, with_names
@@ -119,7 +120,7 @@ def _build_all(work: Path, shapes: ShapeSpec, level: int) -> tuple[dict[Precisio
                 plan,
                 precision=precision,
                 shapes=shapes,
-                timing_cache_path=work / "timing",
+                timing_cache_path=work / TIMING_CACHES,
                 optimization_level=level,
                 workspace_bytes=4 << 30,
             )
@@ -144,10 +145,11 @@ def _speed(plan: Path, shapes: ShapeSpec, precision: Precision) -> dict[str, flo
         measures[f"engine_p99_ms_{precision}_b{batch}"] = timing.percentile_ms(99)
         measures[f"engine_compute_images_per_s_{precision}_b{batch}"] = compute.images_per_s
         print(f"{precision} b{batch}: {timing.images_per_s:,.0f} images/s, {compute.images_per_s:,.0f} without copies")
-    if precision == "int8":
+    for batch in (8, 128):
         for streams in STREAMS:
-            rate = runner.measure(8, **_TIMES, num_streams=streams).images_per_s
-            measures[f"engine_images_per_s_int8_b8_streams{streams}"] = rate
+            for copies, key in ((True, "engine"), (False, "engine_compute")):
+                rate = runner.measure(batch, **_TIMES, num_streams=streams, with_transfers=copies).images_per_s
+                measures[f"{key}_images_per_s_{precision}_b{batch}_streams{streams}"] = rate
     runner.close()
     return measures
 

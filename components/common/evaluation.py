@@ -1,12 +1,16 @@
 """Predictions of runners over one split: every runner sees exactly the same decoded images."""
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from components.common.loader import Batch, to_numpy
-from components.common.runners import Runner
+from components.common.loader import Batch
+from components.common.runners import Runner, to_numpy
 
 TOP_K = 5
 NUM_BINS = 15  # of confidence, as in Guo et al. (2017)
@@ -31,6 +35,14 @@ class ConfidenceBins:
         np.add.at(self.counts, bins, 1)
         np.add.at(self.confidences, bins, confidences)
         np.add.at(self.rights, bins, right)
+
+    def __add__(self, other: "ConfidenceBins") -> "ConfidenceBins":
+        """The bins of both sets of images together."""
+        return ConfidenceBins(
+            counts=self.counts + other.counts,
+            confidences=self.confidences + other.confidences,
+            rights=self.rights + other.rights,
+        )
 
     @property
     def ece_pct(self) -> float | None:
@@ -80,11 +92,21 @@ class Predictions:
         """Share of images on which both predict the same class, in per cent."""
         return 100.0 * float((self.top[:, 0] == other.top[:, 0]).mean())
 
+    def __add__(self, other: "Predictions") -> "Predictions":
+        """The predictions of these images, then the other's."""
+        return Predictions(
+            top=np.concatenate([self.top, other.top]),
+            labels=np.concatenate([self.labels, other.labels]),
+            bins=self.bins + other.bins,
+        )
+
 
 def predict(
     runners: Mapping[str, Runner], batches: Iterable[Batch], num_images: int, progress: Callable[[int, int], None]
 ) -> dict[str, Predictions]:
     """Run every runner over the same images, decoding each once. Logits are not kept: see `Predictions` for what is.
+
+    Images that the loader delivers on a GPU stay there.
 
     Args:
         runners: by name.
@@ -97,7 +119,8 @@ def predict(
     labels: list[np.ndarray] = []
     done = 0
     for batch in batches:
-        images = to_numpy(batch.images)  # [B, 3, H, W] float32, normalized
+        # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
+        images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
         expected = batch.labels.cpu().numpy().astype(np.int32)
         for name, runner in runners.items():
             logits = runner.infer(images)  # [B, classes] float32
@@ -109,6 +132,50 @@ def predict(
         progress(done, num_images)
     every = np.concatenate(labels)
     return {name: Predictions(top=np.concatenate(parts), labels=every, bins=bins[name]) for name, parts in top.items()}
+
+
+def predict_in_parts(
+    parts: Sequence[tuple[Mapping[str, Runner], Iterable[Batch]]],
+    num_images: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, Predictions]:
+    """Run the parts of a split at the same time, each by runners of its own, as `predict` runs a whole one.
+
+    Args:
+        parts: runners by name, the same names in each, and the batches of a part. A thread each: the work is done by
+            GPUs and by libraries that let other threads run meanwhile.
+        num_images: how many images the parts hold in all, for the progress.
+        progress: see `predict`.
+
+    Returns:
+        The predictions of all parts, one part after the other.
+    """
+    done, lock, stop = [0] * len(parts), threading.Lock(), threading.Event()
+
+    def until_stopped(batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if stop.is_set():
+                return
+            yield batch
+
+    def run(index: int) -> dict[str, Predictions]:
+        def advance(now: int, _: int) -> None:
+            with lock:
+                done[index] = now
+                progress(sum(done), num_images)
+
+        runners, batches = parts[index]
+        return predict(runners, until_stopped(batches), num_images, advance)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        futures = [pool.submit(run, index) for index in range(len(parts))]
+        try:
+            for future in as_completed(futures):
+                future.result()  # the first error ends all parts, and so does Ctrl-C
+        finally:
+            stop.set()
+    results = [future.result() for future in futures]
+    return {name: functools.reduce(operator.add, (result[name] for result in results)) for name in results[0]}
 
 
 def top_classes(logits: np.ndarray) -> np.ndarray:

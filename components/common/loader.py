@@ -269,11 +269,6 @@ def _labels(encoded: torch.Tensor) -> torch.Tensor:
     return (digits * powers).sum(dim=1)
 
 
-def to_numpy(images: torch.Tensor) -> np.ndarray:
-    """A batch as the runners take it: [B, 3, H, W] float32, C-contiguous, on the host."""
-    return images.cpu().contiguous().numpy()
-
-
 def load_image(encoded: bytes, spec: TransformSpec) -> np.ndarray:
     """One image file as evaluation delivers it: by the same operators, decoded on the CPU.
 

@@ -9,6 +9,7 @@ from components.common.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolat
 from components.common.verdict import Thresholds
 
 CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory
+TIMING_CACHES = "tensorrt"  # folder in it
 
 EngineOption = Literal["tf32", "version_compatible", "hardware_compatible", "refittable", "stripped"]
 

@@ -11,7 +11,7 @@ from components.common.records import PRECISIONS, EngineEntry, EngineLayers, Pre
 from components.common.runners.tensorrt_library import why_no_tensorrt
 from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
-from components.export.config import CACHE_VARIABLE, ExportConfig
+from components.export.config import CACHE_VARIABLE, TIMING_CACHES, ExportConfig
 from components.export.engines import build_engine, check_options, onnx_file_for
 from components.export.inspection import UnreadableLayers, inspect_engine
 from components.export.placement import node_id
@@ -69,7 +69,7 @@ def _build_plan(
         output / f"{precision}.plan",
         precision=precision,
         shapes=shapes,
-        timing_cache_path=cache / "tensorrt" if cache else None,
+        timing_cache_path=cache / TIMING_CACHES if cache else None,
         optimization_level=config.optimization_level,
         workspace_bytes=config.workspace_bytes,
         options=config.engine_options,

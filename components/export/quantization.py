@@ -12,8 +12,8 @@ import torch
 
 from components.common.digests import digest_file, digest_json
 from components.common.errors import EngineryError
-from components.common.loader import to_numpy
 from components.common.records import CalibrationEntry, SelectionEntry
+from components.common.runners import to_numpy
 from components.common.runners.torch import TorchGraph
 from components.common.steplog import StepLog
 from components.export.cache import Histograms, cached_histograms

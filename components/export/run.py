@@ -16,7 +16,7 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
-from components.common.loader import to_numpy
+from components.common.runners import to_numpy
 from components.common.steplog import StepLog
 from components.export.config import ExportConfig
 from components.export.onnx_export import check_against_torch

@@ -20,7 +20,12 @@ class ValidateConfig(StepConfig):
         description="What runs the models: TensorRT where the bundle has engines for this GPU, else OpenVINO (auto). "
         "onnxruntime is the numerical reference, also for FP16; its speed says nothing.",
     )
-    batch_size: int = Field(32, ge=1, description="Images per batch while accuracy is measured.")
+    batch_size: int = Field(
+        0,
+        ge=0,
+        description="Images per batch while accuracy is measured; 0 for 32 on CPUs and the largest that the engines "
+        "take on GPUs.",
+    )
     benchmark_batch_sizes: tuple[_Count, ...] = Field(
         (),
         description="Batches whose speed is measured; empty for 1 and 16 on CPUs, and 1, 2, 4, 8, 16, 32, 64 and 128 "
@@ -32,7 +37,7 @@ class ValidateConfig(StepConfig):
         "CPUs. [1] for one only. OpenVINO and TensorRT can do it.",
     )
     benchmark_stream_batch_sizes: tuple[_Count, ...] = Field(
-        (1, 8), description="Those of the measured batches that are also run on several streams."
+        (1, 8, 128), description="Those of the measured batches that are also run on several streams."
     )
     benchmark_no_transfer_batch_sizes: tuple[_Count, ...] = Field(
         (1, 128),

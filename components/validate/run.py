@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from components.common.artifacts import (
     ALL_FILES,
@@ -17,14 +16,13 @@ from components.common.artifacts import (
     write_atomically,
 )
 from components.common.errors import UserError
-from components.common.evaluation import Predictions, predict
-from components.common.loader import Loader
+from components.common.evaluation import Predictions
 from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport
-from components.common.runners import Runner
 from components.common.steplog import StepLog
 from components.validate.comparison import class_changes, class_losses, compare
 from components.validate.config import ValidateConfig
 from components.validate.pictures import thumbnails
+from components.validate.predicting import predict_validation
 from components.validate.rendering import REPORT_FILES, write_report
 from components.validate.report import gather_report, image_keys
 from components.validate.serving import Serving, serving_runners
@@ -41,7 +39,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     prepare_directory(output)
     log.progress("loading models", 0, 1)
     servings = serving_runners(models, config)
-    predictions = _predict(config, servings, models, data, log)
+    predictions = predict_validation(config, servings, models, data, log)
     accuracy = AccuracyReport(
         dataset_digest=data.digest,
         split_digest=data.manifest.splits["val"].digest,
@@ -74,32 +72,6 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     _track(report, models, data, log)
     budget = benchmark.latency_budget
     return _outcome(accuracy) + (f"; {budget_text(budget)}" if budget is not None else "")
-
-
-def _predict(
-    config: ValidateConfig,
-    servings: list[Serving],
-    bundle: Artifact[BundleManifest],
-    data: Artifact[DatasetManifest],
-    log: StepLog,
-) -> dict[str, Predictions]:
-    runners: dict[str, Runner] = {
-        serving.precision: serving.runner for serving in servings if serving.runner is not None
-    }
-    on_gpu = config.loader == "auto" and torch.cuda.is_available()
-    loader = Loader(
-        data,
-        "val",
-        bundle.manifest.transform,
-        batch_size=min(config.batch_size, bundle.manifest.shapes.max_batch),
-        device_id=0 if on_gpu else None,
-    )
-    return predict(
-        runners,
-        loader,
-        loader.num_images,
-        lambda done, total: log.progress("measuring accuracy", done, total, "images"),
-    )
 
 
 def _accuracy_row(serving: Serving, predictions: dict[str, Predictions], classes: tuple[str, ...]) -> AccuracyRow:

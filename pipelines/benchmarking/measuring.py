@@ -37,6 +37,8 @@ class Settings:
     """Time that each speed is measured for, all repeats together."""
     optimization_level: int
     """Of TensorRT."""
+    timing_caches: Path | None
+    """Folder where TensorRT's timing caches are kept; None for nowhere."""
     price_per_hour: float | None
     price_per_kwh: float | None
 
@@ -121,7 +123,7 @@ def _engine(precision: Precision, settings: Settings, shapes: ShapeSpec, folder:
         plan,
         precision=precision,
         shapes=shapes,
-        timing_cache_path=None,
+        timing_cache_path=settings.timing_caches,
         optimization_level=settings.optimization_level,
         workspace_bytes=_WORKSPACE_BYTES,
     )

@@ -11,6 +11,7 @@ from components.common.artifacts import prepare_directory, write_atomically
 from components.common.environment import environment
 from components.common.errors import UserError
 from components.common.records import PRECISIONS, Precision
+from components.export.config import CACHE_VARIABLE, TIMING_CACHES
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -47,6 +48,13 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 @click.option("--image-size", default=224, type=click.IntRange(32, 2048), show_default=True, help="Side, in pixels.")
 @click.option("--seconds", default=2.0, type=click.FloatRange(0.05), show_default=True, help="For each speed.")
 @click.option("--optimization-level", default=3, type=click.IntRange(0, 5), show_default=True, help="Of TensorRT.")
+@click.option(
+    "--cache",
+    envvar=CACHE_VARIABLE,
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    help="Folder where TensorRT's timing caches are kept: a second build takes seconds.",
+)
 @click.option("--price-per-hour", type=click.FloatRange(0), help="Of this machine: adds the cost of a million images.")
 @click.option("--price-per-kwh", type=click.FloatRange(0), help="Of electricity, for what the GPU draws.")
 @click.option("--output", default="benchmark", type=click.Path(path_type=Path), show_default=True, help="New folder.")
@@ -57,6 +65,7 @@ def benchmark(
     image_size: int,
     seconds: float,
     optimization_level: int,
+    cache: Path | None,
     price_per_hour: float | None,
     price_per_kwh: float | None,
     output: Path,
@@ -78,6 +87,7 @@ def benchmark(
         image_size=image_size,
         seconds=seconds,
         optimization_level=optimization_level,
+        timing_caches=cache / TIMING_CACHES if cache else None,
         price_per_hour=price_per_hour,
         price_per_kwh=price_per_kwh,
     )

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from components.common.errors import EngineryError, UserError
+from components.common.evaluation import predict, predict_in_parts
+from components.common.loader import Batch
 from components.common.records import EngineEntry
 from components.common.runners.onnxruntime import OnnxRuntimeRunner
 from components.common.runners.tensorrt import TensorRTRunner
@@ -23,6 +25,7 @@ from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
 from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import insert_qdq
+from components.validate.predicting import gpus_alike
 
 SHAPES = ShapeSpec(height=32, width=32, min_batch=1, opt_batch=4, max_batch=8)
 PRECISIONS = ("fp32", "fp16", "int8")
@@ -118,6 +121,51 @@ def test_logits_are_those_of_torch(network, bundle, built, precision, batch):
     assert logits.shape == (batch, 10)
     assert logits.dtype == np.float32
     assert np.abs(logits - expected).max() <= TOLERANCE[precision] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("batch", [1, 8, 21])
+def test_images_on_the_gpu_give_the_same_logits(runner, batch, memory_format):
+    inputs = images(batch, seed=batch)
+    expected = runner.infer(inputs)
+    on_gpu = torch.from_numpy(inputs).cuda().to(memory_format=memory_format)
+    for _ in range(3):  # the second and third time as a CUDA graph
+        np.testing.assert_array_equal(runner.infer(on_gpu), expected)
+
+
+def test_images_are_waited_for(runner):
+    """They may still be computed on the current stream when `infer` is called."""
+    inputs = torch.from_numpy(images(8)).cuda()
+    expected = runner.infer(inputs.clone())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy = torch.randn(4096, 4096, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy / 64
+        late = inputs + 0 * busy.nan_to_num(0, 0, 0).sum()
+        np.testing.assert_array_equal(runner.infer(late), expected)
+
+
+def test_parts_on_several_gpus_are_the_whole(bundle, built):
+    """Each GPU alike takes a part; with one GPU, two runners share it."""
+    gpus = gpus_alike()
+    labels = torch.arange(8) % 10
+    batches = [Batch(images=torch.from_numpy(images(8, seed)).cuda(), labels=labels) for seed in range(12)]
+    whole = TensorRTRunner(bundle / "int8.plan", SHAPES)
+    expected = predict({"int8": whole}, batches, 96, lambda done, total: None)["int8"]
+    whole.close()
+    parts = []
+    for part in range(max(2, len(gpus))):
+        gpu = gpus[part % len(gpus)]
+        with torch.cuda.device(gpu):
+            mine = [Batch(images=batch.images.to(gpu), labels=labels) for batch in batches[part :: max(2, len(gpus))]]
+            parts.append(({"int8": TensorRTRunner(bundle / "int8.plan", SHAPES)}, mine))
+    found = predict_in_parts(parts, 96, lambda done, total: None)["int8"]
+    order = [index for part in range(len(parts)) for index in range(part, 12, len(parts))]
+    rows = np.concatenate([np.arange(8 * index, 8 * index + 8) for index in order])
+    np.testing.assert_array_equal(found.top, expected.top[rows])
+    assert found.bins.ece_pct == pytest.approx(expected.bins.ece_pct)
+    for runners, _ in parts:
+        runners["int8"].close()
 
 
 def test_int8_is_quantized(bundle, built):

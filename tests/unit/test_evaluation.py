@@ -1,13 +1,23 @@
 """Predictions of several runners over one split."""
 
 import json
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from components.common.artifacts import Artifact, DatasetManifest
-from components.common.evaluation import ConfidenceBins, Predictions, predict, top_classes, top_confidences
-from components.common.loader import Loader
+from components.common.evaluation import (
+    ConfidenceBins,
+    Predictions,
+    predict,
+    predict_in_parts,
+    top_classes,
+    top_confidences,
+)
+from components.common.loader import Batch, Loader
 from components.common.runners import Timing
 from components.common.transforms import transform_for
 
@@ -134,3 +144,46 @@ def test_an_image_takes_ten_bytes_and_its_label_four(digits_dataset: Artifact[Da
     assert (found.top.nbytes, found.labels.nbytes) == (10 * 120, 4 * 120)
     assert found.bins.counts.sum() == 120
     assert found.bins.rights.sum() == found.right.sum()
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_parts_together_are_the_whole_split(digits_dataset: Artifact[DatasetManifest], num_parts: int) -> None:
+    spec = transform_for(32, resize_ratio=1.0)
+    whole = Loader(digits_dataset, "val", spec, batch_size=50)
+    expected = predict({"fp32": Recorder(flat=False)}, whole, 120, lambda done, total: None)["fp32"]
+    seen: list[tuple[int, int]] = []
+    parts = [
+        (
+            {"fp32": Recorder(flat=False)},
+            Loader(digits_dataset, "val", spec, batch_size=16, shard_id=part, num_shards=num_parts),
+        )
+        for part in range(num_parts)
+    ]
+    found = predict_in_parts(parts, 120, lambda done, total: seen.append((done, total)))["fp32"]
+    np.testing.assert_array_equal(found.labels, expected.labels)
+    np.testing.assert_array_equal(found.top, expected.top)
+    np.testing.assert_array_equal(found.bins.counts, expected.bins.counts)
+    assert found.bins.ece_pct == pytest.approx(expected.bins.ece_pct)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (120, 120)
+
+
+def test_a_part_that_fails_ends_the_others() -> None:
+    class Broken(Recorder):
+        def infer(self, images: np.ndarray) -> np.ndarray:
+            raise RuntimeError("out of memory")
+
+    begun = threading.Event()
+
+    def endless() -> Iterator[Batch]:
+        while True:
+            begun.set()
+            yield Batch(images=torch.zeros(2, 3, 8, 8), labels=torch.zeros(2, dtype=torch.int64))
+
+    def once() -> Iterator[Batch]:
+        assert begun.wait(10)
+        yield Batch(images=torch.zeros(2, 3, 8, 8), labels=torch.zeros(2, dtype=torch.int64))
+
+    parts = [({"fp32": Recorder(flat=True)}, endless()), ({"fp32": Broken(flat=True)}, once())]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        predict_in_parts(parts, 4, lambda done, total: None)

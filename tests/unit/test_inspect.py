@@ -19,7 +19,8 @@ from components.common.artifacts import Artifact, BundleManifest, DatasetManifes
 from components.common.digests import digest_file
 from components.common.environment import environment
 from components.common.errors import UserError
-from components.common.loader import Loader, to_numpy
+from components.common.loader import Loader
+from components.common.runners import to_numpy
 from components.common.runners.openvino import OpenVINORunner
 from components.common.runners.torch import UnsupportedOperators
 from components.common.settings import resolve

@@ -17,7 +17,8 @@ from torchvision.transforms import v2
 
 from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
 from components.common.errors import EngineryError
-from components.common.loader import Batch, Loader, to_numpy
+from components.common.loader import Batch, Loader
+from components.common.runners import to_numpy
 from components.common.transforms import Augmentation, TransformSpec, transform_for
 
 NUM_TRAIN, NUM_VAL = 53, 37

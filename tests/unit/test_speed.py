@@ -109,8 +109,10 @@ def test_defaults_measure_much_on_gpus_and_little_on_cpus() -> None:
         "batch 128, without copies",
         "batch 1, 2 streams",
         "batch 8, 2 streams",
+        "batch 128, 2 streams",
         "batch 1, 4 streams",
         "batch 8, 4 streams",
+        "batch 128, 4 streams",
     ]
     loads = planned_loads(ValidateConfig(), False, 128)
     assert [runs("openvino", load) for load in loads] == [True, True, False]

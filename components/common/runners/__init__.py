@@ -3,12 +3,17 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NotRequired, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
 from components.common.errors import UserError
 from components.common.shapes import ShapeSpec
+
+if TYPE_CHECKING:  # torch takes a second to import, which not every runtime needs
+    import torch
+
+Images: TypeAlias = "np.ndarray | torch.Tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +72,15 @@ class Runner(Protocol):
     runtime: str  # "tensorrt", "openvino", "onnxruntime" or "torch"
     device: str  # what it runs on, as a person would name it: "NVIDIA H200", "Intel(R) Xeon(R) ..."
 
-    def infer(self, images: np.ndarray) -> np.ndarray:
-        """Logits of a batch. images: [B, 3, H, W] float32, normalized. Returns [B, classes] float32."""
+    def infer(self, images: Images) -> np.ndarray:
+        """Logits of a batch.
+
+        Args:
+            images: [B, 3, H, W] float32, normalized. A runner on the GPU that holds them takes them from there.
+
+        Returns:
+            [B, classes] float32.
+        """
         ...
 
     @property
@@ -91,6 +103,11 @@ class Runner(Protocol):
     def close(self) -> None:
         """Free the runtime's memory. The runner can't be used afterwards."""
         ...
+
+
+def to_numpy(images: Images) -> np.ndarray:
+    """A batch for a runtime on the CPU: [B, 3, H, W] float32, C-contiguous, on the host. Copies only what must be."""
+    return images if isinstance(images, np.ndarray) else images.cpu().contiguous().numpy()
 
 
 def measure_host(infer: Callable[[np.ndarray], object], shapes: ShapeSpec, batch_size: int, how: Measuring) -> Timing:

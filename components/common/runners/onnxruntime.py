@@ -7,7 +7,7 @@ import numpy as np
 import onnxruntime
 
 from components.common.environment import cpu_name, num_cores
-from components.common.runners import Measuring, Timing, measure_host
+from components.common.runners import Images, Measuring, Timing, measure_host, to_numpy
 from components.common.shapes import ShapeSpec
 
 
@@ -32,9 +32,10 @@ class OnnxRuntimeRunner:
         self.device = f"{cpu_name()}, {num_cores()} cores"
         self._session = new_session(onnx_path)
 
-    def infer(self, images: np.ndarray) -> np.ndarray:
+    def infer(self, images: Images) -> np.ndarray:
         """See Runner."""
-        logits: np.ndarray = self._session.run([self._shapes.output_name], {self._shapes.input_name: images})[0]
+        feeds = {self._shapes.input_name: to_numpy(images)}
+        logits: np.ndarray = self._session.run([self._shapes.output_name], feeds)[0]
         return logits.astype(np.float32, copy=False)
 
     def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:

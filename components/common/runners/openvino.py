@@ -9,7 +9,7 @@ import openvino as ov
 from openvino import properties as props
 
 from components.common.environment import cpu_name, num_cores
-from components.common.runners import Measuring, Timing, measure_host
+from components.common.runners import Images, Measuring, Timing, measure_host, to_numpy
 from components.common.shapes import ShapeSpec
 
 
@@ -41,9 +41,9 @@ class OpenVINORunner:
         self._request = self._compiled.create_infer_request()
         self._queues: dict[int, ov.AsyncInferQueue] = {}  # by the number of streams
 
-    def infer(self, images: np.ndarray) -> np.ndarray:
+    def infer(self, images: Images) -> np.ndarray:
         """See Runner."""
-        result = self._request.infer([images], share_inputs=True)
+        result = self._request.infer([to_numpy(images)], share_inputs=True)
         return np.array(result[0], dtype=np.float32)
 
     def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:

@@ -14,7 +14,7 @@ import torch
 
 from components.common.errors import EngineryError, UserError
 from components.common.records import EngineEntry
-from components.common.runners import Measuring, Timing
+from components.common.runners import Images, Measuring, Timing
 from components.common.runners.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger
 from components.common.shapes import ShapeSpec
 
@@ -72,11 +72,12 @@ class TensorRTRunner:
         yield
         self.memory_bytes += max(_used_bytes(self._cuda) - before, 0)
 
-    def infer(self, images: np.ndarray) -> np.ndarray:
+    def infer(self, images: Images) -> np.ndarray:
         """Logits of a batch of any size; more than `max_batch` images are run in several batches.
 
         Args:
-            images: [B, channels, height, width] float32, normalized.
+            images: [B, channels, height, width] float32, normalized; on the host or on the engine's GPU, in any
+                memory format.
 
         Returns:
             [B, classes] float32.
@@ -86,10 +87,12 @@ class TensorRTRunner:
         if images.shape != expected:
             raise UserError(f"the engine takes images of shape [batch, {expected[1:]}], got {images.shape}")
         logits = np.empty((len(images), self._classes), np.float32)
+        if isinstance(images, np.ndarray):
+            images = torch.from_numpy(np.require(images, np.float32, ["C", "W"]))
         with torch.cuda.device(self._cuda):
             for start in range(0, len(images), self._shapes.max_batch):
-                chunk = np.require(images[start : start + self._shapes.max_batch], np.float32, ["C", "W"])
-                logits[start : start + len(chunk)] = self._lanes[0].infer(torch.from_numpy(chunk))
+                chunk = images[start : start + self._shapes.max_batch]
+                logits[start : start + len(chunk)] = self._lanes[0].infer(chunk)
         return logits
 
     def _check_open(self) -> None:
@@ -172,15 +175,20 @@ class _Lane:
         self._behind, self._ahead = (_Slot(device, shapes, classes, dtypes) for _ in range(2))
 
     def infer(self, images: torch.Tensor) -> np.ndarray:
-        """Logits of a batch of at most `max_batch` images."""
+        """Logits of a batch of at most `max_batch` images, which lie on the host or on this GPU."""
         # A batch under the profile's minimum is filled up with what the buffer holds: images don't affect each other.
         slot, batch = self._behind, max(len(images), self._shapes.min_batch)
         if slot.last_batch == batch and batch not in slot.graphs:
             slot.graphs[batch] = self._capture(slot, batch)
         slot.last_batch = batch
-        slot.host_in[: len(images)].copy_(images)
+        if images.is_cuda:
+            self._compute.wait_stream(torch.cuda.current_stream(self._device))  # which may still be writing them
+            source = images
+        else:
+            slot.host_in[: len(images)].copy_(images)
+            source = slot.host_in[: len(images)]
         with torch.cuda.stream(self._compute):
-            slot.device_in[:batch].copy_(slot.host_in[:batch], non_blocking=True)
+            slot.device_in[: len(images)].copy_(source, non_blocking=True)
             self._run(slot, batch)
             slot.host_out[:batch].copy_(slot.device_out[:batch], non_blocking=True)
         self._compute.synchronize()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from components.common.environment import cpu_name
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.runners import Measuring, Timing, measure_host
+from components.common.runners import Images, Measuring, Timing, measure_host
 from components.common.runners.torch_layers import fake_quantize
 from components.common.runners.torch_operators import as_tensor, bind, why_unsupported
 from components.common.shapes import ShapeSpec
@@ -228,13 +228,14 @@ class TorchRunner:
             else torch.cuda.get_device_name(self._graph.device)
         )
 
-    def infer(self, images: np.ndarray) -> np.ndarray:
+    def infer(self, images: Images) -> np.ndarray:
         """See Runner. More than `max_batch` images are run in several batches."""
         expected = self._shapes.input_shape(len(images))
         if images.shape != expected:
             raise UserError(f"the model takes images of shape [batch, {expected[1:]}], got {images.shape}")
-        tensor = torch.from_numpy(np.require(images, np.float32, ["C", "W"]))
-        batches = torch.split(tensor, self._shapes.max_batch)
+        if isinstance(images, np.ndarray):
+            images = torch.from_numpy(np.require(images, np.float32, ["C", "W"]))
+        batches = torch.split(images, self._shapes.max_batch)
         return np.concatenate([self._graph.run(batch)[0].float().cpu().numpy() for batch in batches])
 
     def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:

@@ -18,8 +18,6 @@ from components.export.calibration import (
 from components.export.collection import collect_with_onnxruntime
 from components.export.placement import activation_tensors
 
-RNG = np.random.default_rng(0)
-
 
 def histogram_of(*batches):
     histogram = Histogram("t")
@@ -29,13 +27,13 @@ def histogram_of(*batches):
 
 
 def gaussian_with_outliers(num=200_000, outlier=40.0):
-    values = RNG.standard_normal(num).astype(np.float32)
+    values = np.random.default_rng(0).standard_normal(num).astype(np.float32)
     values[:5] = outlier
     return values
 
 
 def test_histogram_depends_on_neither_batches_nor_order():
-    values = (RNG.standard_normal(300_000) * np.geomspace(1e-3, 50, 300_000)).astype(np.float32)
+    values = (np.random.default_rng(0).standard_normal(300_000) * np.geomspace(1e-3, 50, 300_000)).astype(np.float32)
     whole = histogram_of(values)
     for parts in (np.array_split(values, 7), np.array_split(values[::-1], 300), [values.reshape(10, -1)]):
         split = histogram_of(*parts)
@@ -67,7 +65,7 @@ def test_half_precision_and_strided_values():
 
 
 def test_memory_does_not_grow_with_samples():
-    batch = RNG.standard_normal((4, 64, 32, 32)).astype(np.float32)
+    batch = np.random.default_rng(0).standard_normal((4, 64, 32, 32)).astype(np.float32)
     histogram = histogram_of(batch)
     tracemalloc.start()
     histogram.add(batch)
@@ -94,7 +92,7 @@ def test_max_is_exact():
 @pytest.mark.parametrize("percentile", [50.0, 99.0, 99.99, 100.0])
 @pytest.mark.parametrize("rectified", [False, True])
 def test_percentile_agrees_with_numpy(percentile, rectified):
-    values = RNG.standard_normal(500_000).astype(np.float32)
+    values = np.random.default_rng(0).standard_normal(500_000).astype(np.float32)
     if rectified:
         values = np.maximum(values + 1, 0)
     histogram = histogram_of(values)
@@ -126,7 +124,7 @@ def test_outliers_are_clipped(method, low, high):
 @pytest.mark.parametrize("method", list(CalibrationMethod))
 @pytest.mark.parametrize("factor", [2.0**-20, 3.0, 1e4])
 def test_scales_follow_the_unit_of_the_tensor(method, factor):
-    values = RNG.standard_normal(100_000).astype(np.float32)
+    values = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
     power = 2.0 ** np.round(np.log2(factor))
     assert compute_scale(histogram_of(values * power), method) == pytest.approx(
         power * compute_scale(histogram_of(values), method)

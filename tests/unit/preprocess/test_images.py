@@ -13,7 +13,8 @@ from PIL import Image
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.errors import UserError
-from components.common.loader import Loader, to_numpy
+from components.common.loader import Loader
+from components.common.runners import to_numpy
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 

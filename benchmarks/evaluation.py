@@ -1,0 +1,103 @@
+"""Evaluation of a bundle on a validation split over the larger of loader time and engine time.
+
+    python -m benchmarks.evaluation --bundle DIR --dataset DIR --machine h200
+
+Runs once per number of GPUs: one, two, four, as many as there are.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.results import RESULTS, write_result
+from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
+from components.common.loader import Loader
+from components.common.steplog import StepLog
+from components.validate.config import ValidateConfig
+from components.validate.predicting import gpus_alike, predict_validation
+from components.validate.serving import Serving, serving_runners
+
+_TURNS = 3
+
+
+@click.command()
+@click.option("--bundle", required=True, type=click.Path(exists=True, path_type=Path), help="From export.")
+@click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
+    models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
+    config, log = ValidateConfig(), StepLog("validate")
+    num_images = data.manifest.splits["val"].num_images
+    servings = serving_runners(models, config)
+    _evaluate(config, servings, models, data, log)  # the first one opens files and warms the GPU up
+    turns: dict[str, list[float]] = {"loader": [], "engines": [], "evaluation": []}
+    for _ in range(_TURNS):
+        turns["loader"].append(_loader_s(models, data))
+        turns["engines"].append(_engines_s(servings, models, num_images))
+        turns["evaluation"].append(_evaluate(config, servings, models, data, log, num_gpus=1))
+        print({name: round(values[-1], 2) for name, values in turns.items()}, flush=True)
+    seconds = {name: statistics.median(values) for name, values in turns.items()}
+    measures = {f"{name}_seconds": value for name, value in seconds.items()}
+    measures["validate_over_limit"] = seconds["evaluation"] / max(seconds["loader"], seconds["engines"])
+    measures["num_images"] = float(num_images)
+    runs: list[Any] = [turns]
+    if len(gpus_alike()) > 1:
+        several = [_evaluate(config, servings, models, data, log) for _ in range(_TURNS)]
+        measures["num_gpus"] = float(len(gpus_alike()))
+        measures["evaluation_seconds_all_gpus"] = statistics.median(several)
+        measures["one_gpu_over_all_gpus"] = seconds["evaluation"] / measures["evaluation_seconds_all_gpus"]
+        runs.append({"evaluation on all GPUs": several})
+    precisions = ", ".join(serving.precision for serving in servings if serving.runner is not None)
+    notes = (
+        f"{models.manifest.architecture} at {models.manifest.shapes.height} px, {precisions}, from shards to "
+        "predictions. Loader: the same batches, decoded and thrown away. Engines: all images at the throughput of the "
+        f"largest batch, copies included, summed over the precisions. Medians of {_TURNS} turns, one after the other."
+    )
+    write_result(
+        machine,
+        f"evaluation_{models.manifest.architecture}",
+        measures=measures,
+        runs=runs,
+        notes=notes,
+        directory=results,
+    )
+
+
+def _loader_s(models: Artifact[BundleManifest], data: Artifact[DatasetManifest]) -> float:
+    started = time.perf_counter()
+    batch_size = models.manifest.shapes.max_batch
+    for _ in Loader(data, "val", models.manifest.transform, batch_size=batch_size, device_id=0):
+        pass
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _engines_s(servings: list[Serving], models: Artifact[BundleManifest], num_images: int) -> float:
+    batch_size, seconds = models.manifest.shapes.max_batch, 0.0
+    for serving in servings:
+        if serving.runner is not None:
+            timing = serving.runner.measure(batch_size, warmup_s=0.2, duration_s=1.0, min_iterations=20)
+            seconds += num_images / timing.images_per_s
+    return seconds
+
+
+def _evaluate(
+    config: ValidateConfig,
+    servings: list[Serving],
+    models: Artifact[BundleManifest],
+    data: Artifact[DatasetManifest],
+    log: StepLog,
+    num_gpus: int = 0,
+) -> float:
+    started = time.perf_counter()
+    predict_validation(config, servings, models, data, log, max_gpus=num_gpus)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
