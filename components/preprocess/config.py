@@ -31,6 +31,21 @@ class PreprocessConfig(StepConfig):
     max_pixels: int = Field(
         178_956_970, ge=1, description="Images with more pixels are rejected (decompression bombs)."
     )
+    on_leak: Literal["fail", "warn"] = Field(
+        "fail", description="What to do when training and validation hold the same image: stop, or say so."
+    )
+    max_short_side: int = Field(
+        0,
+        ge=0,
+        description="Images whose shorter side is longer are scaled down to it and written anew as JPEG, in pixels; 0 "
+        "packs every file as it is.",
+    )
+    jpeg_quality: int = Field(90, ge=1, le=100, description="Quality of images that are written anew.")
+    part: str = Field(
+        "",
+        pattern=r"^(|\d+/\d+)$",
+        description='Pack only this part of the shards, such as 3/8; the step "merge" joins all parts. Empty for all.',
+    )
     class_names_file: str = Field(
         "",
         description="Text file with one class name per line, in the order of an existing model's outputs; "
