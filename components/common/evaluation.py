@@ -63,7 +63,8 @@ class Predictions:
     more than 32,768 classes, and 4 for the label, which all precisions share.
     """
 
-    top: np.ndarray  # [N, k] int16 or int32, class indices, most likely first; k = min(5, classes)
+    # [N, k] int16 or int32, class indices, most likely first; k = min(5, classes). -1 where the logits held NaN
+    top: np.ndarray
     labels: np.ndarray  # [N] int32
     bins: ConfidenceBins = field(default_factory=ConfidenceBins)
 
@@ -71,6 +72,11 @@ class Predictions:
     def num_images(self) -> int:
         """Images predicted."""
         return len(self.labels)
+
+    @property
+    def num_undefined(self) -> int:
+        """Images whose logits held NaN: no class was predicted, which is never right."""
+        return int((self.top[:, 0] < 0).sum())
 
     @property
     def right(self) -> np.ndarray:
@@ -181,12 +187,17 @@ def predict_in_parts(
 def top_classes(logits: np.ndarray) -> np.ndarray:
     """The most likely classes of each row, ties to the lower index. [B, classes] float -> [B, k] int32.
 
+    A row with NaN predicts nothing: -1 in every place. An order among what is left of it would count it as right for
+    the images of some class, most often the first.
+
     Takes the largest k times over instead of sorting, which costs as much as an engine does: of 1,000 classes only 5
     are wanted.
     """
     k = min(TOP_K, logits.shape[1])
     if not np.isfinite(logits).all():  # rare, and taking out the largest would not tell -inf from what was taken
-        return np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
+        ordered = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
+        ordered[np.isnan(logits).any(axis=1)] = -1
+        return ordered
     left, rows = logits.copy(), np.arange(len(logits))
     top = np.empty((len(logits), k), np.int32)
     for place in range(k):
@@ -205,6 +216,22 @@ def top_confidences(logits: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         confidences = 1 / np.exp(logits - largest).sum(axis=1).astype(np.float64)
     for row in np.flatnonzero(largest[:, 0] <= 1 + _SUM_TOLERANCE):
-        if logits[row].min() >= 0 and abs(logits[row].sum(dtype=np.float64) - 1) < _SUM_TOLERANCE:
+        if _are_probabilities(logits[row]):
             confidences[row] = min(1.0, float(largest[row, 0]))
     return np.nan_to_num(confidences, nan=0.0)
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Softmax of one image's logits, by the rule of `top_confidences`. [classes] float -> [classes] float64."""
+    values = logits.astype(np.float64)
+    if _are_probabilities(values):
+        return values
+    with np.errstate(invalid="ignore"):
+        odds = np.exp(values - values.max())
+    shares: np.ndarray = odds / odds.sum()
+    return shares
+
+
+def _are_probabilities(logits: np.ndarray) -> bool:
+    """Whether one image's output ([classes] float) is that of a softmax already."""
+    return bool(logits.min() >= 0 and abs(logits.sum(dtype=np.float64) - 1) < _SUM_TOLERANCE)

@@ -144,6 +144,8 @@ class CalibrationEntry(Record):
     split: str
     seconds: float = Field(description="To run the model over the images, or to read the cache.")
     digest: str = Field("", description="Of graph and weights, images, TransformSpec, method and its parameters.")
+    ids: tuple[str, ...] = Field((), description="Keys of the images in the split's listing.")
+    images_digest: str = Field("", description="Of the images' contents and of what the loader does to them.")
     cached: bool = Field(False, description="Whether the histograms came from the cache.")
     excluded: tuple[str, ...] = Field((), description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
     selection: SelectionEntry | None = Field(None, description="None where nothing was compared.")
@@ -196,6 +198,7 @@ class AccuracyRow(Record):
     largest_loss: ClassLoss | None = Field(
         None, description="The class that loses most, whether that is significant or not; None where no class loses."
     )
+    num_unseen_classes: int = Field(0, description="Classes without a validation image: nothing is known of them.")
     note: str = ""
 
 

@@ -150,16 +150,10 @@ class StepRun:
             metrics[f"p99_ms_{suffix}"] = row.p99_ms
             metrics[f"images_per_s_{suffix}"] = row.images_per_s
             metrics[f"images_per_s_per_w_{suffix}"] = row.images_per_s_per_w
-        for key, value in metrics.items():
-            if value is not None:
-                self.client.log_metric(
-                    self.run_id,
-                    key,
-                    value,
-                    model_id=model.model_id,
-                    dataset_name="val",
-                    dataset_digest=_short(dataset_digest),
-                )
+        now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": _short(dataset_digest)}
+        known = {key: value for key, value in metrics.items() if value is not None}
+        entries = [Metric(key, value, now, 0, model_id=model.model_id, **place) for key, value in known.items()]
+        self.client.log_batch(self.run_id, metrics=entries)  # one request: MLflow takes up to 1,000 metrics in it
         self.client.log_outputs(self.run_id, [LoggedModelOutput(model_id=model.model_id, step=0)])
         self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
         return str(model.model_id)

@@ -110,11 +110,9 @@ def accuracy_checks(thresholds: Thresholds, fp32: AccuracyRow, own: AccuracyRow)
         missing = own if own.top1_pct is None else fp32
         explanation = f"{missing.precision.upper()} was not measured here: {missing.note}"
         return [_no_evidence("top1_drop_points", thresholds.max_top1_drop_points, explanation)]
-    relative = 100 * own.top1_pct / fp32.top1_pct if fp32.top1_pct > 0 else 0.0
-    checks = [
-        _top1_drop(thresholds, fp32.top1_pct - own.top1_pct, own),
-        _at_least("relative_top1_pct", relative, thresholds.min_relative_top1_pct, "share of FP32's top-1", "%"),
-    ]
+    checks = [_top1_drop(thresholds, fp32.top1_pct - own.top1_pct, own)]
+    if thresholds.min_relative_top1_pct > 0:
+        checks.append(_relative(thresholds.min_relative_top1_pct, fp32.top1_pct, own.top1_pct))
     if thresholds.min_top1_pct > 0:
         checks.append(_at_least("top1_pct", own.top1_pct, thresholds.min_top1_pct, "top-1", "%"))
     if thresholds.max_class_drop_points > 0:
@@ -194,6 +192,13 @@ def _top1_drop(thresholds: Thresholds, drop: float, own: AccuracyRow) -> GateChe
     return check.model_copy(update={"verdict": verdict, "explanation": explanation})
 
 
+def _relative(threshold: float, fp32_pct: float, own_pct: float) -> GateCheck:
+    name = "relative_top1_pct"
+    if fp32_pct == 0:
+        return _no_evidence(name, threshold, "FP32 gets no image right, so there is no top-1 to keep a share of")
+    return _at_least(name, 100 * own_pct / fp32_pct, threshold, "share of FP32's top-1", "%")
+
+
 def _class_drop(allowed: float, own: AccuracyRow) -> GateCheck:
     """Fail for classes that significantly lose more than is allowed.
 
@@ -208,13 +213,15 @@ def _class_drop(allowed: float, own: AccuracyRow) -> GateCheck:
         more = f" and {len(beyond) - _MAX_NAMED} more classes" if len(beyond) > _MAX_NAMED else ""
         text = f"significantly worse: {named}{more}; allowed {allowed:g} points in a class"
         return _check(name, -beyond[0].delta_points, allowed, "fail", text)
-    if largest is None:
-        return _check(name, 0.0, allowed, "pass", f"no class loses accuracy, allowed {allowed:g} points in a class")
-    drop = -largest.delta_points
-    text = f"largest drop of a class: {_class_text(largest, allowed)}; allowed {allowed:g} points"
-    if round(drop, _DIGITS) <= allowed:
-        return _check(name, drop, allowed, "pass", text)
-    return _no_evidence(name, allowed, f"{text}; it may be chance, p = {largest.p_corrected:.2g}", drop)
+    drop = -largest.delta_points if largest is not None else 0.0
+    text = f"no class loses accuracy, allowed {allowed:g} points in a class"
+    if largest is not None:
+        text = f"largest drop of a class: {_class_text(largest, allowed)}; allowed {allowed:g} points"
+    if largest is not None and round(drop, _DIGITS) > allowed:
+        return _no_evidence(name, allowed, f"{text}; it may be chance, p = {largest.p_corrected:.2g}", drop)
+    if own.num_unseen_classes:
+        return _no_evidence(name, allowed, f"{text}; {own.num_unseen_classes} classes have no validation image", drop)
+    return _check(name, drop, allowed, "pass", text)
 
 
 def _class_text(entry: ClassLoss, allowed: float) -> str:

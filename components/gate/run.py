@@ -1,5 +1,6 @@
 """gate: Report -> Verdict, or exit code 3."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from components.common.artifacts import (
@@ -12,6 +13,7 @@ from components.common.artifacts import (
     seal,
 )
 from components.common.errors import GateFailed, UserError
+from components.common.records import GateCheck
 from components.common.steplog import StepLog
 from components.common.verdict import Thresholds, recommend, run_checks, verdict_note
 from components.gate.config import GateConfig
@@ -56,9 +58,15 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     if advice is not None and advice.precision != config.precision:
         suffix += f". Recommended: {advice.precision.upper()}, since {advice.reason}"
     if not passed:
-        failed = "; ".join(check.explanation for check in checks if check.verdict != "pass")
-        raise GateFailed(f"{config.precision.upper()} did not pass: {failed}{suffix}")
+        raise GateFailed(f"{config.precision.upper()} did not pass: {_failures(checks)}{suffix}")
     return f"{config.precision.upper()} passed: {reasons}{suffix}"
+
+
+def _failures(checks: Sequence[GateCheck]) -> str:
+    """What failed, then what could not be told, which is another thing to act on."""
+    failed = [check.explanation for check in checks if check.verdict == "fail"]
+    untold = [check.explanation for check in checks if check.verdict == "not enough evidence"]
+    return "; ".join(failed + ([f"not enough evidence: {'; '.join(untold)}"] if untold else []))
 
 
 def _check_thresholds(config: GateConfig, report: Artifact[ReportManifest]) -> None:
@@ -69,7 +77,10 @@ def _check_thresholds(config: GateConfig, report: Artifact[ReportManifest]) -> N
     own = config.model_dump()
     if different := {name: (shown[name], own[name]) for name in own if own[name] != shown[name]}:
         there = " ".join(f"--{name.replace('_', '-')} {shown}" for name, (shown, _) in different.items())
-        here = ", ".join(f"{name}: {own}" for name, (_, own) in different.items())
+        # --gate is set as a whole: what both agree on must be said again.
+        fields = GateConfig.model_fields
+        kept = {name: value for name, value in own.items() if name in different or value != fields[name].default}
+        here = ", ".join(f"{name}: {value}" for name, value in kept.items())
         raise UserError(
             f"the report {report.path} shows the verdict of other thresholds than the gate's: "
             f"{'; '.join(f'{name} {shown} there, {own} here' for name, (shown, own) in different.items())}. "

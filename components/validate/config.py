@@ -28,13 +28,13 @@ class ValidateConfig(StepConfig):
     )
     benchmark_batch_sizes: tuple[_Count, ...] = Field(
         (),
-        description="Batches whose speed is measured; empty for 1 and 16 on CPUs, and 1, 2, 4, 8, 16, 32, 64 and 128 "
-        "on GPUs.",
+        description="Batches whose speed is measured; empty for 1 and 16 on CPUs (1, 2, 4, 8 and 16 with a "
+        "latency budget), and 1, 2, 4, 8, 16, 32, 64 and 128 on GPUs.",
     )
     benchmark_streams: tuple[_Count, ...] = Field(
         (),
-        description="How many batches run at the same time, besides one; empty for 2 and 4 on GPUs, and one only on "
-        "CPUs. [1] for one only. OpenVINO and TensorRT can do it.",
+        description="How many batches run at the same time, besides one; empty for 2 and 4 on GPUs and with a latency "
+        "budget, else for one only. [1] for one only. OpenVINO and TensorRT can do it.",
     )
     benchmark_stream_batch_sizes: tuple[_Count, ...] = Field(
         (1, 8, 128), description="Those of the measured batches that are also run on several streams."

@@ -9,7 +9,8 @@ import onnx
 from PIL import Image, UnidentifiedImageError
 
 from components.common.artifacts import Artifact, BundleManifest
-from components.common.errors import UserError
+from components.common.errors import EngineryError, UserError
+from components.common.evaluation import probabilities
 from components.common.loader import load_image
 from components.common.records import Precision
 from components.common.runners.torch import TorchGraph, UnsupportedOperators
@@ -33,7 +34,7 @@ class Prediction:
     note: str
     """Why there is no prediction, or what to know about it; empty for nothing."""
     probabilities: np.ndarray | None
-    """[classes] float64, softmax of the logits; None where nothing here runs this precision."""
+    """[classes] float64; None where nothing here runs this precision, or its logits hold NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ def look(
                 serving.runner.close()
     looks = []
     for file, image, predicted in zip(files, inputs, predictions, strict=True):
-        explained = _explained(predicted)
+        explained = _explained(file, predicted)
         maps = [layer_maps(graph, image, found, kind, explained) for graph in graphs]
         looks.append(
             Look(
@@ -137,9 +138,14 @@ def look(
 def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[list[TorchGraph], list[Layer], str]:
     """FP32 and INT8 and the layers to look into; or nothing, and why PyTorch can't run this model."""
     models = bundle.manifest.models
+    if "int8" not in models:
+        return [], [], "the bundle has no INT8 model to set beside FP32"
     try:
         fp32 = TorchGraph(onnx.load(bundle.file(models["fp32"])))
-        layers = chosen_layers(feature_layers(fp32, bundle.manifest.shapes), asked)
+        every = feature_layers(fp32, bundle.manifest.shapes)
+        if not every and not asked:
+            return [], [], "the model has no feature maps of more than one pixel"
+        layers = chosen_layers(every, asked)
         return [fp32, TorchGraph(onnx.load(bundle.file(models["int8"])))], layers, ""
     except UnsupportedOperators as error:
         return [], [], str(error)
@@ -147,22 +153,25 @@ def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[lis
 
 def _predict(serving: Serving, image: np.ndarray) -> Prediction:
     """image: [1, 3, H, W] float32, normalized."""
-    probabilities = None
+    found, note = None, serving.note
     if serving.runner is not None:
-        logits = serving.runner.infer(image)[0].astype(np.float64)  # [classes]
-        odds = np.exp(logits - logits.max())
-        probabilities = odds / odds.sum()
+        found = probabilities(serving.runner.infer(image)[0])  # [classes]
+        if not np.isfinite(found).all():
+            found, note = None, "; ".join(filter(None, (note, "its logits hold NaN or infinity")))
     return Prediction(
         precision=serving.precision,
         runtime=serving.runner.runtime if serving.runner is not None else "n/a",
-        note=serving.note,
-        probabilities=probabilities,
+        note=note,
+        probabilities=found,
     )
 
 
-def _explained(predictions: Sequence[Prediction]) -> int:
+def _explained(file: Path, predictions: Sequence[Prediction]) -> int:
     """What FP32 predicts, or the first precision that predicts at all."""
-    first = next(entry.probabilities for entry in predictions if entry.probabilities is not None)
+    first = next((entry.probabilities for entry in predictions if entry.probabilities is not None), None)
+    if first is None:
+        reasons = "; ".join(f"{entry.precision.upper()}: {entry.note}" for entry in predictions)
+        raise EngineryError(f"no precision has a prediction for {file} ({reasons}); export the model again")
     return int(first.argmax())
 
 

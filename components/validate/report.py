@@ -32,6 +32,7 @@ from components.validate.schema import (
 MAX_DISAGREEMENTS = 24
 MAX_PAIRS = 20
 MAX_MATRIX_CLASSES = 200  # more could neither be read nor drawn
+NO_CLASS = "nothing (NaN)"  # in place of a class, where the logits held NaN
 
 
 def gather_report(
@@ -134,18 +135,24 @@ def _disagreements(data: Artifact[DatasetManifest], fp32: Predictions, own: Pred
             index=index,
             path=listing[index]["path"].encode(errors="backslashreplace").decode(),
             label=classes[fp32.labels[index]],
-            fp32=classes[fp32.top[index, 0]],
-            own=classes[own.top[index, 0]],
+            fp32=_class_name(classes, int(fp32.top[index, 0])),
+            own=_class_name(classes, int(own.top[index, 0])),
         )
         for index in different
     )
 
 
+def _class_name(classes: tuple[str, ...], index: int) -> str:
+    return classes[index] if index >= 0 else NO_CLASS
+
+
 def _pair_counts(predictions: Predictions, num_classes: int) -> Counter[tuple[int, int]]:
-    """Images by (label, prediction). No matrix: with 20,000 classes it would not fit."""
-    codes = predictions.labels.astype(np.int64) * num_classes + predictions.top[:, 0]  # [N]
-    pairs, counts = np.unique(codes, return_counts=True)
-    return Counter({divmod(pair, num_classes): n for pair, n in zip(pairs.tolist(), counts.tolist(), strict=True)})
+    """Images by (label, prediction), which is -1 for none. No matrix: with 20,000 classes it would not fit."""
+    num_answers = num_classes + 1
+    codes = predictions.labels.astype(np.int64) * num_answers + predictions.top[:, 0] + 1  # [N]
+    values, counts = np.unique(codes, return_counts=True)
+    pairs = [(code // num_answers, code % num_answers - 1) for code in values.tolist()]
+    return Counter(dict(zip(pairs, counts.tolist(), strict=True)))
 
 
 def _confusion(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> Confusion:
@@ -159,7 +166,7 @@ def _confusion(classes: tuple[str, ...], fp32: Predictions, own: Predictions) ->
         pairs=tuple(
             ConfusedPair(
                 label=classes[label],
-                predicted=classes[predicted],
+                predicted=_class_name(classes, predicted),
                 num_images=counts[label, predicted],
                 num_images_fp32=counts_fp32[label, predicted],
                 share_pct=100 * counts[label, predicted] / per_label[label],

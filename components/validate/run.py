@@ -95,8 +95,15 @@ def _accuracy_row(serving: Serving, predictions: dict[str, Predictions], classes
         comparison=compare(compared, own) if compared else None,
         worse_classes=worse,
         largest_loss=largest,
-        note=serving.note,
+        num_unseen_classes=len(classes) - len(np.unique(own.labels)),
+        note="; ".join(filter(None, (serving.note, _undefined_note(own)))),
     )
+
+
+def _undefined_note(own: Predictions) -> str:
+    if not own.num_undefined:
+        return ""
+    return f"the logits of {own.num_undefined:,} of {own.num_images:,} images hold NaN, which counts as wrong"
 
 
 def _benchmark(

@@ -149,7 +149,8 @@ def layer_maps(
         image: [1, C, H, W] float32, normalized.
         layers: of the FP32 graph; the Q/DQ graph has them under the same ids.
         kind: "gradcam": what speaks for the class, never negative. "activation": mean absolute activation.
-        class_index: the class that Grad-CAM explains; activations depend on none.
+        class_index: the class that Grad-CAM explains; activations depend on none. Its score is the logit, also where
+            the graph ends in a softmax: near certainty a probability has no gradient left.
 
     Returns:
         [height, width] float32 each, of the layer's own size, not scaled.
@@ -166,11 +167,16 @@ def layer_maps(
         _, kept = graph.run(pixels, keep=tensors)
         return [kept[name][0].float().abs().mean(0).numpy() for name in tensors]
     values = _run_with_gradient(graph, pixels)
-    score = values[graph.output_name][0, class_index]
+    score = values[_logits_name(graph)][0, class_index]
     features = [values[name] for name in tensors]
     # A feature that the score does not depend on has no gradient: its map is empty.
     gradients = torch.autograd.grad(score, features, allow_unused=True, materialize_grads=True)
     return [_grad_cam(*pair) for pair in zip(features, gradients, strict=True)]
+
+
+def _logits_name(graph: TorchGraph) -> str:
+    last = next(node for node in graph.nodes if graph.output_name in node.outputs)
+    return last.inputs[0] if last.op_type == "Softmax" else graph.output_name
 
 
 def _grad_cam(features: Tensor, gradient: Tensor) -> np.ndarray:

@@ -35,6 +35,9 @@ def serving_runners(bundle: Artifact[BundleManifest], config: ValidateConfig) ->
     for precision in PRECISIONS:
         if precision in engines:
             servings.append(_on_tensorrt(bundle, engines[precision]))
+        elif precision not in bundle.manifest.models:
+            reason = f"the bundle has no {precision.upper()} model"
+            servings.append(Serving(precision=precision, file=None, runner=None, note=reason))
         elif config.runtime == "onnxruntime":
             servings.append(_on_onnxruntime(bundle, precision))
         elif engines or precision == "fp16":

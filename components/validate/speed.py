@@ -15,6 +15,8 @@ Progress = Callable[[int, int, str], None]  # measurements done, their number, w
 
 _CPU_BATCHES, _GPU_BATCHES = (1, 16), (1, 2, 4, 8, 16, 32, 64, 128)
 _CPU_STREAMS, _GPU_STREAMS = (1,), (1, 2, 4)
+# A latency budget asks for the best of many ways, and its answer is no better than what is measured.
+_CPU_BUDGET_BATCHES, _CPU_BUDGET_STREAMS = (1, 2, 4, 8, 16), (1, 2, 4)
 _CPU_REPEATS, _GPU_REPEATS = 1, 3
 _CPU_SECONDS, _GPU_SECONDS = 3.0, 2.0  # in all repeats
 _WITH_STREAMS = ("openvino", "tensorrt")  # the runtimes that run several batches at the same time
@@ -80,9 +82,10 @@ def measure_speed(
 
 def planned_loads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> list[Load]:
     """What is measured of each precision, in order: one stream first, then with the copies first, then by batch."""
-    wanted = config.benchmark_batch_sizes or (_GPU_BATCHES if on_gpu else _CPU_BATCHES)
-    sizes = {size for size in wanted if size <= max_batch}
-    streams = set(config.benchmark_streams or (_GPU_STREAMS if on_gpu else _CPU_STREAMS)) - {1}
+    on_cpu = (_CPU_BUDGET_BATCHES, _CPU_BUDGET_STREAMS) if config.latency_budget else (_CPU_BATCHES, _CPU_STREAMS)
+    default_sizes, default_streams = (_GPU_BATCHES, _GPU_STREAMS) if on_gpu else on_cpu
+    sizes = {size for size in config.benchmark_batch_sizes or default_sizes if size <= max_batch}
+    streams = set(config.benchmark_streams or default_streams) - {1}
     loads = [Load(num_streams=1, without_transfers=False, batch_size=size) for size in sizes]
     loads += [
         Load(num_streams=1, without_transfers=True, batch_size=size)

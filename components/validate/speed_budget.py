@@ -47,7 +47,11 @@ def budget_text(budget: LatencyBudget) -> str:
     """What a person is told, such as "within 7 ms: INT8, batch 8, 2 streams, 12,345 images/s (p99 6.21 ms)"."""
     limit = f"{budget.budget_ms:g} ms"
     names = " and ".join(precision.upper() for precision in budget.left_out)
-    reason = f"; {names} left out: does not pass the checks on accuracy" if names else ""
+    reason = (
+        f"; {names} left out: {'do' if len(budget.left_out) > 1 else 'does'} not pass the checks on accuracy"
+        if names
+        else ""
+    )
     if budget.chosen is not None:
         return f"within {limit}: {point_text(budget.chosen)}{reason}"
     if budget.nearest is not None:

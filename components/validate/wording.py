@@ -82,6 +82,7 @@ def accuracy_sentences(report: Report) -> list[str]:
 def class_sentences(report: Report) -> list[str]:
     """Which classes each precision recognizes surely less often than FP32, or which loses most."""
     sentences = [_classes(row) for row in report.accuracy.rows if row.comparison is not None]
+    sentences += _unseen_classes(report) if sentences else []
     explained = f"p is McNemar's, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
     return [*sentences, explained] if sentences else []
 
@@ -97,6 +98,16 @@ def _classes(row: AccuracyRow) -> str:
     return (
         f"{name} is significantly worse than FP32 on no class. The largest loss is that of {_loss(row.largest_loss)}."
     )
+
+
+def _unseen_classes(report: Report) -> list[str]:
+    seen = {entry.name for entry in report.class_changes}
+    unseen = [name for name in report.model.classes if name not in seen]
+    if not unseen or not seen:
+        return []
+    more = f" and {count(len(unseen) - _MAX_NAMES)} more" if len(unseen) > _MAX_NAMES else ""
+    names = f"{', '.join(unseen[:_MAX_NAMES])}{more}"
+    return [f"Nothing is known about {_classes_of(len(unseen))} without validation images: {names}."]
 
 
 def _classes_of(number_of: int) -> str:

@@ -16,7 +16,7 @@ from components.common.shapes import ShapeSpec
 from components.export.engines import build_engine, onnx_file_for
 from components.validate.config import ValidateConfig
 from components.validate.speed import measure_speed
-from pipelines.benchmarking.networks import NUM_CLASSES, write_network
+from pipelines.benchmarking.networks import NUM_CLASSES, check_image_size, write_network
 from pipelines.benchmarking.table import Row, cost_of_a_million, network_name
 
 Say = Callable[[str], None]  # told what happens now
@@ -58,17 +58,21 @@ def default_batches() -> tuple[int, ...]:
     return CPU_BATCHES if why_no_tensorrt() else GPU_BATCHES
 
 
-def check_networks(architectures: Sequence[str]) -> None:
-    """Look whether all networks exist, before the first one is measured.
+def check_networks(architectures: Sequence[str], image_size: int) -> None:
+    """Look whether all networks exist and take images of this size, before the first one is measured.
 
     Raises:
         UserError: one does not.
     """
     import torch
 
-    with torch.device("meta"):  # no memory, no work
-        for architecture in architectures:
-            build_model(architecture, NUM_CLASSES)
+    for architecture in architectures:
+        try:
+            with torch.device("meta"):  # no memory, no work
+                network = build_model(architecture, NUM_CLASSES)
+        except NotImplementedError:  # RegNets compute their widths with tensors
+            network = build_model(architecture, NUM_CLASSES)
+        check_image_size(network, architecture, image_size)
 
 
 def measure_network(architecture: str, settings: Settings, folder: Path, say: Say) -> list[Row]:
@@ -135,8 +139,8 @@ def _in_order(rows: Sequence[BenchmarkRow]) -> list[BenchmarkRow]:
 
 
 def _row(network: str, device: str, row: BenchmarkRow, settings: Settings) -> Row:
-    cost = None
-    if settings.price_per_hour is not None or settings.price_per_kwh is not None:
+    cost, priced_energy = None, settings.price_per_kwh is not None and row.power_w is not None
+    if settings.price_per_hour is not None or priced_energy:  # energy that nothing measures has no price: not 0
         prices = {"price_per_hour": settings.price_per_hour or 0.0, "price_per_kwh": settings.price_per_kwh or 0.0}
         cost = cost_of_a_million(row.images_per_s, row.power_w, **prices)
     return Row(

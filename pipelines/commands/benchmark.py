@@ -1,9 +1,11 @@
 """`enginery benchmark`: the classic table of networks and batch sizes, for this machine."""
 
+import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
@@ -12,6 +14,10 @@ from components.common.environment import environment
 from components.common.errors import UserError
 from components.common.records import PRECISIONS, Precision
 from components.export.config import CACHE_VARIABLE, TIMING_CACHES
+
+if TYPE_CHECKING:
+    from pipelines.benchmarking.measuring import Settings
+    from pipelines.benchmarking.table import Row
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -35,6 +41,12 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     return tuple(sorted({int(part) for part in parts}))
 
 
+def _finite(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):  # which no range of click's keeps out
+        raise UserError(f"{parameter.opts[0]} {value}: write a number, such as 2.5")
+    return value
+
+
 @click.command()
 @click.option(
     "--models",
@@ -46,7 +58,9 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 @click.option("--batch-sizes", callback=_sizes, help="Images per batch.  [default: 1,2,4,8,64,128; on a CPU 1,2,4,8]")
 @click.option("--precisions", default="fp32,fp16,int8", callback=_precisions, show_default=True)
 @click.option("--image-size", default=224, type=click.IntRange(32, 2048), show_default=True, help="Side, in pixels.")
-@click.option("--seconds", default=2.0, type=click.FloatRange(0.05), show_default=True, help="For each speed.")
+@click.option(
+    "--seconds", default=2.0, type=click.FloatRange(0.05), callback=_finite, show_default=True, help="For each speed."
+)
 @click.option("--optimization-level", default=3, type=click.IntRange(0, 5), show_default=True, help="Of TensorRT.")
 @click.option(
     "--cache",
@@ -55,8 +69,15 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     type=click.Path(path_type=Path),
     help="Folder where TensorRT's timing caches are kept: a second build takes seconds.",
 )
-@click.option("--price-per-hour", type=click.FloatRange(0), help="Of this machine: adds the cost of a million images.")
-@click.option("--price-per-kwh", type=click.FloatRange(0), help="Of electricity, for what the GPU draws.")
+@click.option(
+    "--price-per-hour",
+    type=click.FloatRange(0),
+    callback=_finite,
+    help="Of this machine: adds the cost of a million images.",
+)
+@click.option(
+    "--price-per-kwh", type=click.FloatRange(0), callback=_finite, help="Of electricity, for what the GPU draws."
+)
 @click.option("--output", default="benchmark", type=click.Path(path_type=Path), show_default=True, help="New folder.")
 def benchmark(
     models: tuple[str, ...],
@@ -78,7 +99,7 @@ def benchmark(
     from pipelines.benchmarking.table import Row, as_csv, markdown, network_name, published_rows, write_picture
     from pipelines.local import new_console
 
-    measuring.check_networks(models)
+    measuring.check_networks(models, image_size)
     measuring.check_precisions(precisions)
     prepare_directory(output)
     settings = measuring.Settings(
@@ -99,11 +120,23 @@ def benchmark(
             measured += measuring.measure_network(model, settings, files, status.update)
             # After each, so that what was measured is kept where a later one fails.
             write_atomically(output / "table.csv", as_csv([*measured, *published]).encode())
-            text = markdown(measured, published, _notes(settings.image_size, seconds))
+            notes = " ".join([_notes(image_size, seconds), *_cost_notes(settings, measured)])
+            text = markdown(measured, published, notes)
             write_atomically(output / "table.md", text.encode())
     write_picture(measured, published, output / "throughput.png")
     click.echo(text)
     click.echo(f"{output}/table.md, table.csv and throughput.png written")
+
+
+def _cost_notes(settings: "Settings", measured: Sequence["Row"]) -> list[str]:
+    """The prices behind the costs, which say nothing without them, and what the costs leave out."""
+    prices = {"per hour": settings.price_per_hour, "per kWh": settings.price_per_kwh}
+    given = [f"{price:g} {unit}" for unit, price in prices.items() if price is not None]
+    unknown = settings.price_per_kwh is not None and any(row.power_w is None for row in measured)
+    if any(row.cost is not None for row in measured):
+        missing = ", without electricity where power is not known" if unknown else ""
+        return [f"Cost per million images at {' and '.join(given)}{missing}."]
+    return ["No cost per million images: nothing here measures power."] if unknown else []
 
 
 def _notes(image_size: int, seconds: float) -> str:

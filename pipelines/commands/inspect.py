@@ -1,6 +1,7 @@
 """`enginery inspect`: what a model's precisions make of an image, and where they look."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ def inspect(
     console.print(f"{escape(opened.manifest.architecture)}, bundle {escape(_relative(bundle))}", soft_wrap=True)
     for entry in result.looks:
         _print_look(console, entry, classes)
-    for note in _notes(result.looks[0]):
+    for note in _notes(result.looks):
         console.print(escape(note), style="dim", highlight=False)
     if result.maps_missing:
         console.print(f"[yellow]no maps:[/] {escape(result.maps_missing)}", highlight=False)
@@ -121,9 +122,10 @@ def _print_look(console: Console, look: "Look", classes: tuple[str, ...]) -> Non
         console.print(f"{escape(entry.layer.name)}: {value}", highlight=False)
 
 
-def _notes(look: "Look") -> list[str]:
+def _notes(looks: Sequence["Look"]) -> list[str]:
     notes = ["largest delta: of a class's probability to that of FP32, in percentage points"]
-    return notes + [f"{entry.precision.upper()}: {entry.note}" for entry in look.predictions if entry.note]
+    notes += [f"{entry.precision.upper()}: {entry.note}" for look in looks for entry in look.predictions if entry.note]
+    return list(dict.fromkeys(notes))
 
 
 def _relative(path: Path) -> str:

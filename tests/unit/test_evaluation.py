@@ -14,6 +14,7 @@ from components.common.evaluation import (
     Predictions,
     predict,
     predict_in_parts,
+    probabilities,
     top_classes,
     top_confidences,
 )
@@ -133,9 +134,25 @@ def test_calibration_error_does_not_depend_on_the_batches() -> None:
 
 def test_best_classes_of_odd_logits() -> None:
     logits = np.array([[-np.inf, 1, -np.inf, 2, -np.inf, -np.inf], [np.nan, 1, 2, 3, 4, 5]], np.float32)
-    assert top_classes(logits).tolist() == [[3, 1, 0, 2, 4], [5, 4, 3, 2, 1]]
+    assert top_classes(logits).tolist() == [[3, 1, 0, 2, 4], [-1, -1, -1, -1, -1]]
     equal = np.random.default_rng(0).integers(0, 4, (200, 30)).astype(np.float32)
     assert (top_classes(equal) == np.argsort(-equal, axis=1, kind="stable")[:, :5]).all()
+
+
+def test_an_image_without_a_prediction_is_wrong_whatever_its_label() -> None:
+    logits = np.array([[np.nan, np.nan], [2, 1], [1, np.nan], [np.inf, 0]], np.float32)
+    predictions = Predictions(top=top_classes(logits), labels=np.array([0, 0, 1, 0], np.int32))
+    assert predictions.right.tolist() == [False, True, False, True]
+    assert (predictions.num_undefined, predictions.top1_pct, predictions.top5_pct) == (2, 50.0, 50.0)
+
+
+def test_probabilities_of_one_image_are_those_that_its_confidence_is_taken_from() -> None:
+    logits = 4 * np.random.default_rng(0).standard_normal((9, 6)).astype(np.float32)
+    for row, confidence in zip(logits, top_confidences(logits), strict=True):
+        shares = probabilities(row)
+        assert (shares.sum(), shares.max()) == (pytest.approx(1), pytest.approx(confidence, rel=1e-5))
+        assert probabilities(shares) == pytest.approx(shares)  # of a model that ends in a softmax
+    assert np.isnan(probabilities(np.array([1, np.nan], np.float32))).all()
 
 
 def test_an_image_takes_ten_bytes_and_its_label_four(digits_dataset: Artifact[DatasetManifest]) -> None:

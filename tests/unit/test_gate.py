@@ -74,10 +74,21 @@ def test_drop_in_points(fp32: float, own: float, allowed: float, verdict: str) -
 
 @pytest.mark.parametrize(
     ("fp32", "own", "verdict"),
-    [(80.0, 79.2, "pass"), (80.0, 79.19, "fail"), (70.0, 69.3, "pass"), (0.0, 0.0, "fail"), (50.0, 60.0, "pass")],
+    [(80.0, 79.2, "pass"), (80.0, 79.19, "fail"), (70.0, 69.3, "pass"), (50.0, 60.0, "pass"), (50.0, 0.0, "fail")],
 )
 def test_share_of_fp32(fp32: float, own: float, verdict: str) -> None:
     assert check("relative_top1_pct", fp32, own, min_relative_top1_pct=99, max_top1_drop_points=100)[0] == verdict
+
+
+@pytest.mark.parametrize("own", [0.0, 20.0])
+def test_there_is_no_share_of_nothing(own: float) -> None:
+    assert check("relative_top1_pct", 0.0, own) == ("not enough evidence", None)
+
+
+def test_a_share_that_is_not_asked_for_is_no_check() -> None:
+    config = GateConfig(min_relative_top1_pct=0, min_validation_images=0)
+    checks = run_checks(config, accuracy("fp32", 80.0), accuracy("int8", 80.0), benchmark())
+    assert [entry.name for entry in checks] == ["top1_drop_points"]
 
 
 @pytest.mark.parametrize(("own", "verdict"), [(100 * 0.29, "pass"), (28.99, "fail"), (29.01, "pass")])
@@ -167,6 +178,16 @@ def test_a_fail_is_written_before_it_is_raised(tmp_path: Path) -> None:
     assert (verdict.passed, verdict.note) == (False, "one of 400 validation images is 0.25 points")
 
 
+def test_what_failed_and_what_could_not_be_told_are_said_apart(tmp_path: Path) -> None:
+    source = report(tmp_path / "report", 80.0, 79.0, num_images=50)
+    with pytest.raises(GateFailed) as caught:
+        run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    assert str(caught.value) == (
+        "INT8 did not pass: top-1 drop 1.00, allowed 0.5 points; share of FP32's top-1 98.75, at least 99 %; "
+        "not enough evidence: 50 validation images, at least 100 (one of 50 validation images is 2.00 points)"
+    )
+
+
 def test_a_doubt_about_the_runtime_stands_beside_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What validate notes of INT8 on a CPU without VNNI is in the verdict and in what the gate says."""
     monkeypatch.setattr(openvino, "cpu_has_vnni", lambda: False)
@@ -200,6 +221,11 @@ def test_a_report_of_other_thresholds_is_refused_with_both_ways_out(tmp_path: Pa
     assert not (tmp_path / "verdict").exists()
     with pytest.raises(UserError):
         run(GateConfig(min_speedup=1.0), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    # validate's setting replaces all thresholds, so those that agree must be named too.
+    both = ValidateConfig(gate={"max_top1_drop_points": 2.0, "min_top1_pct": 60.0})  # type: ignore[arg-type]
+    source = report(tmp_path / "other", 80.0, 79.0, config=both)
+    with pytest.raises(UserError, match=r"--gate '{max_top1_drop_points: 0.5, min_top1_pct: 60.0}'"):
+        run(GateConfig(min_top1_pct=60.0), StepLog("gate"), report=source, output=tmp_path / "verdict")
 
 
 def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:

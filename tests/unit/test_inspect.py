@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import nn
 from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
 from components.common.digests import digest_file
 from components.common.environment import environment
-from components.common.errors import UserError
+from components.common.errors import EngineryError, UserError
 from components.common.loader import Loader
 from components.common.runners import to_numpy
 from components.common.runners.openvino import OpenVINORunner
@@ -32,6 +33,7 @@ from components.export.onnx_export import export_onnx
 from components.export.run import run as export
 from components.validate import looking
 from components.validate.looking import load_input, look
+from components.validate.serving import Serving
 from pipelines.bundles import bundle_of_run, latest_bundle
 from pipelines.commands import cli
 from pipelines.summary import RunSummary, StepSummary
@@ -107,7 +109,7 @@ def test_images_are_those_of_the_loader(tmp_path: Path, run_preprocess, few_digi
         pixels.save(folder / "lossless.webp", lossless=True)
         pixels.save(folder / "old.bmp")
         pixels.save(folder / "scan.tif")
-    dataset = run_preprocess(tmp_path / "images", tmp_path / "dataset")
+    dataset = run_preprocess(tmp_path / "images", tmp_path / "dataset", on_leak="warn")
     spec = TransformSpec(resize_size=40, crop_size=32, interpolation="bicubic")
     batch = to_numpy(next(iter(Loader(dataset, "val", spec, batch_size=32, num_threads=1))).images)
     files = sorted((tmp_path / "images/val").glob("*/*"))
@@ -177,6 +179,64 @@ def test_a_model_that_pytorch_cannot_run_is_shown_without_maps(inspect, bundle: 
     assert "INT8        openvino" in text
     with Image.open("inspect.png") as picture:
         assert picture.width < 1.8 * picture.height
+
+
+class Fixed:
+    """A runner that says the same of every image."""
+
+    runtime, device = "fake", "none"
+
+    def __init__(self, *logits: float) -> None:
+        self._logits = np.array([logits], np.float32)
+
+    def infer(self, images: np.ndarray) -> np.ndarray:
+        return self._logits
+
+    def close(self) -> None:
+        pass
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, fp32: Fixed, int8: Fixed) -> None:
+    found = [Serving(precision=n, file=None, runner=r, note="") for n, r in (("fp32", fp32), ("int8", int8))]
+    monkeypatch.setattr(looking, "serving_runners", lambda *_: found)
+
+
+def test_the_output_of_a_softmax_is_taken_as_it_is(bundle: Path, digit: Path, monkeypatch) -> None:
+    certain = [0.99] + [0.01 / 9] * 9
+    serve(monkeypatch, Fixed(*certain), Fixed(*np.log(certain)))
+    (entry,) = look(load(bundle, BundleManifest), [digit]).looks
+    for precision in ("fp32", "int8"):
+        np.testing.assert_allclose(entry.prediction(precision).probabilities, certain, rtol=1e-5)
+
+
+def test_nan_is_no_prediction(inspect, bundle: Path, digit: Path, monkeypatch) -> None:
+    right, nothing = Fixed(*range(10)), Fixed(*[np.nan] * 10)
+    serve(monkeypatch, right, nothing)
+    text = inspect(digit, "--bundle", bundle)
+    assert "nan" not in text.replace("NaN", "")
+    assert "INT8: its logits hold NaN or infinity" in text
+    serve(monkeypatch, nothing, nothing)
+    with pytest.raises(EngineryError, match=r"no precision has a prediction for .*FP32: its logits hold NaN"):
+        inspect(digit, "--bundle", bundle)
+
+
+def test_a_model_without_maps_is_shown_without(bundle: Path, digit: Path, monkeypatch) -> None:
+    opened = load(bundle, BundleManifest)
+    monkeypatch.setattr(looking, "feature_layers", lambda *_: [])
+    assert look(opened, [digit]).maps_missing == "the model has no feature maps of more than one pixel"
+    with pytest.raises(UserError, match="nothing to look into"):
+        look(opened, [digit], layers=["0.0 Conv"])
+
+
+def test_a_bundle_without_int8_is_shown_as_far_as_it_goes(bundle: Path, digit: Path) -> None:
+    opened = load(bundle, BundleManifest)
+    models = {name: file for name, file in opened.manifest.models.items() if name != "int8"}
+    less = replace(opened, manifest=opened.manifest.model_copy(update={"models": models}))
+    result = look(less, [digit])
+    assert result.maps_missing == "the bundle has no INT8 model to set beside FP32"
+    missing = result.looks[0].prediction("int8")
+    assert (missing.probabilities, missing.note) == (None, "the bundle has no INT8 model")
+    assert result.looks[0].prediction("fp32").probabilities is not None
 
 
 def test_pixels_are_the_image_that_the_model_sees(bundle: Path, digit: Path) -> None:

@@ -164,6 +164,21 @@ def test_running_with_a_gradient_changes_no_value(model, int8):
         assert [name for name in own if not torch.equal(own[name], expected[name])] == []
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_softmax_at_the_end_does_not_hide_the_logit(model, int8, quantized):
+    plain = int8 if quantized else model
+    softmax = onnx.ModelProto()
+    softmax.CopyFrom(plain)
+    output = softmax.graph.output[0].name
+    for node in softmax.graph.node:
+        node.output[:] = ["scores" if name == output else name for name in node.output]
+    softmax.graph.node.append(onnx.helper.make_node("Softmax", ["scores"], [output], axis=1))
+    layers = default_layers(feature_layers(TorchGraph(model), SHAPES))
+    expected = layer_maps(TorchGraph(plain), image(3), layers, "gradcam", 2)
+    for found, wanted in zip(layer_maps(TorchGraph(softmax), image(3), layers, "gradcam", 2), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_rounding_passes_the_gradient_and_saturation_stops_it():
     x = torch.linspace(-3, 3, 1001, requires_grad=True)
     scale, zero = torch.tensor(0.017), torch.tensor(0, dtype=torch.int8)

@@ -27,7 +27,8 @@ def bundle_with(**changes):
     entry = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", "onnx_digest": "sha256:aa"}
     engine = EngineEntry(**(entry | HERE | {"driver_version": "580", "build_seconds": 1.0} | changes))
     files = {"int8.onnx": SimpleNamespace(digest="sha256:aa")}
-    return SimpleNamespace(manifest=SimpleNamespace(engines=(engine,), engines_missing="", files=files))
+    models = {name: f"{name}.onnx" for name in ("fp32", "fp16", "int8", "int8_fp16")}
+    return SimpleNamespace(manifest=SimpleNamespace(engines=(engine,), engines_missing="", files=files, models=models))
 
 
 @pytest.mark.usefixtures("on_h200")
@@ -91,3 +92,14 @@ def test_what_was_asked_for_needs_no_reason(monkeypatch):
     servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), ValidateConfig(runtime="openvino"))
     assert asked == ["", ""]
     assert servings[1].note == "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_a_precision_that_the_bundle_lacks_is_not_measured(monkeypatch):
+    """So that a verdict on it is "not enough evidence", with the reason."""
+    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: precision)
+    bundle = bundle_with()
+    del bundle.manifest.models["int8"]
+    fp32, fp16, int8 = serving_runners(bundle, ValidateConfig(runtime="openvino"))
+    assert (fp32, fp16.runner) == ("fp32", None)
+    assert (int8.runner, int8.file, int8.note) == (None, None, "the bundle has no INT8 model")

@@ -114,6 +114,11 @@ def test_defaults_measure_much_on_gpus_and_little_on_cpus() -> None:
         "batch 8, 4 streams",
         "batch 128, 4 streams",
     ]
+    # A budget is the wish for the best of many.
+    assert as_text(ValidateConfig(latency_budget="7ms", benchmark_no_transfer_batch_sizes=()), on_gpu=False) == [
+        *(f"batch {size}" for size in (1, 2, 4, 8, 16)),
+        *(f"batch {size}, {number} streams" for number in (2, 4) for size in (1, 8)),
+    ]
     loads = planned_loads(ValidateConfig(), False, 128)
     assert [runs("openvino", load) for load in loads] == [True, True, False]
     assert all(runs("tensorrt", load) for load in planned_loads(ValidateConfig(), True, 128))
@@ -264,6 +269,7 @@ def test_only_accurate_precisions_are_recommended() -> None:
     assert budget_text(budget(7, int8_pct=79.5)).startswith("within 7 ms: INT8")  # exactly what is allowed
     found = budget(7, int8_pct=10.0, fp16_pct=None)
     assert found.left_out == ("fp16", "int8")
+    assert budget_text(found).endswith("; FP16 and INT8 left out: do not pass the checks on accuracy")
     assert budget_text(found).startswith("within 7 ms: FP32, batch 1, 300 images/s")
 
 

@@ -141,6 +141,17 @@ def test_worst_class(lost: dict[str, int], per_class: int, verdict: str, named: 
     assert found.measured == pytest.approx(100 * max(lost.values(), default=0) / per_class)
 
 
+@pytest.mark.parametrize(
+    ("lost", "verdict"), [({}, "not enough evidence"), ({"bee": 10}, "not enough evidence"), ({"bee": 20}, "fail")]
+)
+def test_classes_without_validation_images_leave_the_worst_class_open(lost: dict[str, int], verdict: str) -> None:
+    row = accuracy("int8", model(lost)).model_copy(update={"num_unseen_classes": 2})
+    checks = run_checks(GateConfig(max_class_drop_points=5), accuracy("fp32", model({})), row, speeds(GPU_SPEEDS))
+    found = next(entry for entry in checks if entry.name == "class_drop_points")
+    assert found.verdict == verdict
+    assert ("2 classes have no validation image" in found.explanation) == (verdict != "fail")
+
+
 def test_many_lost_classes_are_counted() -> None:
     changes = class_changes(tuple(map(str, range(8))), *two_of(8, lost=40))
     worse, largest = class_losses(changes)
@@ -226,7 +237,8 @@ def test_too_little_evidence_does_not_pass(tmp_path: Path) -> None:
     config = GateConfig(confident=True)
     report = sealed(tmp_path / "report", model({"ant": 3}), speeds(GPU_SPEEDS), config)
     with pytest.raises(
-        GateFailed, match=r"INT8 did not pass: top-1 drop 0\.30, allowed 0\.5 points; with 95 % confidence"
+        GateFailed,
+        match=r"INT8 did not pass: not enough evidence: top-1 drop 0\.30, allowed 0\.5 points; with 95 % confidence",
     ):
         run(config, StepLog("gate"), report=report, output=tmp_path / "verdict")
     verdict = load(tmp_path / "verdict", VerdictManifest).manifest

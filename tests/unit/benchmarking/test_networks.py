@@ -7,6 +7,7 @@ import pytest
 from components.common.errors import UserError
 from components.common.runners.onnxruntime import OnnxRuntimeRunner
 from components.common.shapes import ShapeSpec
+from pipelines.benchmarking.measuring import check_networks
 from pipelines.benchmarking.networks import write_network
 
 SHAPES = ShapeSpec(height=64, width=64, max_batch=4, opt_batch=4)
@@ -39,6 +40,11 @@ def test_no_convolution_is_all_zero(tmp_path):
     for node in graph.node:
         if node.op_type == "Conv":
             assert np.abs(weights[node.input[1]]).max() > 0
+
+
+@pytest.mark.parametrize("architecture", ["googlenet", "regnet_y_400mf", "swin_t", "timm/efficientnet_b0"])
+def test_networks_of_every_kind_take_the_default_size(architecture):
+    check_networks([architecture], 224)
 
 
 def test_unknown_network(tmp_path):

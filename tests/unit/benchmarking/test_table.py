@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from components.common.records import BenchmarkRow
 from pipelines import benchmarking
+from pipelines.benchmarking.measuring import Settings, _row
 from pipelines.benchmarking.table import (
     Row,
     as_csv,
@@ -17,6 +19,7 @@ from pipelines.benchmarking.table import (
     published_rows,
     write_picture,
 )
+from pipelines.commands.benchmark import _cost_notes
 
 PUBLISHED = Path(benchmarking.__file__).with_name("whitepaper.csv")
 BATCHES = (1, 2, 4, 8, 64, 128)
@@ -71,6 +74,54 @@ def test_cost():
     # 1,000 images/s: 1,000 s, so 1000/3600 hours, and at 360 W 0.1 kWh.
     assert cost_of_a_million(1000, 360, price_per_hour=3.6, price_per_kwh=0.5) == pytest.approx(1.0 + 0.05)
     assert cost_of_a_million(1000, None, price_per_hour=3.6, price_per_kwh=0.5) == pytest.approx(1.0)
+
+
+def test_what_nothing_measures_costs_nothing_known():
+    speed = BenchmarkRow(
+        precision="int8",
+        runtime="openvino",
+        batch_size=8,
+        images_per_s=1000,
+        num_iterations=9,
+        p50_ms=1,
+        p90_ms=1,
+        p99_ms=1,
+    )
+    known = speed.model_copy(update={"power_w": 360.0})
+    for measured, per_hour, per_kwh, cost in (
+        (speed, None, None, None),
+        (speed, None, 0.5, None),
+        (speed, 3.6, 0.5, 1.0),
+        (known, None, 0.5, 0.05),
+        (known, 3.6, 0.5, 1.05),
+    ):
+        assert _row("net", "CPU", measured, settings(per_hour, per_kwh)).cost == pytest.approx(cost)
+
+
+def settings(price_per_hour: float | None, price_per_kwh: float | None) -> Settings:
+    return Settings(
+        batches=(8,),
+        precisions=("int8",),
+        image_size=64,
+        seconds=1.0,
+        optimization_level=3,
+        timing_caches=None,
+        price_per_hour=price_per_hour,
+        price_per_kwh=price_per_kwh,
+    )
+
+
+def test_the_prices_stand_beside_the_costs():
+    dear = row(power_w=None, cost=1.0)
+    assert _cost_notes(settings(None, None), [row()]) == []
+    assert _cost_notes(settings(3.6, 0.5), [row(cost=1.0)]) == [
+        "Cost per million images at 3.6 per hour and 0.5 per kWh."
+    ]
+    (note,) = _cost_notes(settings(3.6, 0.5), [dear])
+    assert note.endswith("3.6 per hour and 0.5 per kWh, without electricity where power is not known.")
+    assert _cost_notes(settings(None, 0.5), [row(power_w=None)]) == [
+        "No cost per million images: nothing here measures power."
+    ]
 
 
 def test_markdown():
