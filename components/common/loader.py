@@ -1,34 +1,35 @@
-"""DALI loaders built from a data set's shards and its TransformSpec, on the CPU or a GPU.
+"""Batches of a data set's shards by its TransformSpec, on the CPU or a GPU: for training, calibration, validation."""
 
-The evaluation pipeline does what TransformSpec says and nothing else; the training pipeline adds augmentation.
-"""
-
-import hashlib
-import json
+import base64
 import math
-import tarfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from nvidia.dali import fn, pipeline_def, types
-from nvidia.dali import math as math_ops
+from nvidia import dali
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.environment import num_cores
-from components.common.errors import EngineryError
+from components.common.errors import EngineryError, UserError
+from components.common.loader_damage import IMAGE_EXTENSIONS, explained
+from components.common.loader_mixing import Mixer
+from components.common.loader_pipelines import decoder_options, evaluation_pipeline, file_pipeline, training_pipeline
+from components.common.loader_watchdog import Watchdog
 from components.common.records import Split
 from components.common.transforms import Augmentation, TransformSpec
 
-IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")
-_INTERPOLATION = {"bilinear": types.DALIInterpType.INTERP_LINEAR, "bicubic": types.DALIInterpType.INTERP_CUBIC}
+STUCK_AFTER_S = 300.0
+# Of the JPEG files, the share that the hardware decoder takes. DALI's own 0.65 is slower on an H200 (see
+# benchmarks/loader.py).
+HW_DECODER_LOAD = 0.9
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,79 +37,36 @@ class Batch:
     """Images and labels on the loader's device."""
 
     images: torch.Tensor  # [B, 3, H, W] float32, channels_last, normalized
-    labels: torch.Tensor  # [B] int64
-
-
-def _normalize(images: Any, spec: TransformSpec, *, mirror: Any, crop: int | None, **position: Any) -> Any:
-    scale = [255.0 * value for value in spec.std]
-    mean = [255.0 * value for value in spec.mean]
-    crops = {"crop": (crop, crop)} if crop else {}
-    # HWC float32: permuted to NCHW on arrival, this is torch's channels_last without a copy.
-    return fn.crop_mirror_normalize(
-        images, dtype=types.FLOAT, output_layout="HWC", mean=mean, std=scale, mirror=mirror, **crops, **position
-    )
-
-
-@pipeline_def(enable_conditionals=False)
-def _evaluation_pipeline(reader: dict[str, Any], spec: TransformSpec, device: str) -> tuple[Any, Any]:
-    # label: uint8 text of fixed width, see _labels
-    raw, label = fn.readers.webdataset(**reader)
-    return _evaluated(raw, spec, device), label
-
-
-@pipeline_def(enable_conditionals=False)
-def _file_pipeline(encoded: bytes, spec: TransformSpec) -> Any:
-    raw = fn.external_source(source=[np.frombuffer(encoded, np.uint8)], batch=False, cycle=True, dtype=types.UINT8)
-    return _evaluated(raw, spec, "cpu")
-
-
-def _evaluated(raw: Any, spec: TransformSpec, device: str) -> Any:
-    """What TransformSpec says of encoded images, and nothing else. Returns HWC float32."""
-    images = fn.decoders.image(raw, device="mixed" if device == "gpu" else "cpu", output_type=types.RGB)
-    # Sizes and positions are computed here because DALI rounds both in its own way: one pixel off the transforms
-    # that published models were trained with (torchvision's Resize and CenterCrop) on most aspect ratios.
-    shape = fn.peek_image_shape(raw)  # [H, W, C] int64 on the host, EXIF orientation applied
-    height, width = shape[0], shape[1]
-    shorter = math_ops.min(height, width)
-    height, width = (side * spec.resize_size // shorter for side in (height, width))
-    size = fn.cast(fn.stack(height, width), dtype=types.FLOAT)
-    images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
-    y, x = (_center(side - spec.crop_size) for side in (height, width))
-    return _normalize(images, spec, mirror=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x)
-
-
-def _center(margin: Any) -> Any:
-    """Where the central window starts, as DALI wants it: a share of the margin. Halves go to the even pixel."""
-    odd = margin % 2
-    start = odd * (2 * ((margin + 1) // 4)) + (1 - odd) * (margin // 2)
-    return fn.cast(start, dtype=types.FLOAT) / math_ops.max(margin, 1)
-
-
-@pipeline_def(enable_conditionals=False)
-def _training_pipeline(
-    reader: dict[str, Any], spec: TransformSpec, augmentation: Augmentation, device: str
-) -> tuple[Any, Any]:
-    raw, label = fn.readers.webdataset(**reader)
-    ratio = augmentation.max_aspect_ratio
-    images = fn.decoders.image_random_crop(
-        raw,
-        device="mixed" if device == "gpu" else "cpu",
-        output_type=types.RGB,
-        random_area=[augmentation.min_area, 1.0],
-        random_aspect_ratio=[1 / ratio, ratio],
-    )
-    images = fn.resize(
-        images, size=[spec.crop_size] * 2, interp_type=_INTERPOLATION[spec.interpolation], antialias=True
-    )
-    mirror = fn.random.coin_flip(probability=augmentation.flip_probability)
-    return _normalize(images, spec, mirror=mirror, crop=None), label
+    labels: torch.Tensor  # [B] int64; where mixup or cutmix is on, [B, num_classes] float32, rows of sum 1
 
 
 class Loader:
     """Batches of one split, epoch after epoch.
 
     In training every rank gets the same number of full batches; the samples that don't fill one are left to the
-    next epochs' shuffle. In evaluation each image comes exactly once and the last batch may be smaller.
+    next epochs' shuffle. An epoch that was left in the middle is continued by the next iteration. In evaluation
+    each image comes exactly once and the last batch may be smaller.
+
+    Args:
+        dataset: the artifact that preprocess wrote.
+        split: "train" or "val".
+        spec: resize, crop and normalization.
+        batch_size: images per batch of this process.
+        augmentation: None for evaluation.
+        image_sizes: side of training images in pixels, epoch by epoch, the last one for all that follow; empty
+            for always spec.crop_size.
+        seed: of shuffling and augmentation.
+        shard_id: this process's part of the split, 0 <= shard_id < num_shards.
+        num_shards: processes that share the split.
+        device_id: GPU to decode and to deliver on; None for the CPU.
+        num_threads: decoder threads; 0 for one per core.
+        hw_decoder_load: share of the JPEG files that a GPU's hardware decoder takes, where it has one; 0..1.
+        stuck_after_s: seconds without a batch after which reading counts as stuck.
+        state: what `state` of a training loader returned: go on behind the batch that was delivered last.
+
+    Raises:
+        EngineryError: a shard can't be read, reading is stuck, or `state` is of another loader.
+        UserError: the split has too few images for one batch on every process.
     """
 
     def __init__(
@@ -119,69 +77,144 @@ class Loader:
         *,
         batch_size: int,
         augmentation: Augmentation | None = None,
+        image_sizes: Sequence[int] = (),
         seed: int = 0,
         shard_id: int = 0,
         num_shards: int = 1,
         device_id: int | None = None,
         num_threads: int = 0,
+        hw_decoder_load: float = HW_DECODER_LOAD,
+        stuck_after_s: float = STUCK_AFTER_S,
+        state: dict[str, Any] | None = None,
     ) -> None:
-        """Build the pipeline.
-
-        Args:
-            dataset: the artifact that preprocess wrote.
-            split: "train" or "val".
-            spec: resize, crop and normalization.
-            batch_size: images per batch of this process.
-            augmentation: None for evaluation.
-            seed: of shuffling and augmentation.
-            shard_id: this process's part of the split, 0 <= shard_id < num_shards.
-            num_shards: processes that share the split.
-            device_id: GPU to decode and to deliver on; None for the CPU.
-            num_threads: decoder threads; 0 for one per core.
-        """
-        self._dataset = dataset
-        self._split = split
+        self._dataset, self._split, self._device_id = dataset, split, device_id
+        self._stuck_after_s = stuck_after_s
+        self._training = augmentation is not None
+        self._seed = (seed, shard_id)
         info = dataset.manifest.splits[split]  # type: ignore[index]
-        training = augmentation is not None
-        reader = _reader(dataset.path, info, training=training, shard_id=shard_id, num_shards=num_shards)
-        options = {
+        self.num_images, self.num_batches = _sizes_of_part(info, batch_size, shard_id, num_shards, self._training)
+        self._mixer = Mixer(augmentation or Augmentation(), len(dataset.manifest.classes))
+        self._identity = {
+            "split": info.digest,
+            "seed": seed,
             "batch_size": batch_size,
-            "num_threads": num_threads or num_cores(),
-            "device_id": device_id,
-            "seed": seed + 1000003 * shard_id,
+            "shard_id": shard_id,
+            "num_shards": num_shards,
+            "device": "cpu" if device_id is None else "gpu",
+            "augmentation": augmentation.model_dump(mode="json") if augmentation else None,
+            "progressive": bool(image_sizes),
+            "dali": dali.__version__,
         }
-        device = "cpu" if device_id is None else "gpu"
-        if augmentation is not None:
-            pipe = _training_pipeline(reader, spec, augmentation, device, **options)
-        else:
-            pipe = _evaluation_pipeline(reader, spec, device, **options)
-        first, last = (info.num_images * shard // num_shards for shard in (shard_id, shard_id + 1))
-        self.num_images = last - first
-        if training:
-            # The smallest part decides for all ranks, so that none waits for a batch that never comes.
-            self.num_batches = info.num_images // num_shards // batch_size
-        else:
-            self.num_batches = math.ceil(self.num_images / batch_size)
-        with _explained(dataset, split):
-            pipe.build()
-            self._iterator = _torch_iterator(pipe, self.num_batches * batch_size if training else None)
+        checkpoint = None if state is None else self._checkpoint_of(state)
+        # Batches of training that were delivered, since its first epoch began.
+        self.num_delivered: int = 0 if state is None else state["num_delivered"]
+        reader = _reader(dataset.path, info, self._training, shard_id, num_shards)
+        statistics = dataset.manifest.statistics
+        decoder = decoder_options(statistics, batch_size, device_id=device_id, hw_decoder_load=hw_decoder_load)
+        options = {"batch_size": batch_size, "num_threads": num_threads or num_cores(), "device_id": device_id}
+        options |= {"seed": seed + 1000003 * shard_id}
+
+        def build() -> DALIGenericIterator:
+            if augmentation is None:
+                return _evaluation_iterator(evaluation_pipeline(reader, spec, decoder, **options))
+            sizes = _size_of_batch(image_sizes, self.num_batches) if image_sizes else None
+            resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
+            return _training_iterator(
+                training_pipeline(reader, spec, augmentation, decoder, sizes, **options, **resume)
+            )
+
+        self._watchdog = Watchdog(f"loader of {split}", stuck_after_s)
+        # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
+        self._watched(lambda: _open_all(reader))
+        self._iterator = self._watched(build)
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = iter(self._iterator)
-        while True:
-            with _explained(self._dataset, self._split):
-                (batch,) = next(batches, (None,))
-            if batch is None:
-                return
-            images = batch["images"].permute(0, 3, 1, 2)
-            # DALI reads labels on the host; images may already be on the GPU.
-            yield Batch(images=images, labels=_labels(batch["labels"]).to(images.device, non_blocking=True))
+        if not self._training:
+            while (batch := self._next()) is not None:
+                yield batch
+            return
+        for _ in range(self.num_batches - self.num_delivered % self.num_batches):
+            batch = self._next()
+            assert batch is not None  # a training pipeline never ends
+            images, labels = self._mixer(batch.images, batch.labels, (*self._seed, self.num_delivered))
+            self.num_delivered += 1
+            yield Batch(images=images, labels=labels)
+
+    def state(self) -> dict[str, Any]:
+        """Where training stands, behind the batch that was delivered last: numbers and text only.
+
+        A Loader made with the same arguments and this `state` delivers the batches that this one will deliver:
+        the same images in the same order with the same augmentation. Batches that DALI has prepared ahead don't
+        count. Of every rank its own.
+        """
+        if not self._training:
+            raise ValueError("an evaluation loader has no state: it always begins with the first image")
+        (checkpoint,) = self._iterator.checkpoints()
+        return {
+            "num_delivered": self.num_delivered,
+            "identity": self._identity,
+            "checkpoint": base64.b64encode(checkpoint).decode(),
+        }
+
+    def _checkpoint_of(self, state: dict[str, Any]) -> bytes:
+        differing = [
+            f"{name} {state['identity'].get(name)} instead of {value}"
+            for name, value in self._identity.items()
+            if state["identity"].get(name) != value
+        ]
+        if differing:
+            raise EngineryError(
+                f"can't go on in the middle of the {self._split} split of {self._dataset.path}: the saved state is of "
+                f"{', '.join(differing)}. Go on with the settings and versions of the interrupted run, or start anew"
+            )
+        return base64.b64decode(state["checkpoint"])
+
+    def _next(self) -> Batch | None:
+        # The other thread has a current stream of its own, and what it enqueues must be ordered with the caller's.
+        stream = None if self._device_id is None else torch.cuda.current_stream(self._device_id)
+
+        def fetch() -> Any:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                return next(self._iterator, (None,))
+
+        (batch,) = self._watched(fetch)
+        if batch is None:
+            return None
+        images = batch["images"].permute(0, 3, 1, 2)
+        # DALI reads labels on the host; images may already be on the GPU.
+        return Batch(images=images, labels=_labels(batch["labels"]).to(images.device, non_blocking=True))
+
+    def _watched(self, function: Callable[[], _Result]) -> _Result:
+        try:
+            with explained(self._dataset, self._split):
+                return self._watchdog.call(function)
+        except TimeoutError as error:
+            raise EngineryError(
+                f"reading the {self._split} split of {self._dataset.path} is stuck: nothing came in "
+                f"{self._stuck_after_s:g} seconds. See whether its storage answers: "
+                f"cat {self._dataset.path}/{self._split}-*.tar > /dev/null"
+            ) from error
 
 
-def _reader(folder: Path, split: Split, *, training: bool, shard_id: int, num_shards: int) -> dict[str, Any]:
+def _sizes_of_part(split: Split, batch_size: int, shard_id: int, num_shards: int, training: bool) -> tuple[int, int]:
+    """Images of this process's part of a split, and batches of an epoch."""
+    first, last = (split.num_images * shard // num_shards for shard in (shard_id, shard_id + 1))
+    if not training:
+        return last - first, math.ceil((last - first) / batch_size)
+    # The smallest part decides for all ranks, so that none waits for a batch that never comes.
+    num_batches = split.num_images // num_shards // batch_size
+    if not num_batches:
+        raise UserError(
+            f"{split.num_images} training images are too few for one batch of {batch_size} on each of {num_shards} "
+            f"processes; set train.global_batch_size to {split.num_images // num_shards * num_shards} or less"
+        )
+    return last - first, num_batches
+
+
+def _reader(folder: Path, split: Split, training: bool, shard_id: int, num_shards: int) -> dict[str, Any]:
     """Arguments of DALI's reader for this process's part of a split."""
     return {
         "name": "reader",
@@ -199,67 +232,31 @@ def _reader(folder: Path, split: Split, *, training: bool, shard_id: int, num_sh
     }
 
 
-@contextmanager
-def _explained(dataset: Artifact[DatasetManifest], split: str) -> Iterator[None]:
-    """Turn what DALI says of a damaged shard, which names neither shard nor image, into one message.
-
-    Raises:
-        EngineryError: a sample could not be read or decoded. Other errors, such as no GPU memory, pass.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if "readers.webdataset" not in text and "decoders.image" not in text:
-            raise
-        reason = " ".join(text.rpartition("encountered:")[2].partition("Current pipeline")[0].split())
-        damaged = first_damaged_sample(dataset, split)
-        if damaged:
-            raise EngineryError(
-                f"{damaged}. Make the data set anew with `python -m components.preprocess` "
-                f"(in a pipeline: enginery run ... --no-reuse) (DALI: {reason})"
-            ) from error
-        raise EngineryError(
-            f"DALI can't decode the {split} split of {dataset.path}, though every sample is as preprocess packed it: "
-            f"{reason}. `enginery doctor` shows whether DALI works here"
-        ) from error
+def _open_all(reader: dict[str, Any]) -> None:
+    for path in (*reader["paths"], *reader["index_paths"]):
+        with suppress(FileNotFoundError), Path(path).open("rb"):  # DALI tells what is missing
+            pass
 
 
-def first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str:
-    """The first sample of a split that is not what preprocess packed, as a sentence; empty when all are."""
-    with dataset.file(f"{split}.jsonl").open(encoding="utf-8") as lines:
-        entries = {entry["key"]: entry for entry in map(json.loads, lines)}
-    for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
-        file = dataset.file(shard)
-        try:
-            with tarfile.open(file) as archive:
-                for member in archive:
-                    key, _, extension = member.name.partition(".")
-                    content = archive.extractfile(member)
-                    if extension not in IMAGE_EXTENSIONS or content is None:
-                        continue
-                    entry = entries.get(key, {"path": "unknown", "sha256": ""})
-                    if hashlib.sha256(content.read()).hexdigest() != entry["sha256"]:
-                        return (
-                            f"the shard {file} is damaged: sample {member.name}, made from {entry['path']}, "
-                            "is not what preprocess packed"
-                        )
-        except (OSError, tarfile.TarError) as error:
-            return f"the shard {file} is damaged: {error}"
-    return ""
+def _size_of_batch(image_sizes: Sequence[int], num_batches: int) -> Callable[[int], int]:
+    return lambda batch: image_sizes[min(batch // num_batches, len(image_sizes) - 1)]
 
 
-def _torch_iterator(pipe: Any, epoch_size: int | None) -> DALIGenericIterator:
-    """Torch batches of `pipe`: exactly `epoch_size` images an epoch in full batches, or the whole split once."""
-    options: dict[str, Any] = {"auto_reset": True, "prepare_first_batch": False}
-    if epoch_size is None:
-        options |= {"reader_name": "reader", "last_batch_policy": LastBatchPolicy.PARTIAL}
-        return DALIGenericIterator([pipe], ["images", "labels"], **options)
-    with warnings.catch_warnings():
-        # DALI advises against a size set by hand, because samples then move between epochs. Here they should.
-        warnings.simplefilter("ignore")
-        options |= {"size": epoch_size, "last_batch_policy": LastBatchPolicy.DROP}
-        return DALIGenericIterator([pipe], ["images", "labels"], **options)
+def _training_iterator(pipe: Any) -> DALIGenericIterator:
+    """Full batches without end. Epochs are counted by the loader: to DALI's samples they mean nothing."""
+    return DALIGenericIterator([pipe], ["images", "labels"], prepare_first_batch=False)
+
+
+def _evaluation_iterator(pipe: Any) -> DALIGenericIterator:
+    """The whole part of a split once, again and again."""
+    return DALIGenericIterator(
+        [pipe],
+        ["images", "labels"],
+        reader_name="reader",
+        last_batch_policy=LastBatchPolicy.PARTIAL,
+        auto_reset=True,
+        prepare_first_batch=False,
+    )
 
 
 def _labels(encoded: torch.Tensor) -> torch.Tensor:
@@ -282,7 +279,7 @@ def load_image(encoded: bytes, spec: TransformSpec) -> np.ndarray:
     Raises:
         RuntimeError: DALI can't decode it.
     """
-    pipe = _file_pipeline(encoded, spec, batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    pipe = file_pipeline(encoded, spec, batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     pipe.build()
     (images,) = pipe.run()
     return np.ascontiguousarray(np.asarray(images.as_array()).transpose(0, 3, 1, 2))

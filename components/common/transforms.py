@@ -42,6 +42,23 @@ class Augmentation(BaseModel):
     min_area: float = Field(0.08, gt=0, le=1, description="Smallest share of the image that a random crop keeps.")
     max_aspect_ratio: float = Field(4 / 3, ge=1, description="Widest aspect ratio of a crop; the narrowest is 1/x.")
     flip_probability: float = Field(0.5, ge=0, le=1, description="Chance of a horizontal mirror image.")
+    brightness: float = Field(0, ge=0, le=1, description="Levels times a factor between 1 - x and 1 + x; 0 is off.")
+    contrast: float = Field(
+        0, ge=0, le=1, description="Distance from middle gray times a factor between 1 - x and 1 + x; 0 is off."
+    )
+    saturation: float = Field(
+        0, ge=0, le=1, description="Distance from gray times a factor between 1 - x and 1 + x; 0 is off."
+    )
+    hue: float = Field(0, ge=0, le=0.5, description="Hue turned by up to this share of the colour circle; 0 is off.")
+    mixup_alpha: float = Field(
+        0, ge=0, description="Images are blended in pairs, by a Beta(alpha, alpha) share; 0 is off. 0.2 is usual."
+    )
+    cutmix_alpha: float = Field(
+        0,
+        ge=0,
+        description="A box of each image comes from another, its area a Beta(alpha, alpha) share; 0 is off. "
+        "1 is usual. With mixup_alpha too, each batch gets one of both.",
+    )
 
 
 def transform_for(image_size: int, *, resize_ratio: float, interpolation: Interpolation = "bilinear") -> TransformSpec:

@@ -33,7 +33,9 @@ class TrainConfig(StepConfig):
     weight_decay: float = Field(5e-5, ge=0, description="L2 penalty; not applied to biases and BatchNorm.")
     label_smoothing: float = Field(0.1, ge=0, lt=1, description="Share of the target spread over all classes.")
     augmentation: Augmentation = Field(
-        Augmentation(), description="Random crop and mirror: min_area, max_aspect_ratio, flip_probability."
+        Augmentation(),
+        description="Random crop and mirror: min_area, max_aspect_ratio, flip_probability. Colours: brightness, "
+        "contrast, saturation, hue. Mixing of images: mixup_alpha, cutmix_alpha. The last six are 0 for none.",
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="Arithmetic of forward and backward: auto is bf16 or fp16 on GPUs, fp32 on CPUs."

@@ -1,0 +1,69 @@
+"""Which sample of a data set is damaged, where DALI only says that something could not be read or decoded."""
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from components.common.artifacts import Artifact, DatasetManifest
+from components.common.digests import digest_file
+from components.common.errors import EngineryError
+
+IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")
+
+
+@contextmanager
+def explained(dataset: Artifact[DatasetManifest], split: str) -> Iterator[None]:
+    """Turn what DALI says of a damaged shard, which names neither shard nor image, into one message.
+
+    Raises:
+        EngineryError: a sample could not be read or decoded. Other errors, such as no GPU memory, pass.
+    """
+    try:
+        yield
+    except (RuntimeError, UnicodeDecodeError) as error:
+        if isinstance(error, UnicodeDecodeError):  # a damaged index put odd bytes into DALI's own message
+            reason = "what it says of it is no text"
+        else:
+            text = str(error)
+            if "readers.webdataset" not in text and "decoders.image" not in text:
+                raise
+            reason = " ".join(text.rpartition("encountered:")[2].partition("Current pipeline")[0].split())
+        damaged = first_damaged_sample(dataset, split)
+        if damaged:
+            raise EngineryError(
+                f"{damaged}. Make the data set anew with `python -m components.preprocess` "
+                f"(in a pipeline: enginery run ... --no-reuse) (DALI: {reason})"
+            ) from error
+        raise EngineryError(
+            f"DALI can't decode the {split} split of {dataset.path}, though every sample is as preprocess packed it: "
+            f"{reason}. `enginery doctor` shows whether DALI works here"
+        ) from error
+
+
+def first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str:
+    """The first sample of a split that is not what preprocess packed, as a sentence; empty when all are."""
+    with dataset.file(f"{split}.jsonl").open(encoding="utf-8") as lines:
+        entries = {entry["key"]: entry for entry in map(json.loads, lines)}
+    for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
+        file = dataset.file(shard)
+        index = file.with_suffix(".idx")
+        if digest_file(index) != dataset.manifest.files[index.name].digest:
+            return f"the index {index} is damaged: it is not what preprocess wrote"
+        try:
+            with tarfile.open(file) as archive:
+                for member in archive:
+                    key, _, extension = member.name.partition(".")
+                    content = archive.extractfile(member)
+                    if extension not in IMAGE_EXTENSIONS or content is None:
+                        continue
+                    entry = entries.get(key, {"path": "unknown", "sha256": ""})
+                    if hashlib.sha256(content.read()).hexdigest() != entry["sha256"]:
+                        return (
+                            f"the shard {file} is damaged: sample {member.name}, made from {entry['path']}, "
+                            "is not what preprocess packed"
+                        )
+        except (OSError, tarfile.TarError) as error:
+            return f"the shard {file} is damaged: {error}"
+    return ""

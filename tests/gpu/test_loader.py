@@ -1,0 +1,144 @@
+"""The loader on a GPU: the CPU's images, the same batches after an interruption, and errors instead of waiting."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from components.common.artifacts import Artifact, DatasetManifest, load
+from components.common.errors import EngineryError
+from components.common.loader import Batch, Loader
+from components.common.transforms import Augmentation, transform_for
+
+SIZES = [(300, 400), (375, 500), (500, 333), (256, 256), (640, 427), (257, 700), (200, 180), (1024, 768), (241, 301)]
+NUM_TRAIN = 96
+SPEC = transform_for(160, resize_ratio=1.14)
+EVERYTHING = Augmentation(brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1, mixup_alpha=0.4, cutmix_alpha=1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu() -> None:
+    assert torch.cuda.is_available(), "these tests need a GPU"
+
+
+def picture(height: int, width: int, rng: np.random.Generator) -> Image.Image:
+    """Coloured waves and noise: detail at every scale, in the colours too."""
+    y, x = np.mgrid[0:height, 0:width].astype(float)
+    levels = np.full((height, width, 3), 128.0)
+    for channel in range(3):
+        for _ in range(12):
+            frequency, phase = rng.uniform(-0.5, 0.5, 2), rng.uniform(0, 6)
+            levels[:, :, channel] += rng.uniform(2, 20) * np.sin(frequency[0] * x + frequency[1] * y + phase)
+    levels += rng.normal(0, 8, levels.shape)
+    return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def pictures(
+    tmp_path_factory: pytest.TempPathFactory, run_preprocess: Callable[..., Artifact[DatasetManifest]]
+) -> Artifact[DatasetManifest]:
+    """JPEG files of odd sizes, with colours at half and at full resolution, and two that no GPU decodes."""
+    root = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for split, number in (("train", NUM_TRAIN), ("val", 2 * len(SIZES))):
+        for index in range(number):
+            folder = root / "images" / split / f"class{index % 4}"
+            folder.mkdir(parents=True, exist_ok=True)
+            image = picture(*SIZES[index % len(SIZES)], rng)
+            subsampling = "4:2:0" if index < len(SIZES) else "4:4:4"
+            image.save(folder / f"{index}.jpg", quality=92, subsampling=subsampling, progressive=index % 5 == 4)
+    picture(300, 400, rng).save(root / "images/val/class0/other.png")
+    picture(300, 400, rng).convert("L").save(root / "images/val/class1/gray.jpg", quality=92)
+    return run_preprocess(root / "images", root / "dataset")
+
+
+@pytest.mark.parametrize("hw_decoder_load", [0.0, 0.9])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_evaluation_gives_the_images_of_the_cpu(
+    pictures: Artifact[DatasetManifest], interpolation: Any, hw_decoder_load: float
+) -> None:
+    """The CPU's are torchvision's (tests/unit/test_loader.py), to the same tolerance."""
+    spec = transform_for(160, resize_ratio=1.14, interpolation=interpolation)
+    expected = Loader(pictures, "val", spec, batch_size=8)
+    actual = Loader(pictures, "val", spec, batch_size=8, device_id=0, hw_decoder_load=hw_decoder_load)
+    level = 255 * torch.tensor(spec.std)[:, None, None]
+    num_images = 0
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.images.device == ours.labels.device == torch.device("cuda", 0)
+        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(ours.labels.cpu(), theirs.labels)
+        for image, reference in zip(ours.images.cpu(), theirs.images, strict=True):
+            difference = (image - reference).abs() * level
+            print(f"image {num_images}: mean {difference.mean():.3f}, largest {difference.max():.1f} levels")
+            assert difference.mean() < 0.5, num_images
+            assert difference.flatten().quantile(0.99) < 3, num_images
+            num_images += 1
+    assert num_images == pictures.manifest.splits["val"].num_images
+
+
+def build(dataset: Artifact[DatasetManifest], **options: Any) -> Loader:
+    given: dict[str, Any] = {"batch_size": 11, "augmentation": EVERYTHING, "image_sizes": (96, 128), "num_shards": 2}
+    return Loader(dataset, "train", SPEC, **{**given, "seed": 5, "device_id": 0, **options})
+
+
+def alike(first: Batch, second: Batch) -> bool:
+    """The same images with the same augmentation. The hardware decoder takes other files in another run: rounding."""
+    near = float((first.images - second.images).abs().mean()) < 0.02
+    return near and torch.equal(first.labels, second.labels)
+
+
+@pytest.mark.parametrize("hw_decoder_load", [0.0, 0.9])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resumed_loader_delivers_what_the_first_one_would_have(
+    pictures: Artifact[DatasetManifest], rank: int, hw_decoder_load: float
+) -> None:
+    whole = build(pictures, shard_id=rank, hw_decoder_load=hw_decoder_load)
+    num_batches = len(whole)
+    assert num_batches == NUM_TRAIN // 2 // 11
+    states, batches = [whole.state()], []
+    for _ in range(3):
+        for batch in whole:
+            batches.append(Batch(images=batch.images.clone(), labels=batch.labels.clone()))
+            states.append(whole.state())
+    assert not any(alike(batches[0], other) for other in batches[1:num_batches])
+    for done in (0, 1, num_batches - 1, num_batches, num_batches + 1):
+        resumed = build(pictures, shard_id=rank, hw_decoder_load=hw_decoder_load, state=states[done])
+        rest = [*resumed, *resumed]
+        assert len(rest) == 2 * num_batches - done % num_batches
+        assert all(map(alike, batches[done:], rest)), done
+
+
+def test_batches_are_whole_on_a_stream_of_the_callers(pictures: Artifact[DatasetManifest]) -> None:
+    expected = [batch.images.cpu() for batch in Loader(pictures, "val", SPEC, batch_size=8, device_id=0)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        loader = Loader(pictures, "val", SPEC, batch_size=8, device_id=0)
+        sums = [batch.images.double().sum() for batch in loader]
+    stream.synchronize()
+    for actual, images in zip(sums, expected, strict=True):
+        # Atomic sums differ in the last digits; a batch that is not there yet in the first.
+        assert float(actual) == pytest.approx(float(images.double().sum()), rel=1e-3, abs=50)
+
+
+def test_images_follow_a_size_per_epoch(pictures: Artifact[DatasetManifest]) -> None:
+    loader = build(pictures)
+    for size in (96, 128, 128):
+        assert {tuple(batch.images.shape) for batch in loader} == {(11, 3, size, size)}
+
+
+def test_the_process_is_told_of_a_reader_that_is_stuck(pictures: Artifact[DatasetManifest], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(pictures.path, tmp_path / "dataset"))
+    dataset = load(copy, DatasetManifest)
+    shard = copy / dataset.manifest.splits["val"].shards[0]
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(EngineryError, match=r"reading the val split of .* is stuck"):
+        Loader(dataset, "val", SPEC, batch_size=8, device_id=0, stuck_after_s=1.0)
+    with shard.open("wb"):  # lets go of the thread
+        pass
