@@ -6,6 +6,7 @@ data may move; a changed image, an edited source file or another GPU makes a new
 """
 
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from components.common.artifacts import (
 from components.common.digests import digest_file, digest_json
 from components.common.environment import environment
 from components.common.errors import EngineryError
+from components.preprocess.sources import is_uri, kind_of, local_path
 from pipelines.parameters import STEP_CONFIGS, PipelineFile
 from pipelines.state import CACHE
 
@@ -78,6 +80,9 @@ def step_keys(file: PipelineFile, arguments: Mapping[str, Any]) -> dict[str, str
     while left:
         ready = [task for task in left if not set(tasks[task].dependent_tasks) & set(left)]
         for task in ready:
+            if any(name not in keys for name in tasks[task].dependent_tasks):
+                left.remove(task)  # what is packed in parts has no key, nor has what is made of it
+                continue
             upstream = {name: keys[name] for name in tasks[task].dependent_tasks}
             keys[task] = _key(file, step_of(task), arguments, upstream)
             left.remove(task)
@@ -201,7 +206,7 @@ def _key(file: PipelineFile, step: str, arguments: Mapping[str, Any], upstream: 
             config["gate"] = thresholds  # its report opens with the gate's verdict
         elif step == "export":
             config["gate"] = {name: thresholds[name] for name in _BUDGET}
-    contents = {name: fingerprint(Path(config.pop(name))) for name in _PATH_SETTINGS if config.get(name)}
+    contents = {name: _contents(name, str(config.pop(name))) for name in _PATH_SETTINGS if config.get(name)}
     if step == "export" and arguments.get("model"):
         contents["model"] = fingerprint(Path(str(arguments["model"])))
     contents.pop("cache", None)  # makes the step faster, not different
@@ -238,16 +243,27 @@ def source_digest(step: str) -> str:
     return digest_json({file.relative_to(root).as_posix(): digest_file(file) for file in files})
 
 
+def _contents(setting: str, value: str) -> str:
+    """What stands behind a setting that says where something is."""
+    if setting != "data":
+        return fingerprint(Path(value))
+    if is_uri(value):
+        return uuid.uuid4().hex  # nobody knows whether a remote place is still the same: it is read again
+    # A table names images beside and below it.
+    return fingerprint(local_path(value).parent if kind_of(value) in ("csv", "parquet") else local_path(value))
+
+
 def fingerprint(path: Path) -> str:
     """What is in a file or folder, wherever it lies.
 
-    The content of every file; of folders beyond 4 GiB names, sizes and modification times, since reading a large data
-    set would take longer than what the cache saves.
+    The content of every file; of folders and archives beyond 4 GiB names, sizes and modification times, since reading
+    a large data set would take longer than what the cache saves.
     """
     if not path.exists():
         return "missing"  # the step says so in its own words
     if path.is_file():
-        return digest_file(path)
+        stat = path.stat()
+        return digest_file(path) if stat.st_size <= _HASHED_BYTES else digest_json([stat.st_size, stat.st_mtime_ns])
     files = sorted(_files_below(path))
     stats = [file.stat() for file in files]
     # File names need not be UTF-8; escaped they can be written as JSON.

@@ -6,7 +6,8 @@ from kfp import dsl
 
 from components.export.component import export, export_engines, export_own
 from components.gate.component import gate
-from components.preprocess.component import preprocess
+from components.merge.component import merge
+from components.preprocess.component import list_parts, preprocess, preprocess_part
 from components.promote.component import promote
 from components.train.component import train
 from components.validate.component import validate
@@ -18,6 +19,15 @@ Settings = dict[str, Any]
 def prepare(*, data: str, seed: int, settings: Settings) -> dsl.PipelineTask:
     """Images to a data set."""
     return preprocess(data=data, seed=seed, settings=settings).set_caching_options(False)
+
+
+def prepare_in_parts(*, data: str, seed: int, num_parts: int, settings: Settings) -> dsl.PipelineTask:
+    """Images to a data set that several machines pack at the same time."""
+    parts = list_parts(num_parts=num_parts).set_caching_options(False)
+    with dsl.ParallelFor(items=parts.output, name="parts") as part:
+        packed = preprocess_part(data=data, seed=seed, part=part, settings=settings)
+        packed.set_display_name("preprocess").set_caching_options(False)
+    return merge(parts=dsl.Collected(packed.outputs["dataset_part"])).set_caching_options(False)
 
 
 def fit(

@@ -26,7 +26,7 @@ from components.common.steplog import EVENTS_VARIABLE
 from components.export.config import CACHE_VARIABLE
 from pipelines.caching import CachedStep, confirm, enable, finished_steps, offer, step_keys
 from pipelines.interrupts import Interrupts
-from pipelines.parameters import STEP_CONFIGS, PipelineFile
+from pipelines.parameters import STEP_ORDER, PipelineFile
 from pipelines.record import RUN_LOG, RunRecord, as_error
 from pipelines.rendering import EventStream, Renderer, RunLog, print_summary
 from pipelines.state import CACHE, StateDirectory
@@ -187,8 +187,7 @@ class _Chain:
         for cached in self.reused:
             if cached.step not in told:
                 builder.take_over(cached)
-        names = list(STEP_CONFIGS)
-        builder.steps.sort(key=lambda step: names.index(step.name) if step.name in names else -1)
+        builder.steps.sort(key=lambda step: STEP_ORDER.index(step.name) if step.name in STEP_ORDER else -1)
         return RunSummary(
             pipeline=self.file.name,
             run_id=self.record.directory.name,

@@ -30,6 +30,8 @@ STEP_CONFIGS: dict[str, type[StepConfig]] = {
     "promote": PromoteConfig,
 }
 
+STEP_ORDER = ("preprocess", "merge", *(step for step in STEP_CONFIGS if step != "preprocess"))
+
 # The steps that a plain pipeline input sets, in the order in which a pipeline that lacks one falls to the next.
 _OWNERS: dict[str, tuple[str, ...]] = {
     "data": ("preprocess",),
@@ -48,6 +50,7 @@ _OWNERS: dict[str, tuple[str, ...]] = {
 _DESCRIPTIONS = {
     "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or a "
     "Bundle directory, of which only engines are built.",
+    "num_parts": "Parts that the images are packed in, each on a machine of its own where the cluster has as many.",
     "seed": "Seed of the split, the weights, shuffling, augmentation and the choice of calibration images.",
 }
 _PATHS = ("data", "model")
@@ -104,7 +107,8 @@ def load_pipeline(path: Path) -> PipelineFile:
     """
     if not path.is_file():
         raise UserError(
-            f"there is no pipeline file {path}; the ready ones are resnet50.py, quantize.py and engines.py in pipelines"
+            f"there is no pipeline file {path}; the ready ones are resnet50.py, resnet50_parts.py, quantize.py "
+            "and engines.py in pipelines"
         )
     spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path.absolute())
     if spec is None or spec.loader is None:

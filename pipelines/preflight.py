@@ -9,7 +9,7 @@ import psutil
 from components.common.artifacts import MANIFEST
 from components.common.environment import gpus
 from components.common.errors import UserError
-from components.preprocess.config import check_data_folder
+from components.preprocess.sources import check_data_folder
 from pipelines.diagnosis.machine import memory_limit
 from pipelines.formats import size_text
 
@@ -34,13 +34,13 @@ _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 
 
 def check_paths(arguments: Mapping[str, Any]) -> None:
-    """Look for the files that a run names. URIs are left to the steps.
+    """Look for the files that a run names; of data behind a URI only whether it can be read here at all.
 
     Raises:
         UserError: there is no such data folder or model on this machine.
     """
     data, model = (str(arguments.get(name) or "") for name in ("data", "model"))
-    if data and "://" not in data:
+    if data:
         check_data_folder(data)
     path = Path(model)
     if model and "://" not in model and not path.is_file() and not (path / MANIFEST).is_file():

@@ -6,8 +6,10 @@ written last. The digest of the manifest is the artifact's identity: it covers t
 
 import errno
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -46,6 +48,7 @@ from components.common.transforms import TransformSpec
 
 MANIFEST = "manifest.json"
 FAILURE = "failure.json"  # what a failed step leaves in its output directory
+UNFINISHED = ".unfinished"  # folder in an output directory whose step can be continued; no part of the artifact
 
 
 class Manifest(Record):
@@ -68,6 +71,16 @@ class DatasetManifest(Manifest):
     splits: dict[Literal["train", "val"], Split]
     statistics: DatasetStatistics
     num_rejected: int
+
+
+class DatasetPartManifest(Manifest):
+    """Some of a data set's shards, packed on their own; `merge` joins all parts."""
+
+    kind: Literal["dataset_part"] = "dataset_part"
+    classes: tuple[str, ...]
+    part: str = Field(description="Which one of how many, such as 3/8.")
+    plan_digest: str = Field(description="Of the listing and settings that all parts of a data set share.")
+    shards: tuple[str, ...] = Field(description="Names of its shards without extension, in order.")
 
 
 class CheckpointManifest(Manifest):
@@ -186,14 +199,29 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def seal(
-    path: Path, manifest: type[AnyManifest], *, inputs: dict[str, str], config: BaseModel, **fields: Any
+    path: Path,
+    manifest: type[AnyManifest],
+    *,
+    inputs: dict[str, str],
+    config: BaseModel,
+    known: Mapping[str, FileEntry] = MappingProxyType({}),
+    **fields: Any,
 ) -> Artifact[AnyManifest]:
-    """Record every file under `path` in a manifest and write it last, which completes the artifact."""
+    """Record every file under `path` in a manifest and write it last, which completes the artifact.
+
+    Args:
+        path: The artifact's directory.
+        manifest: Its kind.
+        inputs: Manifest digest of each artifact that it was made from, by name.
+        config: Of the step.
+        known: Files whose digest was taken while they were written, by path inside the artifact.
+        fields: The rest of the manifest.
+    """
     files = {}
     for file in sorted(path.rglob("*")):
-        if file.is_file() and file != path / MANIFEST:
-            entry = FileEntry(size_bytes=file.stat().st_size, digest=digest_file(file))
-            files[file.relative_to(path).as_posix()] = entry
+        name = file.relative_to(path).as_posix()
+        if file.is_file() and file != path / MANIFEST and not name.startswith(f"{UNFINISHED}/"):
+            files[name] = known.get(name) or FileEntry(size_bytes=file.stat().st_size, digest=digest_file(file))
     sealed = manifest(
         files=files, inputs=inputs, config=config.model_dump(mode="json"), environment=environment(), **fields
     )

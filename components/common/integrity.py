@@ -13,6 +13,7 @@ SCHEMA_VERSION = 2  # of manifests; 1 had no seal, and `migrated` reads it
 # Kind of an artifact -> the step that writes it.
 _STEPS = {
     "dataset": "preprocess",
+    "dataset_part": "preprocess --part",
     "checkpoint": "train",
     "bundle": "export",
     "report": "validate",

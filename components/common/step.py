@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import click
 import psutil
 
-from components.common.artifacts import FAILURE, MANIFEST
+from components.common.artifacts import FAILURE, MANIFEST, UNFINISHED
 from components.common.digests import digest_file
 from components.common.disk import explain, out_of_space
 from components.common.errors import EngineryError, UserError
@@ -178,6 +178,8 @@ def _leave_quickly() -> None:
 
 def _is_occupied(output: Path) -> bool:
     """Whether an output directory holds something that this step did not write."""
+    if (output / UNFINISHED).is_dir():
+        return False
     try:
         return any(entry.name != FAILURE for entry in output.iterdir())
     except OSError:

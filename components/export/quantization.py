@@ -100,6 +100,8 @@ def quantize(
             num_images=calibration.num_images,
             split="train",
             seconds=calibrated.seconds,
+            ids=calibration.ids(),
+            images_digest=str(calibrated.address["images"]),
             digest=digest_json({**calibrated.address, "method": method.value, "parameters": parameters}),
             cached=calibrated.cached,
             excluded=excluded,

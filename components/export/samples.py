@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.digests import digest_json
@@ -17,7 +18,7 @@ MIN_SELECTION_IMAGES = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """A run of consecutive images of the training split, which preprocess shuffled before it wrote the shards."""
+    """A run of consecutive images of the training split: a stratified sample, since preprocess ordered it so."""
 
     dataset: Artifact[DatasetManifest]
     transform: TransformSpec
@@ -40,11 +41,16 @@ class Samples:
 
     def digest(self) -> str:
         """Digest of the images' contents and of what is done to them."""
+        images = [entry["sha256"] for entry in self._listed()]
+        return digest_json({"images": images, "transform": self.transform.model_dump(mode="json")})
+
+    def ids(self) -> tuple[str, ...]:
+        """Keys of the images in the training split's listing."""
+        return tuple(entry["key"] for entry in self._listed())
+
+    def _listed(self) -> list[dict[str, Any]]:
         with self.dataset.file("train.jsonl").open(encoding="utf-8") as lines:
-            listed = [json.loads(line) for line in islice(lines, self.start, self.start + self.num_images)]
-        return digest_json(
-            {"images": [entry["sha256"] for entry in listed], "transform": self.transform.model_dump(mode="json")}
-        )
+            return [json.loads(line) for line in islice(lines, self.start, self.start + self.num_images)]
 
 
 def split_samples(

@@ -1,4 +1,4 @@
-"""preprocess as a KFP component."""
+"""preprocess as a KFP component: the whole data set in one step, or one of several parts."""
 
 from kfp import dsl
 
@@ -7,7 +7,27 @@ from components.common.images import image_for
 
 @dsl.component(base_image=image_for("preprocess"), packages_to_install=[], install_kfp_package=False)
 def preprocess(data: str, seed: int, settings: dict, dataset: dsl.Output[dsl.Dataset]) -> None:  # type: ignore[type-arg]
-    """Image folder -> WebDataset shards with splits and statistics."""
+    """Labelled images -> WebDataset shards with splits and statistics."""
     from components.preprocess.__main__ import STEP
 
     STEP.execute({**settings, "data": data, "seed": seed}, output=dataset.path)
+
+
+@dsl.component(base_image=image_for("preprocess"), packages_to_install=[], install_kfp_package=False)
+def list_parts(num_parts: int) -> list:  # type: ignore[type-arg]
+    """How many parts -> the name of each, such as 3/8."""
+    return [f"{number}/{num_parts}" for number in range(1, num_parts + 1)]
+
+
+@dsl.component(base_image=image_for("preprocess"), packages_to_install=[], install_kfp_package=False)
+def preprocess_part(
+    data: str,
+    seed: int,
+    part: str,
+    settings: dict,  # type: ignore[type-arg]
+    dataset_part: dsl.Output[dsl.Dataset],
+) -> None:
+    """Labelled images -> some of the shards."""
+    from components.preprocess.__main__ import STEP
+
+    STEP.execute({**settings, "data": data, "seed": seed, "part": part}, output=dataset_part.path)

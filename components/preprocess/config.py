@@ -1,12 +1,9 @@
 """Settings of preprocess."""
 
-import os
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from components.common.errors import UserError
 from components.common.settings import StepConfig
 
 
@@ -14,7 +11,9 @@ class PreprocessConfig(StepConfig):
     """How images are found, split, checked and packed."""
 
     data: str = Field(
-        min_length=1, description="Folder of labelled images: one sub-folder per class, or train/ and val/."
+        min_length=1,
+        description="Labelled images: a folder with one sub-folder per class or with train/ and val/, a tar or zip of "
+        "it, WebDataset tars, or a CSV or Parquet table; a path or a URI such as s3://BUCKET/FOLDER.",
     )
     val_fraction: float = Field(
         0.2, gt=0, lt=1, description="Share of each class held out for validation; unused when the folder has val/."
@@ -48,28 +47,6 @@ class PreprocessConfig(StepConfig):
     )
     class_names_file: str = Field(
         "",
-        description="Text file with one class name per line, in the order of an existing model's outputs; "
-        "empty for the sorted folder names.",
+        description="Text file with one class name per line, in the order of an existing model's outputs, or "
+        "ImageNet's synset map; empty for the data's own names, sorted.",
     )
-
-
-def check_data_folder(data: str) -> None:
-    """Look whether `data` can be read at all, which takes no time; what it holds is found out by the step.
-
-    Raises:
-        UserError: it is a URI, is not there, is no folder, or may not be read.
-    """
-    layout = "name a folder with one sub-folder of images per class"
-    scheme, separator, _ = data.partition("://")
-    if separator:
-        raise UserError(
-            f"the data {data} is a {scheme} URI, and preprocess reads folders of this machine. Copy it to a disk or "
-            "mount it, and name the folder"
-        )
-    root = Path(data)
-    if not root.exists():
-        raise UserError(f"the data folder {root} does not exist; {layout}. To try: enginery data digits digits")
-    if not root.is_dir():
-        raise UserError(f"the data {root} is a file, not a folder; {layout}. Unpack archives first")
-    if not os.access(root, os.R_OK | os.X_OK):
-        raise UserError(f"no permission to read the data folder {root}; make it readable for you (chmod -R u+rX)")

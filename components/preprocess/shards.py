@@ -1,35 +1,31 @@
-"""Pack images into WebDataset tar shards with a DALI index, decoding each one on the way."""
+"""Pack images into WebDataset tar shards with a DALI index, decoding each one on the way.
+
+A shard is done when its record is there, which is written last. What a killed run has done is taken over by the next.
+"""
 
 import hashlib
 import io
-import stat
+import json
 import tarfile
-import warnings
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image
+from pydantic import ValidationError
 from wds2idx import IndexCreator
 
-from components.preprocess.sources import Sample
+from components.common.artifacts import write_atomically
+from components.common.digests import digest_file
+from components.common.records import FileEntry, Record
+from components.preprocess.decoding import as_png, decode, shrink
+from components.preprocess.sources import Sample, Storage, Unreadable
+from components.preprocess.structure import Rejected
 
-# What both Pillow (which checks here) and DALI (which decodes later) read, and the member name it gets.
-_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "TIFF": "tif"}
-# TIFF holds more than pictures. DALI fails on some of the rest (1 bit, 32-bit integers) and scales others its own way.
-_TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
-_TRANSPOSITIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 _MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
 LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
 
@@ -38,26 +34,30 @@ LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to b
 class ShardTask:
     """What one worker packs."""
 
-    root: Path
-    file: Path
+    storage: Storage
+    folder: Path
+    """Where the tar and its index go."""
+    records: Path
+    """Where the shard's record and listing go."""
+    name: str
+    """Of the files, such as train-000012."""
     first_index: int
     samples: Sequence[Sample]
     max_pixels: int
+    max_short_side: int
+    jpeg_quality: int
 
 
-@dataclass(kw_only=True)
-class ShardResult:
+class ShardRecord(Record):
     """What went into a shard, what did not, and sums over its pixels."""
 
-    accepted: list[dict[str, object]] = field(default_factory=list)
-    rejected: list[dict[str, str]] = field(default_factory=list)
-    pixel_sum: np.ndarray = field(default_factory=lambda: np.zeros(3))  # per RGB channel, of values in 0..1
-    pixel_square_sum: np.ndarray = field(default_factory=lambda: np.zeros(3))
-    num_pixels: int = 0
-
-
-class _Rejected(Exception):
-    """An image can't be used; the message is the reason."""
+    name: str
+    num_images: int
+    num_rejected: int
+    pixel_sum: tuple[float, float, float]  # per RGB channel, of values in 0..1
+    pixel_square_sum: tuple[float, float, float]
+    num_pixels: int
+    files: dict[str, FileEntry]  # the tar and its index; none where every image was rejected
 
 
 def plan_shards(samples: Sequence[Sample], shard_bytes: int) -> list[Sequence[Sample]]:
@@ -74,106 +74,111 @@ def plan_shards(samples: Sequence[Sample], shard_bytes: int) -> list[Sequence[Sa
     return [samples[start:end] for start, end in pairwise(edges) if start < end]
 
 
-def write_shard(task: ShardTask) -> ShardResult:
-    """Write one tar and its index."""
-    result = ShardResult()
-    Image.MAX_IMAGE_PIXELS = None  # _decode checks, with a message of its own
-    with tarfile.open(task.file, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for index, sample in enumerate(task.samples, task.first_index):
-            try:
-                data = _read(task.root / sample.path)
-                extension, pixels = _decode(data, task.max_pixels)
-            except _Rejected as reason:
-                result.rejected.append({"path": sample.path, "reason": str(reason)})
-                continue
-            except OSError as error:
-                result.rejected.append({"path": sample.path, "reason": f"unreadable: {error.strerror or error}"})
-                continue
-            key = f"{index:09d}"
-            _add(archive, f"{key}.{extension}", data)
-            _add(archive, f"{key}.cls", f"{sample.label:0{LABEL_WIDTH}d}".encode())
-            _accumulate(result, pixels)
-            result.accepted.append(
-                {
-                    "key": key,
-                    "path": sample.path,
-                    "label": sample.label,
-                    "height": pixels.shape[0],
-                    "width": pixels.shape[1],
-                    "sha256": hashlib.sha256(data).hexdigest(),
-                }
-            )
-    if result.accepted:
-        with IndexCreator(str(task.file), str(task.file.with_suffix(".idx")), verbose=False) as index_file:
+def read_record(records: Path, name: str) -> ShardRecord | None:
+    """The record of a shard that is done, None of any other."""
+    try:
+        return ShardRecord.model_validate_json((records / f"{name}.json").read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def listing_file(records: Path, name: str) -> Path:
+    """Where a shard's part of the listing lies: a JSON line per packed image."""
+    return records / f"{name}.jsonl"
+
+
+def rejected_file(records: Path, name: str) -> Path:
+    """Where a shard's rejected files are listed: a JSON line each, with path and reason."""
+    return records / f"{name}.rejected.jsonl"
+
+
+def record_files(records: Path, name: str) -> tuple[Path, ...]:
+    """All that is recorded of a shard."""
+    return records / f"{name}.json", listing_file(records, name), rejected_file(records, name)
+
+
+def write_shard(task: ShardTask) -> ShardRecord:
+    """Write one tar, its index, its part of the listing, and last its record."""
+    tar = task.folder / f"{task.name}.tar"
+    index = tar.with_suffix(".idx")
+    with tar.open("wb") as file:
+        hashing = _HashingFile(file)
+        with tarfile.open(fileobj=hashing, mode="w", format=tarfile.USTAR_FORMAT) as archive:  # type: ignore[call-overload]
+            content = _fill(archive, task)
+    files = {}
+    if content.entries:
+        with IndexCreator(str(tar), str(index), verbose=False) as index_file:
             index_file.create_index()
+        files[tar.name] = FileEntry(size_bytes=tar.stat().st_size, digest=f"sha256:{hashing.sha.hexdigest()}")
+        files[index.name] = FileEntry(size_bytes=index.stat().st_size, digest=digest_file(index))
     else:
-        task.file.unlink()  # every image was rejected; an empty shard would stop DALI
-    return result
+        tar.unlink()  # every image was rejected; an empty shard would stop DALI
+    record = ShardRecord(
+        name=task.name,
+        num_images=len(content.entries),
+        num_rejected=len(content.rejected),
+        pixel_sum=content.sums.values(),
+        pixel_square_sum=content.sums.squares(),
+        num_pixels=content.sums.num_pixels,
+        files=files,
+    )
+    write_atomically(listing_file(task.records, task.name), json_lines(content.entries))
+    write_atomically(rejected_file(task.records, task.name), json_lines(content.rejected))
+    write_atomically(task.records / f"{task.name}.json", record.model_dump_json().encode())
+    return record
 
 
-def _read(path: Path) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode):  # behind links; a pipe would let the step wait for ever
-        raise _Rejected("not a regular file")
-    return path.read_bytes()
+def _fill(archive: tarfile.TarFile, task: ShardTask) -> "_Content":
+    content = _Content()
+    for number, sample in enumerate(task.samples, task.first_index):
+        try:
+            data, extension, image = _image(task, sample)
+        except (Rejected, Unreadable) as reason:
+            content.rejected.append({"path": sample.path, "reason": str(reason)})
+            continue
+        except OSError as error:
+            content.rejected.append({"path": sample.path, "reason": f"unreadable: {error.strerror or error}"})
+            continue
+        key = f"{number:09d}"
+        _add(archive, f"{key}.{extension}", data)
+        _add(archive, f"{key}.cls", f"{sample.label:0{LABEL_WIDTH}d}".encode())
+        content.sums.add(image)
+        content.entries.append(
+            {
+                "key": key,
+                "path": sample.path,
+                "label": sample.label,
+                "height": image.height,
+                "width": image.width,
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+        )
+    return content
 
 
-def _decode(data: bytes, max_pixels: int) -> tuple[str, np.ndarray]:
-    """Decode fully. Returns the member's extension and the pixels as the loader delivers them: [H, W, 3] uint8."""
-    if not data:
-        raise _Rejected("empty file")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(data))
-            if image.format not in _EXTENSIONS:
-                raise _Rejected(f"format {image.format} is not supported; convert it to JPEG or PNG")
-            if image.width * image.height > max_pixels:
-                raise _Rejected(f"{image.width}x{image.height} has more than max_pixels = {max_pixels} pixels")
-            if image.format == "TIFF" and image.mode not in _TIFF_MODES:
-                raise _Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
-            _check_structure(image.format, data)
-            extension = _EXTENSIONS[image.format]
-            image.load()
-            upright = _upright(image)
-            if upright.mode.startswith("I;16"):
-                return extension, _from_16_bit(np.asarray(upright))
-            return extension, np.asarray(upright.convert("RGB"))
-    except _Rejected:
-        raise
-    except UnidentifiedImageError:
-        raise _Rejected("not an image") from None
-    except Exception as error:  # damaged data: mostly OSError, but Pillow's parsers let everything through
-        raise _Rejected(f"damaged: {error}") from None
+def json_lines(entries: Sequence[Mapping[str, object]]) -> bytes:
+    """One JSON object a line, in UTF-8."""
+    # File names that are not UTF-8 hold lone surrogates; written as \udcXX they are JSON and come back the same.
+    return "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries).encode(errors="backslashreplace")
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation, as DALI does; a damaged EXIF block says nothing."""
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # Pillow's EXIF parser raises anything
-        return image
-    turn = _TRANSPOSITIONS.get(orientation)  # type: ignore[arg-type]  # whatever the file says
-    return image if turn is None else image.transpose(turn)
+def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image]:
+    """The bytes to pack, their extension, and the image that the loader will see.
 
-
-def _check_structure(image_format: str, data: bytes) -> None:
-    """Refuse damage that Pillow reads past and DALI stops at: one such file would end a training."""
-    if image_format == "PNG" and b"IEND" not in data[-64_000:]:
-        raise _Rejected("damaged: the end of the PNG is missing")
-    if image_format not in ("JPEG", "MPO"):
-        return
-    position = 2  # after the start-of-image marker
-    while data[position : position + 2] != b"\xff\xda":  # start of scan
-        if data[position : position + 1] != b"\xff":
-            raise _Rejected(f"damaged: no JPEG marker at byte {position}")
-        if data[position + 1 : position + 2] == b"\xff":
-            position += 1  # a fill byte
-        else:
-            position += 2 + int.from_bytes(data[position + 2 : position + 4])
-
-
-def _from_16_bit(gray: np.ndarray) -> np.ndarray:
-    return np.repeat((gray >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+    Raises:
+        Rejected: it can't be used.
+        Unreadable: it must not or can't be read.
+        OSError: the same, from the system.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # decode checks, with a message of its own
+    data = task.storage.read(sample)
+    extension, image = decode(data, task.max_pixels)
+    if 0 < task.max_short_side < min(image.size):
+        data, image = shrink(image, task.max_short_side, task.jpeg_quality)
+        extension = "jpg"
+    elif extension == "":
+        data, extension = as_png(image), "png"
+    return data, extension, image
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -182,11 +187,48 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     archive.addfile(member, io.BytesIO(data))
 
 
-def _accumulate(result: ShardResult, pixels: np.ndarray) -> None:
-    # Histograms of the 256 values give exact sums faster than converting the image to floats.
-    values = np.arange(256) / 255.0
-    for channel in range(3):
-        counts = np.bincount(pixels[:, :, channel].reshape(-1), minlength=256)
-        result.pixel_sum[channel] += counts @ values
-        result.pixel_square_sum[channel] += counts @ values**2
-    result.num_pixels += pixels.shape[0] * pixels.shape[1]
+class _HashingFile:
+    """A file for tarfile, which only writes and asks where it is; the digest is there when the archive is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.sha = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.sha.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+class _PixelSums:
+    """Exact sums over pixels: of how often each of the 256 values occurs in each channel."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros((3, 256), np.int64)
+        self.num_pixels = 0
+
+    def add(self, image: Image.Image) -> None:
+        """Count an image in RGB."""
+        self._counts += np.array(image.histogram(), np.int64).reshape(3, 256)
+        self.num_pixels += image.width * image.height
+
+    def values(self) -> tuple[float, float, float]:
+        """Per channel, the sum of values in 0..1."""
+        return self._of(np.arange(256) / 255.0)
+
+    def squares(self) -> tuple[float, float, float]:
+        """Per channel, the sum of squares of values in 0..1."""
+        return self._of((np.arange(256) / 255.0) ** 2)
+
+    def _of(self, weights: np.ndarray) -> tuple[float, float, float]:
+        red, green, blue = (float(counts @ weights) for counts in self._counts)
+        return red, green, blue
+
+
+@dataclass(kw_only=True)
+class _Content:
+    entries: list[Mapping[str, object]] = field(default_factory=list)
+    rejected: list[Mapping[str, object]] = field(default_factory=list)
+    sums: _PixelSums = field(default_factory=_PixelSums)

@@ -387,3 +387,15 @@ def test_quantize_a_state_dict(home: Path, few_digits: Path, tmp_path: Path) -> 
     chain = run_pipeline("quantize", *options, *SMALL, home=home)
     check_verdict(chain)
     assert load(chain.artifact("export-own", "bundle"), BundleManifest).manifest.architecture == "resnet18"
+
+
+def test_a_data_set_packed_in_parts_goes_the_same_way(chain: Chain, few_digits: Path, tmp_path: Path) -> None:
+    """The fan-out over parts runs here, too, and ends in the data set that one step writes."""
+    command = [*ENGINERY, "run", "pipelines/resnet50_parts.py", "--data", str(few_digits), "--num-parts", "3"]
+    done = call(*command, *SMALL, *TRAINING, "--epochs", "1", home=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(next(tmp_path.glob("runs/*/summary.json")).read_text())
+    assert [step["name"] for step in summary["steps"]] == ["preprocess"] * 3 + ["merge", *STEPS[1:]]
+    assert summary["split_digest"] == chain.summary["split_digest"]
+    parts = {re.match(r"part (\d/3): ", step["outcome"])[1] for step in summary["steps"][:3]}  # type: ignore[index]
+    assert parts == {"1/3", "2/3", "3/3"}

@@ -17,10 +17,11 @@ from pipelines.parameters import STEP_CONFIGS, PipelineFile, load_pipeline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-PIPELINES = ("resnet50", "quantize", "engines")
+PIPELINES = ("resnet50", "resnet50_parts", "quantize", "engines")
 # Names that stand for another thing in each pipeline: a user's own model has no default architecture.
 OWN_DEFAULTS = {
     ("resnet50", "registered_model"): "resnet50",
+    ("resnet50-parts", "registered_model"): "resnet50",
     ("quantize", "registered_model"): "quantized",
     ("engines", "registered_model"): "engines",
 }
@@ -79,14 +80,14 @@ def test_input_defaults_are_those_of_the_steps(pipeline: PipelineFile) -> None:
         # The first owner speaks: in resnet50 train decides image_size and architecture, and export follows the model.
         owners = pipeline.owners(name)
         if not owners:
-            assert name == "model"
+            assert name in ("model", "num_parts")
             continue
         field = STEP_CONFIGS[owners[0]].model_fields[name]
         assert spec.optional == (not field.is_required()), name
         if spec.optional:
             assert spec.default == field.default, name
             checked += 1
-    assert checked >= {"resnet50": 6, "quantize": 6, "engines": 2}[pipeline.name]
+    assert checked >= {"resnet50": 6, "resnet50-parts": 6, "quantize": 6, "engines": 2}[pipeline.name]
 
 
 def test_seed_has_one_default(pipeline: PipelineFile) -> None:
@@ -96,20 +97,22 @@ def test_seed_has_one_default(pipeline: PipelineFile) -> None:
 
 
 def test_every_step_takes_its_settings_and_every_input_has_a_reader(pipeline: PipelineFile) -> None:
-    spec = documents_of(pipeline)[0]
-    tasks = spec["root"]["dag"]["tasks"]
+    tasks = tasks_of(documents_of(pipeline)[0])
     read = {
-        source["componentInputParameter"]
-        for task in tasks.values()
+        source["componentInputParameter"].removeprefix("pipelinechannel--")
+        for task in tasks
         for source in task["inputs"].get("parameters", {}).values()
         if "componentInputParameter" in source
     }
-    assert read == set(pipeline.inputs)
-    settings = {
-        task["inputs"]["parameters"]["settings"]["componentInputParameter"]: name for name, task in tasks.items()
-    }
-    assert set(settings) == set(pipeline.steps)
-    assert {task["taskInfo"]["name"] for task in tasks.values()} == set(pipeline.steps)
+    assert read - {"list-parts-Output-loop-item", "parts-loop-item"} == set(pipeline.inputs)
+    settings = [
+        task["inputs"]["parameters"]["settings"]["componentInputParameter"].removeprefix("pipelinechannel--")
+        for task in tasks
+        if "settings" in task["inputs"].get("parameters", {})
+    ]
+    assert sorted(settings) == sorted(pipeline.steps)
+    fan_out = {"list-parts", "parts", "merge"} if pipeline.name == "resnet50-parts" else set()
+    assert {task["taskInfo"]["name"] for task in tasks} == set(pipeline.steps) | fan_out
 
 
 def test_gpu_steps_ask_for_gpu_and_shared_memory(pipeline: PipelineFile) -> None:
@@ -121,8 +124,8 @@ def test_gpu_steps_ask_for_gpu_and_shared_memory(pipeline: PipelineFile) -> None
         for name, executor in executors.items()
         if executor["container"].get("resources", {}).get("accelerator", {}).get("resourceCount")
     }
-    export = {"resnet50": {"train", "export"}, "quantize": {"export-own"}, "engines": {"export-engines"}}
-    assert gpu == export[pipeline.name] | {"validate"}
+    export = {"quantize": {"export-own"}, "engines": {"export-engines"}}
+    assert gpu == export.get(pipeline.name, {"train", "export"}) | {"validate"}
     for name in gpu:
         config = kubernetes[f"exec-{name}"]
         assert [mount["mountPath"] for mount in config["emptyDirMounts"]] == ["/dev/shm"]
@@ -130,9 +133,15 @@ def test_gpu_steps_ask_for_gpu_and_shared_memory(pipeline: PipelineFile) -> None
 
 
 def test_promote_and_the_rest_are_never_served_from_an_old_run(pipeline: PipelineFile) -> None:
-    for name, task in documents_of(pipeline)[0]["root"]["dag"]["tasks"].items():
-        assert not task["cachingOptions"].get("enableCache"), name
+    for task in tasks_of(documents_of(pipeline)[0]):
+        assert not task.get("cachingOptions", {}).get("enableCache"), task["taskInfo"]["name"]
+
+
+def tasks_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the pipeline and of the loops in it."""
+    dags = [spec["root"], *(component for component in spec["components"].values() if "dag" in component)]
+    return [task for holder in dags for task in holder["dag"]["tasks"].values()]
 
 
 def documents_of(pipeline: PipelineFile) -> list[dict[str, Any]]:
-    return documents((GOLDEN / f"{pipeline.name}.yaml").read_text())
+    return documents((GOLDEN / f"{pipeline.name.replace('-', '_')}.yaml").read_text())

@@ -40,15 +40,15 @@ def enginery(home: Path, *arguments: str) -> tuple[int, str]:
 
 def test_data_and_model_are_looked_for_before_anything_runs(tmp_path: Path) -> None:
     home, absent = tmp_path / "home", tmp_path / "ab sent"
-    (tmp_path / "images.tar").write_bytes(b"")
+    (tmp_path / "images.rar").write_bytes(b"")
     resnet50, quantize = "pipelines/resnet50.py", "pipelines/quantize.py"
     small = ("--image-size", "32")
     for arguments, message in (
         ((resnet50, "--data", str(absent), *small), f"the data folder {absent} does not exist; name a folder with one"),
-        ((resnet50, "--data", str(tmp_path / "images.tar"), *small), "the data .*images.tar is a file, not a folder"),
+        ((resnet50, "--data", str(tmp_path / "images.rar"), *small), "the data .*images.rar is a file, not a folder"),
         ((quantize, "--data", str(tmp_path), "--model", str(absent)), f"there is no model at {absent}; name a Check"),
         ((quantize, "--data", str(tmp_path), "--model", str(tmp_path)), f"there is no model at {tmp_path}; name a "),
-        ((resnet50,), "--data is required: Folder of labelled images: one sub-folder per class, or train/ and val/"),
+        ((resnet50,), "--data is required: Labelled images: a folder with one sub-folder per class"),
         ((quantize, "--data", "d"), "--model is required: Your model: .onnx, weights "),
     ):
         code, text = enginery(home, *arguments)
@@ -56,11 +56,13 @@ def test_data_and_model_are_looked_for_before_anything_runs(tmp_path: Path) -> N
         assert text.startswith(message.replace(".*", f"{tmp_path}/"))
 
 
-def test_uris_are_left_to_the_steps_and_models_that_are_there_pass(tmp_path: Path) -> None:
+def test_uris_are_not_opened_and_models_that_are_there_pass(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"")
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "manifest.json").write_bytes(b"")
-    check_paths({"data": "s3://bucket/images", "model": "models://a/1"})
+    check_paths({"data": "memory://images", "model": "models://a/1"})
+    with pytest.raises(UserError, match="credentials come from the environment"):
+        check_paths({"data": "http://me:secret@example.org/images.tar"})
     for model in ("model.onnx", "checkpoint"):
         check_paths({"data": str(tmp_path), "model": str(tmp_path / model)})
     check_paths({"numbers": 3})  # a pipeline of one's own

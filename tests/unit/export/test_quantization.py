@@ -1,5 +1,6 @@
 """The export step from weights to a bundle, on real digits: samples, cache, what is left out, and bad input."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +173,18 @@ def test_too_few_images_to_choose_by(export):
     assert bundle.manifest.calibration.method == "max"
     assert bundle.manifest.calibration.selection is None
     assert any("training images are left to measure INT8 on: max is taken" in line for line in lines)
+
+
+def test_the_images_are_named_and_stratified(export, digits_dataset):
+    bundle, _ = export(num_calibration_images=50, num_selection_images=0)
+    calibration = bundle.manifest.calibration
+    listed = [json.loads(line) for line in digits_dataset.file("train.jsonl").read_text().splitlines()]
+    labels = {entry["key"]: entry["label"] for entry in listed}
+    assert len(set(calibration.ids)) == 50
+    assert calibration.images_digest.startswith("sha256:")
+    counts = np.bincount([labels[key] for key in calibration.ids], minlength=10)
+    assert counts.min() >= 4
+    assert counts.max() <= 6
 
 
 def test_fewer_calibration_images_than_classes(export):

@@ -13,8 +13,9 @@ import pytest
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.errors import UserError
+from components.preprocess.config import PreprocessConfig
 from components.preprocess.shards import ShardTask, write_shard
-from components.preprocess.sources import Sample
+from components.preprocess.sources import find_samples
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WriteTree = Callable[..., Path]
@@ -70,10 +71,12 @@ def test_folders_that_cannot_be_used(tmp_path: Path, write_tree: WriteTree, name
 
 def test_data_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "images.zip").write_bytes(b"PK")
+    (tmp_path / "images.py").write_text("")
     for data, message in (
         (str(tmp_path / "absent"), "the data folder {} does not exist; name a folder with one sub-folder of images"),
-        (str(tmp_path / "images.zip"), "the data {} is a file, not a folder; name a folder with one sub-folder"),
-        ("s3://bucket/images", "the data {} is a s3 URI, and preprocess reads folders of this machine. Copy it"),
+        (str(tmp_path / "images.zip"), "{} is no zip that can be read"),
+        (str(tmp_path / "images.py"), "the data {} is a file, not a folder, and of no kind that is read; name a"),
+        ("s3://bucket/images", "reading s3:// needs a package that is not installed: pip install s3fs"),
     ):
         code, text = start("--data", data, "--output", str(tmp_path / "out"))
         assert code == 2
@@ -103,7 +106,7 @@ def test_settings_that_are_out_of_range_or_unknown(tmp_path: Path, write_tree: W
         assert text.startswith(message)
     assert start("--output", str(tmp_path / "out")) == (
         2,
-        "preprocess.data is required: Folder of labelled images: one sub-folder per class, or train/ and val/.",
+        "preprocess.data is required: " + (PreprocessConfig.model_fields["data"].description or ""),
     )
 
 
@@ -154,13 +157,23 @@ def test_a_disk_that_fills_up_while_packing(tmp_path: Path, write_tree: WriteTre
 
 
 def test_a_full_disk_is_no_rejected_image(tmp_path: Path, write_tree: WriteTree) -> None:
-    data = write_tree(tmp_path / "images", {"a": 2})
+    data = write_tree(tmp_path / "images", {"a": 4, "b": 4})
+    source = find_samples(str(data), val_fraction=0.5, seed=0, class_names_file="", scratch=tmp_path)
     (tmp_path / "full.tar").symlink_to("/dev/full")
-    size_bytes = (data / "a" / "000.png").stat().st_size
-    sample = Sample(path="a/000.png", label=0, size_bytes=size_bytes)
-    task = ShardTask(root=data, file=tmp_path / "full.tar", first_index=0, samples=[sample], max_pixels=10**6)
+    task = ShardTask(
+        storage=source.storage,
+        folder=tmp_path,
+        records=tmp_path,
+        name="full",
+        first_index=0,
+        samples=source.splits["train"],
+        max_pixels=10**6,
+        max_short_side=0,
+        jpeg_quality=90,
+    )
     with pytest.raises(OSError, match="No space left"):
         write_shard(task)
+    assert list(tmp_path.glob("full*.json*")) == []
 
 
 def test_a_failure_is_in_mlflow(tmp_path: Path, write_tree: WriteTree) -> None:

@@ -1,0 +1,135 @@
+"""preprocess against `tar` and a full decode of every image on the same cores, and its memory at ten times the images.
+
+python -m benchmarks.packing --machine cpu-2core
+"""
+
+import io
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import click
+import numpy as np
+from PIL import Image
+
+from benchmarks.results import RESULTS, write_result
+from components.common.artifacts import DatasetManifest, load
+from components.common.environment import num_cores
+
+_CLASSES = 10
+_VARIANTS = 50  # different images; each file differs from its like by one marked pixel
+
+
+@click.command()
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--num-images", default=10000, show_default=True, help="Of 500x375 pixels.")
+@click.option("--memory-images", default="2000,20000", show_default=True, help="Of 64x64 pixels, for peak memory.")
+@click.option("--turns", default=3, show_default=True, help="Of both sides, one after the other.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(machine: str, num_images: int, memory_images: str, turns: int, results: Path) -> None:
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="enginery-packing-") as scratch:
+        data, work = Path(scratch, "data"), Path(scratch, "work")
+        size_bytes = _write_images(data, num_images, 500, 375)
+        for _ in range(turns):
+            seconds = {"peer": _peer_s(data, work), "preprocess": _preprocess(data, work)["seconds"]}
+            runs.append({name: round(value, 3) for name, value in seconds.items()})
+            print(runs[-1], flush=True)
+        shutil.rmtree(data)
+        peaks = []
+        for number in memory_images.split(","):
+            _write_images(data, int(number), 64, 64)
+            peaks.append(_preprocess(data, work)["peak_mib"])
+            runs.append({"num_images": int(number), "peak_mib": round(peaks[-1], 1)})
+            print(runs[-1], flush=True)
+            shutil.rmtree(data)
+    peer, ours = (num_images / statistics.median(run[name] for run in runs[:turns]) for name in ("peer", "preprocess"))
+    write_result(
+        machine,
+        "packing",
+        measures={
+            "preprocess_images_per_s": ours,
+            "tar_and_decode_images_per_s": peer,
+            "preprocess_over_tar_and_decode": ours / peer,
+            "peak_memory_last_over_first": peaks[-1] / peaks[0],
+            "mib_per_1000_more_images": (peaks[-1] - peaks[0])
+            / (int(memory_images.split(",")[-1]) - int(memory_images.split(",")[0]))
+            * 1000,
+        },
+        runs=runs,
+        notes=(
+            f"{num_images} JPEG files, 500x375 pixels, {size_bytes / num_images / 1e3:.0f} kB each. Peer: `tar` of the "
+            "folder, then Pillow decodes every file in a process per core. Both sides read from the page cache and "
+            "count the start of their processes. Medians of turns; peak memory is that of the largest process, once."
+        ),
+        directory=results,
+    )
+
+
+def _write_images(folder: Path, num_images: int, width: int, height: int) -> int:
+    """Write JPEG files of noise over waves, which compress like photographs. Returns their size in bytes."""
+    random, total = np.random.default_rng(0), 0
+    y, x = np.mgrid[0:height, 0:width]
+    images = []
+    for _ in range(_VARIANTS):
+        waves = sum(
+            np.sin(random.uniform(0, 0.1) * x + random.uniform(0, 0.1) * y + random.uniform(0, 6))[:, :, None]
+            * random.uniform(10, 40, 3)
+            for _ in range(4)
+        )
+        images.append((127 + waves + random.normal(0, 12, (height, width, 1))).clip(0, 255).astype(np.uint8))
+    for number in range(num_images):
+        pixels = images[number % _VARIANTS].copy()
+        pixels[8 * (number % (height // 8)), 8 * (number // _VARIANTS % (width // 8))] = (number % 251, 255, 0)
+        encoded = io.BytesIO()
+        Image.fromarray(pixels).save(encoded, "JPEG", quality=90, comment=str(number))
+        file = folder / f"class{number % _CLASSES}" / f"{number:07d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded.getvalue())
+        total += len(encoded.getvalue())
+    return total
+
+
+def _peer_s(data: Path, work: Path) -> float:
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    started = time.perf_counter()
+    subprocess.run(["tar", "-cf", str(work / "all.tar"), "-C", str(data), "."], check=True)
+    files = sorted(data.glob("*/*.jpg"))
+    with ProcessPoolExecutor(num_cores(), mp_context=get_context("spawn")) as pool:
+        assert sum(pool.map(_decode, files, chunksize=64)) == len(files)
+    return time.perf_counter() - started
+
+
+def _decode(file: Path) -> bool:
+    with Image.open(file) as image:
+        image.load()
+    return True
+
+
+def _preprocess(data: Path, work: Path) -> dict[str, float]:
+    """Run the step in a process of its own. Returns its seconds, and the peak memory of the largest process."""
+    shutil.rmtree(work, ignore_errors=True)
+    command = [sys.executable, "-m", "components.preprocess", "--data", str(data), "--output", str(work)]
+    code = (
+        "import json, resource, subprocess, sys, time; started = time.perf_counter(); "
+        "subprocess.run(sys.argv[1:], check=True, stderr=subprocess.DEVNULL); "
+        "peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024; "
+        "print(json.dumps({'seconds': time.perf_counter() - started, 'peak_mib': peak}))"
+    )
+    output = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True).stdout
+    manifest = load(work, DatasetManifest).manifest
+    assert manifest.num_rejected == 0
+    measured: dict[str, float] = json.loads(output)
+    return measured
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""`python -m components.merge`: the container's command and the laptop's."""
+
+from components.common.step import Step
+from components.merge.config import MergeConfig
+
+STEP = Step(name="merge", config=MergeConfig, inputs={})
+
+if __name__ == "__main__":
+    STEP.command()()

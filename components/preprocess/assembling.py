@@ -1,0 +1,152 @@
+"""Close a data set over packed shards: listings, checks over all images, statistics, manifest."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.common.artifacts import Artifact, DatasetManifest, seal
+from components.common.digests import digest_file
+from components.common.errors import UserError
+from components.common.records import DatasetStatistics, Split
+from components.preprocess.config import PreprocessConfig
+from components.preprocess.data_card import Card, Rejections, write_data_card
+from components.preprocess.findings import SPLITS, Problems, SplitName
+from components.preprocess.problems import ProblemFinder, listed_paths
+from components.preprocess.samples import read_pictures, sample_positions
+from components.preprocess.shards import ShardRecord, listing_file, rejected_file
+
+REJECTED = "rejected.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A shard that is packed, and where its records lie."""
+
+    record: ShardRecord
+    records: Path
+
+
+def assemble(
+    config: PreprocessConfig, classes: tuple[str, ...], packed: Sequence[Packed], output: Path
+) -> tuple[Artifact[DatasetManifest], Problems]:
+    """Write what is about all shards, which lie in `output`, and complete the data set.
+
+    Raises:
+        UserError: too many files were rejected, a split is empty, or the splits share images.
+    """
+    of_split = {split: [one for one in packed if one.record.name.startswith(f"{split}-")] for split in SPLITS}
+    join_rejected(packed, output)
+    check_rejected(config, packed, output)
+    finder = ProblemFinder(classes)
+    splits = {split: _close_split(split, shards, finder, output) for split, shards in of_split.items()}
+    statistics = _statistics([one.record for one in of_split["train"]], finder)
+    problems = finder.problems(listed_paths(output))
+    card = Card(
+        source=config.data,
+        classes=classes,
+        splits=splits,
+        statistics=statistics,
+        sides=finder.side_histogram(),
+        rejections=Rejections.of(entries_of(output / REJECTED)),
+        problems=problems,
+        pictures=read_pictures(output, "train", sample_positions(finder.labels("train"), len(classes))),
+        config=config.model_dump(mode="json", exclude={"num_workers"}),  # which changes nothing
+    )
+    write_data_card(card, output)  # before a leak stops the step: the card is the evidence
+    if config.on_leak == "fail" and (message := problems.leak_message()):
+        raise UserError(message)
+    artifact = seal(
+        output,
+        DatasetManifest,
+        inputs={},
+        config=config,
+        known={name: entry for one in packed for name, entry in one.record.files.items()},
+        classes=classes,
+        splits=splits,
+        statistics=statistics,
+        num_rejected=sum(one.record.num_rejected for one in packed),
+    )
+    return artifact, problems
+
+
+def _close_split(split: SplitName, shards: Sequence[Packed], finder: ProblemFinder, output: Path) -> Split:
+    listing = output / f"{split}.jsonl"
+    _join(listing, [listing_file(one.records, one.record.name) for one in shards])
+    finder.add(split, entries_of(listing))
+    labels = finder.labels(split)
+    if not len(labels):
+        raise UserError(
+            f"no usable image is left in the {split} split: {output / REJECTED} says why of each file. Replace "
+            "them with images that open in a viewer"
+        )
+    return Split(
+        num_images=len(labels),
+        shards=tuple(f"{one.record.name}.tar" for one in shards if one.record.num_images),
+        class_counts=tuple(np.bincount(labels, minlength=finder.num_classes).tolist()),
+        digest=digest_file(listing),
+    )
+
+
+def entries_of(listing: Path) -> Iterator[Mapping[str, Any]]:
+    """The entries of a listing, one at a time."""
+    with listing.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def _join(target: Path, parts: Sequence[Path]) -> None:
+    with target.open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, whole)
+
+
+def join_rejected(packed: Sequence[Packed], output: Path) -> None:
+    """Write rejected.jsonl of these shards."""
+    _join(output / REJECTED, [rejected_file(one.records, one.record.name) for one in packed])
+
+
+def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: Path) -> None:
+    """Whether the run may go on without the files listed in rejected.jsonl.
+
+    Raises:
+        UserError: it may not.
+    """
+    num_rejected = sum(one.record.num_rejected for one in packed)
+    num_files = sum(one.record.num_images for one in packed) + num_rejected
+    if not num_rejected:
+        return
+    first = next(entries_of(output / REJECTED))
+    example = f"{first['path']}: {first['reason']}"
+    where = f"All {num_rejected} are listed in {output / REJECTED}"
+    if config.on_bad == "fail":
+        raise UserError(
+            f"{num_rejected} of {num_files} files are no usable image, such as {example}, and on_bad is fail. "
+            f"{where}. Mend or remove them, or leave them out with --set preprocess.on_bad=skip"
+        )
+    if num_rejected > config.max_bad_fraction * num_files:
+        raise UserError(
+            f"{num_rejected} of {num_files} files are no usable image, more than max_bad_fraction = "
+            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Mend or remove them, or allow more with "
+            "--set preprocess.max_bad_fraction=SHARE, a number up to 1"
+        )
+
+
+def _statistics(training: Sequence[ShardRecord], finder: ProblemFinder) -> DatasetStatistics:
+    """Of the training split's pixels, and of the shorter sides of all images."""
+    num_pixels = sum(shard.num_pixels for shard in training)
+    mean = np.sum([shard.pixel_sum for shard in training], axis=0) / num_pixels
+    square_mean = np.sum([shard.pixel_square_sum for shard in training], axis=0) / num_pixels
+    sides = finder.short_sides()
+    return DatasetStatistics(
+        mean=tuple(mean.tolist()),
+        std=tuple(np.sqrt(np.maximum(square_mean - mean**2, 0)).tolist()),
+        min_side=int(sides.min()),
+        median_side=round(float(np.median(sides))),
+        max_side=int(sides.max()),
+    )

@@ -1,0 +1,220 @@
+"""Write data_card.html: what is in a data set, what it looks like, and what is wrong with it."""
+
+import base64
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from components.common.artifacts import write_atomically
+from components.common.records import DatasetStatistics, Split
+from components.preprocess.findings import EqualImages, FoundImage, Problems, SideHistogram, SplitName
+from components.preprocess.samples import Picture
+
+DATA_CARD = "data_card.html"
+_MAX_ROWS = 30  # classes whose table is open; of more, the largest and the smallest are
+_MAX_REJECTED = 50
+_MAX_KINDS = 20  # reasons of rejection
+_MAX_OPEN = 3  # examples that are shown at once; more are folded
+_MAX_NAME, _MAX_PATH, _MAX_TEXT = 80, 160, 2000  # characters
+_WORDS = {"train": "training", "val": "validation"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejections:
+    """Files that were left out."""
+
+    num_files: int
+    by_kind: Mapping[str, int]
+    """Number of files by the kind of reason, the most frequent first."""
+    examples: tuple[tuple[str, str], ...]
+    """Path and reason of the first 50."""
+
+    @classmethod
+    def of(cls, entries: Iterable[Mapping[str, Any]]) -> "Rejections":
+        """Of the entries of rejected.jsonl, each with "path" and "reason"; they need not fit in memory."""
+        kinds: Counter[str] = Counter()
+        examples: list[tuple[str, str]] = []
+        for entry in entries:
+            kinds[_kind(entry["reason"])] += 1
+            if len(examples) < _MAX_REJECTED:
+                examples.append((entry["path"], entry["reason"]))
+        return cls(num_files=kinds.total(), by_kind=dict(kinds.most_common(_MAX_KINDS)), examples=tuple(examples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a data card says."""
+
+    source: str
+    """Where the images come from: folder or URI."""
+    classes: Sequence[str]
+    splits: Mapping[SplitName, Split]
+    statistics: DatasetStatistics
+    sides: SideHistogram
+    rejections: Rejections
+    problems: Problems
+    pictures: Sequence[Picture]
+    """Of training images."""
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClassRow:
+    name: str
+    num_train: int
+    num_val: int
+    share_pct: float  # of the largest class, in the training split
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finding:
+    """A kind of problem: its sentence, and examples: groups of equal images, or single images of odd size."""
+
+    line: str
+    groups: Sequence[EqualImages] = ()
+    images: Sequence[FoundImage] = ()
+
+
+def write_data_card(card: Card, folder: Path) -> Path:
+    """Write data_card.html: one file that needs no network, and is the same for the same card.
+
+    Returns:
+        Its path.
+    """
+    rows = _class_rows(card)
+    page = (
+        _templates()
+        .get_template("data_card.html.j2")
+        .render(
+            card=card,
+            rows=rows,
+            shown_rows=_largest_and_smallest(rows),
+            findings=_findings(card.problems),
+            samples=_samples(card),
+            chart=Markup(side_chart(card.sides)),  # noqa: S704  # drawn here, of numbers alone
+            words=_WORDS,
+            max_open=_MAX_OPEN,
+        )
+    )
+    path = folder / DATA_CARD
+    # Paths that are not UTF-8 hold lone surrogates; they are shown as \udcXX, as the listing writes them.
+    write_atomically(path, page.encode(errors="backslashreplace"))
+    return path
+
+
+def _kind(reason: str) -> str:
+    """A reason without what is about one file: "damaged", "more than max_pixels = 178956970 pixels"."""
+    return re.split("[:;]", re.sub(r"^\d+x\d+ has ", "", reason), maxsplit=1)[0].strip()
+
+
+def _class_rows(card: Card) -> list[_ClassRow]:
+    train, val = card.splits["train"].class_counts, card.splits["val"].class_counts
+    most = max(*train, 1)
+    return [
+        _ClassRow(name=name, num_train=in_train, num_val=in_val, share_pct=100 * in_train / most)
+        for name, in_train, in_val in zip(card.classes, train, val, strict=True)
+    ]
+
+
+def _largest_and_smallest(rows: Sequence[_ClassRow]) -> list[_ClassRow]:
+    """All rows, or the ten largest and the ten smallest."""
+    if len(rows) <= _MAX_ROWS:
+        return list(rows)
+    by_size = sorted(rows, key=lambda row: -row.num_train)
+    return [*by_size[:10], *by_size[-10:]]
+
+
+def _findings(problems: Problems) -> list[_Finding]:
+    sizes = problems.odd_sizes
+    odd = (*sizes.small.examples, *sizes.large.examples, *sizes.elongated.examples) if sizes else ()
+    findings = [
+        _Finding(line=problems.leak_line(), groups=problems.leaks.examples),
+        _Finding(line=problems.conflict_line(), groups=problems.conflicts.examples),
+        _Finding(line=problems.duplicate_line("train"), groups=problems.duplicates["train"].examples),
+        _Finding(line=problems.duplicate_line("val"), groups=problems.duplicates["val"].examples),
+        _Finding(line=problems.imbalance_line()),
+        _Finding(line=problems.empty_line("train")),
+        _Finding(line=problems.empty_line("val")),
+        _Finding(line=problems.size_line(), images=list(dict.fromkeys(odd))),
+    ]
+    return [finding for finding in findings if finding.line]
+
+
+def _samples(card: Card) -> list[tuple[str, int, list[tuple[str, str]]]]:
+    """Class, its training images, and path and data URI of each picture; of many classes the largest first."""
+    counts = card.splits["train"].class_counts
+    in_order = len({picture.label for picture in card.pictures}) == sum(map(bool, counts))
+    ordered = sorted(card.pictures, key=lambda picture: (0 if in_order else -counts[picture.label], picture.label))
+    return [
+        (card.classes[label], counts[label], [(picture.path, _data_uri(picture.data)) for picture in pictures])
+        for label, pictures in groupby(ordered, key=lambda picture: picture.label)
+    ]
+
+
+def _data_uri(data: bytes) -> str:
+    kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def side_chart(sides: SideHistogram) -> str:
+    """Histogram as inline SVG in the colours of the page, or "" for a single bar, which would say nothing."""
+    if len(sides.counts) < 2:
+        return ""
+    left, right, top, bottom = 8.0, 472.0, 26.0, 196.0  # of the bars, in units of the drawing
+    width, most = (right - left) / len(sides.counts), max(sides.counts)
+    parts = [
+        '<svg viewBox="0 0 480 236" role="img" aria-label="Images by shorter side">',
+        f'<text x="{left}" y="14">highest bar: {most:,} image{"s" if most > 1 else ""}</text>',
+    ]
+    for index, (count, (low, high)) in enumerate(zip(sides.counts, pairwise(sides.edges), strict=True)):
+        if count:
+            height = max(2.0, (bottom - top) * count / most)  # a single image is seen too
+            name = html.escape(f"{low:,} to {high - 1:,} px: {count:,} image{'s' if count > 1 else ''}")
+            place = f'x="{left + index * width:.1f}" y="{bottom - height:.1f}"'
+            parts.append(f'<rect {place} width="{width * 0.88:.1f}" height="{height:.1f}"><title>{name}</title></rect>')
+    parts.append(f'<path d="M{left} {bottom}H{right}"/>')
+    for index in _ticks(sides.edges):
+        parts.append(f'<text class="tick" x="{left + index * width:.1f}" y="213">{sides.edges[index]:,}</text>')
+    parts.append(f'<text class="tick" x="{(left + right) / 2}" y="233">shorter side in px, logarithmic</text></svg>')
+    return "".join(parts)
+
+
+def _ticks(edges: Sequence[int]) -> Sequence[int]:
+    """Which edges have their number: the powers of two, or every so many."""
+    powers = [index for index, edge in enumerate(edges) if edge.bit_count() == 1]
+    return powers if 3 <= len(powers) <= 9 else range(0, len(edges), -(-len(edges) // 8))
+
+
+def _templates() -> Environment:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {
+        "count": lambda value: f"{value:,}",
+        "name": lambda text: _cut(text, _MAX_NAME),
+        "path": lambda text: _cut(text, _MAX_PATH),
+        "text": lambda text: _cut(text, _MAX_TEXT),
+        "setting": lambda value: json.dumps(value, ensure_ascii=False),
+    }
+    return templates
+
+
+def _cut(text: str, max_characters: int) -> str:
+    """Without the middle of what is too long, so that the size of the page has a bound."""
+    if len(text) <= max_characters:
+        return text
+    half = max_characters // 2
+    return f"{text[:half]} … {text[-half:]}"

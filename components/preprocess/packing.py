@@ -1,0 +1,201 @@
+"""Pack all shards of a source, in several processes, and go on where a killed run stopped."""
+
+import fcntl
+import hashlib
+import random
+import shutil
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+from pathlib import Path
+
+from components.common.artifacts import FAILURE, MANIFEST, UNFINISHED, prepare_directory, write_atomically
+from components.common.digests import canonical_json
+from components.common.environment import num_cores
+from components.common.errors import EngineryError, UserError
+from components.common.lifetime import end_with_creator
+from components.common.steplog import StepLog
+from components.preprocess.config import PreprocessConfig
+from components.preprocess.shards import ShardRecord, ShardTask, plan_shards, read_record, write_shard
+from components.preprocess.sources import Sample, Source
+
+_PLAN = "plan.json"
+_LOCK = "lock"
+# What decides which bytes are packed where; the rest of the config says what is done about what is found.
+_PACKING = ("shard_bytes", "max_pixels", "max_short_side", "jpeg_quality")
+
+
+def stratified(samples: Sequence[Sample], seed: int) -> list[Sample]:
+    """Shuffled by seed so that every stretch of the listing holds the classes in their proportions.
+
+    The images of a class are spread evenly over the whole. So batches hold many classes before the loader shuffles,
+    and calibration takes any stretch of images as a stratified sample.
+    """
+    chance = random.Random(seed)
+    of_class: dict[int, list[Sample]] = {}
+    for sample in samples:
+        of_class.setdefault(sample.label, []).append(sample)
+    placed: list[tuple[float, int, Sample]] = []
+    for label, own in sorted(of_class.items()):
+        chance.shuffle(own)
+        start = chance.random()
+        placed += [((rank + start) / len(own), label, sample) for rank, sample in enumerate(own)]
+    return [sample for _, _, sample in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[ShardTask]:
+    """The shards to write, those of the training split first; with `config.part` only that part's.
+
+    Raises:
+        UserError: there is no such part.
+    """
+    tasks = []
+    for split, samples in source.splits.items():
+        first_index = 0
+        for number, own in enumerate(plan_shards(samples, _shard_bytes(config, samples))):
+            task = ShardTask(
+                storage=source.storage,
+                folder=folder,
+                records=folder / UNFINISHED,
+                name=f"{split}-{number:06d}",
+                first_index=first_index,
+                samples=own,
+                max_pixels=config.max_pixels,
+                max_short_side=config.max_short_side,
+                jpeg_quality=config.jpeg_quality,
+            )
+            tasks.append(task)
+            first_index += len(own)
+    if not config.part:
+        return tasks
+    part, num_parts = (int(number) for number in config.part.split("/"))
+    if not 1 <= part <= num_parts:
+        raise UserError(f"there is no part {config.part}: of {num_parts} parts the first is 1/{num_parts}")
+    return tasks[part - 1 :: num_parts]
+
+
+def _shard_bytes(config: PreprocessConfig, samples: Sequence[Sample]) -> int:
+    """Small sets are cut too, so that every core has a shard to pack and every rank one to read."""
+    total = sum(sample.size_bytes for sample in samples)
+    return min(config.shard_bytes, max(1_000_000, total // 8))
+
+
+def plan_digest(config: PreprocessConfig, source: Source) -> str:
+    """Digest of all that decides what the shards of all parts hold: the listing and the settings of packing."""
+    settings = {name: getattr(config, name) for name in _PACKING}
+    sha = hashlib.sha256(canonical_json({"settings": settings, "classes": source.classes}))
+    for split, samples in source.splits.items():
+        for sample in samples:
+            entry = f"{split}\0{sample.path}\0{sample.label}\0{sample.size_bytes}\0{sample.offset}\n"
+            sha.update(entry.encode(errors="surrogateescape"))
+    return "sha256:" + sha.hexdigest()
+
+
+@contextmanager
+def open_output(output: Path) -> Iterator[Path]:
+    """The folder for records in the output directory: new, or left by a killed run.
+
+    It goes again where nothing was planned, so that a data folder that can't be used leaves nothing behind.
+
+    Raises:
+        UserError: the directory holds something else, or another process is at work in it.
+    """
+    records = output / UNFINISHED
+    if records.is_dir() and not (output / MANIFEST).exists():
+        (output / FAILURE).unlink(missing_ok=True)
+    else:
+        prepare_directory(output)
+        records.mkdir()
+    with (records / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process writes {output} at this moment; wait for it, or name another") from None
+        try:
+            yield records
+        except BaseException:
+            if not (records / _PLAN).exists():
+                shutil.rmtree(records)
+            raise
+
+
+def take_over(records: Path, digest: str, log: StepLog) -> None:
+    """Note what is packed here, or see that what a killed run has packed is the same.
+
+    Raises:
+        UserError: it was something else.
+    """
+    plan = records / _PLAN
+    if not plan.exists():
+        write_atomically(plan, digest.encode())
+    elif plan.read_bytes() == digest.encode():
+        log.note("going on where an earlier run stopped")
+    else:
+        raise UserError(
+            f"{records.parent} holds an unfinished data set of other images or settings; empty it or name another"
+        )
+
+
+def pack(config: PreprocessConfig, tasks: Sequence[ShardTask], log: StepLog) -> list[ShardRecord]:
+    """Write the shards that are not there yet. Returns the records of all, in order.
+
+    Raises:
+        EngineryError: the disk has too little space for them.
+    """
+    done = {task.name: record for task in tasks if (record := _finished(task)) is not None}
+    left = [task for task in tasks if task.name not in done]
+    if left and not config.max_short_side:
+        _check_space(left)
+    total = sum(len(task.samples) for task in tasks)
+    num_done = total - sum(len(task.samples) for task in left)
+    for task, record in _written(left, config.num_workers or num_cores()):
+        done[task.name] = record
+        num_done += len(task.samples)
+        log.progress("packing", num_done, total, "images")
+    return [done[task.name] for task in tasks]
+
+
+def _finished(task: ShardTask) -> ShardRecord | None:
+    record = read_record(task.records, task.name)
+    if record is None:
+        return None
+    whole = all(
+        (task.folder / name).is_file() and (task.folder / name).stat().st_size == entry.size_bytes
+        for name, entry in record.files.items()
+    )
+    return record if whole else None
+
+
+def _check_space(tasks: Sequence[ShardTask]) -> None:
+    """Shards hold the files as they are, so their sum is known before the first is written."""
+    folder = tasks[0].folder
+    needed_bytes = sum(sample.size_bytes for task in tasks for sample in task.samples)
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise EngineryError(
+            f"the disk of {folder} is too small for the shards: they take {needed_bytes / 1e6:,.1f} MB, and "
+            f"{free_bytes / 1e6:,.1f} MB are free. Free some on that disk (old runs: enginery gc --keep 5), or write "
+            "to another one (runs: set ENGINERY_HOME; a single step: --output)"
+        )
+
+
+def _written(tasks: Sequence[ShardTask], num_workers: int) -> Iterator[tuple[ShardTask, ShardRecord]]:
+    """Each task with its record, in order. Only a few are handed to the workers ahead: a task holds its samples."""
+    # "spawn" because a forked child of a process with threads can deadlock.
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=end_with_creator) as pool:
+        waiting: deque[tuple[ShardTask, Future[ShardRecord]]] = deque()
+        try:
+            for task in tasks:
+                waiting.append((task, pool.submit(write_shard, task)))
+                if len(waiting) > 2 * num_workers:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        except BaseException:  # an interrupt, too, need not wait for shards that nobody will read
+            for worker in active_children():
+                worker.kill()
+            raise

@@ -1,0 +1,180 @@
+"""Tables that name images: CSV or Parquet files with the columns path,label and optionally split."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from components.common.errors import UserError
+from components.preprocess.sources.classnames import check_two_classes, plain_names
+from components.preprocess.sources.locations import is_uri, is_web, kind_by_name, local_path
+from components.preprocess.sources.places import FileStorage, LocalPlace, Place, RemotePlace, locate_file, told_plainly
+from components.preprocess.sources.samples import Sample, Source
+from components.preprocess.sources.splits import Options, hold_out
+from components.preprocess.sources.trees import safe_path
+
+_SPLITS = {"train": "train", "val": "val", "validation": "val"}
+
+
+class _Row(NamedTuple):
+    number: int  # the header is row 1
+    path: str
+    label: str
+    split: str | None  # None where there is no such column
+
+
+class _Entry(NamedTuple):
+    label: str
+    split: str
+
+
+def table_source(data: str, scratch: Path, options: Options) -> Source:
+    """List the images that a table names.
+
+    Raises:
+        UserError: it can't be read, or a row of it can't be used.
+    """
+    place, file = locate_file(data)
+    table = local_path(data) if not is_uri(data) else scratch / file
+    with told_plainly(data):
+        if isinstance(place, RemotePlace):
+            place.download(file, table)
+        rows = _parquet_rows(table, data) if kind_by_name(data) == "parquet" else _csv_rows(table, data)
+        entries, has_splits = _entries(rows, place, data)
+    labels = {entry.label for entry in entries.values()}
+    names = options.names or plain_names(sorted(labels))
+    if unknown := sorted(labels - set(names.labels)):
+        raise UserError(
+            f"{data} has labels that class_names_file does not name: {', '.join(unknown[:5])}. Add them to the file, "
+            "or take the rows away"
+        )
+    check_two_classes(names.names, data, "Add rows of another class")
+    listed: dict[str, dict[int, list[Sample]]] = {"train": {}, "val": {}}
+    for path in sorted(entries):
+        label = names.labels[entries[path].label]
+        sample = Sample(path=path, label=label, size_bytes=place.size_bytes(path))
+        listed[entries[path].split].setdefault(label, []).append(sample)
+    if not has_splits:
+        splits = hold_out(listed["train"], names.names, options)
+    else:
+        splits = {
+            split: [sample for label in sorted(found) for sample in found[label]] for split, found in listed.items()
+        }
+        if missing := [split for split, found in splits.items() if not found]:
+            raise UserError(
+                f"{data} has a column split but no row of {missing[0]}; add some, or drop the column, and it is split "
+                "for you"
+            )
+    return Source(classes=names.names, splits=splits, storage=FileStorage(place))
+
+
+def _entries(rows: Iterator[_Row], place: Place, name: str) -> tuple[dict[str, _Entry], bool]:
+    entries: dict[str, _Entry] = {}
+    has_splits = False
+    for row in rows:
+        where = f"{name}, row {row.number}"
+        path = _relative(row.path, place, where)
+        _check_label(row.label, where)
+        if row.split is not None:
+            has_splits = True
+            if row.split not in _SPLITS:
+                has = f"the split {row.split!r}" if row.split else "no split"
+                raise UserError(f"{where} has {has}; write train, val or validation, or take the row away")
+        entry = _Entry(row.label, _SPLITS[row.split or "train"])
+        if entries.setdefault(path, entry) != entry:
+            raise UserError(f"{where} names {path} again with another label or split; keep one row of it")
+    return entries, has_splits
+
+
+def _check_label(label: str, where: str) -> None:
+    if not label:
+        raise UserError(f"{where} has no label; write the class name, or take the row away")
+    try:
+        label.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} has a label that is not UTF-8: {label!r}; write the table in UTF-8") from None
+
+
+def _relative(path: str, place: Place, where: str) -> str:
+    """The path within the table's folder."""
+    if not path:
+        raise UserError(f"{where} has no path; write it, or take the row away")
+    inside = path
+    if isinstance(place, LocalPlace):
+        if "://" in path and not is_uri(path):
+            inside = path.partition("://")[2]
+        roots = [place.name, place.root]
+    else:
+        roots = [place.name]
+    for root in roots:
+        if inside.startswith(root.rstrip("/") + "/"):
+            inside = inside[len(root.rstrip("/")) + 1 :]
+            inside = unquote(inside, errors="surrogateescape") if is_web(path) else inside
+            break
+    found = None if "://" in inside else safe_path(inside)
+    if found is None:
+        raise UserError(
+            f"{where} leads out of the table's folder: {path!r}; write paths within {place.name}, or put the table in "
+            "a folder above the images"
+        )
+    return found
+
+
+def _csv_rows(table: Path, name: str) -> Iterator[_Row]:
+    # Paths need not be UTF-8.
+    with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        number = 1
+        try:
+            header = [cell.strip() for cell in next(reader, [])]
+            columns = {key: header.index(key) for key in _columns(header, name)}
+            for number, cells in enumerate(reader, 2):
+                if cells:
+                    row = {key: cells[at].strip() if at < len(cells) else "" for key, at in columns.items()}
+                    yield _Row(number, row["path"], row["label"], row.get("split"))
+        except csv.Error as error:
+            raise UserError(
+                f"{name} is no CSV after row {number} ({error}); write it anew with quotes closed"
+            ) from None
+
+
+def _parquet_rows(table: Path, name: str) -> Iterator[_Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"reading {name} needs a package that is not installed: pip install pyarrow") from None
+    try:
+        with parquet.ParquetFile(table) as file:
+            columns = _columns(file.schema_arrow.names, name)
+            number = 1
+            for batch in file.iter_batches(columns=columns):
+                for cells in batch.to_pylist():
+                    number += 1
+                    row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
+                    yield _Row(number, row["path"], row["label"], row.get("split"))
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{name} is no Parquet file that can be read ({error}); write it anew") from None
+
+
+def _columns(header: list[str], name: str) -> list[str]:
+    """Those of ours that a table has."""
+    for key in ("path", "label"):
+        if key not in header:
+            has = ", ".join(repr(cell) for cell in header[:8]) or "none"
+            raise UserError(
+                f"{name} has no column {key!r}; its first row must name the columns path,label or path,label,split, "
+                f"with commas between them. It names: {has}"
+            )
+    return [key for key in ("path", "label", "split") if key in header]
+
+
+def _cell(value: Any, where: str, key: str) -> str:
+    if value is None or value != value:  # NaN
+        return ""
+    if isinstance(value, float) and value.is_integer():  # integers of a column that has gaps
+        return str(int(value))
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return str(value).strip()
+    raise UserError(f"{where} has the {key} {value!r}; write strings or integers")

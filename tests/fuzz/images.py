@@ -1,0 +1,219 @@
+"""Damaged image files: preprocess must reject each, or DALI must decode it to the size that preprocess noted.
+
+    python -m tests.fuzz.images --num-cases 10000 --seed 0
+
+Every case runs in a worker process, so that a crash or a hang of a decoder is seen and named by the case's number.
+"""
+
+import io
+import multiprocessing
+import queue
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+from PIL import Image
+
+from components.preprocess.decoding import as_png, decode
+from components.preprocess.structure import Rejected
+
+BATCH = 50
+_PATIENCE_S = 60.0
+
+
+def originals() -> list[bytes]:
+    """Small files of the kinds that preprocess takes."""
+    chance = np.random.default_rng(0)
+    files = []
+    for height, width in ((24, 40), (33, 17), (64, 64)):
+        y, x = np.mgrid[0:height, 0:width]
+        pixels = np.stack([4 * x, 4 * y, 2 * (x + y)], axis=2) + chance.integers(0, 20, (height, width, 3))
+        color = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+        exif = Image.Exif()
+        exif[0x0112] = 6  # orientation
+        ways: list[tuple[Image.Image, str, dict[str, object]]] = [
+            (color, "JPEG", {"quality": 90}),
+            (color, "JPEG", {"quality": 75, "progressive": True}),
+            (color, "JPEG", {"quality": 90, "restart_marker_blocks": 2, "exif": exif}),
+            (color.convert("L"), "JPEG", {}),
+            (color.convert("CMYK"), "JPEG", {}),
+            (color, "PNG", {}),
+            (color.convert("RGBA"), "PNG", {}),
+            (color.convert("P"), "PNG", {}),
+            (Image.fromarray((pixels[:, :, 0] * 200).astype(np.uint16)), "PNG", {}),
+            (color, "PNG", {"exif": exif}),
+            (color, "WEBP", {"quality": 80}),
+            (color, "WEBP", {"lossless": True}),
+            (color, "BMP", {}),
+            (color.convert("L"), "BMP", {}),
+            (color, "TIFF", {}),
+            (color, "TIFF", {"compression": "tiff_lzw"}),
+        ]
+        for image, kind, options in ways:
+            encoded = io.BytesIO()
+            image.save(encoded, kind, **options)
+            files.append(encoded.getvalue())
+    return files
+
+
+def damaged(number: int, seed: int, files: list[bytes]) -> bytes:
+    """Case `number`: one of the files with bytes changed, cut, repeated, swapped or put in."""
+    chance = random.Random(f"{seed}:{number}")
+    data = bytearray(chance.choice(files))
+    for _ in range(chance.choice((1, 1, 1, 2, 4, 16))):
+        start = chance.randrange(len(data)) if data else 0
+        end = min(len(data), start + chance.choice((1, 2, 8, 64, 512)))
+        way = chance.randrange(7)
+        if way == 0 and data:
+            data[start] ^= 1 << chance.randrange(8)
+        elif way == 1 and data:
+            data[start] = chance.choice((0, 0xFF, 0xD8, 0xD9, 0xDA, 0xC0, chance.randrange(256)))
+        elif way == 2:
+            del data[start:]
+        elif way == 3:
+            del data[start:end]
+        elif way == 4:
+            data[start:start] = data[start:end]
+        elif way == 5:
+            data[start:start] = chance.randbytes(end - start)
+        else:
+            other = chance.choice(files)
+            data[start:end] = other[start:end]
+    return bytes(data)
+
+
+def check_batch(numbers: range, seed: int) -> dict[int, str]:
+    """What went wrong, by case; nothing where preprocess and DALI agree."""
+    files, wrong = originals(), {}
+    accepted: list[tuple[int, bytes, tuple[int, int]]] = []
+    Image.MAX_IMAGE_PIXELS = None
+    for number in numbers:
+        data = damaged(number, seed, files)
+        try:
+            extension, image = decode(data, max_pixels=1_000_000)
+        except Rejected:
+            continue
+        except Exception as error:
+            wrong[number] = f"preprocess raised {type(error).__name__}: {error}"
+            continue
+        packed = data if extension else as_png(image)
+        accepted.append((number, packed, (image.height, image.width)))
+    return wrong | _against_dali(accepted)
+
+
+def _against_dali(cases: list[tuple[int, bytes, tuple[int, int]]]) -> dict[int, str]:
+    """All at once, and halves of what fails: DALI does not say which image it was."""
+    if not cases:
+        return {}
+    try:
+        sizes = _dali_sizes([data for _, data, _ in cases])
+    except RuntimeError as error:
+        if len(cases) == 1:
+            lines = [line for line in str(error).splitlines() if "rror" in line] or [str(error)]
+            return {cases[0][0]: f"DALI can't decode it: {lines[0][:200]}"}
+        half = len(cases) // 2
+        return _against_dali(cases[:half]) | _against_dali(cases[half:])
+    return {
+        number: f"preprocess noted {noted}, DALI delivers {size}"
+        for (number, _, noted), size in zip(cases, sizes, strict=True)
+        if size != noted
+    }
+
+
+def _dali_sizes(images: list[bytes]) -> list[tuple[int, int]]:
+    from nvidia.dali import fn, pipeline_def, types
+
+    encoded = [np.frombuffer(data, np.uint8) for data in images]
+
+    @pipeline_def(batch_size=len(images), num_threads=1, device_id=None, prefetch_queue_depth=1)
+    def decoding():  # type: ignore[no-untyped-def]
+        raw = fn.external_source(source=lambda: encoded, dtype=types.UINT8)
+        return fn.decoders.image(raw, device="cpu", output_type=types.RGB), fn.peek_image_shape(raw)
+
+    pipe = decoding()
+    pipe.build()
+    decoded, peeked = pipe.run()
+    sizes = [tuple(decoded.at(index).shape[:2]) for index in range(len(images))]
+    shapes = [tuple(peeked.at(index)[:2].tolist()) for index in range(len(images))]
+    return [size if size == shape else (-1, -1) for size, shape in zip(sizes, shapes, strict=True)]
+
+
+Check = Callable[[range, int], dict[int, str]]
+
+
+def run_cases(num_cases: int, seed: int, check: Check, batch: int = BATCH) -> Iterator[tuple[int, str]]:
+    """Cases that went wrong, with what did. A worker that dies or hangs is named by its first unfinished batch."""
+    context = multiprocessing.get_context("spawn")
+    batches = [range(start, min(num_cases, start + batch)) for start in range(0, num_cases, batch)]
+    while batches:
+        results: multiprocessing.Queue[dict[int, str]] = context.Queue()
+        worker = context.Process(target=_work, args=(batches, seed, check, results))
+        worker.start()
+        failure = ""
+        while batches and not failure:
+            waited = time.monotonic()
+            while True:
+                try:
+                    found = results.get(timeout=1.0)
+                    break
+                except queue.Empty:
+                    if not worker.is_alive():
+                        failure = f"the process died with exit code {worker.exitcode}"
+                        break
+                    if time.monotonic() - waited > _PATIENCE_S:
+                        failure = f"nothing came for {_PATIENCE_S:g} s"
+                        break
+            if failure:
+                yield batches[0].start, f"{failure}, in the cases {batches[0].start} to {batches[0].stop - 1}"
+                batches = batches[1:]
+            else:
+                yield from found.items()
+                batches = batches[1:]
+        worker.kill()
+        worker.join()
+
+
+def _work(
+    batches: list[range],
+    seed: int,
+    check: Callable[[range, int], dict[int, str]],
+    results: "multiprocessing.Queue[dict[int, str]]",
+) -> None:
+    for numbers in batches:
+        results.put(check(numbers, seed))
+    results.close()
+    results.join_thread()
+
+
+@click.command()
+@click.option("--num-cases", default=10000, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--keep", type=click.Path(path_type=Path), help="Folder for the files that went wrong.")
+def main(num_cases: int, seed: int, keep: Path | None) -> None:
+    num_wrong, files = 0, originals()
+    for number, what in run_cases(num_cases, seed, check_batch):
+        num_wrong += 1
+        print(f"case {number}: {what}", flush=True)
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            (keep / f"{seed}-{number}").write_bytes(damaged(number, seed, files))
+    rejected = sum(is_rejected(damaged(number, seed, files)) for number in range(min(num_cases, 1000)))
+    print(f"{num_cases} cases, {num_wrong} wrong; of the first {min(num_cases, 1000)}, {rejected} are rejected")
+    sys.exit(1 if num_wrong else 0)
+
+
+def is_rejected(data: bytes) -> bool:
+    """Whether preprocess would leave a file out."""
+    try:
+        decode(data, max_pixels=1_000_000)
+    except Rejected:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

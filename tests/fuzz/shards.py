@@ -1,0 +1,121 @@
+"""Damaged shards and indexes: digests must tell, and a loader that was not asked must end with a word or all images.
+
+    python -m tests.fuzz.shards --num-cases 2000 --seed 0
+
+Every case runs in a worker process, so that a crash or a hang of DALI's reader is seen and named.
+"""
+
+import random
+import shutil
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import click
+import numpy as np
+from PIL import Image
+
+from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.errors import EngineryError
+from components.common.loader import Loader
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.common.transforms import transform_for
+from components.preprocess.config import PreprocessConfig
+from components.preprocess.run import run
+from tests.fuzz.images import run_cases
+
+BATCH = 10
+_NUM_IMAGES = 12
+
+
+@lru_cache
+def original() -> Artifact[DatasetManifest]:
+    """A small data set, made once in each process."""
+    folder = Path(tempfile.mkdtemp(prefix="enginery-fuzz-"))
+    chance = np.random.default_rng(0)
+    for number in range(2 * _NUM_IMAGES):
+        file = folder / "images" / ("train" if number % 2 else "val") / f"class{number // 2 % 2}" / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = chance.integers(0, 255, (16, 16, 3), np.uint8)
+        Image.fromarray(pixels).save(file if number % 3 else file.with_suffix(".jpg"))
+    config = resolve(PreprocessConfig, "preprocess", {"data": str(folder / "images"), "num_workers": 1})
+    run(config, StepLog("preprocess"), output=folder / "dataset")
+    return load(folder / "dataset", DatasetManifest)
+
+
+def damage(number: int, seed: int, dataset: Artifact[DatasetManifest]) -> tuple[str, bytes]:
+    """Case `number`: which of the val split's two files, and what it holds now."""
+    chance = random.Random(f"{seed}:{number}")
+    (shard,) = dataset.manifest.splits["val"].shards
+    name = chance.choice((shard, str(Path(shard).with_suffix(".idx"))))
+    data = bytearray(dataset.file(name).read_bytes())
+    before = bytes(data)
+    while bytes(data) == before:
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            start = chance.randrange(max(1, len(data)))
+            end = min(len(data), start + chance.choice((1, 8, 512, 2048)))
+            way = chance.randrange(6)
+            if way == 0 and data:
+                data[start] ^= 1 << chance.randrange(8)
+            elif way == 1 and data:
+                data[start] = chance.choice((0, 0x20, 0x30, 0x39, 0xFF))
+            elif way == 2:
+                del data[start:]
+            elif way == 3:
+                del data[start:end]
+            elif way == 4:
+                data[start:start] = data[start:end]
+            else:
+                data[start:end] = chance.randbytes(end - start)
+    return name, bytes(data)
+
+
+def check_batch(numbers: range, seed: int) -> dict[int, str]:
+    """What went wrong, by case."""
+    dataset, wrong = original(), {}
+    folder = dataset.path.parent / "damaged"
+    for number in numbers:
+        name, data = damage(number, seed, dataset)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(dataset.path, folder)
+        (folder / name).write_bytes(data)
+        if problem := _problem(folder, dataset):
+            wrong[number] = f"{name}: {problem}"
+    return wrong
+
+
+def _problem(folder: Path, dataset: Artifact[DatasetManifest]) -> str:
+    try:
+        load(folder, DatasetManifest, verify=ALL_FILES)
+        return "the digests don't tell"
+    except EngineryError:
+        pass
+    spec = transform_for(16, resize_ratio=1.0)
+    damaged = Artifact(path=folder, manifest=dataset.manifest, digest=dataset.digest)
+    try:
+        loader = Loader(damaged, "val", spec, batch_size=5, num_threads=1, stuck_after_s=20)
+        num_images = sum(len(batch.labels) for batch in loader)
+    except EngineryError:
+        return ""
+    except Exception as error:
+        return f"the loader raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    expected = dataset.manifest.splits["val"].num_images
+    return "" if num_images == expected else f"the loader delivered {num_images} of {expected} images without a word"
+
+
+@click.command()
+@click.option("--num-cases", default=2000, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(num_cases: int, seed: int) -> None:
+    num_wrong = 0
+    for number, what in run_cases(num_cases, seed, check_batch, BATCH):
+        num_wrong += 1
+        print(f"case {number}: {what}", flush=True)
+    print(f"{num_cases} cases, {num_wrong} wrong")
+    sys.exit(1 if num_wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
