@@ -17,7 +17,7 @@ from nvidia.dali.plugin.pytorch import DALIGenericIterator
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.environment import num_cores
 from components.common.errors import EngineryError, UserError
-from components.common.loader_damage import IMAGE_EXTENSIONS, explained
+from components.common.loader_damage import IMAGE_EXTENSIONS, check_indexes, explained
 from components.common.loader_mixing import Mixer
 from components.common.loader_pipelines import decoder_options, evaluation_pipeline, file_pipeline, training_pipeline
 from components.common.loader_watchdog import Watchdog
@@ -126,6 +126,7 @@ class Loader:
         self._watchdog = Watchdog(f"loader of {split}", stuck_after_s)
         # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
         self._watched(lambda: _open_all(reader))
+        self._watched(lambda: check_indexes(dataset, split))
         self._iterator = self._watched(build)
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ from components.common.artifacts import Artifact, DatasetManifest
 from components.common.digests import digest_file
 from components.common.errors import EngineryError
 
+_RENEW = "Make the data set anew with `python -m components.preprocess` (in a pipeline: enginery run ... --no-reuse)"
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")
 
 
@@ -32,14 +33,33 @@ def explained(dataset: Artifact[DatasetManifest], split: str) -> Iterator[None]:
             reason = " ".join(text.rpartition("encountered:")[2].partition("Current pipeline")[0].split())
         damaged = first_damaged_sample(dataset, split)
         if damaged:
-            raise EngineryError(
-                f"{damaged}. Make the data set anew with `python -m components.preprocess` "
-                f"(in a pipeline: enginery run ... --no-reuse) (DALI: {reason})"
-            ) from error
+            raise EngineryError(f"{damaged}. {_RENEW} (DALI: {reason})") from error
         raise EngineryError(
             f"DALI can't decode the {split} split of {dataset.path}, though every sample is as preprocess packed it: "
             f"{reason}. `enginery doctor` shows whether DALI works here"
         ) from error
+
+
+def check_indexes(dataset: Artifact[DatasetManifest], split: str) -> None:
+    """See that the shards' indexes are as preprocess wrote them: DALI believes them, and crashes on some damaged ones.
+
+    Raises:
+        EngineryError: one is not.
+    """
+    for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
+        if problem := _index_problem(dataset, shard):
+            raise EngineryError(f"{problem}. {_RENEW}")
+
+
+def _index_problem(dataset: Artifact[DatasetManifest], shard: str) -> str:
+    index = dataset.file(shard).with_suffix(".idx")
+    try:
+        found = digest_file(index)
+    except FileNotFoundError:
+        return f"the index {index} is missing"
+    if found != dataset.manifest.files[index.name].digest:
+        return f"the index {index} is damaged: it is not what preprocess wrote"
+    return ""
 
 
 def first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str:
@@ -48,9 +68,8 @@ def first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str:
         entries = {entry["key"]: entry for entry in map(json.loads, lines)}
     for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
         file = dataset.file(shard)
-        index = file.with_suffix(".idx")
-        if digest_file(index) != dataset.manifest.files[index.name].digest:
-            return f"the index {index} is damaged: it is not what preprocess wrote"
+        if problem := _index_problem(dataset, shard):
+            return problem
         try:
             with tarfile.open(file) as archive:
                 for member in archive:
