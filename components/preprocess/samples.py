@@ -2,12 +2,13 @@
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from components.common.shard_index import image_places
 from components.preprocess.decoding import decode
 from components.preprocess.structure import Rejected
 
@@ -74,7 +75,7 @@ def read_pictures(folder: Path, split: str, positions: Sequence[int]) -> tuple[P
 def _thumbnails(folder: Path, split: str, keys: set[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for shard in sorted(folder.glob(f"{split}-*.tar")):
-        places = [place for place in _places(shard.with_suffix(".idx")) if place[0] in keys]
+        places = [place for place in image_places(shard.with_suffix(".idx")) if place[0] in keys]
         if not places:
             continue
         with shard.open("rb") as archive:
@@ -85,17 +86,6 @@ def _thumbnails(folder: Path, split: str, keys: set[str]) -> dict[str, bytes]:
                 except Rejected:  # an image of a size that Pillow refuses in this process: a picture less
                     continue
     return found
-
-
-def _places(index: Path) -> Iterator[tuple[str, int, int]]:
-    """Key, offset and size of each image of a shard, from its DALI index: "jpg 512 778 000000000.jpg cls ..."."""
-    with index.open(encoding="utf-8") as lines:
-        next(lines)  # version and number of samples
-        for line in lines:
-            parts = line.split()
-            for extension, offset, size, name in zip(*[iter(parts)] * 4, strict=True):
-                if extension != "cls":
-                    yield name.removesuffix(f".{extension}"), int(offset), int(size)
 
 
 def thumbnail(data: bytes) -> bytes:

@@ -2,13 +2,13 @@
 
 import base64
 import io
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from components.common.artifacts import Artifact, DatasetManifest
+from components.common.shard_index import image_places
 
 _MAX_SIDE = 160  # pixels
 _SMALL_SIDE = 64  # pictures up to this size stay exact
@@ -22,22 +22,11 @@ def thumbnails(data: Artifact[DatasetManifest], keys: Iterable[str]) -> dict[str
         if len(found) == len(wanted):
             break
         with data.file(shard).open("rb") as archive:
-            for key, offset, size in _places(data.file(shard).with_suffix(".idx")):
+            for key, offset, size in image_places(data.file(shard).with_suffix(".idx")):
                 if key in wanted:
                     archive.seek(offset)
                     found[key] = _data_uri(archive.read(size))
     return found
-
-
-def _places(index: Path) -> Iterator[tuple[str, int, int]]:
-    """Key, offset and size of each image of a shard, from its DALI index: "jpg 512 778 000000000.jpg cls ..."."""
-    with index.open(encoding="utf-8") as lines:
-        next(lines)  # version and number of samples
-        for line in lines:
-            parts = line.split()
-            for extension, offset, size, name in zip(*[iter(parts)] * 4, strict=True):
-                if extension != "cls":
-                    yield name.removesuffix(f".{extension}"), int(offset), int(size)
 
 
 def _data_uri(data: bytes) -> str:

@@ -397,5 +397,4 @@ def test_a_data_set_packed_in_parts_goes_the_same_way(chain: Chain, few_digits: 
     summary = json.loads(next(tmp_path.glob("runs/*/summary.json")).read_text())
     assert [step["name"] for step in summary["steps"]] == ["preprocess"] * 3 + ["merge", *STEPS[1:]]
     assert summary["split_digest"] == chain.summary["split_digest"]
-    parts = {re.match(r"part (\d/3): ", step["outcome"])[1] for step in summary["steps"][:3]}  # type: ignore[index]
-    assert parts == {"1/3", "2/3", "3/3"}
+    assert {step["outcome"][:10] for step in summary["steps"][:3]} == {"part 1/3: ", "part 2/3: ", "part 3/3: "}
