@@ -1,0 +1,148 @@
+"""Top-1 of one FP32 model on the loader's images and on torchvision's of the same files.
+
+    python -m benchmarks.parity --checkpoint DIR --dataset DIR --machine h200
+
+Runs the model in PyTorch on the validation split, once for each way to decode and resize: torchvision's transforms of
+an image that Pillow decoded, the loader on the CPU and, where there is a GPU, on it with and without the hardware
+decoder.
+"""
+
+import io
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from benchmarks.results import RESULTS, write_result
+from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.environment import num_cores
+from components.common.loader import HW_DECODER_LOAD, Loader
+from components.common.models import build_model
+from components.common.statistics import paired_difference
+from components.common.transforms import TransformSpec
+
+_BATCH_SIZE = 128
+
+
+class _Files(Dataset[Any]):
+    """The validation images as torchvision's reference evaluation makes them of the files in the shards."""
+
+    def __init__(self, dataset: Artifact[DatasetManifest], spec: TransformSpec) -> None:
+        self.places: list[tuple[Path, int, int, int]] = []  # shard, offset, size, label
+        for name in dataset.manifest.splits["val"].shards:
+            shard = dataset.path / name
+            with tarfile.open(shard) as tar:
+                images: dict[str, tuple[int, int]] = {}
+                for member in tar:
+                    key, extension = member.name.rsplit(".", 1)
+                    if extension != "cls":
+                        images[key] = (member.offset_data, member.size)
+                        continue
+                    label = tar.extractfile(member)
+                    assert label is not None
+                    self.places.append((shard, *images[key], int(label.read())))
+        self.transform = v2.Compose(
+            [
+                v2.Resize(spec.resize_size, interpolation=v2.InterpolationMode(spec.interpolation), antialias=True),
+                v2.CenterCrop(spec.crop_size),
+                v2.ToImage(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(spec.mean, spec.std),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        shard, offset, size, label = self.places[index]
+        with shard.open("rb") as file:
+            file.seek(offset)
+            image = Image.open(io.BytesIO(file.read(size))).convert("RGB")
+        return self.transform(image), label
+
+
+@click.command()
+@click.option("--checkpoint", required=True, type=click.Path(exists=True, path_type=Path), help="From train.")
+@click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(checkpoint: Path, dataset: Path, machine: str, results: Path) -> None:
+    weights, data = load(checkpoint, CheckpointManifest), load(dataset, DatasetManifest)
+    spec = weights.manifest.transform
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = False
+    model = build_model(weights.manifest.architecture, len(weights.manifest.classes))
+    model.load_state_dict(load_file(weights.path / "weights.safetensors"))
+    model.to(device).eval()
+    reference = DataLoader(_Files(data, spec), batch_size=_BATCH_SIZE, num_workers=num_cores())
+    ways: dict[str, Iterable[tuple[torch.Tensor, torch.Tensor]]] = {
+        "torchvision": reference,
+        "loader_cpu": _batches(Loader(data, "val", spec, batch_size=_BATCH_SIZE)),
+    }
+    if device.type == "cuda":
+        for name, share in (("loader_gpu", 0.0), ("loader_gpu_hw", HW_DECODER_LOAD)):
+            ways[name] = _batches(Loader(data, "val", spec, batch_size=_BATCH_SIZE, device_id=0, hw_decoder_load=share))
+    predicted: dict[str, np.ndarray] = {}
+    right: dict[str, np.ndarray] = {}
+    first: dict[str, torch.Tensor] = {}
+    for name, batches in ways.items():
+        predicted[name], right[name], first[name] = _predict(model, batches, device)
+        print(f"{name}: {100 * right[name].mean():.2f} %", flush=True)
+    measures: dict[str, float] = {"num_images": float(len(right["torchvision"]))}
+    level = 255 * torch.tensor(spec.std)[:, None, None]
+    for name in ways:
+        measures[f"top1_pct_{name}"] = 100 * float(right[name].mean())
+        if name != "torchvision":
+            difference = paired_difference(right["torchvision"], right[name])
+            measures[f"{name}_delta_points"] = difference.delta_points
+            measures[f"{name}_delta_low_points"] = difference.low_points
+            measures[f"{name}_delta_high_points"] = difference.high_points
+            measures[f"{name}_agreement_pct"] = 100 * float((predicted[name] == predicted["torchvision"]).mean())
+            distance = (first[name] - first["torchvision"]).abs() * level
+            measures[f"{name}_mean_distance_levels"] = float(distance.mean())
+    write_result(
+        machine,
+        f"parity_{weights.manifest.architecture}",
+        measures=measures,
+        runs=[],
+        notes=(
+            f"{weights.manifest.architecture} in FP32 by PyTorch on the validation split at {spec.crop_size} px. "
+            "Differences are the loader's top-1 minus torchvision's on the same files, with a 95 % interval of a "
+            f"paired bootstrap; distances are of the first {_BATCH_SIZE} images in levels of 0 to 255. loader_gpu "
+            f"decodes without the hardware decoder, loader_gpu_hw gives it {HW_DECODER_LOAD:g} of the JPEG files."
+        ),
+        directory=results,
+    )
+
+
+def _batches(loader: Loader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return ((batch.images, batch.labels) for batch in loader)
+
+
+@torch.inference_mode()
+def _predict(
+    model: torch.nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """Predicted classes [N], whether they are right [N], and the first batch of images on the CPU."""
+    classes, right, first = [], [], None
+    for images, labels in batches:
+        if first is None:
+            first = images.cpu().clone()
+        best = model(images.to(device)).argmax(1)
+        classes.append(best.cpu().numpy())
+        right.append((best == labels.to(device)).cpu().numpy())
+    assert first is not None
+    return np.concatenate(classes), np.concatenate(right), first
+
+
+if __name__ == "__main__":
+    main()
