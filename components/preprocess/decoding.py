@@ -9,7 +9,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from components.preprocess.structure import Rejected, check_exif, check_structure
 
 # What Pillow, which checks here, and DALI, which decodes later, read alike: the member name that it gets. The others
-# are packed as PNG.
+# are packed as PNG, and so are files of which _is_read_alike says no.
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "", "TIFF": ""}
 # TIFF holds more than pictures, such as 32-bit integers, whose scale nobody tells.
 _TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
@@ -46,7 +46,7 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
                 raise Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
             check_structure(image.format, data)
             check_exif(image.info.get("exif", b""))
-            extension = _EXTENSIONS[image.format]
+            extension = _EXTENSIONS[image.format] if _is_read_alike(image) else ""
             image.load()
             upright = _upright(image)
             if upright.mode.startswith("I;16"):
@@ -60,8 +60,17 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
         raise Rejected(f"damaged: {error}") from None
 
 
+def _is_read_alike(image: Image.Image) -> bool:
+    """Whether DALI makes the same of a JPEG or PNG file as Pillow."""
+    if image.mode == "CMYK" and "adobe" not in image.info:  # DALI takes the inks for inverted, as Adobe writes them
+        return False
+    return not image.info.get("default_image")  # of an animation, shown where only still pictures are; DALI skips it
+
+
 def _upright(image: Image.Image) -> Image.Image:
     """Apply the EXIF orientation, as DALI does; a damaged EXIF block says nothing."""
+    for xmp in ("xmp", "XML:com.adobe.xmp"):  # Pillow looks for an orientation there too, and DALI does not
+        image.info.pop(xmp, None)
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # Pillow's EXIF parser raises anything
@@ -75,7 +84,7 @@ def _from_16_bit(gray: np.ndarray) -> Image.Image:
 
 
 def as_png(image: Image.Image) -> bytes:
-    """What BMP and TIFF files become: DALI reads some of their many kinds in its own way."""
+    """What BMP and TIFF files, and the few others that DALI reads in its own way, become."""
     encoded = io.BytesIO()
     image.info.clear()  # colour profiles and the like, which nobody reads later
     image.save(encoded, "PNG", compress_level=1)
