@@ -1,5 +1,6 @@
 """WebDataset tars: KEY.jpg beside KEY.cls, which holds an integer or a class name."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from components.preprocess.sources.trees import File, Tree, is_image_name, joine
 
 NAMES_FILE = "classes.txt"
 _SPLIT_FOLDERS = {"train", "val", "validation"}
+_VAL_WORDS = {"val", "valid", "validation"}
 _MAX_LABEL = 999_999
 _NUM_READERS = 8
 
@@ -45,6 +47,7 @@ def shard_source(place: Place, tars: Sequence[str], options: Options) -> Source:
     Raises:
         UserError: a tar can't be read or holds no labels, or there are too few images of a class to split.
     """
+    splits = _splits_of(tars, place.name)
     first = _list(place, tars[0])
     if not is_webdataset(first):
         raise UserError(
@@ -54,8 +57,8 @@ def shard_source(place: Place, tars: Sequence[str], options: Options) -> Source:
     with ThreadPoolExecutor(_NUM_READERS) as readers:
         rest = list(readers.map(lambda tar: _list(place, tar), tars[1:]))
     images, refused = [], {}
-    for tar, listing in zip(tars, (first, *rest), strict=True):
-        images += _images(listing, f"{tar}/", _split_of(tar))
+    for tar, split, listing in zip(tars, splits, (first, *rest), strict=True):
+        images += _images(listing, f"{tar}/", split)
         refused.update({f"{tar}/{path}": reason for path, reason in listing.refused.items()})
     return with_refused(_source(place, ShardStorage(place, frozenset(tars)), images, place.name, options), refused)
 
@@ -145,9 +148,29 @@ def _by_label(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
     return grouped
 
 
+def _splits_of(tars: Sequence[str], where: str) -> list[str]:
+    """Which split each tar is of: train, or val where its folder or a word of its name says so.
+
+    Raises:
+        UserError: some are of a third split, which must go into neither of the two.
+    """
+    splits = [_split_of(tar) for tar in tars]
+    if "test" in splits and {"train", "val"} & set(splits):
+        raise UserError(
+            f"{where} has tars for testing beside others, such as {tars[splits.index('test')]}; take them away, or "
+            "give them a name that begins with train or val"
+        )
+    return ["train" if split == "test" else split for split in splits]
+
+
 def _split_of(tar: str) -> str:
-    folder, _, name = tar.rpartition("/")
-    return "val" if name.lower().startswith("val") or folder in ("val", "validation") else "train"
+    folder, _, name = tar.lower().rpartition("/")
+    words = set(re.split("[^a-z]+", name))
+    if folder in ("val", "validation") or name.startswith("val"):
+        return "val"
+    if folder == "train" or "train" in words:
+        return "train"
+    return "val" if words & _VAL_WORDS else "test" if "test" in words else "train"
 
 
 def _key(path: str) -> str:

@@ -54,7 +54,12 @@ def shard(first: int, labels: list[str], suffix: str = "jpg") -> dict[str, bytes
 
 @pytest.mark.parametrize(
     "names",
-    [("train-000.tar", "train-001.tar", "val-000.tar"), ("train/0.tar", "train/1.tar", "validation/0.tar")],
+    [
+        ("train-000.tar", "train-001.tar", "val-000.tar"),
+        ("train/0.tar", "train/1.tar", "validation/0.tar"),
+        ("pets-train-0.tar", "pets-train-1.tar", "pets-validation-0.tar"),
+        ("pets_0.tar", "pets_1.tar", "pets_val_0.tar"),
+    ],
 )
 def test_tars_with_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name, labels, first in zip(names, (["0", "2"], ["1", "0\n"], ["2"]), (0, 2, 4), strict=True):
@@ -161,6 +166,8 @@ def test_folders_of_tars_that_cannot_be_used(tmp_path: Path) -> None:
     outside = write_tar(tmp_path / "outside.tar", good)
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "0.tar").symlink_to(outside)
+    write_tar(tmp_path / "g" / "pets-train-0.tar", good)
+    write_tar(tmp_path / "g" / "pets-test-0.tar", good)
     for name, message in (
         ("a", "a has validation tars but no images for training; add tars whose names begin with train"),
         ("b", r"b/n01440764\.tar has no labels \(KEY\.cls beside KEY\.jpg\), so it is no WebDataset tar"),
@@ -168,6 +175,7 @@ def test_folders_of_tars_that_cannot_be_used(tmp_path: Path) -> None:
         ("d", r"class '1' has 1 file\(s\); at least 2 are needed"),
         ("e", r"e/1\.tar is no tar that can be read"),
         ("f", r"can't read .*f/0\.tar: a link out of the data folder"),
+        ("g", r"g has tars for testing beside others, such as pets-test-0\.tar; take them away"),
     ):
         with pytest.raises(UserError, match=message):
             find(tmp_path / name)
