@@ -34,7 +34,7 @@ def folder_source(tree: Tree, storage: Storage, options: Options) -> Source:
     where = shown(tree.name, base)
     if not folders:
         raise UserError(f"{where} has no sub-folders, so no classes; arrange the images as {_WANTED}")
-    if "train" in folders or "val" in folders:
+    if _has_splits(tree, base, folders):
         return _presplit(tree, base, folders, storage, options)
     classes = _classes(tree, folders, where, options)
     samples: dict[int, list[Sample]] = {}
@@ -53,6 +53,12 @@ def is_kaggle_imagenet(tree: Tree) -> bool:
             return False
         path = joined(path, name)
     return True
+
+
+def _has_splits(tree: Tree, base: str, folders: Sequence[str]) -> bool:
+    """Whether there is train/ or val/. One of them without folders of its own, among others, is a class: railways."""
+    found = [name for name in _SPLIT_NAMES if name in folders]
+    return len(found) == 2 or (bool(found) and (len(folders) == 1 or bool(tree.folders(joined(base, found[0])))))
 
 
 def _presplit(tree: Tree, base: str, folders: Sequence[str], storage: Storage, options: Options) -> Source:

@@ -158,3 +158,11 @@ def test_the_data_is_checked_before_anything_runs(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             check_data_folder(str(tmp_path / name))
+
+
+def test_a_class_may_be_called_train(tmp_path: Path, write_tree: WriteTree) -> None:
+    root = write_tree(tmp_path / "vehicles", {"car": 2, "train": 2})
+    assert find(root, tmp_path).classes == ("car", "train")
+    (root / "train" / "steam").mkdir()
+    with pytest.raises(UserError, match="vehicles has car/, train/ but no val/; it needs both"):
+        find(root, tmp_path)
