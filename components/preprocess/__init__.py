@@ -1,7 +1,8 @@
-"""Turn a folder of labelled images into WebDataset shards with a DALI index, splits and statistics.
+"""Turn labelled images into WebDataset shards with a DALI index, splits, statistics and a data card.
 
-Reads:   a folder with one sub-folder per class, or train/ and val/ folders of them.
+Reads:   class folders, train/ and val/ of them, ImageNet's layout, an archive of these, WebDataset tars, or a table;
+         by a path or a URI. See docs/data.md.
 Writes:  a Dataset: train-*.tar, val-*.tar and their .idx files, train.jsonl and val.jsonl (what is in them),
-         rejected.jsonl (what is not, and why), manifest.json.
+         rejected.jsonl (what is not, and why), data_card.html, manifest.json. With part, a part of it for merge.
 Needs:   no GPU. Every image is decoded once, on all cores.
 """
