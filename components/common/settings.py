@@ -96,7 +96,9 @@ def allowed_values(field: FieldInfo) -> str:
         for entry in field.metadata
         if (value := getattr(entry, attribute, None)) is not None
     ]
-    return " ".join(filter(None, (kinds.get(annotation, f"a value of type {type_label(field)}"), " and ".join(bounds))))
+    example = f"such as {field.examples[0]}" if field.examples else ""
+    kind = kinds.get(annotation, f"a value of type {type_label(field)}")
+    return " ".join(filter(None, (kind, " and ".join(bounds), example)))
 
 
 def _allowed_list(annotation: Any, field: FieldInfo) -> str:
@@ -104,6 +106,8 @@ def _allowed_list(annotation: Any, field: FieldInfo) -> str:
     if get_origin(kinds[0]) is Literal:
         choices = [str(choice) for choice in get_args(kinds[0])]
         return f"a list of any of {', '.join(choices)}, such as [{', '.join(choices[:2])}]"
+    if kinds[0] is str:
+        return f"a list of texts, such as [{', '.join(field.examples or ('FIRST', 'SECOND'))}]"
     if Ellipsis in kinds:
         return "a list of numbers, such as [1, 8]"
     return f"a list of {len(kinds)} numbers, such as {show_value(field.get_default())}"

@@ -1,11 +1,28 @@
 """Settings of merge."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from components.common.settings import StepConfig
 
 
 class MergeConfig(StepConfig):
-    """What is joined."""
+    """What is joined, and what the whole may hold."""
 
-    parts: tuple[str, ...] = Field(min_length=1, description="Output directories of preprocess, one of each part.")
+    parts: tuple[str, ...] = Field(
+        min_length=1,
+        examples=["PART1", "PART2"],
+        description="Output directories of preprocess, one of each part, such as [PART1, PART2].",
+    )
+    on_leak: Literal["as_packed", "fail", "warn"] = Field(
+        "as_packed",
+        description="What to do when training and validation hold the same image: what the parts say, stop, or say so.",
+    )
+    max_bad_fraction: float = Field(
+        -1,
+        ge=-1,
+        le=1,
+        description="Largest share of unusable files that may be left out before the step stops; below 0 for what the "
+        "parts say.",
+    )

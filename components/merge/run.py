@@ -4,14 +4,16 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from components.common.artifacts import Artifact, DatasetPartManifest, load, prepare_directory
+from components.common.artifacts import MANIFEST, UNFINISHED, Artifact, DatasetPartManifest, load, prepare_directory
 from components.common.errors import EngineryError, UserError
 from components.common.steplog import StepLog
 from components.merge.config import MergeConfig
 from components.preprocess.assembling import Packed, assemble
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.findings import SPLITS
+from components.preprocess.packing import JOINING
 from components.preprocess.run import RECORDS, outcome, report
 from components.preprocess.shards import read_record
 
@@ -20,7 +22,7 @@ def run(config: MergeConfig, log: StepLog, *, output: Path) -> str:
     """Join all parts. See the package's docstring."""
     parts = [load(Path(path), DatasetPartManifest, verify=(".json", ".jsonl", ".idx")) for path in config.parts]
     _check_complete(parts)
-    prepare_directory(output)
+    unfinished = _open_output(output)
     packed = []
     for part in parts:
         for name in part.manifest.shards:
@@ -32,10 +34,38 @@ def run(config: MergeConfig, log: StepLog, *, output: Path) -> str:
                 _link(part.file(file), output / file)
             log.progress("joining", len(packed), sum(len(one.manifest.shards) for one in parts), "shards")
     packed.sort(key=lambda one: (SPLITS.index(one.record.name.split("-")[0]), one.record.name))
-    settings = PreprocessConfig.model_validate({**parts[0].manifest.config, "part": ""})
-    artifact, problems = assemble(settings, parts[0].manifest.classes, packed, output)
+    artifact, problems = assemble(_settings(config, parts[0]), parts[0].manifest.classes, packed, output)
+    shutil.rmtree(unfinished)
     report(artifact, problems, log)
     return outcome(artifact)
+
+
+def _open_output(output: Path) -> Path:
+    """Make the output directory, or empty it of what a join left that was killed or refused what it found.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    unfinished = output / UNFINISHED
+    if (unfinished / JOINING).exists() and not (output / MANIFEST).exists():
+        for entry in output.iterdir():
+            if entry != unfinished:
+                entry.unlink()  # links to the parts' files, or copies
+    else:
+        prepare_directory(output)
+        unfinished.mkdir()
+        (unfinished / JOINING).touch()
+    return unfinished
+
+
+def _settings(config: MergeConfig, part: Artifact[DatasetPartManifest]) -> PreprocessConfig:
+    """Those of the parts, but for what was decided anew for the whole."""
+    decided: dict[str, Any] = {"part": ""}
+    if config.on_leak != "as_packed":
+        decided["on_leak"] = config.on_leak
+    if config.max_bad_fraction >= 0:
+        decided["max_bad_fraction"] = config.max_bad_fraction
+    return PreprocessConfig.model_validate({**part.manifest.config, **decided})
 
 
 def _check_complete(parts: Sequence[Artifact[DatasetPartManifest]]) -> None:

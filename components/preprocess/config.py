@@ -42,7 +42,8 @@ class PreprocessConfig(StepConfig):
     jpeg_quality: int = Field(90, ge=1, le=100, description="Quality of images that are written anew.")
     part: str = Field(
         "",
-        pattern=r"^(|\d+/\d+)$",
+        pattern=r"^(|[1-9]\d*/[1-9]\d*)$",
+        examples=["3/8"],
         description='Pack only this part of the shards, such as 3/8; the step "merge" joins all parts. Empty for all.',
     )
     class_names_file: str = Field(

@@ -23,6 +23,7 @@ from components.preprocess.sources import Sample, Source
 
 _PLAN = "plan.json"
 _LOCK = "lock"
+JOINING = "joining"  # there while merge is at work: its shards are links, and writing into them would change the parts
 # What decides which bytes are packed where; the rest of the config says what is done about what is found.
 _PACKING = ("shard_bytes", "max_pixels", "max_short_side", "jpeg_quality")
 
@@ -103,7 +104,7 @@ def open_output(output: Path) -> Iterator[Path]:
         UserError: the directory holds something else, or another process is at work in it.
     """
     records = output / UNFINISHED
-    if records.is_dir() and not (output / MANIFEST).exists():
+    if records.is_dir() and not (records / JOINING).exists() and not (output / MANIFEST).exists():
         (output / FAILURE).unlink(missing_ok=True)
     else:
         prepare_directory(output)

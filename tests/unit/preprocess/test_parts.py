@@ -25,8 +25,8 @@ def pack(data: Path, output: Path, part: str, **settings: Any) -> Artifact[Datas
     return load(output, DatasetPartManifest, verify=ALL_FILES)
 
 
-def join(parts: list[Path], output: Path) -> Artifact[DatasetManifest]:
-    config = MergeConfig(parts=tuple(str(part) for part in parts))
+def join(parts: list[Path], output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+    config = MergeConfig(parts=tuple(str(part) for part in parts), **settings)
     merge(config, StepLog("merge"), output=output)
     return load(output, DatasetManifest, verify=ALL_FILES)
 
@@ -84,11 +84,42 @@ def test_parts_that_do_not_belong_together(messy_digits: Path, tmp_path: Path) -
         join([first, second], tmp_path / "joined")
 
 
-@pytest.mark.parametrize("part", ["0/2", "3/2"])
-def test_there_is_no_such_part(few_digits: Path, tmp_path: Path, part: str) -> None:
-    with pytest.raises(UserError, match=f"there is no part {part}: of 2 parts the first is 1/2"):
-        pack(few_digits, tmp_path / "out", part)
+def test_there_is_no_such_part(few_digits: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no part 3/2: of 2 parts the first is 1/2"):
+        pack(few_digits, tmp_path / "out", "3/2")
     assert list((tmp_path / "out").iterdir()) == []
+    for part in ("0/2", "1/0", "01/2", "1-2"):
+        with pytest.raises(UserError, match=f"preprocess.part: got '{part}', needs text such as 3/8"):
+            pack(few_digits, tmp_path / "out", part)
+
+
+def test_a_join_that_was_refused_or_killed_can_be_given_again(
+    few_digits: Path, tmp_path: Path, run_preprocess: Preprocess
+) -> None:
+    data = tmp_path / "leaking"
+    for split, numbers in (("train", range(4)), ("val", range(3, 5))):
+        for label in ("0", "1"):
+            (data / split / label).mkdir(parents=True)
+            for number in numbers:
+                file = sorted((few_digits / label).iterdir())[number]
+                (data / split / label / file.name).write_bytes(file.read_bytes())
+    parts = [pack(data, tmp_path / name, f"{name}/2").path for name in ("1", "2")]
+    output = tmp_path / "joined"
+    with pytest.raises(UserError, match="2 of 4 validation images are training images too"):
+        join(parts, output)
+    with pytest.raises(UserError, match="is not empty"):  # it would write into the parts
+        run_preprocess(data, output, on_leak="warn", **SETTINGS)
+    (output / "train-000001.tar").unlink(missing_ok=True)
+    joined = join(parts, output, on_leak="warn")
+    assert joined.digest == run_preprocess(data, tmp_path / "whole", on_leak="warn", **SETTINGS).digest
+    assert [load(part, DatasetPartManifest, verify=ALL_FILES).path for part in parts] == parts
+    with pytest.raises(UserError, match="is not empty"):
+        join(parts, output, on_leak="warn")
+
+
+def test_what_parts_may_be(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"merge\.parts: got 'PART', needs a list of texts, such as \[PART1, PART2\]"):
+        resolve(MergeConfig, "merge", {"parts": "PART"})
 
 
 def test_a_part_fails_early_when_nothing_may_be_rejected(messy_digits: Path, tmp_path: Path) -> None:
