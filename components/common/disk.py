@@ -33,7 +33,8 @@ def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
         if (isinstance(cause, OSError) and cause.errno in _NO_SPACE) or _NO_SPACE_WORDS.search(str(cause)):
             places = [place, Path(tempfile.gettempdir())]
             if isinstance(cause, OSError) and isinstance(cause.filename, str | bytes):
-                places = [Path(os.fsdecode(cause.filename))]
+                named = (cause.filename, cause.filename2)  # of a copy, what was read and what was written
+                places = [Path(os.fsdecode(name)) for name in named if isinstance(name, str | bytes)]
             return no_space(min(places, key=_free_bytes))
     return None
 

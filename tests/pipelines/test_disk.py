@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -193,3 +194,15 @@ def test_a_full_disk_is_known_by_what_libraries_say(tmp_path: Path) -> None:
     assert told is not None
     assert told.exit_code == 2
     assert "can't use /data/x: Permission denied" in str(told)
+
+
+def test_a_copy_onto_a_full_disk_names_that_disk(disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(1 << 20))
+    filler = fill(disk)
+    try:
+        with pytest.raises(OSError, match="No space left") as caught:
+            shutil.copyfile(tmp_path / "source", disk / "target")
+        assert str(explain(caught.value, tmp_path)).startswith(f"no space left on {disk}: 0.0 MB free")
+    finally:
+        filler.unlink()
+        (disk / "target").unlink()
