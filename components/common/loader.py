@@ -66,7 +66,7 @@ class Loader:
 
     Raises:
         EngineryError: a shard can't be read, reading is stuck, or `state` is of another loader.
-        UserError: the split has too few images for one batch on every process.
+        UserError: the split has too few images for one batch, or in evaluation one image, on every process.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if not self._training:
             while (batch := self._next()) is not None:
-                yield batch
+                if len(batch.labels):  # DALI lets every part have as many batches as the largest, be they empty
+                    yield batch
             return
         for _ in range(self.num_batches - self.num_delivered % self.num_batches):
             batch = self._next()
@@ -204,6 +205,8 @@ def _sizes_of_part(split: Split, batch_size: int, shard_id: int, num_shards: int
     """Images of this process's part of a split, and batches of an epoch."""
     first, last = (split.num_images * shard // num_shards for shard in (shard_id, shard_id + 1))
     if not training:
+        if split.num_images < num_shards:
+            raise UserError(f"{split.num_images} images are too few for {num_shards} processes; start no more of them")
         return last - first, math.ceil((last - first) / batch_size)
     # The smallest part decides for all ranks, so that none waits for a batch that never comes.
     num_batches = split.num_images // num_shards // batch_size

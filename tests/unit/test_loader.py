@@ -16,7 +16,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
-from components.common.errors import EngineryError
+from components.common.errors import EngineryError, UserError
 from components.common.loader import Batch, Loader
 from components.common.runners import to_numpy
 from components.common.transforms import Augmentation, TransformSpec, transform_for
@@ -70,6 +70,27 @@ def test_evaluation_gives_each_image_once_in_order(colours: Artifact[DatasetMani
         assert [len(batch.images) for batch in batches] == [batch_size] * full + [rest] * (rest > 0)
         assert len(batches) == len(loader)
     assert loader.num_images == NUM_VAL
+
+
+@pytest.mark.parametrize(("num_shards", "batch_size"), [(2, 8), (3, 5), (7, 1), (NUM_VAL, 4)])
+def test_the_ranks_together_evaluate_each_image_once(
+    colours: Artifact[DatasetManifest], num_shards: int, batch_size: int
+) -> None:
+    seen = []
+    for rank in range(num_shards):
+        loader = Loader(colours, "val", PLAIN, batch_size=batch_size, shard_id=rank, num_shards=num_shards)
+        for _ in range(2):
+            batches = [contents(batch) for batch in loader]
+            assert len(batches) == len(loader)
+            assert sum(map(len, batches)) == loader.num_images
+            assert all(batches)
+        seen += [index for batch in batches for index in batch]
+    assert sorted(seen) == list(range(NUM_VAL))
+
+
+def test_more_ranks_than_images_to_evaluate(colours: Artifact[DatasetManifest]) -> None:
+    with pytest.raises(UserError, match=f"{NUM_VAL} images are too few for {NUM_VAL + 1} processes"):
+        Loader(colours, "val", PLAIN, batch_size=1, num_shards=NUM_VAL + 1)
 
 
 def test_batches_are_float32_channels_last_and_int64(colours: Artifact[DatasetManifest]) -> None:
