@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from components.common.artifacts import Artifact, DatasetManifest, DatasetPartManifest, seal
+from components.common.errors import UserError
 from components.common.steplog import StepLog
 from components.preprocess.assembling import REJECTED, Packed, assemble, check_rejected, join_rejected
 from components.preprocess.config import PreprocessConfig
@@ -12,7 +13,8 @@ from components.preprocess.data_card import DATA_CARD
 from components.preprocess.findings import Problems
 from components.preprocess.packing import open_output, pack, plan_digest, plan_tasks, stratified, take_over
 from components.preprocess.shards import record_files
-from components.preprocess.sources import check_data_folder, find_samples
+from components.preprocess.sources import check_data_folder, find_samples, is_uri, local_path
+from components.preprocess.sources.trees import is_visible
 
 RECORDS = "records"  # folder of a part with its shards' records
 
@@ -20,6 +22,7 @@ RECORDS = "records"  # folder of a part with its shards' records
 def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
     """Scan, decode, split and pack. See the package's docstring."""
     check_data_folder(config.data)
+    _check_apart(config.data, output)
     with open_output(output) as records:
         scratch = records / "unpacked"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -45,6 +48,25 @@ def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
             said = outcome(artifact)
         shutil.rmtree(records)
     return said
+
+
+def _check_apart(data: str, output: Path) -> None:
+    """See that what is written is not taken for images.
+
+    Raises:
+        UserError: the output lies in the data folder.
+    """
+    folder, written = local_path(data).resolve(), output.resolve()
+    if is_uri(data) or not written.is_relative_to(folder):
+        return
+    inside = written.relative_to(folder).as_posix()
+    # What is hidden, such as .enginery, is not seen, nor what lies beside train/ and val/.
+    has_splits = all((folder / name).is_dir() for name in ("train", "val"))
+    if is_visible(inside) and (not has_splits or inside.split("/")[0] in (".", "train", "val")):
+        raise UserError(
+            f"the output {output} lies in the data folder {local_path(data)}, where it would be taken for a class; "
+            "name one outside of it, and remove this one"
+        )
 
 
 def _close_part(

@@ -19,6 +19,7 @@ from components.preprocess.sources import find_samples
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WriteTree = Callable[..., Path]
+Preprocess = Callable[..., Artifact[DatasetManifest]]
 
 
 def start(*arguments: str, prefix: tuple[str, ...] = (), **variables: str) -> tuple[int, str]:
@@ -121,6 +122,22 @@ def test_an_output_that_holds_something_is_left_alone(tmp_path: Path, write_tree
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
 
 
+def test_an_output_within_the_data(tmp_path: Path, write_tree: WriteTree, run_preprocess: Preprocess) -> None:
+    root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
+    for output in (root / "out", root / "a" / "out", root):
+        code, text = start("--data", f"file://{root}", "--output", str(output))
+        assert code == 2
+        assert text.startswith(f"the output {output} lies in the data folder {root}, where it would be taken for a cl")
+        if output != root:
+            shutil.rmtree(output)
+    split = write_tree(tmp_path / "split", {"train/a": 1, "train/b": 1, "val/a": 1})
+    write_tree(split, {"val/b": 1}, height=40)
+    assert start("--data", str(split), "--output", str(split / "train" / "out"))[0] == 2
+    shutil.rmtree(split / "train" / "out")
+    for data, output in ((root, root / ".hidden" / "out"), (split, split / "out")):  # neither is seen
+        run_preprocess(data, output, on_leak="warn")
+
+
 def test_an_output_that_may_not_be_written(tmp_path: Path, write_tree: WriteTree) -> None:
     data = str(write_tree(tmp_path / "images", {"cat": 3, "dog": 3}))
     code, text = start("--data", data, "--output", "/sys/enginery")  # closed to root too
@@ -198,7 +215,7 @@ def test_a_failure_is_in_mlflow(tmp_path: Path, write_tree: WriteTree) -> None:
 )
 def test_class_names_files_that_do_not_fit(
     tmp_path: Path,
-    run_preprocess: Callable[..., Artifact[DatasetManifest]],
+    run_preprocess: Preprocess,
     write_tree: Callable[..., Any],
     text: str | None,
     message: str,
