@@ -7,6 +7,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -143,7 +144,7 @@ def pack(config: PreprocessConfig, tasks: Sequence[ShardTask], log: StepLog) -> 
     """Write the shards that are not there yet. Returns the records of all, in order.
 
     Raises:
-        EngineryError: the disk has too little space for them.
+        EngineryError: the disk has too little space for them, or a process was killed.
     """
     done = {task.name: record for task in tasks if (record := _finished(task)) is not None}
     left = [task for task in tasks if task.name not in done]
@@ -196,6 +197,12 @@ def _written(tasks: Sequence[ShardTask], num_workers: int) -> Iterator[tuple[Sha
             while waiting:
                 first, future = waiting.popleft()
                 yield first, future.result()
+        except BrokenProcessPool:
+            raise EngineryError(
+                "a process that packs images was killed, most often because memory ran out; pack with fewer than "
+                f"{num_workers} (--set preprocess.num_workers={max(1, num_workers // 2)}), or lower max_pixels. What "
+                "is packed is kept"
+            ) from None
         except BaseException:  # an interrupt, too, need not wait for shards that nobody will read
             for worker in active_children():
                 worker.kill()

@@ -77,3 +77,13 @@ def test_a_terminal_that_closes_interrupts_a_step(tmp_path: Path, large_images: 
         assert step.returncode == 130
         assert text.endswith("preprocess: interrupted\n")
         assert running_after_a_second(workers) == []
+
+
+def test_a_worker_that_is_killed_is_told_with_the_fix(tmp_path: Path, large_images: Path) -> None:
+    with packing(large_images, tmp_path / "out") as (step, processes):
+        workers = [process for process in processes if "spawn_main" in " ".join(process.cmdline())]
+        workers[0].send_signal(signal.SIGKILL)  # as the kernel does where memory runs out
+        _, text = step.communicate(timeout=20)
+        assert step.returncode == 1
+        assert "preprocess: a process that packs images was killed, most often because memory ran out" in text
+        assert "--set preprocess.num_workers=1" in text
