@@ -54,6 +54,8 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
             return extension, upright if upright.mode == "RGB" else upright.convert("RGB")
     except Rejected:
         raise
+    except MemoryError:  # what a damaged file asks for, too
+        raise Rejected(f"takes more memory than is left ({len(data):,} bytes to decode)") from None
     except UnidentifiedImageError:
         raise Rejected("not an image") from None
     except Exception as error:  # damaged data: mostly OSError, but Pillow's parsers let everything through

@@ -197,13 +197,13 @@ def _written(tasks: Sequence[ShardTask], num_workers: int) -> Iterator[tuple[Sha
             while waiting:
                 first, future = waiting.popleft()
                 yield first, future.result()
-        except BrokenProcessPool:
-            raise EngineryError(
-                "a process that packs images was killed, most often because memory ran out; pack with fewer than "
-                f"{num_workers} (--set preprocess.num_workers={max(1, num_workers // 2)}), or lower max_pixels. What "
-                "is packed is kept"
-            ) from None
-        except BaseException:  # an interrupt, too, need not wait for shards that nobody will read
+        except BaseException as error:  # an interrupt, too, need not wait for shards that nobody will read
             for worker in active_children():
                 worker.kill()
+            if isinstance(error, BrokenProcessPool):
+                raise EngineryError(
+                    "a process that packs images was killed, most often because memory ran out; pack with fewer than "
+                    f"{num_workers} (--set preprocess.num_workers={max(1, num_workers // 2)}), or lower max_pixels. "
+                    "What is packed is kept"
+                ) from None
             raise

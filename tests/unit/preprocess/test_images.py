@@ -3,6 +3,8 @@
 import hashlib
 import io
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from components.common.loader import Loader
 from components.common.runners import to_numpy
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +260,24 @@ def test_a_damaged_exif_block_does_not_cost_the_image(
     (root / "a" / "odd.jpg").write_bytes(data)
     dataset = run_preprocess(root, tmp_path / "out")
     assert rejected(dataset.path) == {}
+
+
+TIGHT = """
+import io, resource, psutil
+from PIL import Image
+from components.preprocess.decoding import decode
+from components.preprocess.structure import Rejected
+encoded = io.BytesIO()
+Image.new("1", (12000, 12000)).save(encoded, "PNG")
+limit = psutil.Process().memory_info().vms + 200_000_000
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    decode(encoded.getvalue(), 10**9)
+except Rejected as reason:
+    print(reason)
+"""
+
+
+def test_want_of_memory_is_said_as_it_is() -> None:
+    done = subprocess.run([sys.executable, "-c", TIGHT], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("takes more memory than is left"), done.stdout + done.stderr
