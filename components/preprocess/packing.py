@@ -18,8 +18,17 @@ from components.common.environment import num_cores
 from components.common.errors import EngineryError, UserError
 from components.common.lifetime import end_with_creator
 from components.common.steplog import StepLog
+from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.shards import ShardRecord, ShardTask, plan_shards, read_record, write_shard
+from components.preprocess.shards import (
+    UNREADABLE,
+    ShardRecord,
+    ShardTask,
+    plan_shards,
+    read_record,
+    rejected_file,
+    write_shard,
+)
 from components.preprocess.sources import Sample, Source
 
 _PLAN = "plan.json"
@@ -167,7 +176,19 @@ def _finished(task: ShardTask) -> ShardRecord | None:
         (task.folder / name).is_file() and (task.folder / name).stat().st_size == entry.size_bytes
         for name, entry in record.files.items()
     )
-    return record if whole else None
+    return record if whole and not _may_be_mended(task, record) else None
+
+
+def _may_be_mended(task: ShardTask, record: ShardRecord) -> bool:
+    """Whether a run came to its end here, was refused, and left out files of this shard that may be there by now.
+
+    A file that was mended has another size mostly, and so the plan is another; of some no size is known.
+    """
+    if not record.num_rejected or not (task.folder / REJECTED).exists():
+        return False
+    no_size = {sample.path for sample in task.samples if not sample.size_bytes}
+    left_out = entries_of(rejected_file(task.records, task.name))
+    return any(entry["reason"].startswith(UNREADABLE) or entry["path"] in no_size for entry in left_out)
 
 
 def _check_space(tasks: Sequence[ShardTask]) -> None:

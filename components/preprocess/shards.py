@@ -27,6 +27,7 @@ from components.preprocess.sources import Sample, Storage, Unreadable
 from components.preprocess.structure import Rejected
 
 _MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
+UNREADABLE = "unreadable: "  # begins the reason of a file that the system or a server did not give
 LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
 
 
@@ -137,7 +138,7 @@ def _fill(archive: tarfile.TarFile, task: ShardTask) -> "_Content":
             content.rejected.append({"path": sample.path, "reason": str(reason)})
             continue
         except OSError as error:
-            content.rejected.append({"path": sample.path, "reason": f"unreadable: {error.strerror or error}"})
+            content.rejected.append({"path": sample.path, "reason": f"{UNREADABLE}{error.strerror or error}"})
             continue
         key = f"{number:09d}"
         _add(archive, f"{key}.{extension}", data)

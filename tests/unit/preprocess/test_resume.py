@@ -85,6 +85,31 @@ def test_a_shard_that_was_damaged_meanwhile_is_written_again(
     assert run_preprocess(few_digits, output, shard_bytes=SHARD_BYTES).manifest.splits == whole.manifest.splits
 
 
+def test_files_that_could_not_be_read_are_read_again_after_a_refusal(
+    tmp_path: Path, run_preprocess: Preprocess, write_tree: Callable[..., Path]
+) -> None:
+    images = write_tree(tmp_path / "images", {"train/a": 3, "train/b": 3, "val/a": 1})
+    write_tree(images, {"val/b": 1}, height=40)
+    rows = [f"{path.relative_to(tmp_path)},{path.parent.name},{path.parents[1].name}" for path in images.rglob("*.png")]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["path,label,split", *rows]))
+    os.rename(images, tmp_path / "away")
+    images.mkdir()
+    os.rename(tmp_path / "away" / "val", images / "val")  # as a share that is not mounted
+    output = tmp_path / "out"
+    with pytest.raises(UserError, match=r"6 of 8 files are no usable image.*unreadable: No such file"):
+        run_preprocess(table, output)
+    val = (output / "val-000000.tar").stat().st_mtime_ns
+    os.rename(tmp_path / "away" / "train", images / "train")
+    os.utime(table)
+    with pytest.raises(UserError, match="unfinished data set of other images"):  # sizes are known by now
+        run_preprocess(table, output)
+    plan = output / UNFINISHED / "plan.json"
+    plan.unlink()  # as of a web server, which tells no sizes
+    assert run_preprocess(table, output).manifest.num_rejected == 0
+    assert (output / "val-000000.tar").stat().st_mtime_ns == val
+
+
 def test_two_at_once(few_digits: Path, tmp_path: Path, run_preprocess: Preprocess) -> None:
     records = tmp_path / "out" / UNFINISHED
     records.mkdir(parents=True)
