@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.results import RESULTS, write_result
 from components.common.artifacts import BundleManifest, DatasetManifest, load
+from components.common.errors import EngineryError
 from components.common.records import PRECISIONS, EngineEntry, Precision
 from components.common.runners import Runner
 from components.common.runners.tensorrt import TensorRTRunner
@@ -57,29 +58,35 @@ def main(
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
     shapes, transform, name = _onnx_files(architecture, bundle, opt_batch, work)
-    entries, measures = _build_all(work, shapes, optimization_level)
+    entries, measures, failures = _build_all(work, shapes, optimization_level)
     runs: list[dict[str, Any]] = [{"engine": entry.model_dump(mode="json")} for entry in entries.values()]
-    for precision in PRECISIONS:
+    runs += [{"failed": failure} for failure in failures]
+    for precision in entries:
         measures |= _speed(work / f"{precision}.plan", shapes, precision)
         measures |= _over_replay(work / f"{precision}.plan", shapes, precision)
-    for key, rate in (("int8_over_fp16_b128", "images_per_s"), ("int8_over_fp16_compute_b128", "compute_images_per_s")):
-        measures[key] = measures[f"engine_{rate}_int8_b128"] / measures[f"engine_{rate}_fp16_b128"]
-    measures["runner_over_graph_replay"] = min(measures[f"runner_over_graph_replay_{name}_b128"] for name in PRECISIONS)
+    measures["runner_over_graph_replay"] = min(measures[f"runner_over_graph_replay_{name}_b128"] for name in entries)
     for run in ("cold", "cached"):
         measures[f"engine_build_seconds_{run}"] = sum(
-            measures[f"engine_build_seconds_{run}_{name}"] for name in PRECISIONS
+            measures[f"engine_build_seconds_{run}_{name}"] for name in entries
         )
-    layers = entries["int8"].layers
-    assert layers is not None
-    measures["int8_layer_share"] = layers.convolutions.get("INT8", 0) / sum(layers.convolutions.values())
-    if dataset is not None and transform is not None:
+    if {"int8", "fp16"} <= entries.keys():
+        for key, rate in (
+            ("int8_over_fp16_b128", "images_per_s"),
+            ("int8_over_fp16_compute_b128", "compute_images_per_s"),
+        ):
+            measures[key] = measures[f"engine_{rate}_int8_b128"] / measures[f"engine_{rate}_fp16_b128"]
+    if "int8" in entries:
+        layers = entries["int8"].layers
+        assert layers is not None
+        measures["int8_layer_share"] = layers.convolutions.get("INT8", 0) / sum(layers.convolutions.values())
+    if dataset is not None and transform is not None and not failures:
         measures |= _accuracy(work, shapes, transform, dataset)
     write_result(
         machine,
         f"engines_{name}",
         measures=measures,
         runs=runs,
-        versions={"tensorrt": entries["int8"].tensorrt_version},
+        versions={"tensorrt": next(iter(entries.values())).tensorrt_version},
         notes=(
             f"{name}, {'trained weights' if bundle else 'random weights'}, optimization level {optimization_level}, "
             f"kernels tuned for batch {opt_batch}. Images per s count the copies to and from the GPU, "
@@ -106,32 +113,41 @@ def _onnx_files(
     return shapes, None, architecture
 
 
-def _build_all(work: Path, shapes: ShapeSpec, level: int) -> tuple[dict[Precision, EngineEntry], dict[str, float]]:
-    """Build every engine cold, then again with the timing cache that the cold build left."""
+def _build_all(
+    work: Path, shapes: ShapeSpec, level: int
+) -> tuple[dict[Precision, EngineEntry], dict[str, float], list[str]]:
+    """Build every engine cold, then again with the timing cache that the cold build left. Last, what failed and why."""
     graph = with_names(onnx.load(work / "fp32.onnx")).graph
     convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
     entries: dict[Precision, EngineEntry] = {}
     measures: dict[str, float] = {}
+    failures: list[str] = []
     for precision in PRECISIONS:
-        for run, folder in (("cold", work), ("cached", work / "cached")):
-            plan = folder / f"{precision}.plan"
-            entry = build_engine(
-                work / onnx_file_for(precision),
-                plan,
-                precision=precision,
-                shapes=shapes,
-                timing_cache_path=work / TIMING_CACHES,
-                optimization_level=level,
-                workspace_bytes=4 << 30,
-            )
-            measures[f"engine_build_seconds_{run}_{precision}"] = entry.build_seconds
-            print(f"{precision} {run}: {entry.build_seconds:.1f} s", flush=True)
-            if run == "cold":
-                layers = inspect_engine(plan, entry, shapes, convolutions)
-                entries[precision] = entry.model_copy(update={"layers": layers})
-                print(f"  {layers.convolutions}, {layers.num_reformats} of {layers.num_layers} layers reformat")
-                measures[f"plan_mib_{precision}"] = plan.stat().st_size / 2**20
-    return entries, measures
+        try:
+            for run, folder in (("cold", work), ("cached", work / "cached")):
+                plan = folder / f"{precision}.plan"
+                entry = build_engine(
+                    work / onnx_file_for(precision),
+                    plan,
+                    precision=precision,
+                    shapes=shapes,
+                    timing_cache_path=work / TIMING_CACHES,
+                    optimization_level=level,
+                    workspace_bytes=4 << 30,
+                )
+                measures[f"engine_build_seconds_{run}_{precision}"] = entry.build_seconds
+                print(f"{precision} {run}: {entry.build_seconds:.1f} s", flush=True)
+                if run == "cold":
+                    layers = inspect_engine(plan, entry, shapes, convolutions)
+                    entries[precision] = entry.model_copy(update={"layers": layers})
+                    print(f"  {layers.convolutions}, {layers.num_reformats} of {layers.num_layers} layers reformat")
+                    measures[f"plan_mib_{precision}"] = plan.stat().st_size / 2**20
+        except EngineryError as error:
+            print(error, flush=True)
+            failures.append(f"{precision}: {error}")
+    if not entries:
+        raise EngineryError("no engine was built")
+    return entries, measures, failures
 
 
 def _speed(plan: Path, shapes: ShapeSpec, precision: Precision) -> dict[str, float]:

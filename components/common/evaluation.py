@@ -3,8 +3,9 @@
 import functools
 import operator
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -124,18 +125,28 @@ def predict(
     bins = {name: ConfidenceBins() for name in runners}
     labels: list[np.ndarray] = []
     done = 0
-    for batch in batches:
-        # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
-        images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
-        expected = batch.labels.cpu().numpy().astype(np.int32)
-        for name, runner in runners.items():
-            logits = runner.infer(images)  # [B, classes] float32
-            best = top_classes(logits)
-            bins[name].add(top_confidences(logits), best[:, 0] == expected)
-            top[name].append(best.astype(np.int16 if logits.shape[1] <= _MAX_INT16_CLASSES else np.int32))
-        labels.append(expected)
-        done += len(images)
-        progress(done, num_images)
+
+    def count(name: str, logits: np.ndarray, expected: np.ndarray) -> None:
+        best = top_classes(logits)
+        bins[name].add(top_confidences(logits), best[:, 0] == expected)
+        top[name].append(best.astype(np.int16 if logits.shape[1] <= _MAX_INT16_CLASSES else np.int32))
+
+    # One thread counts, in order, what the runners said of a batch, while they work on the next one.
+    with ThreadPoolExecutor(1) as counter:
+        counted: deque[Future[None]] = deque()
+        for batch in batches:
+            # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
+            images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
+            expected = batch.labels.cpu().numpy().astype(np.int32)
+            for name, runner in runners.items():
+                counted.append(counter.submit(count, name, runner.infer(images), expected))
+                if len(counted) > len(runners):
+                    counted.popleft().result()
+            labels.append(expected)
+            done += len(images)
+            progress(done, num_images)
+        for left in counted:
+            left.result()
     every = np.concatenate(labels)
     return {name: Predictions(top=np.concatenate(parts), labels=every, bins=bins[name]) for name, parts in top.items()}
 

@@ -1,11 +1,12 @@
 """Measure networks on this machine: TensorRT where a GPU and TensorRT are, OpenVINO elsewhere."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.common.errors import UserError
+from components.common.errors import EngineryError, UserError
 from components.common.models import build_model
 from components.common.records import PRECISIONS, BenchmarkRow, Precision
 from components.common.runners import Runner
@@ -18,6 +19,8 @@ from components.validate.config import ValidateConfig
 from components.validate.speed import measure_speed
 from pipelines.benchmarking.networks import NUM_CLASSES, check_image_size, write_network
 from pipelines.benchmarking.table import Row, cost_of_a_million, network_name
+
+_log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]  # told what happens now
 
@@ -86,7 +89,7 @@ def measure_network(architecture: str, settings: Settings, folder: Path, say: Sa
 
     Raises:
         UserError: there is no such network.
-        EngineryError: TensorRT can't build one of its engines.
+        EngineryError: TensorRT can't build any of its engines; of one that it can't build it is only said.
     """
     size, largest = settings.image_size, max(settings.batches)
     shapes = ShapeSpec(height=size, width=size, opt_batch=largest, max_batch=largest)
@@ -111,9 +114,14 @@ def _runners(settings: Settings, shapes: ShapeSpec, folder: Path, say: Say) -> I
         for precision in settings.precisions:
             if why_no_tensorrt() is None:
                 say(f"building the {precision} engine")
-                runners.append((precision, _engine(precision, settings, shapes, folder)))
+                try:
+                    runners.append((precision, _engine(precision, settings, shapes, folder)))
+                except EngineryError as error:  # the other precisions are still worth their rows
+                    _log.warning("no %s rows: %s", precision.upper(), error)
             elif precision != "fp16":  # a CPU has no FP16 arithmetic
                 runners.append((precision, OpenVINORunner(folder / f"{precision}.onnx", shapes)))
+        if not runners:
+            raise EngineryError("none of its engines could be built; what TensorRT said stands above")
         yield runners
     finally:
         for _, runner in runners:
