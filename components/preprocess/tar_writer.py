@@ -5,7 +5,7 @@ import tarfile
 from pathlib import Path
 from types import TracebackType
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 16  # the kernel takes longer for the pages of a megabyte at once
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 
 
