@@ -16,6 +16,7 @@ from kfp import dsl
 from kfp.local.cache import LocalCache
 
 from components.common.artifacts import (
+    UNFINISHED,
     BundleManifest,
     CheckpointManifest,
     DatasetManifest,
@@ -51,6 +52,7 @@ _MANIFESTS: dict[str, type[Manifest]] = {
 # Settings that say where something is, not what it is; their content is in the key instead.
 _PATH_SETTINGS = ("data", "class_names_file", "cache")
 _BUDGET = ("max_top1_drop_points", "min_relative_top1_pct")  # of the gate's thresholds, what export keeps to
+_BEGUN = ".begun"  # ending of a note in a run's cache directory
 _HASHED_BYTES = 4 << 30  # larger data sets are known by the names, sizes and times of their files
 
 
@@ -129,6 +131,25 @@ def offer(steps: Sequence[CachedStep], run_directory: Path) -> Path:
     for cached in steps:
         write_atomically(root / cached.entry.name, cached.entry.read_bytes())
     return root
+
+
+def note_begun(file: PipelineFile, keys: Mapping[str, str], root: Path) -> None:
+    """Note in a run's cache directory what its preprocess works at, for a later run that goes on with it."""
+    for task in _preprocess_tasks(keys):
+        write_atomically(root / f"{_entry_name(file, task, keys[task])}{_BEGUN}", b"")
+
+
+def unfinished_outputs(file: PipelineFile, keys: Mapping[str, str], runs: Path) -> list[Path]:
+    """Outputs that runs left unfinished whose preprocess had the same key. One may belong to a run that is going."""
+    found: list[Path] = []
+    for task in _preprocess_tasks(keys):
+        for note in sorted(runs.glob(f"[!.]*/{CACHE}/{_entry_name(file, task, keys[task])}{_BEGUN}")):
+            found += [path.parent for path in note.parent.parent.glob(f"artifacts/*/{task}/*/{UNFINISHED}")]
+    return found
+
+
+def _preprocess_tasks(keys: Mapping[str, str]) -> list[str]:
+    return [task for task in keys if step_of(task) == "preprocess"]
 
 
 def confirm(

@@ -24,7 +24,17 @@ from components.common.lifetime import PARENT_VARIABLE, adopt_orphans, end_child
 from components.common.step import DEBUG_VARIABLE
 from components.common.steplog import EVENTS_VARIABLE
 from components.export.config import CACHE_VARIABLE
-from pipelines.caching import CachedStep, confirm, enable, finished_steps, offer, step_keys
+from components.preprocess.config import EARLIER_VARIABLE
+from pipelines.caching import (
+    CachedStep,
+    confirm,
+    enable,
+    finished_steps,
+    note_begun,
+    offer,
+    step_keys,
+    unfinished_outputs,
+)
 from pipelines.interrupts import Interrupts
 from pipelines.parameters import STEP_ORDER, PipelineFile
 from pipelines.record import RUN_LOG, RunRecord, as_error
@@ -150,13 +160,17 @@ class _Chain:
         variables = {CACHE_VARIABLE: str(self.state.export_cache), **self.record.tracked.environment()}
         if own := os.environ.get(CACHE_VARIABLE):
             variables[CACHE_VARIABLE] = own
+        unfinished = unfinished_outputs(self.file, self.keys, self.state.runs)
+        variables[EARLIER_VARIABLE] = json.dumps([str(path) for path in unfinished])
+        cache = offer(self.reused, self.record.directory)
+        note_begun(self.file, self.keys, cache)
         with _environment(variables), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(log):
             kfp.local.init(
                 kfp.local.SubprocessRunner(use_venv=False),
                 pipeline_root=str(self.record.directory / "artifacts"),
                 workspace_root=str(self.record.directory / "workspace"),
                 enable_caching=True,
-                cache_root=str(offer(self.reused, self.record.directory)),
+                cache_root=str(cache),
             )
             self.file.pipeline(**self.arguments)
 

@@ -35,7 +35,10 @@ class Split(Record):
 class DatasetStatistics(Record):
     """Seen while the training split was decoded."""
 
-    mean: tuple[float, float, float] = Field(description="Per RGB channel, in units of 0..1, over the training split.")
+    mean: tuple[float, float, float] = Field(
+        description="Per RGB channel, in units of 0..1, over the training split; of an image with 40,000 pixels or "
+        "more, over those on a regular grid, at least 10,000."
+    )
     std: tuple[float, float, float]
     min_side: int = Field(description="Shortest image side in pixels, over all splits.")
     median_side: int = Field(description="Median of the shorter side in pixels, over all splits.")

@@ -20,6 +20,7 @@ from components.common.lifetime import end_with_creator
 from components.common.steplog import StepLog
 from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
+from components.preprocess.continuing import LOCK, PLAN, move_finished
 from components.preprocess.shards import (
     UNREADABLE,
     ShardRecord,
@@ -31,8 +32,6 @@ from components.preprocess.shards import (
 )
 from components.preprocess.sources import Sample, Source
 
-_PLAN = "plan.json"
-_LOCK = "lock"
 JOINING = "joining"  # there while merge is at work: its shards are links, and writing into them would change the parts
 # What decides which bytes are packed where; the rest of the config says what is done about what is found.
 _PACKING = ("shard_bytes", "max_pixels", "max_short_side", "jpeg_quality")
@@ -119,7 +118,7 @@ def open_output(output: Path) -> Iterator[Path]:
     else:
         prepare_directory(output)
         records.mkdir()
-    with (records / _LOCK).open("w") as lock:
+    with (records / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -127,20 +126,22 @@ def open_output(output: Path) -> Iterator[Path]:
         try:
             yield records
         except BaseException:
-            if not (records / _PLAN).exists():
+            if not (records / PLAN).exists():
                 shutil.rmtree(records)
             raise
 
 
 def take_over(records: Path, digest: str, log: StepLog) -> None:
-    """Note what is packed here, or see that what a killed run has packed is the same.
+    """Note what is packed here and fetch what killed runs have of it, or see that one has packed the same here.
 
     Raises:
         UserError: it was something else.
     """
-    plan = records / _PLAN
+    plan = records / PLAN
     if not plan.exists():
         write_atomically(plan, digest.encode())
+        if num_shards := move_finished(records, digest):
+            log.note(f"going on where an earlier run stopped, with {num_shards} finished shards")
     elif plan.read_bytes() == digest.encode():
         log.note("going on where an earlier run stopped")
     else:

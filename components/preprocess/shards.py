@@ -4,27 +4,24 @@ A shard is done when its record is there, which is written last. What a killed r
 """
 
 import hashlib
-import io
 import json
-import tarfile
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import BinaryIO
 
-import numpy as np
 from PIL import Image
 from pydantic import ValidationError
-from wds2idx import IndexCreator
 
 from components.common.artifacts import write_atomically
-from components.common.digests import digest_file
+from components.common.digests import digest_bytes
 from components.common.records import FileEntry, Record
 from components.preprocess.decoding import as_png, decode, shrink
+from components.preprocess.pixels import PixelSums
 from components.preprocess.sources import Sample, Storage, Unreadable
 from components.preprocess.structure import Rejected
+from components.preprocess.tar_writer import TarWriter
 
 _MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
 UNREADABLE = "unreadable: "  # begins the reason of a file that the system or a server did not give
@@ -102,16 +99,15 @@ def write_shard(task: ShardTask) -> ShardRecord:
     """Write one tar, its index, its part of the listing, and last its record."""
     tar = task.folder / f"{task.name}.tar"
     index = tar.with_suffix(".idx")
-    with tar.open("wb") as file:
-        hashing = _HashingFile(file)
-        with tarfile.open(fileobj=hashing, mode="w", format=tarfile.USTAR_FORMAT) as archive:  # type: ignore[call-overload]
-            content = _fill(archive, task)
+    tar.unlink(missing_ok=True)  # a worker of a run that was killed just now may have it open still
+    with TarWriter(tar) as archive:
+        content = _fill(archive, task)
     files = {}
     if content.entries:
-        with IndexCreator(str(tar), str(index), verbose=False) as index_file:
-            index_file.create_index()
-        files[tar.name] = FileEntry(size_bytes=tar.stat().st_size, digest=f"sha256:{hashing.sha.hexdigest()}")
-        files[index.name] = FileEntry(size_bytes=index.stat().st_size, digest=digest_file(index))
+        listed = archive.index()
+        index.write_bytes(listed)
+        files[tar.name] = FileEntry(size_bytes=archive.size_bytes, digest=archive.digest())
+        files[index.name] = FileEntry(size_bytes=len(listed), digest=digest_bytes(listed))
     else:
         tar.unlink()  # every image was rejected; an empty shard would stop DALI
     record = ShardRecord(
@@ -129,7 +125,7 @@ def write_shard(task: ShardTask) -> ShardRecord:
     return record
 
 
-def _fill(archive: tarfile.TarFile, task: ShardTask) -> "_Content":
+def _fill(archive: TarWriter, task: ShardTask) -> "_Content":
     content = _Content()
     for number, sample in enumerate(task.samples, task.first_index):
         try:
@@ -141,8 +137,7 @@ def _fill(archive: tarfile.TarFile, task: ShardTask) -> "_Content":
             content.rejected.append({"path": sample.path, "reason": f"{UNREADABLE}{error.strerror or error}"})
             continue
         key = f"{number:09d}"
-        _add(archive, f"{key}.{extension}", data)
-        _add(archive, f"{key}.cls", f"{sample.label:0{LABEL_WIDTH}d}".encode())
+        archive.add(key, {extension: data, "cls": f"{sample.label:0{LABEL_WIDTH}d}".encode()})
         content.sums.add(image)
         content.entries.append(
             {
@@ -182,54 +177,8 @@ def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image]:
     return data, extension, image
 
 
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)  # owner, mode and time stay at fixed values: the same input, the same bytes
-    member.size = len(data)
-    archive.addfile(member, io.BytesIO(data))
-
-
-class _HashingFile:
-    """A file for tarfile, which only writes and asks where it is; the digest is there when the archive is."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.sha.update(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-
-class _PixelSums:
-    """Exact sums over pixels: of how often each of the 256 values occurs in each channel."""
-
-    def __init__(self) -> None:
-        self._counts = np.zeros((3, 256), np.int64)
-        self.num_pixels = 0
-
-    def add(self, image: Image.Image) -> None:
-        """Count an image in RGB."""
-        self._counts += np.array(image.histogram(), np.int64).reshape(3, 256)
-        self.num_pixels += image.width * image.height
-
-    def values(self) -> tuple[float, float, float]:
-        """Per channel, the sum of values in 0..1."""
-        return self._of(np.arange(256) / 255.0)
-
-    def squares(self) -> tuple[float, float, float]:
-        """Per channel, the sum of squares of values in 0..1."""
-        return self._of((np.arange(256) / 255.0) ** 2)
-
-    def _of(self, weights: np.ndarray) -> tuple[float, float, float]:
-        red, green, blue = (float(counts @ weights) for counts in self._counts)
-        return red, green, blue
-
-
 @dataclass(kw_only=True)
 class _Content:
     entries: list[Mapping[str, object]] = field(default_factory=list)
     rejected: list[Mapping[str, object]] = field(default_factory=list)
-    sums: _PixelSums = field(default_factory=_PixelSums)
+    sums: PixelSums = field(default_factory=PixelSums)

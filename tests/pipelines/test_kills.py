@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.common.artifacts import MANIFEST
+from components.common.artifacts import MANIFEST, UNFINISHED
 from components.common.digests import digest_file
 
 pytestmark = pytest.mark.slow
@@ -36,11 +36,11 @@ class Home:
     finished: list[str] = field(default_factory=list)  # steps that the next run must not repeat
     pending: dict[str, str] = field(default_factory=dict)  # local run -> status that the next run gives it in MLflow
 
-    def start(self, seed: int = 0) -> "Run":
+    def start(self, seed: int = 0, *more: str) -> "Run":
         command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(self.data)]
         before = set(self.path.glob("runs/*"))
         process = subprocess.Popen(
-            [*command, "--seed", str(seed), *SETTINGS],
+            [*command, "--seed", str(seed), *SETTINGS, *more],
             cwd=ROOT,
             env={**os.environ, "ENGINERY_HOME": str(self.path), "OMP_NUM_THREADS": "2", "COLUMNS": "200"},
             stdout=subprocess.PIPE,
@@ -269,3 +269,42 @@ def test_two_runs_at_once(home: Home, seeds: tuple[int, int]) -> None:
     again = home.start(seeds[0])  # takes over what goes together
     assert again.end(600)
     assert again.process.returncode == 0
+
+
+def killed_in_packing(home: Home, how: str, seed: int, settings: list[str]) -> Path:
+    """End a run once its preprocess has finished a shard. Returns the unfinished output."""
+    run = home.start(seed, *settings)
+    pattern = f"artifacts/*/preprocess/*/{UNFINISHED}"
+    seen = set(home.path.glob(f"runs/*/{pattern}/train-*.json"))
+    run.wait_for(lambda: bool(set(home.path.glob(f"runs/*/{pattern}/train-*.json")) - seen))
+    worker = next(child for child in run.family if "python" in child.name() and _runs(child, "preprocess"))
+    worker.suspend()
+    (unfinished,) = run.directory.glob(pattern)
+    kill(run, worker, how)
+    text = run.end()
+    assert "going on where" not in text
+    assert list(unfinished.glob("*-*.json")), text
+    return unfinished.parent
+
+
+@pytest.mark.parametrize("how", ["SIGKILL the run", "SIGKILL the step", "Ctrl-C"])
+def test_the_next_run_goes_on_with_the_packing_of_a_killed_one(all_digits: Path, tmp_path: Path, how: str) -> None:
+    home = Home(tmp_path / "home", all_digits)
+    packing = ["--set", "preprocess.shard_bytes=1000000", "--set", "preprocess.num_workers=1"]
+    other = killed_in_packing(home, "SIGKILL the run", 1, packing)  # another split, so other shards
+    killed = killed_in_packing(home, how, 0, packing)
+    done = {path.stem for path in killed.glob(f"{UNFINISHED}/*-*.json")}
+    before = {name: (killed / f"{name}.tar").stat().st_mtime_ns for name in done}
+    run = home.start(0, *packing)
+    run.wait_for(lambda: any(home.path.glob(f"runs/*/artifacts/*/preprocess/*/{MANIFEST}")))
+    (dataset,) = run.directory.glob("artifacts/*/preprocess/*")
+    run.process.send_signal(signal.SIGINT)  # the other steps are of no interest here
+    assert f"going on where an earlier run stopped, with {len(done)} finished shards" in run.end()
+    assert {name: (dataset / f"{name}.tar").stat().st_mtime_ns for name in done} == before
+    unbroken = tmp_path / "unbroken"
+    command = [sys.executable, "-m", "components.preprocess", "--data", str(all_digits), "--output", str(unbroken)]
+    subprocess.run([*command, "--shard-bytes", "1000000"], cwd=ROOT, check=True, capture_output=True)
+    files = [json.loads((folder / MANIFEST).read_text())["files"] for folder in (dataset, unbroken)]
+    assert files[0] == files[1]
+    assert (other / UNFINISHED).exists()
+    assert not list(killed.glob("*.tar"))

@@ -8,11 +8,21 @@ from types import SimpleNamespace
 import pytest
 
 from components.common import environment as machine
-from components.common.artifacts import DatasetManifest, seal
+from components.common.artifacts import UNFINISHED, DatasetManifest, seal
 from components.common.environment import Gpu
 from components.preprocess.config import PreprocessConfig
 from pipelines import caching
-from pipelines.caching import confirm, enable, fingerprint, finished_steps, offer, source_digest, step_keys
+from pipelines.caching import (
+    confirm,
+    enable,
+    fingerprint,
+    finished_steps,
+    note_begun,
+    offer,
+    source_digest,
+    step_keys,
+    unfinished_outputs,
+)
 from pipelines.parameters import PipelineFile, load_pipeline, resolve_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -286,3 +296,18 @@ def test_a_loop_of_links_ends_and_an_empty_folder_counts(data):
     before = fingerprint(data)
     (data / "empty").mkdir()
     assert fingerprint(data) != before
+
+
+def test_unfinished_packing_is_found_by_runs_of_the_same_key(file, data, tmp_path):
+    keys = keys_of(file, data)
+    outputs = {}
+    for name, seed in (("one", 0), ("two", 0), ("other", 1), (".trash-three", 0), ("done", 0)):
+        root = tmp_path / name / "cache"
+        root.mkdir(parents=True)
+        note_begun(file, keys_of(file, data, seed=seed), root)
+        outputs[name] = tmp_path / name / "artifacts/resnet50-1/preprocess/dataset"
+        (outputs[name] / UNFINISHED if name != "done" else outputs[name]).mkdir(parents=True)
+    assert unfinished_outputs(file, keys, tmp_path) == [outputs["one"], outputs["two"]]
+    assert unfinished_outputs(file, {}, tmp_path) == []  # of a run that reuses nothing
+    (data / "a" / "0.jpg").write_bytes(b"changed")
+    assert unfinished_outputs(file, keys_of(file, data), tmp_path) == []

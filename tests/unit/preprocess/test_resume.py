@@ -1,6 +1,7 @@
 """A killed run is continued by the next one in the same directory, and what it had done is kept."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from components.common.artifacts import MANIFEST, UNFINISHED, Artifact, DatasetManifest, load
 from components.common.errors import UserError
+from components.preprocess.config import EARLIER_VARIABLE
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 SHARD_BYTES = 1_000_000
@@ -31,10 +33,9 @@ def start(data: Path, output: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("num_done", [1, 2])
-def test_a_killed_run_is_continued(all_digits: Path, tmp_path: Path, run_preprocess: Preprocess, num_done: int) -> None:
-    output = tmp_path / "out"
-    process = start(all_digits, output)
+def kill_after(num_done: int, data: Path, output: Path) -> None:
+    """SIGKILL once so many shards are done."""
+    process = start(data, output)
     deadline = time.monotonic() + 60
     while len(list(output.glob(f"{UNFINISHED}/train-*.json"))) < num_done:
         assert process.poll() is None
@@ -42,6 +43,12 @@ def test_a_killed_run_is_continued(all_digits: Path, tmp_path: Path, run_preproc
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+@pytest.mark.parametrize("num_done", [1, 2])
+def test_a_killed_run_is_continued(all_digits: Path, tmp_path: Path, run_preprocess: Preprocess, num_done: int) -> None:
+    output = tmp_path / "out"
+    kill_after(num_done, all_digits, output)
     assert not (output / MANIFEST).exists()
     done = {path.with_suffix(".tar").name for path in output.glob(f"{UNFINISHED}/train-*.json")}
     before = {name: (output / name).stat().st_mtime_ns for name in done}
@@ -117,3 +124,42 @@ def test_two_at_once(few_digits: Path, tmp_path: Path, run_preprocess: Preproces
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=r"another process writes .* at this moment; wait for it"):
             run_preprocess(few_digits, tmp_path / "out")
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
+
+
+def test_a_run_with_an_output_of_its_own_takes_over_finished_shards(
+    all_digits: Path, tmp_path: Path, run_preprocess: Preprocess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = [tmp_path / "first", tmp_path / "second", tmp_path / "gone"]
+    for output, num_done in zip(earlier, (1, 2), strict=False):
+        kill_after(num_done, all_digits, output)
+    done = {path.stem for path in earlier[1].glob(f"{UNFINISHED}/*-*.json")}
+    before = {**times(earlier[1]), **times(earlier[0])}  # the first that has a shard gives it
+    whole = run_preprocess(all_digits, tmp_path / "whole", shard_bytes=SHARD_BYTES)
+    monkeypatch.setenv(EARLIER_VARIABLE, json.dumps([str(path) for path in earlier]))
+    again = start(all_digits, tmp_path / "out")
+    _, said = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    assert f"going on where an earlier run stopped, with {len(done)} finished shards" in said
+    after = times(tmp_path / "out")
+    assert {name for name in after if after[name] == before.get(name)} == {f"{name}.tar" for name in done}
+    assert load(tmp_path / "out", DatasetManifest).digest == whole.digest
+    assert [list(output.glob("*")) for output in earlier] == [[], [], []]  # what is half done goes, too
+
+
+def test_what_another_process_packs_or_was_planned_otherwise_is_not_taken_over(
+    all_digits: Path, tmp_path: Path, run_preprocess: Preprocess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, other = tmp_path / "held", tmp_path / "other"
+    kill_after(1, all_digits, held)
+    kill_after(1, all_digits, other)
+    (other / UNFINISHED / "plan.json").write_text("sha256:other ")
+    before = [sorted(output.rglob("*")) for output in (held, other)]
+    monkeypatch.setenv(EARLIER_VARIABLE, json.dumps([str(held), str(other)]))
+    with (held / UNFINISHED / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run_preprocess(all_digits, tmp_path / "out", shard_bytes=SHARD_BYTES)
+    assert [sorted(output.rglob("*")) for output in (held, other)] == before

@@ -1,17 +1,22 @@
 """Shards: the same bytes for any number of workers, files unchanged, statistics."""
 
 import hashlib
+import io
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
+from wds2idx import IndexCreator
 
 from components.common.artifacts import Artifact, DatasetManifest
+from components.preprocess.pixels import PixelSums
 from components.preprocess.shards import plan_shards
 from components.preprocess.sources import Sample
+from components.preprocess.tar_writer import TarWriter
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 
@@ -87,3 +92,45 @@ def test_statistics_are_numpys(tmp_path: Path, run_preprocess: Preprocess) -> No
     np.testing.assert_allclose(statistics.std, every.std(axis=0), rtol=1e-9)
     assert (statistics.min_side, statistics.max_side) == (min(sides), max(sides))
     assert statistics.median_side == round(float(np.median(sides)))
+
+
+def test_large_images_are_counted_on_a_grid_that_stands_for_all_of_them() -> None:
+    """As near to numpy's sums as 10,000 pixels allow; a small image beside them weighs as many pixels as it has."""
+    rng = np.random.default_rng(0)
+    sums, pixels = PixelSums(), []
+    for height, width in [(375, 500), (1000, 1500), (30, 40), (200, 200), (1, 90_000)]:
+        image = (
+            np.linspace(0, 250, width)[None, :, None] * np.array([1, 0.5, 0.2]) + rng.normal(0, 9, (height, width, 3))
+        ).clip(0, 255)
+        sums.add(Image.fromarray(image.astype(np.uint8)))
+        pixels.append(image.astype(np.uint8).reshape(-1, 3) / 255)
+    every = np.concatenate(pixels)
+    assert sums.num_pixels == pytest.approx(len(every), rel=0.01)
+    mean = np.array(sums.values()) / sums.num_pixels
+    np.testing.assert_allclose(mean, every.mean(axis=0), atol=0.003)
+    deviation = np.sqrt(np.array(sums.squares()) / sums.num_pixels - mean**2)
+    np.testing.assert_allclose(deviation, every.std(axis=0), atol=0.003)
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 40])
+def test_a_tar_is_that_of_tarfile_and_its_index_that_of_dali(tmp_path: Path, num_samples: int) -> None:
+    rng = np.random.default_rng(num_samples)
+    samples = {
+        f"{number:09d}": {"jpg": rng.bytes(int(rng.choice([0, 1, 511, 512, 513, 9000]))), "cls": b"000003"}
+        for number in range(num_samples)
+    }
+    with TarWriter(tmp_path / "ours.tar") as ours:
+        for key, members in samples.items():
+            ours.add(key, members)
+    with tarfile.open(tmp_path / "theirs.tar", "w", format=tarfile.USTAR_FORMAT) as theirs:
+        for key, members in samples.items():
+            for extension, data in members.items():
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(data)
+                theirs.addfile(member, io.BytesIO(data))
+    with IndexCreator(str(tmp_path / "theirs.tar"), str(tmp_path / "theirs.idx"), verbose=False) as index:
+        index.create_index()
+    written = (tmp_path / "ours.tar").read_bytes()
+    assert written == (tmp_path / "theirs.tar").read_bytes()
+    assert (ours.size_bytes, ours.digest()) == (len(written), f"sha256:{hashlib.sha256(written).hexdigest()}")
+    assert ours.index() == (tmp_path / "theirs.idx").read_bytes()
