@@ -2,12 +2,16 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from components.common.artifacts import write_atomically
@@ -17,6 +21,7 @@ _PUBLISHED = Path(__file__).with_name("whitepaper.csv")
 # The whitepaper's names of networks, by ours.
 _NAMES = {"alexnet": "AlexNet", "googlenet": "GoogLeNet", "resnet50": "ResNet-50", "vgg19": "VGG-19"}
 _HEADINGS = ("device", "precision", "network", "batch", "images/s", "W", "images/s/W", "ms", "per million images")
+_NAME_SIZE = 7  # points, of the names at grey lines
 _JOULES_PER_KWH = 3.6e6
 _SECONDS_PER_HOUR = 3600.0
 
@@ -132,6 +137,7 @@ def write_picture(measured: Sequence[Row], published: Sequence[Row], path: Path)
     networks = list(dict.fromkeys(row.network for row in measured))
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(4.2 * len(networks), 3.4), layout="constrained")
+        handles: dict[str, Line2D] = {}
         for axes, network in zip(figure.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
             for rows, style in ((published, {"color": "0.65", "linewidth": 1.0}), (measured, {"linewidth": 2.0})):
                 own = [row for row in rows if row.network == network]
@@ -140,19 +146,35 @@ def write_picture(measured: Sequence[Row], published: Sequence[Row], path: Path)
                     label = f"{device}, {precision}" if rows is published else precision
                     x, y = [row.batch for row in line], [row.images_per_s for row in line]
                     axes.plot(x, y, marker="o", markersize=3, label=label, **style)
-                    if rows is published and line:
-                        axes.annotate(device, (x[-1], y[-1]), color="0.45", fontsize=7, ha="right", va="bottom")
             axes.set(title=network, xscale="log", yscale="log", xlabel="batch size", ylabel="images/s")
             axes.xaxis.set_major_locator(FixedLocator(sorted({row.batch for row in measured})))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
             axes.grid(visible=True, color="0.9", linewidth=0.6)
-            handles = [line for line in axes.get_lines() if line.get_color() != "0.65"]
-            axes.legend(handles=handles, frameon=False)
+            handles |= {str(line.get_label()): line for line in axes.get_lines() if line.get_color() != "0.65"}
+            _name_devices(axes, [row for row in published if row.network == network])
+        figure.legend(handles=list(handles.values()), loc="outside upper left", ncols=len(handles), frameon=False)
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=150)
     write_atomically(path, image.getvalue())
+
+
+def _name_devices(axes: Axes, published: Sequence[Row]) -> None:
+    """Names at the right end of the grey lines, moved apart where they would lie upon each other."""
+    ends = [max((row for row in published if row.device == device), key=_batch) for device in _devices(published)]
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # places the axes, so that points have pixels
+    free = -math.inf
+    for row in sorted(ends, key=lambda row: row.images_per_s):
+        point = (row.batch, row.images_per_s)
+        at = axes.transData.transform(point)[1] * 72 / axes.figure.dpi  # in points, as font sizes are
+        free = max(at, free + _NAME_SIZE)
+        style: dict[str, Any] = {"color": "0.45", "fontsize": _NAME_SIZE, "ha": "left", "va": "center"}
+        axes.annotate(row.device, point, xytext=(6, free - at), textcoords="offset points", **style)
+
+
+def _devices(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.device for row in rows))
 
 
 def _batch(row: Row) -> int:

@@ -140,12 +140,15 @@ def _cost_notes(settings: "Settings", measured: Sequence["Row"]) -> list[str]:
 
 
 def _notes(image_size: int, seconds: float) -> str:
+    from components.common.runners.tensorrt_library import load_tensorrt, why_no_tensorrt
+
     here = environment()
     gpu = here.gpus[0] if here.gpus else None
     machine = f"{gpu.name}, driver {gpu.driver}" if gpu else f"{here.cpu}, {here.num_cores} cores"
-    libraries = ", ".join(f"{name} {here.versions[name]}" for name in ("tensorrt", "openvino") if name in here.versions)
+    engine = "openvino" if why_no_tensorrt() else "tensorrt"
+    version = load_tensorrt().__version__ if engine == "tensorrt" else here.versions[engine]
     return (
-        f"{datetime.now(UTC).date().isoformat()}, {machine}, {libraries}. Images of {image_size} x {image_size} pixels "
-        f"and random weights. Throughput and median latency of a batch over {seconds:g} s, copies included, as trtexec "
-        "defines them; power of the board by NVML's energy counter."
+        f"{datetime.now(UTC).date().isoformat()}, {machine}, {engine} {version}. Images of {image_size} x "
+        f"{image_size} pixels and random weights. Throughput and median latency of a batch over {seconds:g} s, "
+        "copies included, as trtexec defines them; power of the board by NVML's energy counter."
     )
