@@ -54,12 +54,15 @@ class TensorRTRunner:
         names = (shapes.input_name, shapes.output_name)
         self._dtypes = [_torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names]
         self._lanes: list[_Lane] = []
+        self._not_captured: set[int] = set()  # batches that made no CUDA graph: tried and told of once
         self._open_lanes(1)
 
     def _open_lanes(self, num_lanes: int) -> None:
         with self._counting_memory():
             while len(self._lanes) < num_lanes:
-                self._lanes.append(_Lane(self._engine, self._cuda, self._shapes, self._classes, self._dtypes))
+                self._lanes.append(
+                    _Lane(self._engine, self._cuda, self._shapes, self._classes, self._dtypes, self._not_captured)
+                )
             torch.cuda.synchronize(self._cuda)  # the buffers were zeroed on another stream than will use them
 
     @contextmanager
@@ -164,8 +167,15 @@ class _Lane:
     """
 
     def __init__(
-        self, engine: Any, device: torch.device, shapes: ShapeSpec, classes: int, dtypes: list[torch.dtype]
+        self,
+        engine: Any,
+        device: torch.device,
+        shapes: ShapeSpec,
+        classes: int,
+        dtypes: list[torch.dtype],
+        not_captured: set[int],
     ) -> None:
+        self._not_captured = not_captured
         self._context = engine.create_execution_context()
         if self._context is None:
             name = torch.cuda.get_device_name(device)
@@ -224,6 +234,8 @@ class _Lane:
 
     def _capture(self, slot: "_Slot", batch: int) -> torch.cuda.CUDAGraph | None:
         """A CUDA graph of one computation; None where this engine can't be captured (it is then enqueued each time)."""
+        if batch in self._not_captured:
+            return None
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=self._compute, capture_error_mode="thread_local"):
@@ -234,9 +246,11 @@ class _Lane:
             torch.cuda.synchronize(self._device)
         except (RuntimeError, EngineryError) as error:
             _log.warning("no CUDA graph of a batch of %d, its kernels are launched one by one: %s", batch, error)
+            self._not_captured.add(batch)
             return None
         if not slot.device_out[:batch].any():  # nothing was recorded: the work went to a stream of the engine's own
             _log.warning("the CUDA graph of a batch of %d is empty, its kernels are launched one by one", batch)
+            self._not_captured.add(batch)
             return None
         return graph
 
