@@ -68,6 +68,15 @@ def test_plan_of_shards() -> None:
     assert [sample for shard in plan_shards(one_large, 10**6) for sample in shard] == one_large
 
 
+def test_images_of_unknown_size_count_as_usual_ones_and_those_that_are_scaled_down_as_what_they_become() -> None:
+    unknown = [Sample(path=str(index), label=0, size_bytes=0) for index in range(6000)]
+    assert 1000 < len(plan_shards(unknown, 128_000_000)[0]) < 1300
+    large = [Sample(path=str(index), label=0, size_bytes=3_000_000) for index in range(10_000)]
+    assert 4000 < len(plan_shards(large, 128_000_000, max_short_side=256)[0]) < 6000
+    small = [Sample(path=str(index), label=0, size_bytes=5000) for index in range(1000)]
+    assert plan_shards(small, 10**6, max_short_side=256) == plan_shards(small, 10**6)
+
+
 def test_statistics_are_numpys(tmp_path: Path, run_preprocess: Preprocess) -> None:
     rng = np.random.default_rng(0)
     root = tmp_path / "images"
