@@ -91,6 +91,11 @@ def _nearest(name: str, owner: type[BaseModel]) -> str:
     return f"did you mean {prefix}.{close[0]}?" if close else f"valid keys: {', '.join(owner.model_fields)}"
 
 
+def how_to_set(step: str, setting: str, value: str) -> str:
+    """How to change a setting, in a pipeline and where a step is run alone."""
+    return f"--set {step}.{setting}={value} (python -m components.{step}: --{setting.replace('_', '-')} {value})"
+
+
 def allowed_values(field: FieldInfo) -> str:
     """What a field takes, for a person: "an integer of at least 2", "one of max, mse"."""
     annotation: Any = field.annotation

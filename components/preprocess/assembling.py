@@ -13,7 +13,7 @@ from components.common.artifacts import Artifact, DatasetManifest, seal
 from components.common.digests import digest_file
 from components.common.errors import UserError
 from components.common.records import DatasetStatistics, Split
-from components.common.settings import decisive
+from components.common.settings import decisive, how_to_set
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import Card, Rejections, write_data_card
 from components.preprocess.findings import SPLITS, Problems, SplitName
@@ -128,13 +128,13 @@ def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: P
     if config.on_bad == "fail":
         raise UserError(
             f"{num_rejected} of {num_files} files are no usable image, such as {example}, and on_bad is fail. "
-            f"{where}. Mend or remove them, or leave them out with --set preprocess.on_bad=skip"
+            f"{where}. Mend or remove them, or leave them out with {how_to_set('preprocess', 'on_bad', 'skip')}"
         )
     if num_rejected > config.max_bad_fraction * num_files:
         raise UserError(
             f"{num_rejected} of {num_files} files are no usable image, more than max_bad_fraction = "
-            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Mend or remove them, or allow more with "
-            "--set preprocess.max_bad_fraction=SHARE, a number up to 1"
+            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Mend or remove them, or allow more, "
+            f"up to 1, with {how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}; merge has this option, too"
         )
 
 

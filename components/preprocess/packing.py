@@ -17,6 +17,7 @@ from components.common.digests import canonical_json
 from components.common.environment import num_cores
 from components.common.errors import EngineryError, UserError
 from components.common.lifetime import end_with_creator
+from components.common.settings import how_to_set
 from components.common.steplog import StepLog
 from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
@@ -225,7 +226,7 @@ def _written(tasks: Sequence[ShardTask], num_workers: int) -> Iterator[tuple[Sha
             if isinstance(error, BrokenProcessPool):
                 raise EngineryError(
                     "a process that packs images was killed, most often because memory ran out; pack with fewer than "
-                    f"{num_workers} (--set preprocess.num_workers={max(1, num_workers // 2)}), or lower max_pixels. "
-                    "What is packed is kept"
+                    f"{num_workers}, by {how_to_set('preprocess', 'num_workers', str(max(1, num_workers // 2)))}, or "
+                    "lower max_pixels. What is packed is kept"
                 ) from None
             raise

@@ -88,7 +88,10 @@ def test_on_bad_fail_stops_with_an_example(
 
 
 def test_too_many_bad_files_stop_too(with_bad_files: Path, tmp_path: Path, run_preprocess: Preprocess) -> None:
-    with pytest.raises(UserError, match=r"8 of 33 files .* more than max_bad_fraction = 0\.1 allows"):
+    with pytest.raises(
+        UserError,
+        match=r"8 of 33 files .* more than max_bad_fraction = 0\.1 allows.* --max-bad-fraction SHARE\); merge",
+    ):
         run_preprocess(with_bad_files, tmp_path / "out")
     run_preprocess(with_bad_files, tmp_path / "at_the_border", max_bad_fraction=8 / 33)
 
