@@ -9,13 +9,13 @@ from urllib.parse import unquote
 
 from components.common.errors import UserError
 from components.preprocess.sources.classnames import check_two_classes, plain_names
-from components.preprocess.sources.locations import is_uri, is_web, kind_by_name, local_path
+from components.preprocess.sources.locations import is_uri, is_web, kind_by_name, local_path, plain_path
 from components.preprocess.sources.places import FileStorage, LocalPlace, Place, RemotePlace, locate_file, told_plainly
 from components.preprocess.sources.samples import Sample, Source
-from components.preprocess.sources.splits import Options, hold_out
+from components.preprocess.sources.splits import VAL_NAMES, Options, hold_out
 from components.preprocess.sources.trees import safe_path
 
-_SPLITS = {"train": "train", "val": "val", "validation": "val", "valid": "val"}
+_SPLITS = {"train": "train", **dict.fromkeys(VAL_NAMES, "val")}
 _INTEGER = re.compile("-?[0-9]{1,18}")
 
 
@@ -90,7 +90,7 @@ def _entries(rows: Iterator[_Row], place: Place, name: str) -> tuple[dict[str, _
             has_splits = True
             if row.split not in _SPLITS:
                 has = f"the split {row.split!r}" if row.split else "no split"
-                raise UserError(f"{where} has {has}; write train, val or validation, or take the row away")
+                raise UserError(f"{where} has {has}; write train, val, valid or validation, or take the row away")
         entry = _Entry(row.label, _SPLITS[row.split or "train"])
         if entries.setdefault(path, entry) != entry:
             raise UserError(f"{where} names {path} again with another label or split; keep one row of it")
@@ -112,8 +112,7 @@ def _relative(path: str, place: Place, where: str) -> str:
         raise UserError(f"{where} has no path; write it, or take the row away")
     inside = path
     if isinstance(place, LocalPlace):
-        if "://" in path and not is_uri(path):
-            inside = path.partition("://")[2]
+        inside = plain_path(path)
         roots = [place.name, place.root]
     else:
         roots = [place.name]

@@ -10,13 +10,12 @@ from components.common.errors import UserError
 from components.preprocess.sources.classnames import ClassNames, check_two_classes, parse_class_names, plain_names
 from components.preprocess.sources.places import Place, told_plainly
 from components.preprocess.sources.samples import Sample, Source, Storage, with_refused
-from components.preprocess.sources.splits import Options, hold_out
+from components.preprocess.sources.splits import VAL_NAMES, Options, hold_out
 from components.preprocess.sources.tars import Listing, ShardStorage, list_tar
 from components.preprocess.sources.trees import File, Tree, is_image_name, joined, sample_of, shown
 
 NAMES_FILE = "classes.txt"
-_SPLIT_FOLDERS = {"train", "val", "validation"}
-_VAL_WORDS = {"val", "valid", "validation"}
+_SPLIT_FOLDERS = {"train", *VAL_NAMES}
 _MAX_LABEL = 999_999
 _NUM_READERS = 8
 
@@ -166,11 +165,11 @@ def _splits_of(tars: Sequence[str], where: str) -> list[str]:
 def _split_of(tar: str) -> str:
     folder, _, name = tar.lower().rpartition("/")
     words = set(re.split("[^a-z]+", name))
-    if folder in ("val", "validation") or name.startswith("val"):
+    if folder in VAL_NAMES or name.startswith("val"):
         return "val"
     if folder == "train" or "train" in words:
         return "train"
-    return "val" if words & _VAL_WORDS else "test" if "test" in words else "train"
+    return "val" if words & set(VAL_NAMES) else "test" if "test" in words else "train"
 
 
 def _key(path: str) -> str:

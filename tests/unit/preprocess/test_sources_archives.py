@@ -351,6 +351,14 @@ def test_archives_that_are_none_or_damaged(tmp_path: Path, write_tree: WriteTree
         find(tmp_path / "y.tar", tmp_path / "scratch")
 
 
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".zip"])
+def test_a_tar_that_is_something_else_is_told_so(tmp_path: Path, write_tree: WriteTree, suffix: str) -> None:
+    root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
+    file = archive(tmp_path / f"x{suffix}", root).rename(tmp_path / "x.tar")
+    with pytest.raises(UserError, match=rf"x\.tar is no tar but a \{suffix} file; give it a name that ends so"):
+        find(file, tmp_path / "scratch")
+
+
 def test_an_archive_that_fills_the_disk_is_given_up(
     tmp_path: Path, write_tree: WriteTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:

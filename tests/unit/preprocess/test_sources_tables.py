@@ -115,11 +115,11 @@ WRONG: dict[str, tuple[Sequence[str], Rows, str]] = {
     "other separator": (("path;label",), (("a;b",),), "with commas between them. It names: 'path;label'"),
     "no label": (HEADER, (*GOOD, ("b/1.png", "", "val")), "t, row 5 has no label; write the class name"),
     "no path": (HEADER, (GOOD[0], ("", "b", "val"), *GOOD), "t, row 3 has no path"),
-    "no split": (HEADER, (*GOOD, ("b/1.png", "b", "")), "t, row 5 has no split; write train, val or validation"),
+    "no split": (HEADER, (*GOOD, ("b/1.png", "b", "")), "t, row 5 has no split; write train, val, valid or validation"),
     "test": (
         HEADER,
         (*GOOD, ("b/1.png", "b", "test")),
-        "t, row 5 has the split 'test'; write train, val or validation",
+        "t, row 5 has the split 'test'; write train, val, valid or validation",
     ),
     "short row": (HEADER, (*GOOD, ("b/1.png",)), "t, row 5 has no label"),
     "two labels": (
