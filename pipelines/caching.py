@@ -29,6 +29,7 @@ from components.common.artifacts import (
 from components.common.digests import digest_file, digest_json
 from components.common.environment import environment
 from components.common.errors import EngineryError
+from components.common.settings import decisive
 from components.preprocess.sources import is_uri, kind_of, local_path
 from pipelines.parameters import STEP_CONFIGS, PipelineFile
 from pipelines.state import CACHE
@@ -249,7 +250,7 @@ def _key(file: PipelineFile, step: str, arguments: Mapping[str, Any], upstream: 
 
 def _config(file: PipelineFile, step: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: arguments[name] for name in file.plain_inputs() if step in file.owners(name)}
-    return STEP_CONFIGS[step].model_validate({**arguments[step], **plain}).model_dump(mode="json")
+    return decisive(STEP_CONFIGS[step].model_validate({**arguments[step], **plain}))
 
 
 def source_digest(step: str) -> str:

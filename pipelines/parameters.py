@@ -245,8 +245,9 @@ def _fill(file: PipelineFile, plain: dict[str, Any]) -> None:
 def _make_absolute(plain: dict[str, Any]) -> None:
     """Steps run with another working directory than the user's. A URI stays as it is."""
     for name in _PATHS:
-        if plain.get(name) and "://" not in str(plain[name]):
-            plain[name] = str(Path(str(plain[name])).expanduser().absolute())
+        text = str(plain.get(name) or "")
+        if text and "://" not in text and not text.lower().startswith("file:/"):
+            plain[name] = str(Path(text).expanduser().absolute())
 
 
 def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from components.common.records import (
     Split,
     TrainingRecord,
 )
+from components.common.settings import decisive
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec
 
@@ -59,7 +60,9 @@ class Manifest(Record):
     kind: str
     files: dict[str, FileEntry]
     inputs: dict[str, str] = Field(description="Manifest digest of each artifact this one was made from, by name.")
-    config: dict[str, Any] = Field(description="The resolved config of the step that wrote this.")
+    config: dict[str, Any] = Field(
+        description="The resolved config of the step that wrote this, without what only decides its speed."
+    )
     environment: Environment
 
 
@@ -222,9 +225,7 @@ def seal(
         name = file.relative_to(path).as_posix()
         if file.is_file() and file != path / MANIFEST and not name.startswith(f"{UNFINISHED}/"):
             files[name] = known.get(name) or FileEntry(size_bytes=file.stat().st_size, digest=digest_file(file))
-    sealed = manifest(
-        files=files, inputs=inputs, config=config.model_dump(mode="json"), environment=environment(), **fields
-    )
+    sealed = manifest(files=files, inputs=inputs, config=decisive(config), environment=environment(), **fields)
     sealed = sealed.model_copy(update={"seal": seal_of(sealed.model_dump(mode="json"))})
     data = canonical_json(sealed.model_dump(mode="json"))
     write_atomically(path / MANIFEST, data)

@@ -13,13 +13,16 @@ import torch
 from nvidia import dali
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
+from pydantic import ValidationError
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.environment import num_cores
 from components.common.errors import EngineryError, UserError
+from components.common.integrity import first_problem
 from components.common.loader_damage import IMAGE_EXTENSIONS, check_indexes, explained
 from components.common.loader_mixing import Mixer
 from components.common.loader_pipelines import decoder_options, evaluation_pipeline, file_pipeline, training_pipeline
+from components.common.loader_state import LoaderState
 from components.common.loader_watchdog import Watchdog
 from components.common.records import Split
 from components.common.transforms import Augmentation, TransformSpec
@@ -43,9 +46,9 @@ class Batch:
 class Loader:
     """Batches of one split, epoch after epoch.
 
-    In training every rank gets the same number of full batches; the samples that don't fill one are left to the
-    next epochs' shuffle. An epoch that was left in the middle is continued by the next iteration. In evaluation
-    each image comes exactly once and the last batch may be smaller.
+    In training every rank gets the same number of full batches. No image comes twice in an epoch, on one rank or on
+    two; those that don't fill a batch are left out of it, others each time. An epoch that was left in the middle is
+    continued by the next iteration. In evaluation each image comes exactly once and the last batch may be smaller.
 
     Args:
         dataset: the artifact that preprocess wrote.
@@ -65,7 +68,7 @@ class Loader:
         state: what `state` of a training loader returned: go on behind the batch that was delivered last.
 
     Raises:
-        EngineryError: a shard can't be read, reading is stuck, or `state` is of another loader.
+        EngineryError: a shard can't be read, reading is stuck, or `state` is damaged or of another loader.
         UserError: the split has too few images for one batch, or in evaluation one image, on every process.
     """
 
@@ -93,6 +96,10 @@ class Loader:
         self._seed = (seed, shard_id)
         info = dataset.manifest.splits[split]  # type: ignore[index]
         self.num_images, self.num_batches = _sizes_of_part(info, batch_size, shard_id, num_shards, self._training)
+        # DALI fills up the last batch of the largest part and gives as many of them to all, so that its epochs end
+        # together on every rank, with a batch. The one in which images are repeated is dropped: at most one.
+        num_read = math.ceil(math.ceil(info.num_images / num_shards) / batch_size)
+        self._num_dropped = num_read - self.num_batches
         self._mixer = Mixer(augmentation or Augmentation(), len(dataset.manifest.classes))
         self._identity = {
             "split": info.digest,
@@ -102,12 +109,13 @@ class Loader:
             "num_shards": num_shards,
             "device": "cpu" if device_id is None else "gpu",
             "augmentation": augmentation.model_dump(mode="json") if augmentation else None,
-            "progressive": bool(image_sizes),
+            "image_sizes": list(image_sizes),
+            "spec": spec.model_dump(mode="json"),
             "dali": dali.__version__,
         }
-        checkpoint = None if state is None else self._checkpoint_of(state)
+        saved = None if state is None else self._saved(state)
         # Batches of training that were delivered, since its first epoch began.
-        self.num_delivered: int = 0 if state is None else state["num_delivered"]
+        self.num_delivered = 0 if saved is None else saved.num_delivered
         reader = _reader(dataset.path, info, self._training, shard_id, num_shards)
         statistics = dataset.manifest.statistics
         decoder = decoder_options(statistics, batch_size, device_id=device_id, hw_decoder_load=hw_decoder_load)
@@ -117,7 +125,8 @@ class Loader:
         def build() -> DALIGenericIterator:
             if augmentation is None:
                 return _evaluation_iterator(evaluation_pipeline(reader, spec, decoder, **options))
-            sizes = _size_of_batch(image_sizes, self.num_batches) if image_sizes else None
+            sizes = _size_of_batch(image_sizes, num_read) if image_sizes else None
+            checkpoint = None if saved is None else base64.b64decode(saved.checkpoint)
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
             return _training_iterator(
                 training_pipeline(reader, spec, augmentation, decoder, sizes, **options, **resume)
@@ -142,6 +151,9 @@ class Loader:
             batch = self._next()
             assert batch is not None  # a training pipeline never ends
             images, labels = self._mixer(batch.images, batch.labels, (*self._seed, self.num_delivered))
+            if not (self.num_delivered + 1) % self.num_batches:
+                for _ in range(self._num_dropped):
+                    self._next()
             self.num_delivered += 1
             yield Batch(images=images, labels=labels)
 
@@ -155,24 +167,26 @@ class Loader:
         if not self._training:
             raise ValueError("an evaluation loader has no state: it always begins with the first image")
         (checkpoint,) = self._iterator.checkpoints()
-        return {
-            "num_delivered": self.num_delivered,
-            "identity": self._identity,
-            "checkpoint": base64.b64encode(checkpoint).decode(),
-        }
+        return LoaderState.sealed(
+            num_delivered=self.num_delivered,
+            identity=self._identity,
+            checkpoint=base64.b64encode(checkpoint).decode(),
+        ).model_dump(mode="json")
 
-    def _checkpoint_of(self, state: dict[str, Any]) -> bytes:
-        differing = [
-            f"{name} {state['identity'].get(name)} instead of {value}"
-            for name, value in self._identity.items()
-            if state["identity"].get(name) != value
-        ]
-        if differing:
+    def _saved(self, state: dict[str, Any]) -> LoaderState:
+        where = f"can't go on in the middle of the {self._split} split of {self._dataset.path}: the saved state is"
+        try:
+            saved = LoaderState.model_validate(state)
+        except ValidationError as error:
             raise EngineryError(
-                f"can't go on in the middle of the {self._split} split of {self._dataset.path}: the saved state is of "
-                f"{', '.join(differing)}. Go on with the settings and versions of the interrupted run, or start anew"
+                f"{where} damaged, or no loader's ({first_problem(error)}). Take an earlier checkpoint, or start anew"
+            ) from None
+        if differing := saved.differences(self._identity):
+            raise EngineryError(
+                f"{where} of {', '.join(differing)}. Go on with the settings and versions of the interrupted run, or "
+                "start anew"
             )
-        return base64.b64decode(state["checkpoint"])
+        return saved
 
     def _next(self) -> Batch | None:
         # The other thread has a current stream of its own, and what it enqueues must be ordered with the caller's.
@@ -230,8 +244,8 @@ def _reader(folder: Path, split: Split, training: bool, shard_id: int, num_shard
         "initial_fill": min(8192, split.num_images),
         "shard_id": shard_id,
         "num_shards": num_shards,
-        "stick_to_shard": not training,
-        "pad_last_batch": not training,
+        "stick_to_shard": not training,  # in training the parts go round the ranks, epoch by epoch
+        "pad_last_batch": True,
         "dont_use_mmap": False,
     }
 

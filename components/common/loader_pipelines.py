@@ -25,18 +25,19 @@ def decoder_options(
 ) -> dict[str, Any]:
     """Arguments of DALI's decoder on this device; those of the hardware JPEG decoder only on a GPU.
 
-    Memory is reserved for a batch of the largest images, up to 4 GiB, so that none is allocated while training runs.
-    Larger images still decode, and cost an allocation each time one is larger than all before.
+    Memory is reserved for a batch of the widest and highest images, up to 4 GiB, so that none is allocated while
+    training runs. Larger images still decode, and cost an allocation each time one is larger than all before.
     """
     if device_id is None:
         return {"device": "cpu"}
-    affordable = math.isqrt(_MAX_PREALLOCATION_BYTES // (3 * batch_size))
-    side = min(statistics.max_side, affordable)
+    # Older data sets don't say more than the longest shorter side.
+    width, height = (side or statistics.max_side for side in (statistics.max_width, statistics.max_height))
+    scale = min(1.0, math.sqrt(_MAX_PREALLOCATION_BYTES / (3 * batch_size * width * height)))
     return {
         "device": "mixed",
         "hw_decoder_load": hw_decoder_load,
-        "preallocate_width_hint": side,
-        "preallocate_height_hint": side,
+        "preallocate_width_hint": int(scale * width),
+        "preallocate_height_hint": int(scale * height),
     }
 
 

@@ -42,7 +42,9 @@ class DatasetStatistics(Record):
     std: tuple[float, float, float]
     min_side: int = Field(description="Shortest image side in pixels, over all splits.")
     median_side: int = Field(description="Median of the shorter side in pixels, over all splits.")
-    max_side: int
+    max_side: int = Field(description="Longest of the shorter sides in pixels, over all splits.")
+    max_width: int = Field(0, description="Widest image in pixels, over all splits; 0 where it was not recorded.")
+    max_height: int = Field(0, description="Highest image in pixels, over all splits; 0 where it was not recorded.")
 
 
 class EpochRecord(Record):

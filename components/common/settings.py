@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 from components.common.errors import UserError
@@ -17,10 +18,20 @@ Config = TypeVar("Config", bound=BaseModel)
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
 
 
+# Of a field that decides how long a step takes, and nothing about its result.
+SPEED_ONLY: JsonDict = {"speed_only": True}
+
+
 class StepConfig(BaseModel):
     """What every step's config has in common: immutable, no unknown keys, no infinities, defaults validated too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def decisive(config: BaseModel) -> dict[str, Any]:
+    """The settings that a result depends on, as JSON: all but those of SPEED_ONLY."""
+    extras = {name: field.json_schema_extra for name, field in type(config).model_fields.items()}
+    return config.model_dump(mode="json", exclude={name for name, extra in extras.items() if extra == SPEED_ONLY})
 
 
 def resolve(config: type[Config], step: str, *layers: Mapping[str, Any]) -> Config:
@@ -78,6 +89,11 @@ def _nearest(name: str, owner: type[BaseModel]) -> str:
     if isinstance(inner, type) and issubclass(inner, BaseModel):  # "augmentation.min_area" as one key
         return f"{prefix} is a mapping, set as a whole: --set '{prefix}={{{key}: VALUE}}'"
     return f"did you mean {prefix}.{close[0]}?" if close else f"valid keys: {', '.join(owner.model_fields)}"
+
+
+def how_to_set(step: str, setting: str, value: str) -> str:
+    """How to change a setting, in a pipeline and where a step is run alone."""
+    return f"--set {step}.{setting}={value} (python -m components.{step}: --{setting.replace('_', '-')} {value})"
 
 
 def allowed_values(field: FieldInfo) -> str:

@@ -13,6 +13,7 @@ from components.common.artifacts import Artifact, DatasetManifest, seal
 from components.common.digests import digest_file
 from components.common.errors import UserError
 from components.common.records import DatasetStatistics, Split
+from components.common.settings import decisive, how_to_set
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import Card, Rejections, write_data_card
 from components.preprocess.findings import SPLITS, Problems, SplitName
@@ -55,7 +56,7 @@ def assemble(
         rejections=Rejections.of(entries_of(output / REJECTED)),
         problems=problems,
         pictures=read_pictures(output, "train", sample_positions(finder.labels("train"), len(classes))),
-        config=config.model_dump(mode="json", exclude={"num_workers"}),  # which changes nothing
+        config=decisive(config),
     )
     write_data_card(card, output)  # before a leak stops the step: the card is the evidence
     if config.on_leak == "fail" and (message := problems.leak_message()):
@@ -127,18 +128,18 @@ def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: P
     if config.on_bad == "fail":
         raise UserError(
             f"{num_rejected} of {num_files} files are no usable image, such as {example}, and on_bad is fail. "
-            f"{where}. Mend or remove them, or leave them out with --set preprocess.on_bad=skip"
+            f"{where}. Mend or remove them, or leave them out with {how_to_set('preprocess', 'on_bad', 'skip')}"
         )
     if num_rejected > config.max_bad_fraction * num_files:
         raise UserError(
             f"{num_rejected} of {num_files} files are no usable image, more than max_bad_fraction = "
-            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Mend or remove them, or allow more with "
-            "--set preprocess.max_bad_fraction=SHARE, a number up to 1"
+            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Mend or remove them, or allow more, "
+            f"up to 1, with {how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}; merge has this option, too"
         )
 
 
 def _statistics(training: Sequence[ShardRecord], finder: ProblemFinder) -> DatasetStatistics:
-    """Of the training split's pixels, and of the shorter sides of all images."""
+    """Of the training split's pixels, and of the sides of all images."""
     num_pixels = sum(shard.num_pixels for shard in training)
     mean = np.sum([shard.pixel_sum for shard in training], axis=0) / num_pixels
     square_mean = np.sum([shard.pixel_square_sum for shard in training], axis=0) / num_pixels
@@ -149,4 +150,6 @@ def _statistics(training: Sequence[ShardRecord], finder: ProblemFinder) -> Datas
         min_side=int(sides.min()),
         median_side=round(float(np.median(sides))),
         max_side=int(sides.max()),
+        max_width=finder.max_width(),
+        max_height=finder.max_height(),
     )

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from components.common.settings import StepConfig
+from components.common.settings import SPEED_ONLY, StepConfig
 
 # What a local run sets: a JSON list of the outputs of killed runs whose data, code and settings were the same.
 EARLIER_VARIABLE = "ENGINERY_UNFINISHED_OUTPUTS"
@@ -23,7 +23,9 @@ class PreprocessConfig(StepConfig):
     )
     seed: int = Field(0, ge=0, description="Seed of the split and of the order of the training images.")
     shard_bytes: int = Field(128_000_000, ge=1_000_000, description="Size that a shard aims at, in bytes.")
-    num_workers: int = Field(0, ge=0, description="Processes that decode and pack; 0 for one per core.")
+    num_workers: int = Field(
+        0, ge=0, json_schema_extra=SPEED_ONLY, description="Processes that decode and pack; 0 for one per core."
+    )
     on_bad: Literal["skip", "fail"] = Field(
         "skip", description="What to do with files that are no usable image: list and leave them out, or stop."
     )

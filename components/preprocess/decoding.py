@@ -11,7 +11,7 @@ from components.preprocess.structure import Rejected, check_exif, check_structur
 # are packed as PNG, and so are files of which _is_read_alike says no.
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "", "TIFF": ""}
 # TIFF holds more than pictures, such as 32-bit integers, whose scale nobody tells.
-_TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
+_TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
 _TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

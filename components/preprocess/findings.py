@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from components.common.records import Record
+from components.common.settings import how_to_set
 
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
@@ -118,7 +119,8 @@ class Problems(Record):
     def leak_message(self) -> str:
         """For the error that stops the step; empty where nothing leaks."""
         line = self.leak_line()
-        return line and f"{line}, or go on all the same with --set preprocess.on_leak=warn"
+        how = how_to_set("preprocess", "on_leak", "warn")
+        return line and f"{line}, or go on all the same with {how}; merge has this option, too"
 
     def duplicate_line(self, split: SplitName) -> str:
         """About copies within a split; empty where it has none."""

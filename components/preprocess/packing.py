@@ -17,6 +17,7 @@ from components.common.digests import canonical_json
 from components.common.environment import num_cores
 from components.common.errors import EngineryError, UserError
 from components.common.lifetime import end_with_creator
+from components.common.settings import how_to_set
 from components.common.steplog import StepLog
 from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
@@ -26,6 +27,7 @@ from components.preprocess.shards import (
     ShardRecord,
     ShardTask,
     plan_shards,
+    planned_bytes,
     read_record,
     rejected_file,
     write_shard,
@@ -64,7 +66,7 @@ def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[S
     tasks = []
     for split, samples in source.splits.items():
         first_index = 0
-        for number, own in enumerate(plan_shards(samples, _shard_bytes(config, samples))):
+        for number, own in enumerate(_cut(config, samples)):
             task = ShardTask(
                 storage=source.storage,
                 folder=folder,
@@ -86,10 +88,10 @@ def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[S
     return tasks[part - 1 :: num_parts]
 
 
-def _shard_bytes(config: PreprocessConfig, samples: Sequence[Sample]) -> int:
+def _cut(config: PreprocessConfig, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
     """Small sets are cut too, so that every core has a shard to pack and every rank one to read."""
-    total = sum(sample.size_bytes for sample in samples)
-    return min(config.shard_bytes, max(1_000_000, total // 8))
+    total = sum(planned_bytes(sample, config.max_short_side) for sample in samples)
+    return plan_shards(samples, min(config.shard_bytes, max(1_000_000, total // 8)), config.max_short_side)
 
 
 def plan_digest(config: PreprocessConfig, source: Source) -> str:
@@ -225,7 +227,7 @@ def _written(tasks: Sequence[ShardTask], num_workers: int) -> Iterator[tuple[Sha
             if isinstance(error, BrokenProcessPool):
                 raise EngineryError(
                     "a process that packs images was killed, most often because memory ran out; pack with fewer than "
-                    f"{num_workers} (--set preprocess.num_workers={max(1, num_workers // 2)}), or lower max_pixels. "
-                    "What is packed is kept"
+                    f"{num_workers}, by {how_to_set('preprocess', 'num_workers', str(max(1, num_workers // 2)))}, or "
+                    "lower max_pixels. What is packed is kept"
                 ) from None
             raise

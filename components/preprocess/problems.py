@@ -140,6 +140,14 @@ class ProblemFinder:
         """[N] uint32, px: of every image, the training split's first."""
         return np.minimum(np.frombuffer(self._heights, np.uint32), np.frombuffer(self._widths, np.uint32))
 
+    def max_width(self) -> int:
+        """Of all images, px."""
+        return max(self._widths)
+
+    def max_height(self) -> int:
+        """Of all images, px."""
+        return max(self._heights)
+
     def _groups(self) -> "_Groups":
         """Sort by the first half of the digests; only what is equal there is compared in full."""
         digests = np.frombuffer(self._digests, np.uint64).reshape(-1, 2)

@@ -14,6 +14,7 @@ from components.preprocess.findings import Problems
 from components.preprocess.packing import open_output, pack, plan_digest, plan_tasks, stratified, take_over
 from components.preprocess.shards import record_files
 from components.preprocess.sources import check_data_folder, find_samples, is_uri, local_path
+from components.preprocess.sources.splits import VAL_NAMES
 from components.preprocess.sources.trees import is_visible
 
 RECORDS = "records"  # folder of a part with its shards' records
@@ -61,8 +62,8 @@ def _check_apart(data: str, output: Path) -> None:
         return
     inside = written.relative_to(folder).as_posix()
     # What is hidden, such as .enginery, is not seen, nor what lies beside train/ and val/.
-    has_splits = all((folder / name).is_dir() for name in ("train", "val"))
-    if is_visible(inside) and (not has_splits or inside.split("/")[0] in (".", "train", "val")):
+    has_splits = (folder / "train").is_dir() and any((folder / name).is_dir() for name in VAL_NAMES)
+    if is_visible(inside) and (not has_splits or inside.split("/")[0] in (".", "train", *VAL_NAMES)):
         raise UserError(
             f"the output {output} lies in the data folder {local_path(data)}, where it would be taken for a class; "
             "name one outside of it, and remove this one"

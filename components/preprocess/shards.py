@@ -24,6 +24,8 @@ from components.preprocess.structure import Rejected
 from components.preprocess.tar_writer import TarWriter
 
 _MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
+_USUAL_BYTES = 110_000  # of an image whose size nobody tells: the mean of ImageNet
+_USUAL_BYTES_PER_SQUARE = 0.4  # of a 4:3 image over its squared shorter side, as JPEG of quality 90
 UNREADABLE = "unreadable: "  # begins the reason of a file that the system or a server did not give
 LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
 
@@ -58,12 +60,18 @@ class ShardRecord(Record):
     files: dict[str, FileEntry]  # the tar and its index; none where every image was rejected
 
 
-def plan_shards(samples: Sequence[Sample], shard_bytes: int) -> list[Sequence[Sample]]:
+def planned_bytes(sample: Sample, max_short_side: int) -> int:
+    """What an image counts in the plan: its size, or the usual one where that is not known or it is scaled down."""
+    size_bytes = sample.size_bytes or _USUAL_BYTES
+    return min(size_bytes, int(_USUAL_BYTES_PER_SQUARE * max_short_side**2)) if max_short_side else size_bytes
+
+
+def plan_shards(samples: Sequence[Sample], shard_bytes: int, max_short_side: int = 0) -> list[Sequence[Sample]]:
     """Cut the listing into shards of equal size, as near to `shard_bytes` as that allows.
 
-    Depends on the listing alone, not on what is rejected later.
+    Depends on the listing and these settings alone, not on what is rejected later.
     """
-    ends = list(accumulate(sample.size_bytes + _MEMBER_OVERHEAD_BYTES for sample in samples))
+    ends = list(accumulate(planned_bytes(sample, max_short_side) + _MEMBER_OVERHEAD_BYTES for sample in samples))
     if not ends:
         return []
     num_shards = max(1, round(ends[-1] / shard_bytes))

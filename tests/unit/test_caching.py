@@ -91,6 +91,10 @@ def test_settings_of_promote_repeat_nothing(file, data):
     assert changed(keys_of(file, data), keys_of(file, data, "promote.alias=other", registered_model="x")) == []
 
 
+def test_how_many_processes_pack_repeats_nothing(file, data):
+    assert changed(keys_of(file, data), keys_of(file, data, "preprocess.num_workers=3")) == []
+
+
 def test_data_may_move_but_not_change(file, data, tmp_path):
     before = keys_of(file, data)
     moved = tmp_path / "elsewhere"

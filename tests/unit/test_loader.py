@@ -117,17 +117,24 @@ def test_every_rank_gets_the_same_number_of_full_batches(
         assert [[len(batch) for batch in epoch] for epoch in epochs] == [[batch_size] * expected] * 4
 
 
-def test_the_ranks_together_train_on_every_image(colours: Artifact[DatasetManifest]) -> None:
-    seen = set()
-    for rank in range(3):
-        epochs = epochs_of(colours, 6, batch_size=4, shard_id=rank, num_shards=3)
-        seen |= {index for epoch in epochs for batch in epoch for index in batch}
-    assert seen == set(range(NUM_TRAIN))
-
-
-def test_an_epoch_repeats_nothing_when_the_batch_divides_the_split(colours: Artifact[DatasetManifest]) -> None:
-    for epoch in epochs_of(colours, 3, batch_size=NUM_TRAIN):
-        assert sorted(epoch[0]) == list(range(NUM_TRAIN))
+@pytest.mark.parametrize(
+    ("num_shards", "batch_size"), [(1, 8), (1, NUM_TRAIN), (2, 8), (2, 26), (3, 4), (4, 13), (5, 1)]
+)
+def test_no_image_comes_twice_in_an_epoch_on_one_rank_or_on_two(
+    colours: Artifact[DatasetManifest], num_shards: int, batch_size: int
+) -> None:
+    ranks = [
+        epochs_of(colours, 8, batch_size=batch_size, shard_id=rank, num_shards=num_shards) for rank in range(num_shards)
+    ]
+    expected = num_shards * (NUM_TRAIN // num_shards // batch_size) * batch_size
+    seen: set[int] = set()
+    for epoch in range(8):
+        images = [index for rank in ranks for batch in rank[epoch] for index in batch]
+        assert len(set(images)) == len(images) == expected
+        seen.update(images)
+    assert seen == set(range(NUM_TRAIN))  # what one epoch leaves out, another has
+    parts = {frozenset(index for batch in epoch for index in batch) for epoch in ranks[0]}
+    assert len(parts) > 1 or expected == NUM_TRAIN == batch_size  # the parts go round the ranks
 
 
 def test_epochs_differ_and_the_seed_decides(colours: Artifact[DatasetManifest]) -> None:

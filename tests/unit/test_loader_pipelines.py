@@ -18,11 +18,13 @@ from components.common.transforms import Augmentation, TransformSpec, transform_
 # Normalization that leaves pixel values in 0..255, so that colours can be read back.
 PLAIN = TransformSpec(resize_size=32, crop_size=32, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
 COLOUR = np.array([180.0, 90.0, 60.0])
-HW_ARGUMENTS = ("hw_decoder_load: 0.800000", "preallocate_width_hint: 500", "preallocate_height_hint: 500")
+HW_ARGUMENTS = ("hw_decoder_load: 0.800000", "preallocate_width_hint: 500", "preallocate_height_hint: 375")
+# As data sets had them whose manifests say no more.
+OLD_STATISTICS = {"mean": (0, 0, 0), "std": (1, 1, 1), "min_side": 10, "median_side": 100, "max_side": 375}
 
 
-def statistics(max_side: int) -> DatasetStatistics:
-    return DatasetStatistics(mean=(0, 0, 0), std=(1, 1, 1), min_side=10, median_side=max_side, max_side=max_side)
+def statistics(width: int, height: int) -> DatasetStatistics:
+    return DatasetStatistics.model_validate({**OLD_STATISTICS, "max_width": width, "max_height": height})
 
 
 def decoder_spec(pipe: Any) -> str:
@@ -35,7 +37,7 @@ def decoder_spec(pipe: Any) -> str:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("device_id", [None, 0])
 def test_hardware_decoder_settings_reach_the_operator_on_gpus_only(training: bool, device_id: int | None) -> None:
-    decoder = decoder_options(statistics(500), 64, device_id=device_id, hw_decoder_load=0.8)
+    decoder = decoder_options(statistics(500, 375), 64, device_id=device_id, hw_decoder_load=0.8)
     reader = {"paths": ["x.tar"], "ext": ["jpg", "cls"]}
     options = {"batch_size": 64, "num_threads": 1, "device_id": device_id}
     spec = transform_for(32, resize_ratio=1.0)
@@ -51,11 +53,27 @@ def test_hardware_decoder_settings_reach_the_operator_on_gpus_only(training: boo
     assert ("hw_decoder_load" in text) == on_gpu
 
 
-@pytest.mark.parametrize(("batch_size", "max_side", "expected"), [(256, 500, 500), (256, 9000, 2364), (1, 9000, 9000)])
-def test_memory_is_reserved_for_the_largest_image_within_4_gib(batch_size: int, max_side: int, expected: int) -> None:
-    options = decoder_options(statistics(max_side), batch_size, device_id=0, hw_decoder_load=0.9)
-    assert (options["preallocate_width_hint"], options["preallocate_height_hint"]) == (expected, expected)
-    assert batch_size * 3 * expected**2 <= 4 << 30
+@pytest.mark.parametrize(
+    ("batch_size", "size", "expected"),
+    [
+        (256, (500, 375), (500, 375)),
+        (256, (9000, 9000), (2364, 2364)),
+        (256, (18000, 4500), (4729, 1182)),
+        (1, (9000, 6000), (9000, 6000)),
+        (256, (0, 0), (375, 375)),
+    ],
+)
+def test_memory_is_reserved_for_the_largest_image_within_4_gib(
+    batch_size: int, size: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    options = decoder_options(statistics(*size), batch_size, device_id=0, hw_decoder_load=0.9)
+    width, height = options["preallocate_width_hint"], options["preallocate_height_hint"]
+    assert (width, height) == expected
+    assert batch_size * 3 * width * height <= 4 << 30
+
+
+def test_statistics_of_older_data_sets_are_read() -> None:
+    assert DatasetStatistics.model_validate(OLD_STATISTICS).max_width == 0
 
 
 @pytest.fixture(scope="module")

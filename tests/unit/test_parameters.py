@@ -214,6 +214,7 @@ def test_paths_become_absolute_and_uris_stay(
 
     assert paths("images", "~/model.onnx") == (str(tmp_path / "images"), "/home/somebody/model.onnx")
     assert paths("s3://bucket/images", "/abs/m.onnx") == ("s3://bucket/images", "/abs/m.onnx")
+    assert paths("file:/images", "/abs/m.onnx")[0] == "file:/images"
     assert paths("images", "mnt/model.onnx", local=False) == ("images", "mnt/model.onnx")
 
 

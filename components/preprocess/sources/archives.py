@@ -60,8 +60,6 @@ def _folders(data: str, listing: Listing, storage: Storage, options: Options) ->
     if len(tops) > 1 or is_kaggle_imagenet(tree) or not (tops and tree.folders(tops[0])):
         return with_refused(folder_source(tree, storage, options), listing.refused)
     top = f"{tops[0]}/"
-    if isinstance(storage, ZipStorage):
-        storage = ZipStorage(storage.file, top)
     files = [file._replace(path=file.path[len(top) :]) for file in listing.files.values() if file.path.startswith(top)]
     folders = [folder[len(top) :] for folder in listing.folders if folder.startswith(top)]
     # "../": no path of the tree begins so

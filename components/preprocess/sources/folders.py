@@ -14,11 +14,10 @@ from components.preprocess.sources.classnames import (
 )
 from components.preprocess.sources.places import told_plainly
 from components.preprocess.sources.samples import Sample, Source, Storage, with_refused
-from components.preprocess.sources.splits import Options, hold_out
+from components.preprocess.sources.splits import VAL_NAMES, Options, hold_out
 from components.preprocess.sources.trees import Tree, joined, sample_of, shown
 
 _WANTED = "DIR/<class>/image.jpg for two classes or more, or DIR/train/<class>/ and DIR/val/<class>/"
-_SPLIT_NAMES = ("train", "val")
 _KAGGLE_BASE = "ILSVRC/Data/CLS-LOC"
 _SOLUTION = "LOC_val_solution.csv"
 
@@ -57,19 +56,28 @@ def is_kaggle_imagenet(tree: Tree) -> bool:
 
 def _has_splits(tree: Tree, base: str, folders: Sequence[str]) -> bool:
     """Whether there is train/ or val/. One of them without folders of its own, among others, is a class: railways."""
-    found = [name for name in _SPLIT_NAMES if name in folders]
+    found = [name for name in _split_names(folders) if name in folders]
     return len(found) == 2 or (bool(found) and (len(folders) == 1 or bool(tree.folders(joined(base, found[0])))))
 
 
+def _split_names(folders: Sequence[str]) -> tuple[str, str]:
+    """How the two splits are called. "valid" is one only beside train/: without, it may be a class, like "invalid"."""
+    val = next((name for name in VAL_NAMES if name in folders), "val")
+    return "train", val if "train" in folders else "val"
+
+
 def _presplit(tree: Tree, base: str, folders: Sequence[str], storage: Storage, options: Options) -> Source:
-    missing = [name for name in _SPLIT_NAMES if name not in folders]
+    split_names = _split_names(folders)
+    missing = [name for name in split_names if name not in folders]
     where = shown(tree.name, base)
+    if len(both := [name for name in VAL_NAMES if name in folders]) > 1:
+        raise UserError(f"{where} has {'/ and '.join(both)}/, which are called the same split; keep one of them there")
     if missing:
         raise UserError(
             f"{where} has {'/, '.join(folders[:5])}/ but no {missing[0]}/; it needs both train/ and val/. Add "
             f"{where}/{missing[0]}, or name the folder that holds the classes, and it is split for you"
         )
-    train, val = (joined(base, name) for name in _SPLIT_NAMES)
+    train, val = (joined(base, name) for name in split_names)
     of_train, of_val = tree.folders(train), tree.folders(val)
     where_train, where_val = shown(tree.name, train), shown(tree.name, val)
     if not of_train:
@@ -87,9 +95,9 @@ def _presplit(tree: Tree, base: str, folders: Sequence[str], storage: Storage, o
     unlabelled: dict[str, str] = {}
     if not of_val and tree.names(val):
         listed["val"], unlabelled = _flat_val(tree, base, val, classes)
-    for split, samples in listed.items():
+    for name, samples in zip(split_names, listed.values(), strict=True):
         if not samples:
-            raise UserError(f"{where}/{split} holds no files; put images into its folders, one folder per class")
+            raise UserError(f"{where}/{name} holds no files; put images into its folders, one folder per class")
     return with_refused(Source(classes=classes.names, splits=listed, storage=storage), unlabelled)
 
 

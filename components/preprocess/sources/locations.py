@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 from typing import Literal
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from fsspec.registry import get_filesystem_class, known_implementations
 
@@ -40,7 +40,7 @@ _SIGNATURES |= {"access_token", "api_key", "apikey"}
 
 
 def is_uri(data: str) -> bool:
-    """Whether `data` is no path of this machine. file:// URIs are paths: see local_path."""
+    """Whether `data` is no path of this machine. file: URIs are paths: see local_path."""
     return "://" in data and scheme_of(data) not in ("file", "local")
 
 
@@ -50,8 +50,19 @@ def scheme_of(data: str) -> str:
 
 
 def local_path(data: str) -> Path:
-    """The absolute path that a path or a file:// URI names; links stay as they are."""
-    return Path(data.partition("://")[2] if "://" in data else data).absolute()
+    """The absolute path that a path or a file: URI names; links stay as they are."""
+    return Path(plain_path(data)).absolute()
+
+
+def plain_path(data: str) -> str:
+    """The path in a file: URI, which is file:/DIR, file:///DIR or file://localhost/DIR. Others stay as they are."""
+    scheme, _, rest = data.partition(":")
+    if scheme.lower() not in ("file", "local") or not rest.startswith("/"):
+        return data
+    host, slash, path = rest.removeprefix("//").partition("/")
+    if rest.startswith("//"):
+        rest = f"/{path}" if host.lower() == "localhost" else f"{host}{slash}{path}"
+    return unquote(rest, errors="surrogateescape") if scheme.lower() == "file" else rest
 
 
 def is_web(data: str) -> bool:
@@ -61,7 +72,7 @@ def is_web(data: str) -> bool:
 
 def kind_by_name(data: str) -> Kind:
     """What a file is by the end of its name; "folder" where that says nothing."""
-    name = (urlsplit(data).path if "://" in data and is_web(data) else data).lower()
+    name = (urlsplit(data).path if "://" in data and is_web(data) else plain_path(data)).lower()
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "folder")
 
 

@@ -3,7 +3,16 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class ZipEntry(NamedTuple):
+    """What the directory of a zip says of a file. Beside its place all that is needed to read it."""
+
+    packed_bytes: int
+    crc: int
+    method: int  # of compression, as zip numbers them
+    is_encrypted: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +22,8 @@ class Sample:
     path: str  # within the source, forward slashes; unique
     label: int
     size_bytes: int  # 0 where it is not known
-    offset: int = -1  # of the file's bytes within an uncompressed tar; -1 elsewhere
+    offset: int = -1  # of the file's bytes within an uncompressed tar, or of its header within a zip; -1 elsewhere
+    zipped: ZipEntry | None = None  # None for what is not in a zip
 
 
 class Unreadable(Exception):

@@ -8,6 +8,8 @@ from components.common.errors import UserError
 from components.preprocess.sources.classnames import ClassNames
 from components.preprocess.sources.samples import Sample
 
+VAL_NAMES = ("val", "validation", "valid")  # what the validation split is called, in folders, tars and tables
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

@@ -1,6 +1,7 @@
 """Tables that name images: CSV or Parquet files with the columns path,label and optionally split."""
 
 import csv
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,13 +9,14 @@ from urllib.parse import unquote
 
 from components.common.errors import UserError
 from components.preprocess.sources.classnames import check_two_classes, plain_names
-from components.preprocess.sources.locations import is_uri, is_web, kind_by_name, local_path
+from components.preprocess.sources.locations import is_uri, is_web, kind_by_name, local_path, plain_path
 from components.preprocess.sources.places import FileStorage, LocalPlace, Place, RemotePlace, locate_file, told_plainly
 from components.preprocess.sources.samples import Sample, Source
-from components.preprocess.sources.splits import Options, hold_out
+from components.preprocess.sources.splits import VAL_NAMES, Options, hold_out
 from components.preprocess.sources.trees import safe_path
 
-_SPLITS = {"train": "train", "val": "val", "validation": "val"}
+_SPLITS = {"train": "train", **dict.fromkeys(VAL_NAMES, "val")}
+_INTEGER = re.compile("-?[0-9]{1,18}")
 
 
 class _Row(NamedTuple):
@@ -42,8 +44,9 @@ def table_source(data: str, scratch: Path, options: Options) -> Source:
             place.download(file, table)
         rows = _parquet_rows(table, data) if kind_by_name(data) == "parquet" else _csv_rows(table, data)
         entries, has_splits = _entries(rows, place, data)
+        sizes = place.sizes(entries.keys())
     labels = {entry.label for entry in entries.values()}
-    names = options.names or plain_names(sorted(labels))
+    names = options.names or plain_names(_sorted(labels))
     if unknown := sorted(labels - set(names.labels)):
         raise UserError(
             f"{data} has labels that class_names_file does not name: {', '.join(unknown[:5])}. Add them to the file, "
@@ -53,7 +56,7 @@ def table_source(data: str, scratch: Path, options: Options) -> Source:
     listed: dict[str, dict[int, list[Sample]]] = {"train": {}, "val": {}}
     for path in sorted(entries):
         label = names.labels[entries[path].label]
-        sample = Sample(path=path, label=label, size_bytes=place.size_bytes(path))
+        sample = Sample(path=path, label=label, size_bytes=sizes.get(path, 0))
         listed[entries[path].split].setdefault(label, []).append(sample)
     if not has_splits:
         splits = hold_out(listed["train"], names.names, options)
@@ -69,6 +72,13 @@ def table_source(data: str, scratch: Path, options: Options) -> Source:
     return Source(classes=names.names, splits=splits, storage=FileStorage(place))
 
 
+def _sorted(labels: set[str]) -> list[str]:
+    """Integers by their values, names by their letters."""
+    if all(_INTEGER.fullmatch(label) for label in labels):
+        return sorted(labels, key=lambda label: (int(label), label))
+    return sorted(labels)
+
+
 def _entries(rows: Iterator[_Row], place: Place, name: str) -> tuple[dict[str, _Entry], bool]:
     entries: dict[str, _Entry] = {}
     has_splits = False
@@ -80,7 +90,7 @@ def _entries(rows: Iterator[_Row], place: Place, name: str) -> tuple[dict[str, _
             has_splits = True
             if row.split not in _SPLITS:
                 has = f"the split {row.split!r}" if row.split else "no split"
-                raise UserError(f"{where} has {has}; write train, val or validation, or take the row away")
+                raise UserError(f"{where} has {has}; write train, val, valid or validation, or take the row away")
         entry = _Entry(row.label, _SPLITS[row.split or "train"])
         if entries.setdefault(path, entry) != entry:
             raise UserError(f"{where} names {path} again with another label or split; keep one row of it")
@@ -102,8 +112,7 @@ def _relative(path: str, place: Place, where: str) -> str:
         raise UserError(f"{where} has no path; write it, or take the row away")
     inside = path
     if isinstance(place, LocalPlace):
-        if "://" in path and not is_uri(path):
-            inside = path.partition("://")[2]
+        inside = plain_path(path)
         roots = [place.name, place.root]
     else:
         roots = [place.name]

@@ -20,6 +20,7 @@ from components.preprocess.sources.trees import File, is_image_name, is_visible,
 OUTSIDE = "a path out of the archive"
 _MAX_TEXT_BYTES = 1000  # of a label
 _CHUNK_BYTES = 1 << 24
+_MAGIC = {b"\x1f\x8b": ".tar.gz", b"BZh": ".tar.bz2", b"\xfd7zXZ": ".tar.xz", b"(\xb5/\xfd": ".tar.zst", b"PK": ".zip"}
 _SPARED_BYTES = 1 << 30  # of the disk that archives are unpacked to
 
 
@@ -47,6 +48,10 @@ def list_tar(stream: BinaryIO, name: str) -> Listing:
                 _add(listing, member, stream)
             end = archive.offset
     except tarfile.TarError as error:
+        stream.seek(0)
+        start = stream.read(8)
+        if suffix := next((suffix for magic, suffix in _MAGIC.items() if start.startswith(magic)), ""):
+            raise UserError(f"{name} is no tar but a {suffix} file; give it a name that ends so") from None
         raise UserError(f"{name} is no tar that can be read ({error}); make it anew, or fetch it again") from None
     stream.seek(end)
     if stream.read(512).strip(b"\0"):  # tarfile takes a damaged header for the end

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from components.common.errors import UserError
 from components.preprocess.sources.places import FileStorage, LocalPlace, RemotePlace, is_below, told_plainly
-from components.preprocess.sources.samples import Sample, Storage
+from components.preprocess.sources.samples import Sample, Storage, ZipEntry
 
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
@@ -16,7 +16,8 @@ class File(NamedTuple):
 
     path: str
     size_bytes: int
-    offset: int = -1  # as Sample's
+    offset: int = -1  # as Sample's, like what follows
+    zipped: ZipEntry | None = None
 
 
 class Tree(Protocol):
@@ -169,7 +170,7 @@ def remote_tree(place: RemotePlace) -> tuple[ListedTree, dict[str, str]]:
 
 def sample_of(file: File, label: int) -> Sample:
     """A file whose class is known."""
-    return Sample(path=file.path, label=label, size_bytes=file.size_bytes, offset=file.offset)
+    return Sample(path=file.path, label=label, size_bytes=file.size_bytes, offset=file.offset, zipped=file.zipped)
 
 
 def safe_path(raw: str) -> str | None:

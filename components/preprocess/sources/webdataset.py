@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from components.common.artifacts import MANIFEST
 from components.common.errors import UserError
+from components.common.integrity import claims_of
 from components.preprocess.sources.classnames import ClassNames, check_two_classes, parse_class_names, plain_names
 from components.preprocess.sources.places import Place, told_plainly
 from components.preprocess.sources.samples import Sample, Source, Storage, with_refused
-from components.preprocess.sources.splits import Options, hold_out
+from components.preprocess.sources.splits import VAL_NAMES, Options, hold_out
 from components.preprocess.sources.tars import Listing, ShardStorage, list_tar
 from components.preprocess.sources.trees import File, Tree, is_image_name, joined, sample_of, shown
 
 NAMES_FILE = "classes.txt"
-_SPLIT_FOLDERS = {"train", "val", "validation"}
-_VAL_WORDS = {"val", "valid", "validation"}
+_SPLIT_FOLDERS = {"train", *VAL_NAMES}
 _MAX_LABEL = 999_999
 _NUM_READERS = 8
 
@@ -123,15 +124,31 @@ def _label(text: str | None, names: ClassNames, by_number: bool) -> int | str:
 
 
 def _names_beside(place: Place) -> ClassNames | None:
+    data = _read_beside(place, NAMES_FILE)
+    if data is None:
+        return _names_of_manifest(_read_beside(place, MANIFEST) or b"")
     name = shown(place.name, NAMES_FILE)
-    with told_plainly(name):
+    try:
+        return parse_class_names(data.decode("utf-8-sig"), name)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 ({error}); write it anew in that encoding") from None
+
+
+def _read_beside(place: Place, name: str) -> bytes | None:
+    with told_plainly(shown(place.name, name)):
         try:
-            text = place.read(NAMES_FILE).decode("utf-8-sig")
+            return place.read(name)
         except (FileNotFoundError, PermissionError):  # stores that may not be listed say "forbidden" of what is absent
             return None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name} is not UTF-8 ({error}); write it anew in that encoding") from None
-    return parse_class_names(text, name)
+
+
+def _names_of_manifest(data: bytes) -> ClassNames | None:
+    """The classes of a data set of our own, or a part of one; None of any other file, which may have this name too."""
+    manifest = claims_of(data)
+    names = manifest.get("classes") if manifest.get("kind") in ("dataset", "dataset_part") else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return None
+    return plain_names(names)
 
 
 def _names_of(texts: set[str], by_number: bool) -> ClassNames:
@@ -166,11 +183,11 @@ def _splits_of(tars: Sequence[str], where: str) -> list[str]:
 def _split_of(tar: str) -> str:
     folder, _, name = tar.lower().rpartition("/")
     words = set(re.split("[^a-z]+", name))
-    if folder in ("val", "validation") or name.startswith("val"):
+    if folder in VAL_NAMES or name.startswith("val"):
         return "val"
     if folder == "train" or "train" in words:
         return "train"
-    return "val" if words & _VAL_WORDS else "test" if "test" in words else "train"
+    return "val" if words & set(VAL_NAMES) else "test" if "test" in words else "train"
 
 
 def _key(path: str) -> str:

@@ -1,19 +1,29 @@
 """Zip archives, read in place. Nothing is ever extracted."""
 
+import bz2
+import os
 import stat
+import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 from components.common.errors import UserError
-from components.preprocess.sources.samples import Sample, Unreadable
+from components.preprocess.sources.samples import Sample, Unreadable, ZipEntry
 from components.preprocess.sources.tars import OUTSIDE, Listing
 from components.preprocess.sources.trees import File, is_image_name, is_visible, safe_path
 
 _MAX_BYTES = 10**9  # of one image, unpacked
 _ENCRYPTED = 0x1
+_SIGNATURE = b"PK\x03\x04"
+_HEADER = struct.Struct("<26xHH")  # of a member: lengths of its name and of extra fields, which follow
+_DECOMPRESSORS: dict[int, Callable[[], Any]] = {
+    zipfile.ZIP_DEFLATED: lambda: zlib.decompressobj(-zlib.MAX_WBITS),
+    zipfile.ZIP_BZIP2: bz2.BZ2Decompressor,
+}
+_METHODS = {9: "Deflate64", 14: "LZMA", 93: "Zstandard", 95: "xz", 97: "WavPack", 98: "PPMd", 99: "AES encryption"}
 
 
 def list_zip(file: str, name: str) -> Listing:
@@ -33,7 +43,10 @@ def list_zip(file: str, name: str) -> Listing:
                 listing.files.pop(shown, None)
                 listing.refused.pop(shown, None)
                 if path and not _is_special(member):
-                    listing.files[path] = File(path, member.file_size)
+                    entry = ZipEntry(
+                        member.compress_size, member.CRC, member.compress_type, bool(member.flag_bits & _ENCRYPTED)
+                    )
+                    listing.files[path] = File(path, member.file_size, member.header_offset, entry)
                 elif is_image_name(shown):
                     listing.refused[shown] = "no regular file of the archive" if path else OUTSIDE
     except zipfile.BadZipFile as error:
@@ -43,34 +56,45 @@ def list_zip(file: str, name: str) -> Listing:
 
 @dataclass(frozen=True)
 class ZipStorage:
-    """Samples within a zip."""
+    """Samples within a zip. Each knows its place, so that no process that reads them holds the directory."""
 
     file: str
-    base: str = ""  # folder of the archive that samples' paths begin in, with a closing slash
 
     def read(self, sample: Sample) -> bytes:
         """As Storage."""
-        archive, members = _opened(self.file)
-        member = members.get(self.base + sample.path)
-        if member is None:
+        entry = sample.zipped
+        if entry is None:
             raise FileNotFoundError(2, "not in the archive", sample.path)
-        if member.flag_bits & _ENCRYPTED:
+        if entry.is_encrypted:
             raise Unreadable("encrypted; unpack the archive with its password and name the folder")
-        if member.file_size > _MAX_BYTES:
-            raise Unreadable(f"unpacks to {member.file_size:,} bytes, more than an image may have")
-        try:
-            return archive.read(member)
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise Unreadable(f"damaged in the archive: {error}") from None
-        except NotImplementedError as error:
-            raise Unreadable(f"packed in a way that is not read: {error}") from None
+        if max(sample.size_bytes, entry.packed_bytes) > _MAX_BYTES:
+            raise Unreadable(f"unpacks to {sample.size_bytes:,} bytes, more than an image may have")
+        with open(self.file, "rb") as archive:
+            archive.seek(sample.offset)
+            header = archive.read(_HEADER.size)
+            if len(header) < _HEADER.size or not header.startswith(_SIGNATURE):
+                raise Unreadable("damaged in the archive: its header is not where the directory says")
+            archive.seek(sum(_HEADER.unpack(header)), os.SEEK_CUR)  # its name, and what else is said of it
+            packed = archive.read(entry.packed_bytes)
+        data = _unpacked(packed, entry.method, sample.size_bytes)
+        if len(packed) != entry.packed_bytes or len(data) != sample.size_bytes:
+            raise Unreadable("damaged in the archive: it is not as long as the directory says")
+        if zlib.crc32(data) != entry.crc:
+            raise Unreadable("damaged in the archive: its checksum is wrong")
+        return data
 
 
-@lru_cache(maxsize=2)
-def _opened(file: str) -> tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]:
-    """Once per process, since reading the directory takes long where there are many members."""
-    archive = zipfile.ZipFile(file)
-    return archive, {path: member for path, member in _members(archive) if path and not member.is_dir()}
+def _unpacked(packed: bytes, method: int, size_bytes: int) -> bytes:
+    """The file's bytes, or one more than `size_bytes` where there are more: a small file may unpack to anything."""
+    if method == zipfile.ZIP_STORED:
+        return packed
+    if method not in _DECOMPRESSORS:
+        name = _METHODS.get(method, f"method {method}")
+        raise Unreadable(f"packed in a way that is not read ({name}); unpack the archive and name the folder")
+    try:
+        return _DECOMPRESSORS[method]().decompress(packed, size_bytes + 1)
+    except (zlib.error, OSError, EOFError) as error:
+        raise Unreadable(f"damaged in the archive: {error}") from None
 
 
 def _members(archive: zipfile.ZipFile) -> Iterator[tuple[str | None, zipfile.ZipInfo]]:

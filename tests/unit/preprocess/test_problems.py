@@ -71,7 +71,7 @@ def test_a_leak() -> None:
     assert [line[:44] for line in problems.lines()] == ["2 of 5 validation images are training images"]
     message = problems.leak_message()
     assert "val/4.jpg, which is the same file as train/2.jpg" in message
-    assert "--set preprocess.on_leak=warn" in message
+    assert "--set preprocess.on_leak=warn (python -m components.preprocess: --on-leak warn)" in message
     assert problems.duplicates["train"].num_contents == problems.conflicts.num_contents == 0
 
 

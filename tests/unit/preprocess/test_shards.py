@@ -36,6 +36,7 @@ def test_the_same_bytes_for_any_number_of_workers(all_digits: Path, tmp_path: Pa
     two = run_preprocess(all_digits, tmp_path / "two", num_workers=2, **options)
     assert len(one.manifest.splits["train"].shards) > 1
     assert digests(one.path) == digests(two.path)
+    assert one.digest == two.digest
     assert one.manifest.splits == two.manifest.splits
     assert one.manifest.statistics == two.manifest.statistics
     other = run_preprocess(all_digits, tmp_path / "other", seed=1, **options)
@@ -72,10 +73,19 @@ def test_plan_of_shards() -> None:
     assert [sample for shard in plan_shards(one_large, 10**6) for sample in shard] == one_large
 
 
+def test_images_of_unknown_size_count_as_usual_ones_and_those_that_are_scaled_down_as_what_they_become() -> None:
+    unknown = [Sample(path=str(index), label=0, size_bytes=0) for index in range(6000)]
+    assert 1000 < len(plan_shards(unknown, 128_000_000)[0]) < 1300
+    large = [Sample(path=str(index), label=0, size_bytes=3_000_000) for index in range(10_000)]
+    assert 4000 < len(plan_shards(large, 128_000_000, max_short_side=256)[0]) < 6000
+    small = [Sample(path=str(index), label=0, size_bytes=5000) for index in range(1000)]
+    assert plan_shards(small, 10**6, max_short_side=256) == plan_shards(small, 10**6)
+
+
 def test_statistics_are_numpys(tmp_path: Path, run_preprocess: Preprocess) -> None:
     rng = np.random.default_rng(0)
     root = tmp_path / "images"
-    pixels, sides = [], []
+    pixels, sides, heights, widths = [], [], [], []
     for split in ("train", "val"):
         for index in range(8):
             folder = root / split / f"c{index % 2}"
@@ -84,6 +94,8 @@ def test_statistics_are_numpys(tmp_path: Path, run_preprocess: Preprocess) -> No
             image = rng.integers(0, 256, (height, width, 3), dtype=np.uint8) // np.array([1, 2, 4], np.uint8)
             Image.fromarray(image).save(folder / f"{index}.png")
             sides.append(min(height, width))
+            heights.append(height)
+            widths.append(width)
             if split == "train":
                 pixels.append(image.reshape(-1, 3) / 255)
     statistics = run_preprocess(root, tmp_path / "out").manifest.statistics
@@ -91,6 +103,7 @@ def test_statistics_are_numpys(tmp_path: Path, run_preprocess: Preprocess) -> No
     np.testing.assert_allclose(statistics.mean, every.mean(axis=0), rtol=1e-9)
     np.testing.assert_allclose(statistics.std, every.std(axis=0), rtol=1e-9)
     assert (statistics.min_side, statistics.max_side) == (min(sides), max(sides))
+    assert (statistics.max_width, statistics.max_height) == (max(widths), max(heights))
     assert statistics.median_side == round(float(np.median(sides)))
 
 

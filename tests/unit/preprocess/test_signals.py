@@ -86,4 +86,4 @@ def test_a_worker_that_is_killed_is_told_with_the_fix(tmp_path: Path, large_imag
         _, text = step.communicate(timeout=20)
         assert step.returncode == 1
         assert "preprocess: a process that packs images was killed, most often because memory ran out" in text
-        assert "--set preprocess.num_workers=1" in text
+        assert "--set preprocess.num_workers=1 (python -m components.preprocess: --num-workers 1)" in text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from components.common.errors import UserError
-from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples
+from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples, local_path
 
 WriteTree = Callable[..., Path]
 WNIDS = ("n02012849", "n01440764", "n03126707")
@@ -166,3 +166,34 @@ def test_a_class_may_be_called_train(tmp_path: Path, write_tree: WriteTree) -> N
     (root / "train" / "steam").mkdir()
     with pytest.raises(UserError, match="vehicles has car/, train/ but no val/; it needs both"):
         find(root, tmp_path)
+
+
+@pytest.mark.parametrize("val", ["val", "validation", "valid"])
+def test_how_the_validation_folder_may_be_called(tmp_path: Path, write_tree: WriteTree, val: str) -> None:
+    root = write_tree(tmp_path / "images", {"train/a": 2, "train/b": 2, f"{val}/a": 1, f"{val}/b": 1})
+    source = find(root, tmp_path)
+    assert source.classes == ("a", "b")
+    assert [sample.path for sample in source.splits["val"]] == [f"{val}/a/000.png", f"{val}/b/000.png"]
+    write_tree(root, {f"{'valid' if val == 'val' else 'val'}/a": 1})
+    with pytest.raises(UserError, match=r"images has val/ and valid\w*/, which are called the same split; keep one"):
+        find(root, tmp_path)
+
+
+def test_a_class_may_be_called_valid(tmp_path: Path, write_tree: WriteTree) -> None:
+    assert find(write_tree(tmp_path / "mail", {"valid/deep": 2, "invalid": 2}), tmp_path).classes == (
+        "invalid",
+        "valid",
+    )
+
+
+def test_file_uris_name_what_path_as_uri_writes(tmp_path: Path, write_tree: WriteTree) -> None:
+    root = write_tree(tmp_path / "a b%20#ü?", {"a": 2, "b": 2})
+    uri = root.as_uri()
+    assert "%20" in uri
+    table = "".join(f"{path.as_uri()},{path.parent.name}\n" for path in root.rglob("*.png"))
+    (root / "t.csv").write_text(f"path,label\n{table}")
+    for form in (uri, uri.replace("///", "/"), uri.replace("///", "//localhost/"), f"{uri}/t.csv"):
+        check_data_folder(form)
+        assert find(form, tmp_path) == find(root, tmp_path)
+    assert local_path(str(root)) == local_path(uri) == root
+    assert local_path("file:notes") == Path.cwd() / "file:notes"

@@ -36,6 +36,10 @@ def contents(source: Source) -> dict[str, dict[str, tuple[int, bytes]]]:
     }
 
 
+def sizes(source: Source) -> dict[str, int]:
+    return {sample.path: sample.size_bytes for samples in source.splits.values() for sample in samples}
+
+
 @pytest.fixture(autouse=True)
 def _own_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_ATTEMPTS_S", (0.0, 0.0))
@@ -145,12 +149,40 @@ def test_a_table_of_a_store(tmp_path: Path, write_tree: WriteTree, store: Callab
     rows = "\n".join(f"{shown},{path[0]}" for shown, path in zip(prefixed, paths, strict=True))
     (root / "table.csv").write_text(f"path,label\n{rows}\n")
     uri = store(root)
-    assert contents(find(f"{uri}/table.csv", tmp_path / "scratch")) == contents(plain)
+    source = find(f"{uri}/table.csv", tmp_path / "scratch")
+    assert contents(source) == contents(plain)
+    assert sizes(source) == sizes(plain)
     (root / "table.csv").write_text(f"path,label\n{rows}\nmemory://bucket/other/x.png,a\n")
     store(root)
     with pytest.raises(
         UserError, match=r"row 8 leads out of the table's folder.*write paths within memory://bucket/im"
     ):
+        find(f"{uri}/table.csv", tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("error", [PermissionError("403"), NotImplementedError(), FileNotFoundError()])
+def test_a_table_of_a_store_that_lists_nothing(
+    tmp_path: Path,
+    write_tree: WriteTree,
+    store: Callable[[Path], str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
+    rows = "".join(f"{path.relative_to(root)},{path.parent.name}\n" for path in root.rglob("*.png"))
+    (root / "table.csv").write_text(f"path,label\n{rows}")
+    uri = store(root)
+
+    def ls(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", ls)  # every thread has its own
+    source = find(f"{uri}/table.csv", tmp_path / "scratch")
+    assert set(sizes(source).values()) == {0}
+    assert len(sizes(source)) == 4
+    monkeypatch.setattr("components.preprocess.sources.places._ATTEMPTS_S", (0.0, 0.0))
+    error = OSError("down")  # half of the sizes would make another plan than that of the other parts
+    with pytest.raises(UserError, match=r"can't read .*: down; check the address and the network"):
         find(f"{uri}/table.csv", tmp_path / "scratch")
 
 

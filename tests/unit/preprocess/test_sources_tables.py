@@ -89,6 +89,24 @@ def test_class_names_file_orders_the_labels_of_a_table(tmp_path: Path, write_tre
         find(table, class_names_file=str(names))
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([10, 9, 1, 2, 100], ("1", "2", "9", "10", "100")),
+        ([0, -1, 10, 9], ("-1", "0", "9", "10")),
+        (["10", "9", "nine"], ("10", "9", "nine")),
+        (["02", "2", "1"], ("1", "02", "2")),
+    ],
+)
+def test_integer_labels_are_in_the_order_of_their_values(
+    tmp_path: Path, write_tree: WriteTree, suffix: str, labels: list[Any], expected: tuple[str, ...]
+) -> None:
+    root = write_tree(tmp_path / "images", {"a": 2 * len(labels)})
+    rows = [(f"a/{index:03d}.png", labels[index // 2]) for index in range(2 * len(labels))]
+    assert find(write(root / f"t{suffix}", ("path", "label"), rows)).classes == expected
+
+
 HEADER = ("path", "label", "split")
 GOOD: Rows = (("a/0.png", "a", "train"), ("b/0.png", "b", "train"), ("a/1.png", "a", "val"))
 WRONG: dict[str, tuple[Sequence[str], Rows, str]] = {
@@ -97,11 +115,11 @@ WRONG: dict[str, tuple[Sequence[str], Rows, str]] = {
     "other separator": (("path;label",), (("a;b",),), "with commas between them. It names: 'path;label'"),
     "no label": (HEADER, (*GOOD, ("b/1.png", "", "val")), "t, row 5 has no label; write the class name"),
     "no path": (HEADER, (GOOD[0], ("", "b", "val"), *GOOD), "t, row 3 has no path"),
-    "no split": (HEADER, (*GOOD, ("b/1.png", "b", "")), "t, row 5 has no split; write train, val or validation"),
+    "no split": (HEADER, (*GOOD, ("b/1.png", "b", "")), "t, row 5 has no split; write train, val, valid or validation"),
     "test": (
         HEADER,
         (*GOOD, ("b/1.png", "b", "test")),
-        "t, row 5 has the split 'test'; write train, val or validation",
+        "t, row 5 has the split 'test'; write train, val, valid or validation",
     ),
     "short row": (HEADER, (*GOOD, ("b/1.png",)), "t, row 5 has no label"),
     "two labels": (

@@ -193,9 +193,14 @@ def test_a_data_set_of_preprocess_is_a_source_again(
     root = write_tree(tmp_path / "images", {"cat": 4, "dog": 6})
     first = run_preprocess(root, tmp_path / "first")
     source = find(first.path)
-    assert source.classes == ("0", "1")
+    assert source.classes == find(first.file("train-000000.tar")).classes == ("cat", "dog")
     for split in ("train", "val"):
         images = {data for _, data in contents(source, split).values()}
         assert len(images) == first.manifest.splits[split].num_images
         assert images <= {path.read_bytes() for path in root.rglob("*.png")}
+    again = run_preprocess(first.path, tmp_path / "again")
+    assert again.manifest.classes == first.manifest.classes
+    assert again.manifest.splits["train"].class_counts == first.manifest.splits["train"].class_counts
     assert os.listdir(first.path)
+    (first.path / "manifest.json").write_text('{"kind": "of another program", "classes": 2}')
+    assert find(first.path).classes == ("0", "1")
