@@ -21,7 +21,7 @@ import psutil
 from components.common.artifacts import FAILURE, MANIFEST, UNFINISHED
 from components.common.digests import digest_file
 from components.common.disk import explain, out_of_space
-from components.common.errors import EngineryError, UserError
+from components.common.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError
 from components.common.lifetime import end_with_parent
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
 from components.common.steplog import StepLog
@@ -55,8 +55,10 @@ class Step:
             folder = None  # somebody else's: nothing of ours goes in
         try:
             self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
+        except Preempted as stop:
+            _fail(log, EngineryError(str(stop)), code=stop.exit_code, output=folder)
         except KeyboardInterrupt:
-            _fail(log, EngineryError("interrupted"), code=130, output=folder)
+            _fail(log, EngineryError("interrupted"), code=EXIT_INTERRUPTED, output=folder)
         except Exception as error:  # the boundary of the process: a bug or a broken machine is told in one line, too
             told = _tell(error, Path(output))
             _fail(log, told, code=told.exit_code, output=folder)
