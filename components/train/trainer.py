@@ -244,13 +244,11 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint, on rank 0; all processes take part."""
-        if self.checkpoints is None:
-            return
         loss = add_up(self.loss_sum.clone(), self.world).item()
         if not math.isfinite(loss):  # nobody should go on from there
             raise self._diverged(len(self.history), loss)
         saved = capture(self)
-        if saved is not None:
+        if saved is not None and self.checkpoints is not None:
             self.checkpoints.save(saved, best_num_steps=self.best_num_steps)
         self._saved_at = time.monotonic()
 
