@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from components.common.environment import torchrun_rank
 from components.common.errors import EngineryError, UserError
 from components.train.diagnosis import diagnose
 
@@ -40,11 +41,6 @@ class World:
         return self.device.index if self.device.type == "cuda" else None
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun, or something that sets the same variables, has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def find_world() -> World:
     """This process's place, from the environment that torchrun sets; alone without one.
 
@@ -52,7 +48,7 @@ def find_world() -> World:
         UserError: the environment is not whole, or there are more processes than GPUs.
     """
     given = {name: os.environ.get(name) for name in _TORCHRUN}
-    if not started_by_torchrun():
+    if torchrun_rank() is None:
         return World(device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     if missing := [name for name, value in given.items() if value is None]:
         raise UserError(

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.environment import torchrun_rank
 from components.common.errors import UserError
 from components.common.loader import Loader
 from components.common.steplog import StepLog
@@ -14,7 +15,7 @@ from components.train.arithmetic import set_arithmetic, threads_per_process
 from components.train.batches import BatchPlan, plan_batches
 from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
 from components.train.config import TrainConfig
-from components.train.distributed import World, find_world, from_main, joined, started_by_torchrun
+from components.train.distributed import World, find_world, from_main, joined
 from components.train.fine_tuning import starting_model
 from components.train.launching import launch, num_processes
 from components.train.publishing import publish, published_before
@@ -27,7 +28,7 @@ from components.train.trainer import Trainer
 
 def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
     """Train on all GPUs of this machine, or as one process of a torchrun's. See the package's docstring."""
-    if started_by_torchrun():
+    if torchrun_rank() is not None:
         return train(config, log, dataset=dataset, output=output)
     if config.verify:
         load(dataset, DatasetManifest, verify=ALL_FILES)

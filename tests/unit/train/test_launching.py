@@ -1,9 +1,11 @@
 """Several processes: what is told when one of them fails, and what is asked before they start."""
 
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+import yaml
 
-from components.common.artifacts import FAILURE, Artifact, DatasetManifest
+from components.common.artifacts import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.errors import EngineryError, Preempted, UserError
 from components.common.settings import resolve
 from components.train import topology
@@ -43,6 +46,25 @@ def test_the_error_of_two_processes_is_one_line(
     (line,) = done.stderr.splitlines()
     assert line.startswith("train: no model 'resnet51'; did you mean")
     assert json.loads((tmp_path / "out" / FAILURE).read_text())["exit_code"] == 2
+
+
+def test_a_torchrun_from_outside(
+    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """As on several machines: every process is the step itself, and rank 0 alone writes and speaks."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**settings, "epochs": 1, "architecture": "squeezenet1_1"}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += ["--nproc-per-node=2", "-m", "components.train", "--dataset", str(tiny_dataset.path)]
+    command += ["--output", str(tmp_path / "out"), "--config", str(tmp_path / "config.yaml")]
+    environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "OMP_NUM_THREADS": "1"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("squeezenet1_1 at") == 1
+    assert done.stderr.count("2 processes, 8 images each, 1 times a step") == 1
+    assert len(load(tmp_path / "out", CheckpointManifest).manifest.history) == 1
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+        assert store.execute("select name, status from runs").fetchall() == [("train", "FINISHED")]
 
 
 def end(kind: Any, time: float, message: str = "x", exit_code: int = 1) -> RankEnd:
@@ -123,8 +145,8 @@ def test_the_world_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="process 1 of this machine has no GPU: torch sees 1"):
         find_world()
-    monkeypatch.setenv("RANK", "five")
-    with pytest.raises(UserError, match="must be numbers, found RANK=five"):
+    monkeypatch.setenv("LOCAL_RANK", "five")
+    with pytest.raises(UserError, match="must be numbers, found RANK=5, LOCAL_RANK=five"):
         find_world()
 
 
