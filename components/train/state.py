@@ -24,18 +24,13 @@ def capture(trainer: "Trainer") -> Saved | None:
     if trainer.ema is not None:
         tensors |= {f"ema/{name}": tensor for name, tensor in trainer.ema.module.state_dict().items()}
     optimizer = trainer.optimizer.state_dict()
-    numbers: dict[str, dict[str, Any]] = {}
-    for index, values in optimizer["state"].items():
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer/{index}/{name}"] = value
-            else:
-                numbers.setdefault(str(index), {})[name] = value
+    numbers = _split("optimizer", optimizer["state"], tensors)
+    groups = _split("group", dict(enumerate(optimizer["param_groups"])), tensors)
     state = {
         "num_steps": trainer.num_steps_done,
         "history": [epoch.metrics() for epoch in trainer.history],
         "epoch_seconds": trainer.epoch_seconds(),
-        "optimizer": {"groups": optimizer["param_groups"], "numbers": numbers},
+        "optimizer": {"groups": groups, "numbers": numbers},
         "schedule": {name: value for name, value in trainer.schedule.state_dict().items() if name != "lr_lambdas"},
         "scaler": trainer.scaler.state_dict(),
         "ranks": ranks,
@@ -71,20 +66,35 @@ def _own_state(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Saved) -> None:
-    state: dict[int, dict[str, Any]] = {}
-    for index, values in saved.state["optimizer"]["numbers"].items():
-        state[int(index)] = dict(values)
-    for key, tensor in saved.group("optimizer").items():
+def _split(group: str, entries: dict[int, dict[str, Any]], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What is no tensor of numbered entries; the rest goes to `tensors`, under the group's name."""
+    others: dict[str, dict[str, Any]] = {}
+    for index, values in entries.items():
+        others[str(index)] = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+        found = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        tensors |= {f"{group}/{index}/{name}": value for name, value in found.items()}
+    return others
+
+
+def _joined(others: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, Any]]:
+    """What `_split` took apart."""
+    entries = {int(index): dict(values) for index, values in others.items()}
+    for key, tensor in tensors.items():
         index, _, name = key.partition("/")
-        state.setdefault(int(index), {})[name] = tensor
+        entries[int(index)][name] = tensor
+    return entries
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+    state = _joined(saved.state["optimizer"]["numbers"], saved.group("optimizer"))
+    groups = _joined(saved.state["optimizer"]["groups"], saved.group("group"))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state.items():
         for name, value in values.items():
             # A file has no memory layout; other strides than the parameter's would take other, slower kernels.
             if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
                 values[name] = torch.empty_like(parameters[index], dtype=value.dtype).copy_(value)
-    optimizer.load_state_dict({"state": state, "param_groups": saved.state["optimizer"]["groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": [groups[index] for index in sorted(groups)]})
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
