@@ -1,13 +1,18 @@
-"""Optimizer, learning-rate schedule and the moving average of weights."""
+"""Optimizer, learning-rate schedule and the moving average of weights.
+
+timm is imported where it is used: a machine that trains torchvision's models with SGD does not need it.
+"""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
-from timm.optim.lamb import Lamb
-from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 
 from components.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from timm.utils.model_ema import ModelEmaV3
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -25,6 +30,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: torch.device)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
     if config.optimizer == "lamb":
+        from timm.optim.lamb import Lamb
+
         return Lamb(groups, lr=learning_rate, betas=betas)  # no fused one without Apex; timm's runs in a few kernels
     nesterov = config.nesterov and config.momentum > 0
     return torch.optim.SGD(groups, lr=learning_rate, momentum=config.momentum, nesterov=nesterov, fused=fused)
@@ -45,9 +52,13 @@ def build_schedule(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def build_ema(model: nn.Module, config: TrainConfig) -> ModelEmaV3 | None:
+def build_ema(model: nn.Module, config: TrainConfig) -> "ModelEmaV3 | None":
     """A moving average of weights and BatchNorm statistics; None where it is off.
 
     The decay grows from 0 to ema_decay, so that the average of a short run forgets its random start.
     """
-    return ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay else None
+    if not config.ema_decay:
+        return None
+    from timm.utils.model_ema import ModelEmaV3
+
+    return ModelEmaV3(model, decay=config.ema_decay, use_warmup=True)

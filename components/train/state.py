@@ -81,7 +81,7 @@ def _joined(others: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[in
     entries = {int(index): dict(values) for index, values in others.items()}
     for key, tensor in tensors.items():
         index, _, name = key.partition("/")
-        entries[int(index)][name] = tensor
+        entries.setdefault(int(index), {})[name] = tensor
     return entries
 
 
