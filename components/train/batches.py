@@ -32,9 +32,10 @@ def plan_batches(config: TrainConfig, world_size: int, *, num_train_images: int,
     if wanted % together:
         below, above = wanted // together * together, (wanted // together + 1) * together
         each = f" with train.per_gpu_batch_size {per_gpu}" if per_gpu else ""
+        fewer = ", or num_processes to one of its divisors" if world_size > 1 else ""
         raise UserError(
             f"train.global_batch_size is {wanted}, which {_processes(world_size)}{each} can't share evenly; "
-            f"set global_batch_size to {f'{below} or ' if below else ''}{above}"
+            f"set global_batch_size to {f'{below} or ' if below else ''}{above}{fewer}"
         )
     per_gpu = per_gpu or wanted // world_size
     num_accumulated = wanted // world_size // per_gpu

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -102,11 +102,12 @@ class _Group:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             self.was_asked = True
-            ranks = psutil.Process(self.process.pid).children()
-            for rank in ranks:
-                rank.send_signal(signal.SIGTERM)
-            if not ranks:
-                self.process.terminate()
+            with suppress(psutil.NoSuchProcess):  # it is over
+                ranks = psutil.Process(self.process.pid).children()
+                for rank in ranks:
+                    rank.send_signal(signal.SIGTERM)
+                if not ranks:
+                    self.process.terminate()
 
         before = signal.signal(signal.SIGTERM, pass_on)
         try:

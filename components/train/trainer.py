@@ -152,6 +152,8 @@ class Trainer:
             return loss
 
         mode = pick_compile_mode(self.config, self.world.device)
+        # Beyond its limit of graphs per function torch would go on without compiling; each image size is one.
+        torch._dynamo.config.recompile_limit = 8 + len(set(self.config.image_sizes))
         # Model and loss together: as one graph they take fewer kernels. Sizes are few and known, so none is symbolic.
         return torch.compile(objective, mode=mode, dynamic=False) if mode else objective
 

@@ -106,6 +106,23 @@ def test_two_processes(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert json.loads((tmp_path / "measured.json").read_text()) == pytest.approx(measured, rel=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_is_near(at_once: tuple[dict[str, torch.Tensor], list[float]], precision: str) -> None:
+    """bf16 has 8 bits of mantissa, fp16 11 and a scaled loss; weights themselves stay float32."""
+    weights, measured = train(precision=precision)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert measured[0] == pytest.approx(at_once[1][0], rel=0.02)
+    torch.testing.assert_close(weights, at_once[0], rtol=0.1, atol=0.02)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same(at_once: tuple[dict[str, torch.Tensor], list[float]]) -> None:
+    for settings in ({}, {"per_gpu_batch_size": 8}):
+        weights, measured = train(compile="default", **settings)
+        torch.testing.assert_close(weights, at_once[0], **TOLERANCE)
+        assert measured == pytest.approx(at_once[1], rel=1e-4)
+
+
 def test_the_tolerance_tells_a_wrong_step(at_once: tuple[dict[str, torch.Tensor], list[float]]) -> None:
     for wrong in ({"learning_rate": 0.495}, {"momentum": 0.89}, {"weight_decay": 0.012}):
         with pytest.raises(AssertionError):
