@@ -24,15 +24,6 @@ class TrainConfig(StepConfig):
     """The recipe, and how it is carried out."""
 
     architecture: str = Field("resnet50", description="Model by name: torchvision's, or \"timm/\" and timm's.")
-    pretrained: str = Field(
-        "",
-        description="Weights to begin with: a file (.safetensors, .pt, .pth) or a Checkpoint directory of this "
-        'architecture, "default" or the name of published ones, which are downloaded; empty for fresh ones. '
-        "A head for other classes is left out.",
-    )
-    freeze_backbone: bool = Field(
-        False, description="Train the last layer alone: all others keep their weights and BatchNorm statistics."
-    )
     image_size: int = Field(224, ge=32, le=1024, description="Side of the square that the model sees, in pixels.")
     image_sizes: tuple[Annotated[int, Field(ge=16, le=1024)], ...] = Field(
         (),
@@ -46,6 +37,15 @@ class TrainConfig(StepConfig):
     normalization: Literal["imagenet", "dataset"] = Field(
         "imagenet",
         description="Mean and deviation that inputs are normalized with: ImageNet's, or the training split's.",
+    )
+    pretrained: str = Field(
+        "",
+        description="Weights to begin with: a file (.safetensors, .pt, .pth) or a Checkpoint directory of this "
+        'architecture, "default" or the name of published ones, which are downloaded; empty for fresh ones. '
+        "A head for other classes is left out.",
+    )
+    freeze_backbone: bool = Field(
+        False, description="Train the last layer alone: all others keep their weights and BatchNorm statistics."
     )
     epochs: int = Field(90, ge=1, description="Passes over the training split.")
     global_batch_size: int = Field(256, ge=2, description="Images per optimizer step, over all processes.")
