@@ -91,6 +91,7 @@ def unbroken(
     return place.weights()
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_the_same_bits(
     tiny_dataset: Artifact[DatasetManifest], everything: dict[str, Any], unbroken: str, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_sigterm_saves_and_ends_with_its_own_code(
     assert place.weights() == unbroken
 
 
+@pytest.mark.slow
 def test_two_processes_are_stopped_and_go_on(
     tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
 ) -> None:
