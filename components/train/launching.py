@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,7 +68,8 @@ def launch(config: TrainConfig, log: StepLog, number: int, *, dataset: Path, out
                 sys.stderr.write(errors.read().decode(errors="replace"))
             if code == 0:
                 return ends[0].outcome
-            raise _failure(ends, number, asked=group.was_asked, tail=_tail(errors))
+            errors.seek(0)
+            raise _failure(ends, number, asked=group.was_asked, written=errors.read().decode(errors="replace"))
 
 
 @dataclass
@@ -127,7 +129,7 @@ class _Group:
                 sys.stderr.write(text)
 
 
-def _failure(ends: dict[int, RankEnd], number: int, *, asked: bool, tail: str) -> BaseException:
+def _failure(ends: dict[int, RankEnd], number: int, *, asked: bool, written: str) -> BaseException:
     """What one message says of several processes that ended, most of them because another one did."""
     failed = sorted((end for end in ends.values() if end.message), key=lambda end: end.time)
     silent = [rank for rank in range(number) if rank not in ends]
@@ -137,7 +139,9 @@ def _failure(ends: dict[int, RankEnd], number: int, *, asked: bool, tail: str) -
     if asked:
         return Preempted(stopped[0].message if stopped else "stopped by SIGTERM before the first step")
     if silent:
-        which = ", ".join(map(str, silent))
+        first = _first_dead(written)
+        which = ", ".join(map(str, silent)) if first is None else f"{first}, the first to go,"
+        tail = "\n".join(written.splitlines()[-_TAIL_LINES:])
         return EngineryError(
             f"of {number} training processes, rank {which} ended without a word, so it was killed, most often because "
             f"memory ran out: try a smaller train.per_gpu_batch_size. What they wrote last:\n{tail}"
@@ -151,6 +155,7 @@ def _as_error(end: RankEnd) -> EngineryError:
     return error
 
 
-def _tail(errors: IO[bytes]) -> str:
-    errors.seek(0)
-    return "\n".join(errors.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+def _first_dead(written: str) -> int | None:
+    """The rank that torchrun names as the one that ended first."""
+    found = re.search(r"Root Cause.*?\brank\s*:\s*(\d+)", written, re.DOTALL)
+    return int(found[1]) if found else None

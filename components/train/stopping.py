@@ -25,8 +25,8 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._before is not None:
-            # Of one who has been told to stop and is leaving, a second signal wants nothing new.
-            leaving = isinstance(error, Preempted)
+            # Of one who is leaving a signal wants nothing new, and must not keep it from saying why.
+            leaving = error is not None
             signal.signal(signal.SIGTERM, signal.SIG_IGN if leaving else self._before)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -73,25 +73,29 @@ def end(kind: Any, time: float, message: str = "x", exit_code: int = 1) -> RankE
 
 def test_the_first_error_that_was_raised_to_be_read_counts() -> None:
     ends = {0: end("unknown", 1, "Connection closed by peer"), 1: end("told", 2, "no such image", 2)}
-    error = _failure(ends, 2, asked=False, tail="")
+    error = _failure(ends, 2, asked=False, written="")
     assert isinstance(error, EngineryError)
     assert (str(error), error.exit_code) == ("no such image", 2)
 
 
 def test_a_process_that_was_killed_is_named() -> None:
     """torchrun ends the others by SIGTERM then, which is no pre-emption."""
-    error = _failure({0: end("preempted", 1, exit_code=75)}, 3, asked=False, tail="last words")
+    error = _failure({0: end("preempted", 1, exit_code=75)}, 3, asked=False, written="last words")
     assert isinstance(error, EngineryError)
     assert "of 3 training processes, rank 1, 2 ended without a word" in str(error)
     assert "last words" in str(error)
+    named = _failure(
+        {}, 3, asked=False, written="Root Cause (first observed failure):\n[0]:\n  rank      : 2 (local_rank: 2)"
+    )
+    assert "of 3 training processes, rank 2, the first to go, ended without a word" in str(named)
 
 
 def test_sigterm_is_told_as_such() -> None:
     saved = {0: end("preempted", 2, "after step 7"), 1: end("unknown", 1)}
-    assert isinstance(error := _failure(saved, 2, asked=True, tail=""), Preempted)
+    assert isinstance(error := _failure(saved, 2, asked=True, written=""), Preempted)
     assert str(error) == "after step 7"
-    assert isinstance(_failure({}, 2, asked=True, tail=""), Preempted)
-    assert isinstance(_failure(saved, 2, asked=False, tail=""), Preempted)  # somebody signalled the processes
+    assert isinstance(_failure({}, 2, asked=True, written=""), Preempted)
+    assert isinstance(_failure(saved, 2, asked=False, written=""), Preempted)  # somebody signalled the processes
 
 
 def test_as_many_processes_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
