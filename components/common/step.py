@@ -58,6 +58,7 @@ class Step:
         try:
             self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
         except Preempted as stop:
+            _ignore_signals()
             _fail(log, EngineryError(str(stop)), code=stop.exit_code, output=folder)
         except KeyboardInterrupt:
             _fail(log, EngineryError("interrupted"), code=EXIT_INTERRUPTED, output=folder)
@@ -192,9 +193,14 @@ def _is_occupied(output: Path) -> bool:
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # one is enough: what it sets off must run to its end
+    _ignore_signals()
     raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
+    """One is enough: what it sets off must run to its end."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _fail(log: StepLog, error: EngineryError, *, code: int, output: Path | None = None) -> NoReturn:

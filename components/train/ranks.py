@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -111,6 +112,8 @@ def main(folder: Path) -> int:
     try:
         from components.train.run import train
 
+        # StopRequest puts this back once training is over: a signal must not keep the process from saying how it ended.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
         log = ForwardingLog() if rank == 0 else QuietLog("train")
         outcome = train(task.config, log, dataset=task.dataset, output=task.output)
         end = RankEnd(time=time.time(), outcome=outcome)

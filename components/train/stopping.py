@@ -25,9 +25,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._before is not None:
-            # Of one who is leaving a signal wants nothing new, and must not keep it from saying why.
-            leaving = error is not None
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if leaving else self._before)  # type: ignore[arg-type]
+            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
