@@ -125,6 +125,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def torchrun_rank() -> int | None:
+    """This process's rank among those that torchrun, or something that sets the same variables, has started."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() and "WORLD_SIZE" in os.environ else None
+
+
 def environment() -> Environment:
     """Describe the machine and the installed libraries. Reads package metadata only; imports none of them."""
     versions: dict[str, str] = {}

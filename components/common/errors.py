@@ -3,6 +3,7 @@
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_GATE_FAILED = 3
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_INTERRUPTED = 130  # as shells say it of Ctrl-C
 
 
@@ -26,3 +27,12 @@ class GateFailed(EngineryError):
 
 class RuntimeUnavailable(EngineryError):
     """An inference runtime (TensorRT, OpenVINO, ...) is not usable here. The message says what to install."""
+
+
+class Preempted(KeyboardInterrupt):
+    """SIGTERM came, what was done so far is saved, and the same command goes on from there.
+
+    A KeyboardInterrupt, because nothing failed: whoever handles that one (MLflow's status, the run) is right here, too.
+    """
+
+    exit_code = EXIT_PREEMPTED

@@ -55,6 +55,7 @@ class Loader:
         split: "train" or "val".
         spec: resize, crop and normalization.
         batch_size: images per batch of this process.
+        batches_per_step: of training: batches that make one step, so that an epoch has a whole number of steps.
         augmentation: None for evaluation.
         image_sizes: side of training images in pixels, epoch by epoch, the last one for all that follow; empty
             for always spec.crop_size.
@@ -79,6 +80,7 @@ class Loader:
         spec: TransformSpec,
         *,
         batch_size: int,
+        batches_per_step: int = 1,
         augmentation: Augmentation | None = None,
         image_sizes: Sequence[int] = (),
         seed: int = 0,
@@ -95,9 +97,11 @@ class Loader:
         self._training = augmentation is not None
         self._seed = (seed, shard_id)
         info = dataset.manifest.splits[split]  # type: ignore[index]
-        self.num_images, self.num_batches = _sizes_of_part(info, batch_size, shard_id, num_shards, self._training)
+        step_size = batch_size * batches_per_step
+        self.num_images, num_steps = _sizes_of_part(info, step_size, shard_id, num_shards, self._training)
+        self.num_batches = num_steps * batches_per_step
         # DALI fills up the last batch of the largest part and gives as many of them to all, so that its epochs end
-        # together on every rank, with a batch. The one in which images are repeated is dropped: at most one.
+        # together on every rank, with a batch. The one in which images are repeated is dropped, and what fills no step.
         num_read = math.ceil(math.ceil(info.num_images / num_shards) / batch_size)
         self._num_dropped = num_read - self.num_batches
         self._mixer = Mixer(augmentation or Augmentation(), len(dataset.manifest.classes))
@@ -105,6 +109,7 @@ class Loader:
             "split": info.digest,
             "seed": seed,
             "batch_size": batch_size,
+            "batches_per_step": batches_per_step,
             "shard_id": shard_id,
             "num_shards": num_shards,
             "device": "cpu" if device_id is None else "gpu",

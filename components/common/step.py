@@ -21,10 +21,11 @@ import psutil
 from components.common.artifacts import FAILURE, MANIFEST, UNFINISHED
 from components.common.digests import digest_file
 from components.common.disk import explain, out_of_space
-from components.common.errors import EngineryError, UserError
+from components.common.environment import torchrun_rank
+from components.common.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError
 from components.common.lifetime import end_with_parent
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
-from components.common.steplog import StepLog
+from components.common.steplog import QuietLog, StepLog
 
 DEBUG_VARIABLE = "ENGINERY_DEBUG"  # "1": show tracebacks
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -44,19 +45,23 @@ class Step:
 
     def execute(self, settings: Mapping[str, Any], *, output: str | Path, **inputs: str | Path) -> None:
         """Run the step and leave the process when it fails, with the exit code that says whose fault it was."""
-        log = StepLog(self.name)
+        speaks = not torchrun_rank()  # of several processes that make one artifact, rank 0 alone
+        log = StepLog(self.name) if speaks else QuietLog(self.name)
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
                 signal.signal(number, _interrupt)
         atexit.register(_leave_quickly)  # before any library registers: handlers run last in, first out
         end_with_parent()
         folder: Path | None = Path(output)
-        if _is_occupied(Path(output)):
+        if not speaks or _is_occupied(Path(output)):
             folder = None  # somebody else's: nothing of ours goes in
         try:
             self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
+        except Preempted as stop:
+            _ignore_signals()
+            _fail(log, EngineryError(str(stop)), code=stop.exit_code, output=folder)
         except KeyboardInterrupt:
-            _fail(log, EngineryError("interrupted"), code=130, output=folder)
+            _fail(log, EngineryError("interrupted"), code=EXIT_INTERRUPTED, output=folder)
         except Exception as error:  # the boundary of the process: a bug or a broken machine is told in one line, too
             told = _tell(error, Path(output))
             _fail(log, told, code=told.exit_code, output=folder)
@@ -65,7 +70,7 @@ class Step:
         process_started = psutil.Process().create_time()
         log.event("started", process_started=process_started, pid=os.getpid())
         config = resolve(self.config, self.name, settings)
-        tracked = any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
+        tracked = not torchrun_rank() and any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
         run: Callable[..., str] = import_module(f"components.{self.name}.run").run
         imports_s = time.time() - process_started
         started = time.perf_counter()
@@ -87,7 +92,8 @@ class Step:
                 log.tags({f"enginery.input.{name}": value for name, value in record["inputs"].items()})
         seconds = {"imports": imports_s, "work": work_s, "tracking": log.tracking_s}
         log.event("finished", outcome=outcome, seconds=seconds, digest=digest)
-        print(f"{self.name}: {outcome}", file=sys.stderr, flush=True)
+        if outcome:
+            print(f"{self.name}: {outcome}", file=sys.stderr, flush=True)
         _succeeded.set()
 
     def command(self) -> click.Command:
@@ -187,9 +193,14 @@ def _is_occupied(output: Path) -> bool:
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # one is enough: what it sets off must run to its end
+    _ignore_signals()
     raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
+    """One is enough: what it sets off must run to its end."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _fail(log: StepLog, error: EngineryError, *, code: int, output: Path | None = None) -> NoReturn:

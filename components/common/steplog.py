@@ -149,3 +149,16 @@ class StepLog:
             self.lose_tracking()
         finally:
             self.tracking_s += time.perf_counter() - started
+
+
+class QuietLog(StepLog):
+    """For processes that work beside one that speaks for all: says nothing, tracks nothing."""
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Nothing."""
+
+    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
+        """Nothing."""
+
+    def _say(self, kind: str, text: str) -> None:
+        pass

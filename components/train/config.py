@@ -1,18 +1,35 @@
 """Settings of train."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from components.common.settings import StepConfig
 from components.common.transforms import Augmentation, Interpolation
 
+# What does not change what is learnt: a run goes on where it stopped when these differ, and anew when others do.
+NOT_OF_THE_RESULT = (
+    "num_processes",
+    "collective_timeout_s",
+    "stuck_after_s",
+    "keep_last",
+    "checkpoint_epochs",
+    "checkpoint_minutes",
+    "publish",
+    "verify",
+)
+
 
 class TrainConfig(StepConfig):
-    """The recipe."""
+    """The recipe, and how it is carried out."""
 
     architecture: str = Field("resnet50", description="Model by name: torchvision's, or \"timm/\" and timm's.")
     image_size: int = Field(224, ge=32, le=1024, description="Side of the square that the model sees, in pixels.")
+    image_sizes: tuple[Annotated[int, Field(ge=16, le=1024)], ...] = Field(
+        (),
+        description="Side of training images in pixels, epoch by epoch, the last one for all that follow; empty for "
+        "always image_size. Validation and the model in use see image_size.",
+    )
     resize_ratio: float = Field(
         256 / 224, ge=1, le=2, description="Shorter side before the central crop of evaluation, over image_size."
     )
@@ -21,24 +38,96 @@ class TrainConfig(StepConfig):
         "imagenet",
         description="Mean and deviation that inputs are normalized with: ImageNet's, or the training split's.",
     )
+    pretrained: str = Field(
+        "",
+        description="Weights to begin with: a file (.safetensors, .pt, .pth) or a Checkpoint directory of this "
+        'architecture, "default" or the name of published ones, which are downloaded; empty for fresh ones. '
+        "A head for other classes is left out.",
+    )
+    freeze_backbone: bool = Field(
+        False, description="Train the last layer alone: all others keep their weights and BatchNorm statistics."
+    )
     epochs: int = Field(90, ge=1, description="Passes over the training split.")
     global_batch_size: int = Field(256, ge=2, description="Images per optimizer step, over all processes.")
+    per_gpu_batch_size: int = Field(
+        0,
+        ge=0,
+        description="Images per process and forward pass; 0 for global_batch_size over the number of processes. With "
+        "fewer, gradients are accumulated until global_batch_size is reached.",
+    )
+    optimizer: Literal["sgd", "adamw", "lamb"] = Field(
+        "sgd", description="sgd with momentum; adamw; lamb (large batches, by timm)."
+    )
     learning_rate: float = Field(
         0.2, gt=0, description="Peak learning rate per 256 images of global_batch_size (linear scaling)."
     )
-    warmup_fraction: float = Field(
-        0.06, ge=0, lt=1, description="Share of the steps in which the learning rate rises linearly; a cosine follows."
+    schedule: Literal["cosine", "linear"] = Field(
+        "cosine", description="How the learning rate falls from its peak to 0: half a cosine, or a straight line."
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD (Nesterov).")
-    weight_decay: float = Field(5e-5, ge=0, description="L2 penalty; not applied to biases and BatchNorm.")
+    warmup_fraction: float = Field(
+        0.06, ge=0, lt=1, description="Share of the steps in which the learning rate rises linearly to its peak."
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD; the first beta of AdamW and LAMB.")
+    nesterov: bool = Field(True, description="Nesterov's form of SGD's momentum.")
+    weight_decay: float = Field(
+        5e-5, ge=0, description="L2 penalty of sgd, decay of adamw and lamb; not applied to biases and BatchNorm."
+    )
     label_smoothing: float = Field(0.1, ge=0, lt=1, description="Share of the target spread over all classes.")
+    ema_decay: float = Field(
+        0,
+        ge=0,
+        lt=1,
+        description="Weight of the past in a moving average of the weights, per optimizer step, such as 0.9999; the "
+        "average is then what is validated and published. 0 for none.",
+    )
     augmentation: Augmentation = Field(
         Augmentation(),
         description="Random crop and mirror: min_area, max_aspect_ratio, flip_probability. Colours: brightness, "
         "contrast, saturation, hue. Mixing of images: mixup_alpha, cutmix_alpha. The last six are 0 for none.",
     )
+    publish: Literal["last", "best"] = Field(
+        "last",
+        description="Which epoch's weights are the result: the last's, or those with the highest top-1 on validation "
+        "images, which flatters that number.",
+    )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="Arithmetic of forward and backward: auto is bf16 or fp16 on GPUs, fp32 on CPUs."
+    )
+    tf32: bool = Field(True, description="On GPUs, let FP32 products and convolutions round their inputs to TF32.")
+    compile: Literal["auto", "off", "default", "reduce-overhead", "max-autotune"] = Field(
+        "auto",
+        description="Mode of torch.compile, or off. reduce-overhead and max-autotune use CUDA graphs. auto is default "
+        "on GPUs and off on CPUs.",
+    )
+    deterministic: bool = Field(
+        False, description="The same bits from the same seed on the same machine; slower on GPUs."
+    )
+    num_processes: int = Field(
+        0,
+        ge=0,
+        description="Training processes on this machine; 0 for one per GPU, one on a CPU. Not read where torchrun or "
+        "a TrainJob has started the processes.",
+    )
+    static_graph: bool = Field(
+        False, description="Tell DistributedDataParallel that every step uses the same parameters in the same order."
+    )
+    bucket_mb: float = Field(
+        25, gt=0, description="Gradients per all-reduce of DistributedDataParallel, in MB; smaller ones start earlier."
+    )
+    collective_timeout_s: float = Field(
+        600, gt=0, description="Seconds that a process waits for the others before the run is given up."
+    )
+    stuck_after_s: float = Field(
+        300, gt=0, description="Seconds without a batch after which reading the data set counts as stuck."
+    )
+    checkpoint_epochs: int = Field(
+        1, ge=1, description="Epochs between two checkpoints that a stopped run goes on from."
+    )
+    checkpoint_minutes: float = Field(
+        0, ge=0, description="Minutes between two checkpoints inside an epoch; 0 for none but at SIGTERM."
+    )
+    keep_last: int = Field(
+        2, ge=1, description="Checkpoints kept while the run is unfinished, beside that of the best epoch."
     )
     seed: int = Field(0, ge=0, description="Seed of weights, shuffling and augmentation.")
     verify: bool = Field(

@@ -1,71 +1,106 @@
 """train: Dataset -> Checkpoint."""
 
-import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from components.common.artifacts import (
-    ALL_FILES,
-    Artifact,
-    CheckpointManifest,
-    DatasetManifest,
-    load,
-    prepare_directory,
-    seal,
-)
-from components.common.environment import num_cores
+from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.environment import torchrun_rank
 from components.common.errors import UserError
 from components.common.loader import Loader
-from components.common.models import build_model
-from components.common.records import EpochRecord
 from components.common.steplog import StepLog
 from components.common.transforms import TransformSpec, transform_for
+from components.common.unfinished import open_unfinished
+from components.train.arithmetic import set_arithmetic, threads_per_process
+from components.train.batches import BatchPlan, plan_batches
+from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
 from components.train.config import TrainConfig
-from components.train.trainer import EpochResult, Trainer
+from components.train.distributed import World, find_world, from_main, joined
+from components.train.fine_tuning import starting_model
+from components.train.launching import launch, num_processes
+from components.train.publishing import publish, published_before
+from components.train.resuming import choose_folder
+from components.train.state import loader_state, restore
+from components.train.stopping import StopRequest
+from components.train.topology import describe_links
+from components.train.trainer import Trainer
 
 
 def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
-    """Train and save the weights of the last epoch. See the package's docstring."""
-    data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
-    prepare_directory(output)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    torch.manual_seed(config.seed)
-    torch.set_num_threads(num_cores())
-    torch.backends.cudnn.benchmark = True  # shapes never change
-    model = build_model(config.architecture, len(data.manifest.classes))
-    spec = _transform(config, data)
-    train, val = _loaders(config, data, spec, device)
-    trainer = Trainer(model, config, train, val, device, log)
-    log.params({"device": str(device), "dtype": str(trainer.dtype), "num_train_images": train.num_images})
+    """Train on all GPUs of this machine, or as one process of a torchrun's. See the package's docstring."""
+    if torchrun_rank() is not None:
+        return train(config, log, dataset=dataset, output=output)
+    if config.verify:
+        load(dataset, DatasetManifest, verify=ALL_FILES)
+    number = num_processes(config)
+    if number > 1:
+        return launch(config, log, number, dataset=dataset, output=output)
+    return train(config, log, dataset=dataset, output=output)
+
+
+def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
+    """Train in this process, alone or with others; rank 0 writes. Returns the outcome."""
+    with StopRequest() as stop:
+        world = find_world()
+        set_arithmetic(config, world.device, world.local_world_size)
+        data = load(dataset, DatasetManifest)
+        with joined(world, config.collective_timeout_s):
+            if outcome := from_main(published_before(config, data, output) if world.is_main else "", world):
+                return outcome
+            if not world.is_main:
+                return _train(config, log, data, world, stop)
+            with open_unfinished(output, known=(WEIGHTS,)) as folder:
+                return _train(config, log, data, world, stop, output=output, folder=folder)
+
+
+def _train(
+    config: TrainConfig,
+    log: StepLog,
+    data: Artifact[DatasetManifest],
+    world: World,
+    stop: StopRequest,
+    *,
+    output: Path | None = None,
+    folder: Path | None = None,
+) -> str:
+    """Build everything, go on from a checkpoint if there is one, train and publish. Folders are of rank 0 alone."""
+    checkpoints = None if folder is None else choose_folder(config, data, world, folder, log)
+    saved = _saved(checkpoints, world, log)
+    torch.manual_seed(config.seed)  # the same weights in all processes
+    model = starting_model(config, len(data.manifest.classes), log)
+    torch.manual_seed(config.seed + 1000003 * world.rank)  # and of its own each what a layer drops
     splits = data.manifest.splits
-    log.dataset("train", splits["train"].digest, splits["train"].num_images, "training")
-    log.dataset("val", splits["val"].digest, splits["val"].num_images, "validation")
-    result = trainer.fit()
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(weights, output / "weights.safetensors")
-    seal(
-        output,
-        CheckpointManifest,
-        inputs={"dataset": data.digest},
-        config=config,
-        architecture=config.architecture,
-        classes=data.manifest.classes,
-        transform=spec,
-        metrics=result.metrics(),
-        history=tuple(_record(epoch) for epoch in trainer.history),
+    num_val_images = splits["val"].num_images
+    plan = plan_batches(
+        config, world.world_size, num_train_images=splits["train"].num_images, num_val_images=num_val_images
     )
-    return (
-        f"{config.architecture} at {result.val_top1_pct:.2f} % top-1 after {config.epochs} epochs, "
-        f"{result.train_images_per_s:,.0f} images/s on {_device_name(device)}"
-    )
+    spec = _transform(config, data)
+    loaders = _loaders(config, data, spec, plan, world, saved)
+    trainer = Trainer(model, config, plan, *loaders, world=world, log=log, checkpoints=checkpoints, stop=stop)
+    _tell(log, data, trainer)
+    if saved is not None:
+        restore(trainer, saved)
+        log.note(f"going on after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped")
+    _fit(trainer)
+    return "" if output is None else publish(trainer, data, spec, output)
 
 
-def _record(epoch: EpochResult) -> EpochRecord:
-    # An early epoch may overflow on validation images and the next ones recover; JSON has no infinities.
-    val_loss = epoch.val_loss if math.isfinite(epoch.val_loss) else None
-    return EpochRecord.model_validate({**epoch.metrics(), "val_loss": val_loss})
+def _saved(checkpoints: CheckpointFolder | None, world: World, log: StepLog) -> Saved | None:
+    """What an earlier run left. Rank 0 reads it for all, so that no other machine needs the output directory."""
+    content = from_main(None if checkpoints is None else checkpoints.newest(log), world)
+    return None if content is None else parse(content)
+
+
+def _fit(trainer: Trainer) -> None:
+    try:
+        trainer.fit()
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        raise UserError(
+            f"train.deterministic can't be had with {trainer.config.architecture} on this device: "
+            f"{str(error).split('. ')[0]}. Set deterministic to false, or take another architecture"
+        ) from None
 
 
 def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> TransformSpec:
@@ -79,27 +114,69 @@ def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> Transfor
 
 
 def _loaders(
-    config: TrainConfig, data: Artifact[DatasetManifest], spec: TransformSpec, device: torch.device
+    config: TrainConfig,
+    data: Artifact[DatasetManifest],
+    spec: TransformSpec,
+    plan: BatchPlan,
+    world: World,
+    saved: Saved | None,
 ) -> tuple[Loader, Loader]:
-    num_train = data.manifest.splits["train"].num_images
-    if num_train < config.global_batch_size:
-        raise UserError(
-            f"train.global_batch_size is {config.global_batch_size}, more than the {num_train} training images; "
-            f"set global_batch_size to {num_train} or less"
-        )
-    device_id = device.index if device.type == "cuda" else None
+    """Of training, where `saved` left it, and of validation: this process's part of both splits."""
     train = Loader(
         data,
         "train",
         spec,
-        batch_size=config.global_batch_size,
+        batch_size=plan.per_gpu_batch_size,
+        batches_per_step=plan.num_accumulated,
         augmentation=config.augmentation,
+        image_sizes=config.image_sizes,
         seed=config.seed,
-        device_id=device_id,
+        shard_id=world.rank,
+        num_shards=world.world_size,
+        device_id=world.device_id,
+        num_threads=threads_per_process(world.local_world_size),
+        stuck_after_s=config.stuck_after_s,
+        state=None if saved is None else loader_state(saved, world.rank),
     )
-    val = Loader(data, "val", spec, batch_size=config.global_batch_size, device_id=device_id)
+    val = Loader(
+        data,
+        "val",
+        spec,
+        batch_size=plan.per_gpu_batch_size,
+        shard_id=world.rank,
+        num_shards=world.world_size,
+        device_id=world.device_id,
+        num_threads=threads_per_process(world.local_world_size),
+        stuck_after_s=config.stuck_after_s,
+    )
     return train, val
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{num_cores()} CPU cores"
+def _tell(log: StepLog, data: Artifact[DatasetManifest], trainer: Trainer) -> None:
+    """What is trained on what, for MLflow, and how several GPUs are connected."""
+    world, plan, splits = trainer.world, trainer.plan, data.manifest.splits
+    log.params(
+        {
+            "device": str(world.device),
+            "dtype": str(trainer.dtype),
+            "num_train_images": splits["train"].num_images,
+            "world_size": world.world_size,
+            "per_process_batch_size": plan.per_gpu_batch_size,
+            "num_accumulated": plan.num_accumulated,
+        }
+    )
+    log.dataset("train", splits["train"].digest, splits["train"].num_images, "training")
+    log.dataset("val", splits["val"].digest, splits["val"].num_images, "validation")
+    if world.is_main and world.world_size > 1:
+        machines = world.world_size // world.local_world_size
+        where = f" on {machines} machines" if machines > 1 else ""
+        spread = f"{plan.per_gpu_batch_size} images each, {plan.num_accumulated} times a step"
+        log.note(f"{world.world_size} processes{where}, {spread}{_links(world)}")
+
+
+def _links(world: World) -> str:
+    if world.device.type != "cuda" or world.local_world_size == 1:
+        return ""
+    properties = [torch.cuda.get_device_properties(index) for index in range(world.local_world_size)]
+    links = describe_links([f"GPU-{one.uuid}" for one in properties])
+    return f"; {properties[0].name}, connected by {links}" if links else f"; {properties[0].name}"

@@ -2,16 +2,30 @@
 
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from components.common.errors import EngineryError
-from components.common.loader import Loader
+from components.common.errors import EngineryError, Preempted
+from components.common.loader import Batch, Loader
 from components.common.steplog import StepLog
+from components.train.arithmetic import pick_compile_mode, pick_precision
+from components.train.batches import BatchPlan
+from components.train.checkpointing import CheckpointFolder
 from components.train.config import TrainConfig
-from components.train.optimization import build_optimizer, build_schedule
+from components.train.distributed import Agreement, World, add_up, same_buffers
+from components.train.fine_tuning import keep_frozen_statistics
+from components.train.optimization import build_ema, build_optimizer, build_schedule
+from components.train.state import capture
+from components.train.stopping import StopRequest
+
+# What processes agree on after a step; the largest wish counts.
+_GO_ON, _SAVE, _SAVE_AND_STOP = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,54 +42,62 @@ class EpochResult:
         return dict(vars(self))
 
 
-def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """The dtype of autocast: what the config asks for, or what the device is good at."""
-    if config.precision != "auto":
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.precision]
-    if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
 class Trainer:
-    """Trains one model on one device."""
+    """Trains one model, alone or as one of several processes with a part of each batch."""
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, train: Loader, val: Loader, device: torch.device, log: StepLog
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        plan: BatchPlan,
+        train: Loader,
+        val: Loader,
+        *,
+        world: World,
+        log: StepLog,
+        checkpoints: CheckpointFolder | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
-        """`train` and `val` deliver batches on `device`."""
-        self.model = model.to(device).to(memory_format=torch.channels_last)
-        self.config = config
-        self.train = train
-        self.val = val
-        self.device = device
-        self.log = log
-        self.dtype = pick_precision(config, device)
-        self.num_steps = config.epochs * len(train)
-        self.optimizer = build_optimizer(self.model, config, device)
+        """`train` and `val` deliver batches on `world.device`; without `checkpoints` none is written."""
+        self.model = model.to(world.device).to(memory_format=torch.channels_last)
+        self.config, self.plan, self.world, self.log = config, plan, world, log
+        self.train, self.val = train, val
+        self.dtype = pick_precision(config, world.device)
+        self.steps_per_epoch = len(train) // plan.num_accumulated
+        self.num_steps = config.epochs * self.steps_per_epoch
+        self.optimizer = build_optimizer(self.model, config, world.device)
         self.schedule = build_schedule(self.optimizer, config, self.num_steps)
+        self.ema = build_ema(self.model, config)
         # Only FP16 gradients are small enough to vanish; bf16 has the range of FP32.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == torch.float16)
         self.history: list[EpochResult] = []
-        self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        self.num_steps_done = 0
+        self.loss_sum = torch.zeros((), device=world.device)  # of this epoch's steps on this process
+        self._loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        self._parallel = self._in_parallel()
+        self._objective = self._compiled()
+        self.checkpoints, self._stop = checkpoints, stop or StopRequest()
+        self._agreement = Agreement(world)
+        self._epoch_began, self._saved_at = time.perf_counter(), time.monotonic()
 
     def fit(self) -> EpochResult:
-        """Train for all epochs and return the last one's result.
+        """Train for all epochs that are left, and return the last one's result.
 
         Raises:
             EngineryError: the loss is not finite, in training or after the last epoch on validation images.
+            Preempted: SIGTERM came, and all is saved.
         """
-        result = None
-        for epoch in range(self.config.epochs):
-            result = self._epoch(epoch)
-            self.history.append(result)
-            self.log.metrics(result.metrics(), position=epoch)
-            if not math.isfinite(result.train_loss):
-                raise EngineryError(
-                    f"training diverged in epoch {epoch + 1}: the loss is {result.train_loss}. "
-                    "Lower train.learning_rate, or raise train.warmup_fraction"
-                )
-        assert result is not None  # config.epochs >= 1
+        while len(self.history) < self.config.epochs:
+            train_loss, images_per_s = self._train_epoch()
+            val_loss, val_top1_pct = self.evaluate()
+            result = EpochResult(
+                train_loss=train_loss,
+                train_images_per_s=images_per_s,
+                val_loss=val_loss,
+                val_top1_pct=val_top1_pct,
+            )
+            self._close_epoch(result)
+        result = self.history[-1]
         if not math.isfinite(result.val_loss):
             raise EngineryError(
                 f"the trained model is of no use: its loss on validation images is {result.val_loss}, though that of "
@@ -83,51 +105,166 @@ class Trainer:
             )
         return result
 
-    def _epoch(self, epoch: int) -> EpochResult:
-        self.model.train()
-        loss_sum = torch.zeros((), device=self.device)
-        started = time.perf_counter()
-        for index, batch in enumerate(self.train):
-            loss_sum += self._step(batch.images, batch.labels)
-            done = epoch * len(self.train) + index + 1
-            self.log.progress("training", done, self.num_steps, self._detail(epoch, index, loss_sum))
-        train_loss = loss_sum.item() / len(self.train)  # waits for the device
-        seconds = time.perf_counter() - started
-        val_loss, val_top1_pct = self.evaluate()
-        return EpochResult(
-            train_loss=train_loss,
-            train_images_per_s=len(self.train) * self.config.global_batch_size / seconds,
-            val_loss=val_loss,
-            val_top1_pct=val_top1_pct,
+    def go_on(self, num_steps: int, history: list[dict[str, float]], epoch_seconds: float, loss_sum: float) -> None:
+        """Take over what an earlier process had counted."""
+        self.num_steps_done = num_steps
+        self.history = [EpochResult(**epoch) for epoch in history]
+        self._epoch_began = time.perf_counter() - epoch_seconds
+        self.loss_sum.fill_(loss_sum)
+
+    def epoch_seconds(self) -> float:
+        """Since this epoch of training began, without the time between two processes."""
+        return time.perf_counter() - self._epoch_began
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch, from 0, with the highest top-1 on validation images, the first of equals; None before any."""
+        top1 = [epoch.val_top1_pct for epoch in self.history]
+        return top1.index(max(top1)) if top1 else None
+
+    @property
+    def best_num_steps(self) -> int | None:
+        """Steps that were done after the best epoch."""
+        return None if self.best_epoch is None else (self.best_epoch + 1) * self.steps_per_epoch
+
+    def published(self) -> nn.Module:
+        """The model that is validated and becomes the result: the average of the weights where there is one."""
+        return self.model if self.ema is None else self.ema.module
+
+    def _in_parallel(self) -> nn.Module:
+        if self.world.world_size == 1:
+            return self.model
+        device_ids = None if self.world.device_id is None else [self.world.device_id]
+        # Buffers come from rank 0 before each forward pass, so one checkpoint holds the statistics of all.
+        return DistributedDataParallel(
+            self.model,
+            device_ids=device_ids,
+            bucket_cap_mb=self.config.bucket_mb,
+            static_graph=self.config.static_graph,
+            gradient_as_bucket_view=True,
         )
 
-    def _detail(self, epoch: int, index: int, loss_sum: torch.Tensor) -> str:
+    def _compiled(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        def objective(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            # images: [B, 3, H, W] float32, channels_last, normalized; labels: [B] int64 or [B, num_classes] float32
+            with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                loss: torch.Tensor = self._loss(self._parallel(images), labels)
+            return loss
+
+        mode = pick_compile_mode(self.config, self.world.device)
+        # Beyond its limit of graphs per function torch would go on without compiling; each image size is one.
+        torch._dynamo.config.recompile_limit = 8 + len(set(self.config.image_sizes))
+        # Model and loss together: as one graph they take fewer kernels. Sizes are few and known, so none is symbolic.
+        return torch.compile(objective, mode=mode, dynamic=False) if mode else objective
+
+    def _train_epoch(self) -> tuple[float, float]:
+        """The steps that are left of this epoch. Returns the mean loss and images per second over all processes."""
+        epoch = len(self.history)
+        done = self.num_steps_done - epoch * self.steps_per_epoch
+        if not done:
+            self.loss_sum.zero_()
+            self._epoch_began = time.perf_counter()
+        self.model.train()
+        keep_frozen_statistics(self.model)
+        self._stop.has_work = True
+        batches = iter(self.train) if done < self.steps_per_epoch else iter(())
+        for index in range(done, self.steps_per_epoch):
+            self.loss_sum += self._step(batches)
+            self.num_steps_done += 1
+            self.log.progress("training", self.num_steps_done, self.num_steps, self._detail(epoch, index))
+            self._after_step()
+        train_loss = add_up(self.loss_sum.clone(), self.world).item() / self.world.world_size / self.steps_per_epoch
+        return train_loss, self.steps_per_epoch * self.plan.global_batch_size / self.epoch_seconds()
+
+    def _detail(self, epoch: int, index: int) -> str:
         text = f"epoch {epoch + 1}/{self.config.epochs}"
-        if self.device.type == "cpu":  # on a GPU reading the loss would stall the queue
-            text += f", loss {loss_sum.item() / (index + 1):.2f}"
+        if self.world.device.type == "cpu":  # on a GPU reading the loss would stall the queue
+            text += f", loss {self.loss_sum.item() / (index + 1):.2f}"
         return text
 
-    def _step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One optimizer step. Returns the loss, still on the device."""
-        # images: [B, 3, H, W] float32, channels_last, normalized
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            loss: torch.Tensor = self.loss(self.model(images), labels)
+    def _step(self, batches: Iterator[Batch]) -> torch.Tensor:
+        """One optimizer step. Returns the mean loss of this process's images, still on the device."""
+        loss_sum = torch.zeros((), device=self.world.device)
         self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        for index in range(self.plan.num_accumulated):
+            batch = next(batches)
+            with self._gradients_stay_here() if index + 1 < self.plan.num_accumulated else nullcontext():
+                loss = self._objective(batch.images, batch.labels) / self.plan.num_accumulated
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.schedule.step()
-        return loss.detach()
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.num_steps_done + 1)
+        return loss_sum
+
+    def _gradients_stay_here(self) -> Any:
+        """No all-reduce: only the last of a step's batches needs one."""
+        return self._parallel.no_sync() if isinstance(self._parallel, DistributedDataParallel) else nullcontext()
+
+    def _after_step(self) -> None:
+        wish = _GO_ON
+        if self._stop.requested:
+            wish = _SAVE_AND_STOP
+        elif self.world.is_main and self._is_due():
+            wish = _SAVE
+            self._saved_at = time.monotonic()  # the answer comes one step later, and one is enough
+        agreed = self._agreement.reach(wish)
+        if agreed != _GO_ON:
+            self.save()
+        if agreed == _SAVE_AND_STOP:
+            self._leave()
+
+    def _is_due(self) -> bool:
+        minutes = self.config.checkpoint_minutes
+        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def _leave(self) -> NoReturn:
+        add_up(torch.zeros(()), self.world)  # none ends before rank 0 has written
+        raise Preempted(
+            f"stopped by SIGTERM after step {self.num_steps_done} of {self.num_steps}, and saved; the same command "
+            "goes on from there"
+        )
+
+    def _close_epoch(self, result: EpochResult) -> None:
+        epoch = len(self.history)
+        self.history.append(result)
+        self.log.metrics(result.metrics(), position=epoch)
+        if not math.isfinite(result.train_loss):
+            raise self._diverged(epoch, result.train_loss)
+        done = len(self.history)
+        is_published = done == self.config.epochs or (self.config.publish == "best" and self.best_epoch == epoch)
+        if is_published or done % self.config.checkpoint_epochs == 0:
+            self.save()
+
+    def _diverged(self, epoch: int, loss: float) -> EngineryError:
+        return EngineryError(
+            f"training diverged in epoch {epoch + 1}: the loss is {loss}. "
+            "Lower train.learning_rate, or raise train.warmup_fraction"
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint, on rank 0; all processes take part."""
+        loss = add_up(self.loss_sum.clone(), self.world).item()
+        if not math.isfinite(loss):  # nobody should go on from there
+            raise self._diverged(len(self.history), loss)
+        saved = capture(self)
+        if saved is not None and self.checkpoints is not None:
+            self.checkpoints.save(saved, best_num_steps=self.best_num_steps)
+        self._saved_at = time.monotonic()
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Loss and top-1 in per cent over the validation split, in the precision of training."""
-        self.model.eval()
-        correct = torch.zeros((), device=self.device)
-        loss_sum = torch.zeros((), device=self.device)
+        model = self.published()
+        same_buffers(model, self.world)
+        model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, correct images
         for batch in self.val:
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                logits = self.model(batch.images)
-            loss_sum += nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum")
-            correct += (logits.argmax(dim=1) == batch.labels).sum()
-        return loss_sum.item() / self.val.num_images, 100 * correct.item() / self.val.num_images
+            with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                logits = model(batch.images)
+            totals[0] += nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum")
+            totals[1] += (logits.argmax(dim=1) == batch.labels).sum()
+        loss_sum, correct = (total / self.plan.num_val_images for total in add_up(totals, self.world).tolist())
+        return loss_sum, 100 * correct

@@ -1,0 +1,41 @@
+"""How numbers are computed: precision, TF32, determinism, threads."""
+
+import os
+
+import torch
+
+from components.common.environment import num_cores
+from components.train.config import TrainConfig
+
+
+def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """The dtype of autocast: what the config asks for, or what the device is good at."""
+    if config.precision != "auto":
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.precision]
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def pick_compile_mode(config: TrainConfig, device: torch.device) -> str:
+    """The mode of torch.compile; empty for none. A CPU run is over before compiling would pay."""
+    if config.compile == "auto":
+        return "default" if device.type == "cuda" else ""
+    return "" if config.compile == "off" else config.compile
+
+
+def set_arithmetic(config: TrainConfig, device: torch.device, num_local_processes: int) -> None:
+    """Set what torch keeps per process. Before anything is computed: cuBLAS reads its variable only once."""
+    torch.set_num_threads(threads_per_process(num_local_processes))
+    torch.backends.cudnn.benchmark = not config.deterministic  # shapes change once per epoch at most
+    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.tf32
+
+
+def threads_per_process(num_local_processes: int) -> int:
+    """A process's share of the cores."""
+    return max(1, num_cores() // num_local_processes)

@@ -1,0 +1,128 @@
+"""Models that begin with given weights, and layers that keep them."""
+
+import pickle
+from pathlib import Path
+
+import torch
+import torchvision
+from safetensors.torch import load_file
+from torch import nn
+
+from components.common.artifacts import MANIFEST, CheckpointManifest, load
+from components.common.errors import UserError
+from components.common.models import build_model, load_weights
+from components.common.steplog import StepLog
+from components.train.checkpointing import WEIGHTS
+from components.train.config import TrainConfig
+
+_SUFFIXES = (".safetensors", ".pt", ".pth")
+
+
+def starting_model(config: TrainConfig, num_classes: int, log: StepLog) -> nn.Module:
+    """The model as training begins: fresh or pretrained, all of it or its head alone to be trained.
+
+    Raises:
+        UserError: no such architecture or weights, or the weights are of another architecture.
+    """
+    model = build_model(config.architecture, num_classes)
+    head = head_names(config.architecture)
+    if config.pretrained:
+        _begin_with(model, _read(config), head, config, log)
+    if config.freeze_backbone:
+        if not config.pretrained:
+            raise UserError(
+                "train.freeze_backbone keeps all layers but the last as they are, and they are random: name weights in "
+                'train.pretrained, such as "default" or a file'
+            )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in head)
+    return model
+
+
+def head_names(architecture: str) -> set[str]:
+    """Names of the weights whose shape follows the number of classes."""
+    with torch.device("meta"):
+        shapes = [_shapes(build_model(architecture, num_classes)) for num_classes in (2, 3)]
+    return {name for name, shape in shapes[0].items() if shapes[1][name] != shape}
+
+
+def keep_frozen_statistics(model: nn.Module) -> None:
+    """Put frozen BatchNorm layers of a model in training mode back: their statistics belong to their weights."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and own and not any(p.requires_grad for p in own):
+            module.eval()
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _begin_with(
+    model: nn.Module, weights: dict[str, torch.Tensor], head: set[str], config: TrainConfig, log: StepLog
+) -> None:
+    own = model.state_dict()
+    if any(name not in weights or weights[name].shape != own[name].shape for name in head):
+        weights = {**weights, **{name: own[name] for name in head}}
+        log.note(f"the pretrained weights are for other classes: {', '.join(sorted(head))} start fresh")
+    unused = {name for name in weights if name not in own and name.startswith(("aux", "AuxLogits"))}
+    load_weights(model, {name: value for name, value in weights.items() if name not in unused}, config.pretrained)
+
+
+def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
+    """Pretrained weights by name, as they were published."""
+    path = Path(config.pretrained)
+    if (path / MANIFEST).is_file():
+        checkpoint = load(path, CheckpointManifest, verify=(WEIGHTS,))
+        return load_file(checkpoint.file(WEIGHTS))
+    if path.suffix in _SUFFIXES:
+        return _from_file(path)
+    if "/" in config.pretrained or path.exists():
+        raise UserError(
+            f"train.pretrained is {config.pretrained}, which is neither a weights file ({', '.join(_SUFFIXES)}) nor a "
+            "Checkpoint directory"
+        )
+    return _published(config)
+
+
+def _from_file(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"there is no weights file {path} (train.pretrained)") from None
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} holds more than weights, and loading it would run code from the file. "
+            "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
+        ) from None
+    except Exception as error:  # whatever damaged files make the readers raise
+        raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
+    if isinstance(weights, dict) and isinstance(weights.get("state_dict"), dict):
+        weights = weights["state_dict"]
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise UserError(f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)")
+    return {name.removeprefix("module."): value for name, value in weights.items()}
+
+
+def _published(config: TrainConfig) -> dict[str, torch.Tensor]:
+    """Weights by name, from torchvision's or timm's servers or this user's cache of them."""
+    name, architecture = config.pretrained, config.architecture
+    try:
+        if architecture.startswith("timm/"):
+            import timm
+
+            tag = "" if name == "default" else f".{name}"
+            return timm.create_model(f"{architecture.removeprefix('timm/')}{tag}", pretrained=True).state_dict()
+        known = {entry.name: entry for entry in torchvision.models.get_model_weights(architecture)}
+        known["default"] = torchvision.models.get_model_weights(architecture).DEFAULT
+        if name not in known:
+            raise UserError(
+                f"torchvision has no weights {name!r} of {architecture}; it has {', '.join(known)} (train.pretrained)"
+            )
+        return known[name].get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:  # of the network, and timm's of unknown weights
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"can't get the weights {name!r} of {architecture}: {type(error).__name__}: {reason}. Where there is no "
+            "network, name a file in train.pretrained"
+        ) from None

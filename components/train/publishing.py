@@ -1,0 +1,83 @@
+"""The result of training: weights and what is said of them, as a Checkpoint."""
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+
+from components.common.artifacts import MANIFEST, UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load, seal
+from components.common.environment import num_cores
+from components.common.errors import EngineryError
+from components.common.records import EpochRecord
+from components.common.transforms import TransformSpec
+from components.train.checkpointing import WEIGHTS, write_safetensors
+from components.train.config import TrainConfig
+from components.train.trainer import EpochResult, Trainer
+
+
+def publish(trainer: Trainer, data: Artifact[DatasetManifest], spec: TransformSpec, output: Path) -> str:
+    """Write and seal the Checkpoint, then remove what was kept to go on from. Returns one line on it."""
+    config = trainer.config
+    number = trainer.best_epoch if config.publish == "best" else len(trainer.history) - 1
+    assert number is not None  # a finished training has epochs
+    write_safetensors(output / WEIGHTS, _weights(trainer, number))
+    metrics = trainer.history[number].metrics()
+    sealed = seal(
+        output,
+        CheckpointManifest,
+        inputs={"dataset": data.digest},
+        config=config,
+        architecture=config.architecture,
+        classes=data.manifest.classes,
+        transform=spec,
+        metrics=metrics,
+        history=tuple(_record(epoch) for epoch in trainer.history),
+    )
+    shutil.rmtree(output / UNFINISHED)
+    return _outcome(sealed, trainer.world.world_size)
+
+
+def published_before(config: TrainConfig, data: Artifact[DatasetManifest], output: Path) -> str:
+    """Finish what a run left that was killed after it had sealed this very Checkpoint: one line on it, or empty."""
+    if not ((output / MANIFEST).exists() and (output / UNFINISHED).is_dir()):
+        return ""
+    sealed = load(output, CheckpointManifest)
+    manifest = sealed.manifest
+    if manifest.inputs != {"dataset": data.digest} or manifest.config != config.model_dump(mode="json"):
+        return ""
+    shutil.rmtree(output / UNFINISHED)
+    return _outcome(sealed, 1)
+
+
+def _weights(trainer: Trainer, number: int) -> dict[str, torch.Tensor]:
+    """Of an epoch: the last one's are in memory, the best one's in its checkpoint."""
+    if number == len(trainer.history) - 1:
+        return trainer.published().state_dict()
+    assert trainer.checkpoints is not None and trainer.best_num_steps is not None  # noqa: PT018
+    saved = trainer.checkpoints.at(trainer.best_num_steps)
+    if not math.isfinite(trainer.history[number].val_loss):
+        raise EngineryError("the best epoch's loss on validation images is not finite; lower train.learning_rate")
+    return saved.group("model" if trainer.ema is None else "ema")
+
+
+def _record(epoch: EpochResult) -> EpochRecord:
+    # An early epoch may overflow on validation images and the next ones recover; JSON has no infinities.
+    val_loss = epoch.val_loss if math.isfinite(epoch.val_loss) else None
+    return EpochRecord.model_validate({**epoch.metrics(), "val_loss": val_loss})
+
+
+def _outcome(checkpoint: Artifact[CheckpointManifest], world_size: int) -> str:
+    manifest = checkpoint.manifest
+    top1_pct, last = manifest.metrics["val_top1_pct"], manifest.history[-1]
+    return (
+        f"{manifest.architecture} at {top1_pct:.2f} % top-1 after {len(manifest.history)} epochs, "
+        f"{last.train_images_per_s:,.0f} images/s on {_machine(world_size)}"
+    )
+
+
+def _machine(world_size: int) -> str:
+    if not torch.cuda.is_available():
+        return f"{num_cores()} CPU cores"
+    name = torch.cuda.get_device_name()
+    return f"{world_size} x {name}" if world_size > 1 else name

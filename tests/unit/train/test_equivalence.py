@@ -1,0 +1,129 @@
+"""Accumulated batches, two processes and one large batch make the same step, up to the order of additions."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from components.common.loader import Batch
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.train.batches import plan_batches
+from components.train.config import TrainConfig
+from components.train.distributed import World
+from components.train.trainer import Trainer
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+NUM_IMAGES, GLOBAL = 64, 16
+SETTINGS: dict[str, Any] = {"epochs": 2, "global_batch_size": GLOBAL, "learning_rate": 0.5, "weight_decay": 0.01}
+WORLD = World(device=torch.device("cpu"))
+# Sums of 16 float32 numbers in another order differ in the last bits; 8 steps of momentum don't let that grow far. A
+# wrong divisor or a gradient that is lost changes the weights by a hundred times as much (see the last test).
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Images:
+    """A loader of images that never change: this rank's part of each step, in batches."""
+
+    def __init__(self, per_gpu: int, rank: int = 0, world_size: int = 1) -> None:
+        generator = torch.Generator().manual_seed(5)
+        images = torch.randn(NUM_IMAGES, 3, 8, 8, generator=generator)
+        labels = torch.randint(0, 4, (NUM_IMAGES,), generator=generator)
+        own = GLOBAL // world_size
+        self.batches = [
+            Batch(images=images[first : first + per_gpu], labels=labels[first : first + per_gpu])
+            for step in range(0, NUM_IMAGES, GLOBAL)
+            for first in range(step + rank * own, step + (rank + 1) * own, per_gpu)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def network() -> nn.Module:
+    """Without BatchNorm, whose statistics are of the images that go through together."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+
+
+def train(world: World = WORLD, **changed: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights after 8 steps, and what was measured."""
+    config = resolve(TrainConfig, "train", SETTINGS, changed)
+    plan = plan_batches(config, world.world_size, num_train_images=NUM_IMAGES, num_val_images=NUM_IMAGES)
+    loaders: Any = [Images(plan.per_gpu_batch_size, world.rank, world.world_size) for _ in range(2)]
+    trainer = Trainer(network(), config, plan, *loaders, world=world, log=StepLog("train"))
+    result = trainer.fit()
+    return trainer.published().state_dict(), [result.train_loss, result.val_loss, result.val_top1_pct]
+
+
+@pytest.fixture(scope="module")
+def at_once() -> tuple[dict[str, torch.Tensor], list[float]]:
+    return train()
+
+
+@pytest.mark.parametrize("per_gpu", [8, 4, 1])
+def test_accumulation(at_once: tuple[dict[str, torch.Tensor], list[float]], per_gpu: int) -> None:
+    weights, measured = train(per_gpu_batch_size=per_gpu)
+    torch.testing.assert_close(weights, at_once[0], **TOLERANCE)
+    assert measured == pytest.approx(at_once[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"per_gpu_batch_size": 4}, {"static_graph": True, "ema_decay": 0.5}])
+def test_two_processes(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Each has half of every step's images; gloo adds the gradients."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in (0, 1):
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
+        environment |= {"PYTHONPATH": REPOSITORY, "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+        command = [sys.executable, str(Path(__file__).with_name("one_rank.py")), str(tmp_path), json.dumps(settings)]
+        variables = {name: str(value) for name, value in environment.items()}
+        processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
+    for process in processes:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    alone, measured = train(**{**settings, "per_gpu_batch_size": 0, "static_graph": False})
+    ranks = [load_file(tmp_path / f"rank-{rank}.safetensors") for rank in (0, 1)]
+    torch.testing.assert_close(ranks[0], alone, **TOLERANCE)
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in alone)
+    assert json.loads((tmp_path / "measured.json").read_text()) == pytest.approx(measured, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_is_near(at_once: tuple[dict[str, torch.Tensor], list[float]], precision: str) -> None:
+    """bf16 has 8 bits of mantissa, fp16 11 and a scaled loss; weights themselves stay float32."""
+    weights, measured = train(precision=precision)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert measured[0] == pytest.approx(at_once[1][0], rel=0.02)
+    torch.testing.assert_close(weights, at_once[0], rtol=0.1, atol=0.02)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same(at_once: tuple[dict[str, torch.Tensor], list[float]]) -> None:
+    for settings in ({}, {"per_gpu_batch_size": 8}):
+        weights, measured = train(compile="default", **settings)
+        torch.testing.assert_close(weights, at_once[0], **TOLERANCE)
+        assert measured == pytest.approx(at_once[1], rel=1e-4)
+
+
+def test_the_tolerance_tells_a_wrong_step(at_once: tuple[dict[str, torch.Tensor], list[float]]) -> None:
+    for wrong in ({"learning_rate": 0.495}, {"momentum": 0.89}, {"weight_decay": 0.012}):
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(train(**wrong)[0], at_once[0], **TOLERANCE)

@@ -1,0 +1,102 @@
+"""Pretrained weights from files and checkpoints, a new head, and a backbone that stays as it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from components.common.artifacts import Artifact, DatasetManifest
+from components.common.errors import UserError
+from components.common.models import build_model
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.train.checkpointing import WEIGHTS
+from components.train.config import TrainConfig
+from components.train.fine_tuning import head_names, starting_model
+from components.train.run import run
+
+
+class Log(StepLog):
+    def __init__(self) -> None:
+        super().__init__("train")
+        self.said: list[str] = []
+
+    def _say(self, kind: str, text: str) -> None:
+        self.said.append(text)
+
+
+Start = Callable[..., tuple[torch.nn.Module, list[str]]]
+
+
+@pytest.fixture
+def start(settings: dict[str, Any]) -> Start:
+    def begin(num_classes: int, **changed: Any) -> tuple[torch.nn.Module, list[str]]:
+        log = Log()
+        return starting_model(resolve(TrainConfig, "train", settings, changed), num_classes, log), log.said
+
+    return begin
+
+
+def test_the_head_is_what_follows_the_number_of_classes() -> None:
+    assert head_names("resnet18") == {"fc.weight", "fc.bias"}
+    assert head_names("squeezenet1_1") == {"classifier.1.weight", "classifier.1.bias"}
+    assert head_names("timm/resnet10t") == {"fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
+def test_weights_from_a_file(start: Start, tmp_path: Path, name: str) -> None:
+    torch.manual_seed(1)
+    given = build_model("resnet18", 7).state_dict()
+    if name.endswith("pth"):
+        torch.save({"state_dict": {f"module.{key}": value for key, value in given.items()}}, tmp_path / name)
+    else:
+        save_file(given, tmp_path / name)
+    same, said = start(7, pretrained=str(tmp_path / name))
+    assert said == []
+    assert all(torch.equal(value, given[key]) for key, value in same.state_dict().items())
+    other, said = start(10, pretrained=str(tmp_path / name))
+    assert said == ["the pretrained weights are for other classes: fc.bias, fc.weight start fresh"]
+    assert torch.equal(other.state_dict()["layer4.1.conv2.weight"], given["layer4.1.conv2.weight"])
+    assert other.state_dict()["fc.weight"].shape == (10, 512)
+
+
+def test_a_frozen_backbone_keeps_weights_and_statistics(
+    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(resolve(TrainConfig, "train", settings, {"epochs": 1}), Log(), dataset=tiny_dataset.path, output=first)
+    frozen = {"epochs": 1, "pretrained": str(first), "freeze_backbone": True, "ema_decay": 0.5}
+    run(resolve(TrainConfig, "train", settings, frozen), Log(), dataset=tiny_dataset.path, output=second)
+    before, after = load_file(first / WEIGHTS), load_file(second / WEIGHTS)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize(
+    ("settings_", "told"),
+    [
+        ({"freeze_backbone": True}, "keeps all layers but the last as they are, and they are random: name weights"),
+        ({"pretrained": "/nowhere/w.pth"}, "there is no weights file /nowhere/w.pth"),
+        ({"pretrained": "some/folder"}, "which is neither a weights file .* nor a Checkpoint directory"),
+        ({"pretrained": "IMAGENET_22K"}, "no weights 'IMAGENET_22K' of resnet18; it has IMAGENET1K_V1, default"),
+    ],
+)
+def test_what_can_not_be_begun_with(start: Start, settings_: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        start(10, **settings_)
+
+
+def test_files_that_hold_something_else(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "text.pth").write_text("hello")
+    torch.save(build_model("resnet18", 2), tmp_path / "model.pth")
+    save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
+    for name, told in {
+        "text.pth": "text.pth",
+        "model.pth": "holds more than weights",
+        "x.safetensors": "don't fit",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            start(10, pretrained=str(tmp_path / name))

@@ -1,0 +1,206 @@
+"""Several processes: what is told when one of them fails, and what is asked before they start."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+import yaml
+
+from components.common.artifacts import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.errors import EngineryError, Preempted, UserError
+from components.common.settings import resolve
+from components.train import topology
+from components.train.batches import plan_batches
+from components.train.config import TrainConfig
+from components.train.diagnosis import diagnose
+from components.train.distributed import find_world
+from components.train.launching import _failure, num_processes
+from components.train.ranks import RankEnd
+from components.train.topology import describe_links
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def config(**settings: Any) -> TrainConfig:
+    return resolve(TrainConfig, "train", settings)
+
+
+def test_the_error_of_two_processes_is_one_line(
+    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
+    command += ["--output", str(tmp_path / "out"), "--num-processes", "2", "--architecture", "resnet51"]
+    command += ["--global-batch-size", "16", "--image-size", "32"]
+    environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train: no model 'resnet51'; did you mean")
+    assert json.loads((tmp_path / "out" / FAILURE).read_text())["exit_code"] == 2
+
+
+def test_a_torchrun_from_outside(
+    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """As on several machines: every process is the step itself, and rank 0 alone writes and speaks."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**settings, "epochs": 1, "architecture": "squeezenet1_1"}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += ["--nproc-per-node=2", "-m", "components.train", "--dataset", str(tiny_dataset.path)]
+    command += ["--output", str(tmp_path / "out"), "--config", str(tmp_path / "config.yaml")]
+    environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "OMP_NUM_THREADS": "1"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("squeezenet1_1 at") == 1
+    assert done.stderr.count("2 processes, 8 images each, 1 times a step") == 1
+    assert len(load(tmp_path / "out", CheckpointManifest).manifest.history) == 1
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+        assert store.execute("select name, status from runs").fetchall() == [("train", "FINISHED")]
+
+
+def end(kind: Any, time: float, message: str = "x", exit_code: int = 1) -> RankEnd:
+    return RankEnd(kind=kind, time=time, message=message, exit_code=exit_code)
+
+
+def test_the_first_error_that_was_raised_to_be_read_counts() -> None:
+    ends = {0: end("unknown", 1, "Connection closed by peer"), 1: end("told", 2, "no such image", 2)}
+    error = _failure(ends, 2, asked=False, written="")
+    assert isinstance(error, EngineryError)
+    assert (str(error), error.exit_code) == ("no such image", 2)
+
+
+def test_a_process_that_was_killed_is_named() -> None:
+    """torchrun ends the others by SIGTERM then, which is no pre-emption."""
+    error = _failure({0: end("preempted", 1, exit_code=75)}, 3, asked=False, written="last words")
+    assert isinstance(error, EngineryError)
+    assert "of 3 training processes, rank 1, 2 ended without a word" in str(error)
+    assert "last words" in str(error)
+    named = _failure(
+        {}, 3, asked=False, written="Root Cause (first observed failure):\n[0]:\n  rank      : 2 (local_rank: 2)"
+    )
+    assert "of 3 training processes, rank 2, the first to go, ended without a word" in str(named)
+
+
+def test_sigterm_is_told_as_such() -> None:
+    saved = {0: end("preempted", 2, "after step 7"), 1: end("unknown", 1)}
+    assert isinstance(error := _failure(saved, 2, asked=True, written=""), Preempted)
+    assert str(error) == "after step 7"
+    assert isinstance(_failure({}, 2, asked=True, written=""), Preempted)
+    assert isinstance(_failure(saved, 2, asked=False, written=""), Preempted)  # somebody signalled the processes
+
+
+def test_as_many_processes_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [num_processes(config(num_processes=number)) for number in (0, 1, 3)] == [1, 1, 3]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [num_processes(config(num_processes=number)) for number in (0, 1, 3)] == [4, 1, 3]
+    with pytest.raises(UserError, match=r"num_processes is 5, and torch sees 4 GPUs; set it to 4 or less, or to 0"):
+        num_processes(config(num_processes=5))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "global_size", "per_gpu", "expected"),
+    [(1, 256, 0, (256, 1)), (4, 256, 0, (64, 1)), (4, 256, 16, (16, 4)), (1, 96, 32, (32, 3))],
+)
+def test_batches(world_size: int, global_size: int, per_gpu: int, expected: tuple[int, int]) -> None:
+    wanted = config(global_batch_size=global_size, per_gpu_batch_size=per_gpu)
+    plan = plan_batches(wanted, world_size, num_train_images=1000, num_val_images=10)
+    assert (plan.per_gpu_batch_size, plan.num_accumulated) == expected
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "told"),
+    [
+        (3, {"global_batch_size": 256}, r"is 256, which 3 processes can't share evenly; .*to 255 or 258"),
+        (1, {"global_batch_size": 256, "per_gpu_batch_size": 100}, r"one process with train\.per_gpu.* 200 or 300"),
+        (4, {"global_batch_size": 8, "per_gpu_batch_size": 8}, r"set global_batch_size to 32"),
+        (
+            1,
+            {"global_batch_size": 256, "per_gpu_batch_size": 64, "compile": "reduce-overhead"},
+            r"CUDA graphs.* 4 batches of 64 .*set compile to default, or per_gpu_batch_size to 256",
+        ),
+    ],
+)
+def test_batches_that_do_not_fit(world_size: int, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        plan_batches(config(**settings), world_size, num_train_images=1000, num_val_images=10)
+
+
+def test_the_world_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_world().world_size == 1
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="not LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start the processes with tor"):
+        find_world()
+    for name, value in {"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    world = find_world()
+    assert (world.rank, world.local_rank, world.world_size, world.local_world_size) == (5, 1, 8, 4)
+    assert not world.is_main
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="process 1 of this machine has no GPU: torch sees 1"):
+        find_world()
+    monkeypatch.setenv("LOCAL_RANK", "five")
+    with pytest.raises(UserError, match="must be numbers, found RANK=5, LOCAL_RANK=five"):
+        find_world()
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+            "one process per GPU",
+        ),
+        (
+            "unhandled system error\nError while creating shared memory segment /dev/shm/nccl-x (size 9637888)",
+            "shm-size",
+        ),
+        ("Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME"),
+        ("the first all-reduce did not end within 600 seconds", "a process is missing or stuck"),
+        ("Failed to bind NVLink SHARP (NVLS) Multicast memory", "NCCL_NVLS_ENABLE=0"),
+        ("something new", "NCCL_DEBUG=INFO"),
+    ],
+)
+def test_trouble_is_diagnosed(said: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    text = diagnose(said, 0, 4)
+    assert told in text
+    assert "the 4 training processes can't work together" in text
+    assert "NCCL_IB_DISABLE=1" in text
+    assert "\n" not in text
+
+
+def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(status: Callable[[str, str], int], level: int = pynvml.NVML_TOPOLOGY_SYSTEM) -> SimpleNamespace:
+        own = {name: getattr(pynvml, name) for name in dir(pynvml) if name.startswith(("NVML_", "NVMLError"))}
+        return SimpleNamespace(
+            **own,
+            nvmlInit=lambda: None,
+            nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+            nvmlDeviceGetP2PStatus=lambda first, second, _: status(first, second),
+            nvmlDeviceGetTopologyCommonAncestor=lambda *_: level,
+        )
+
+    uuids = ["GPU-a", "GPU-b", "GPU-c"]
+    monkeypatch.setattr(topology, "pynvml", answers(lambda *_: pynvml.NVML_P2P_STATUS_OK))
+    assert describe_links(uuids) == "NVLink (3 pairs)"
+    monkeypatch.setattr(
+        topology, "pynvml", answers(lambda first, second: 0 if (first, second) == ("GPU-a", "GPU-b") else 1)
+    )
+    assert describe_links(uuids) == "PCIe and the link between NUMA nodes (2 pairs), NVLink (1 pair)"
+
+    def refused(*_: Any) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(topology, "pynvml", answers(refused))
+    assert describe_links(uuids) == ""

@@ -1,0 +1,160 @@
+"""What is kept of an unfinished training, when it counts, and what happens when it can't be read."""
+
+import fcntl
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.common.artifacts import UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.errors import EngineryError, Preempted, UserError
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
+from components.train.config import TrainConfig
+from components.train.run import run
+
+
+class Log(StepLog):
+    """Keeps what it is told, and sends SIGTERM after a step."""
+
+    def __init__(self, sigterm_after: int = 0) -> None:
+        super().__init__("train")
+        self.said: list[str] = []
+        self.sigterm_after = sigterm_after
+
+    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
+        if done == self.sigterm_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _say(self, kind: str, text: str) -> None:
+        self.said.append(text)
+
+
+Go = Callable[..., Log]
+
+
+@pytest.fixture
+def go(tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path) -> Go:
+    """`go(place, sigterm_after, **settings)`: train there until then."""
+
+    def train(place: str = "out", sigterm_after: int = 0, **changed: Any) -> Log:
+        log = Log(sigterm_after)
+        config = resolve(TrainConfig, "train", settings, {"architecture": "squeezenet1_1"}, changed)
+        if sigterm_after:
+            with pytest.raises(Preempted, match=f"after step {sigterm_after} of"):
+                run(config, log, dataset=tiny_dataset.path, output=tmp_path / place)
+        else:
+            run(config, log, dataset=tiny_dataset.path, output=tmp_path / place)
+        return log
+
+    return train
+
+
+def weights(path: Path) -> str:
+    return load(path, CheckpointManifest).manifest.files[WEIGHTS].digest
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_every_optimizer_goes_on_as_if_nothing_had_been(go: Go, tmp_path: Path, optimizer: str) -> None:
+    """SqueezeNet has dropout, so random numbers count, too. Left in an epoch, and between its end and the next."""
+    rate = {"optimizer": optimizer, "learning_rate": 0.4 if optimizer == "sgd" else 0.01}
+    go("whole", **rate)
+    for step in (4, 6):
+        go("broken", sigterm_after=step, **rate)
+    assert "going on after step 6 of 18, where an earlier run stopped" in go("broken", **rate).said
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+def test_other_settings_start_anew_and_take_nothing_away(go: Go, tmp_path: Path) -> None:
+    go(sigterm_after=4)
+    log = go(sigterm_after=2, learning_rate=0.2)
+    assert "is of learning_rate 0.4 instead of 0.2. It stays there" in log.said[0]
+    assert "going on after step 4 of 18, where an earlier run stopped" in go(sigterm_after=5).said
+    assert "going on after step 2 of 18, where an earlier run stopped" in go(learning_rate=0.2).said
+    assert not (tmp_path / "out" / UNFINISHED).exists()
+
+
+def test_settings_that_do_not_change_the_result_may_change(go: Go) -> None:
+    go(sigterm_after=4)
+    assert any("going on after step 4" in text for text in go(keep_last=5, stuck_after_s=60, publish="best").said)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(go: Go, tmp_path: Path) -> None:
+    go(sigterm_after=7)
+    *_, before, newest = sorted((tmp_path / "out" / UNFINISHED).glob("*/step-*.safetensors"))
+    assert (before.stem, newest.stem) == ("step-00000006", "step-00000007")
+    newest.write_bytes(newest.read_bytes()[:-100])
+    log = go(sigterm_after=8)
+    assert "step-00000007.safetensors can't be read" in log.said[0]
+    assert "going on after step 6 of 18, where an earlier run stopped" in log.said
+    for path in (tmp_path / "out" / UNFINISHED).glob("*/step-*.safetensors"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(EngineryError, match=r"none of the \d checkpoints in .* can be read; see whether"):
+        go()
+
+
+def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        go(epochs=1)
+    monkeypatch.undo()
+    sealed = weights(tmp_path / "out")
+    go(epochs=1)
+    assert weights(tmp_path / "out") == sealed
+    assert not (tmp_path / "out" / UNFINISHED).exists()
+
+
+def test_best_and_last_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep_last=2)
+    for step in (1, 2, 3, 4, 5):
+        saved = Saved(num_steps=step, state={"num_steps": step}, tensors={"model/w": torch.full((2,), float(step))})
+        folder.save(saved, best_num_steps=min(step, 2))
+    assert folder.steps() == [2, 4, 5]
+    assert folder.at(2).group("model")["w"].tolist() == [2, 2]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_the_best_epoch_can_be_the_result(go: Go, tmp_path: Path) -> None:
+    """A rate that ruins the model after its warm-up: the best epoch is not the last."""
+    log_settings = {"publish": "best", "architecture": "resnet18", "schedule": "linear", "learning_rate": 6.0}
+    go("best", warmup_fraction=0.9, **log_settings)
+    manifest = load(tmp_path / "best", CheckpointManifest).manifest
+    top1 = [epoch.val_top1_pct for epoch in manifest.history]
+    assert manifest.metrics["val_top1_pct"] == max(top1)
+    go("last", warmup_fraction=0.9, **{**log_settings, "publish": "last"})
+    same = weights(tmp_path / "best") == weights(tmp_path / "last")
+    assert same == (top1.index(max(top1)) == len(top1) - 1)
+
+
+def test_what_is_no_checkpoint() -> None:
+    for content in (b"", b"nothing", bytes(100)):
+        with pytest.raises(EngineryError, match="it is no checkpoint or damaged"):
+            parse(content)
+
+
+def test_two_at_once_and_foreign_files(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.common.unfinished._PATIENCE_S", 0.2)
+    folder = tmp_path / "out" / UNFINISHED
+    folder.mkdir(parents=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another process writes .* at this moment; wait for it"):
+            go()
+    (tmp_path / "out" / "train-000000.tar").write_bytes(b"theirs")
+    with pytest.raises(UserError, match=r"holds train-000000\.tar, which this step did not write; name another"):
+        go()
+
+
+def test_nothing_is_left_where_nothing_began(go: Go, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no model 'resnet51'"):
+        go(architecture="resnet51")
+    assert not list((tmp_path / "out").glob("*/*/step-*"))

@@ -1,0 +1,151 @@
+"""Real processes, really killed: the next one goes on, and the weights are those of an unbroken run, to the bit."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from components.common.artifacts import (
+    FAILURE,
+    MANIFEST,
+    UNFINISHED,
+    Artifact,
+    CheckpointManifest,
+    DatasetManifest,
+    load,
+)
+from components.common.errors import EXIT_PREEMPTED
+from components.train.checkpointing import WEIGHTS
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 180
+
+
+class Place:
+    """Where one training happens, process after process."""
+
+    def __init__(self, folder: Path, dataset: Path, settings: dict[str, Any]) -> None:
+        folder.mkdir()
+        self.output, self.config, self.dataset = folder / "out", folder / "config.yaml", dataset
+        # A checkpoint about every fifth of a second, so that kills fall between, into and right behind them.
+        self.config.write_text(yaml.safe_dump({**settings, "checkpoint_minutes": 0.003}))
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "components.train", "--dataset", str(self.dataset)]
+        command += ["--output", str(self.output), "--config", str(self.config)]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+    def finish(self) -> str:
+        process = self.start()
+        _, said = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, said
+        assert not (self.output / UNFINISHED).exists()
+        return said
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there."""
+        return sorted(int(path.stem.split("-")[1]) for path in self.output.glob(f"{UNFINISHED}/*/step-*.safetensors"))
+
+    def wait_for_step(self, process: subprocess.Popen[str], number: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not any(step >= number for step in self.steps()):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def weights(self) -> str:
+        manifest = load(self.output, CheckpointManifest, verify=(WEIGHTS,)).manifest
+        assert set(manifest.files) == {WEIGHTS}
+        assert len(manifest.history) == manifest.config["epochs"]
+        return manifest.files[WEIGHTS].digest
+
+
+@pytest.fixture(scope="module")
+def everything(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with all that has a state: momentum, average, mixing, sizes, accumulation, dropped layers."""
+    return {
+        **settings,
+        "per_gpu_batch_size": 8,
+        "ema_decay": 0.9,
+        "image_sizes": [24, 32],
+        "augmentation": {**settings["augmentation"], "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "brightness": 0.2},
+    }
+
+
+@pytest.fixture(scope="module")
+def unbroken(
+    tiny_dataset: Artifact[DatasetManifest], everything: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    place = Place(tmp_path_factory.mktemp("unbroken") / "place", tiny_dataset.path, everything)
+    place.finish()
+    return place.weights()
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_it_ends_with_the_same_bits(
+    tiny_dataset: Artifact[DatasetManifest], everything: dict[str, Any], unbroken: str, tmp_path: Path
+) -> None:
+    place = Place(tmp_path / "place", tiny_dataset.path, everything)
+    chance = random.Random(1)
+    for number in (1, 5, 12):  # of 18 steps: in the first epoch, near its end, at the end of the second
+        process = place.start()
+        place.wait_for_step(process, number)
+        time.sleep(chance.uniform(0, 0.3))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert not (place.output / MANIFEST).exists()
+    last = place.steps()[-1]
+    said = place.finish()
+    assert f"going on after step {last} of 18, where an earlier run stopped" in said
+    assert place.weights() == unbroken
+
+
+def test_sigterm_saves_and_ends_with_its_own_code(
+    tiny_dataset: Artifact[DatasetManifest], everything: dict[str, Any], unbroken: str, tmp_path: Path
+) -> None:
+    place = Place(tmp_path / "place", tiny_dataset.path, everything)
+    process = place.start()
+    place.wait_for_step(process, 7)
+    process.terminate()
+    _, said = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == EXIT_PREEMPTED == 75
+    last = place.steps()[-1]
+    assert f"stopped by SIGTERM after step {last} of 18, and saved; the same command goes on" in said
+    assert json.loads((place.output / FAILURE).read_text())["exit_code"] == 75
+    assert "Traceback" not in said
+    assert f"going on after step {last} of 18" in place.finish()
+    assert place.weights() == unbroken
+
+
+@pytest.mark.slow
+def test_two_processes_are_stopped_and_go_on(
+    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """SIGTERM to the step reaches both; SIGKILL of the step ends both. Two ranks add the same bits in any order."""
+    settings = {**settings, "num_processes": 2, "epochs": 2}
+    whole, broken = (Place(tmp_path / name, tiny_dataset.path, settings) for name in ("whole", "broken"))
+    whole.finish()
+    process = broken.start()
+    broken.wait_for_step(process, 2)
+    process.terminate()
+    _, said = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == EXIT_PREEMPTED, said
+    stopped = broken.steps()[-1]
+    assert f"stopped by SIGTERM after step {stopped} of 12" in said
+    assert "Traceback" not in said
+    process = broken.start()
+    broken.wait_for_step(process, stopped + 2)
+    process.kill()
+    process.communicate()
+    assert "going on after step" in broken.finish()
+    assert broken.weights() == whole.weights()
