@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: torch.device)
     plain = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     learning_rate = config.learning_rate * config.global_batch_size / 256
-    fused = device.type == "cuda"
+    fused = device.type in ("cuda", "cpu")  # one pass over the weights
     betas = (config.momentum, 0.999)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
