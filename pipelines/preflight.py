@@ -57,7 +57,14 @@ def training_bytes(arguments: Mapping[str, Any]) -> int | None:
     if per_pixel is None or "global_batch_size" not in arguments:
         return None
     factor = 0.5 if settings.get("precision") in ("bf16", "fp16") else 1.0
-    return round(factor * per_pixel * arguments["image_size"] ** 2 * arguments["global_batch_size"])
+    return round(factor * per_pixel * arguments["image_size"] ** 2 * _images_at_once(arguments))
+
+
+def _images_at_once(arguments: Mapping[str, Any]) -> int:
+    """Images whose activations are in memory together: a step's, or a part of them where gradients are accumulated."""
+    settings, whole = arguments.get("train", {}), int(arguments["global_batch_size"])
+    each = settings.get("per_gpu_batch_size", 0)
+    return min(whole, each * (settings.get("num_processes", 0) or 1)) if each else whole
 
 
 def check_memory(arguments: Mapping[str, Any]) -> str:
@@ -75,7 +82,7 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
     total_bytes, available_bytes = _memory()
     if needed_bytes + _REST_BYTES <= available_bytes:
         return ""
-    batch_size, image_size = arguments["global_batch_size"], arguments["image_size"]
+    batch_size, image_size = _images_at_once(arguments), arguments["image_size"]
     per_image = needed_bytes / batch_size
     needs = (
         f"training {arguments['architecture']} at {image_size} px with batch {batch_size} on a CPU takes about "

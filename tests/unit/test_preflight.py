@@ -104,6 +104,8 @@ def test_memory_grows_with_batch_and_pixels_and_halves_with_the_width_of_numbers
     assert training_bytes({**LARGE, "global_batch_size": 128}) == needed // 2
     assert training_bytes({**LARGE, "image_size": 112}) == needed // 4
     assert training_bytes({**LARGE, "train": {"precision": "bf16"}}) == needed // 2
+    assert training_bytes({**LARGE, "train": {"per_gpu_batch_size": 64}}) == needed // 4
+    assert training_bytes({**LARGE, "train": {"per_gpu_batch_size": 64, "num_processes": 2}}) == needed // 2
     assert training_bytes({**LARGE, "architecture": "timm/unknown"}) is None
     assert training_bytes({"architecture": "resnet50", "image_size": 224}) is None  # a pipeline that does not train
 
