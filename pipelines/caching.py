@@ -54,6 +54,7 @@ _MANIFESTS: dict[str, type[Manifest]] = {
 _PATH_SETTINGS = ("data", "class_names_file", "cache")
 _BUDGET = ("max_top1_drop_points", "min_relative_top1_pct")  # of the gate's thresholds, what export keeps to
 _BEGUN = ".begun"  # ending of a note in a run's cache directory
+_CONTINUED = ("preprocess", "train")  # steps that go on with what a killed run has left of them
 _HASHED_BYTES = 4 << 30  # larger data sets are known by the names, sizes and times of their files
 
 
@@ -135,22 +136,22 @@ def offer(steps: Sequence[CachedStep], run_directory: Path) -> Path:
 
 
 def note_begun(file: PipelineFile, keys: Mapping[str, str], root: Path) -> None:
-    """Note in a run's cache directory what its preprocess works at, for a later run that goes on with it."""
-    for task in _preprocess_tasks(keys):
+    """Note in a run's cache directory what its longest steps work at, for a later run that goes on with it."""
+    for task in _continued_tasks(keys):
         write_atomically(root / f"{_entry_name(file, task, keys[task])}{_BEGUN}", b"")
 
 
 def unfinished_outputs(file: PipelineFile, keys: Mapping[str, str], runs: Path) -> list[Path]:
-    """Outputs that runs left unfinished whose preprocess had the same key. One may belong to a run that is going."""
+    """Outputs that runs left unfinished of steps that had the same key. One may belong to a run that is going."""
     found: list[Path] = []
-    for task in _preprocess_tasks(keys):
+    for task in _continued_tasks(keys):
         for note in sorted(runs.glob(f"[!.]*/{CACHE}/{_entry_name(file, task, keys[task])}{_BEGUN}")):
             found += [path.parent for path in note.parent.parent.glob(f"artifacts/*/{task}/*/{UNFINISHED}")]
     return found
 
 
-def _preprocess_tasks(keys: Mapping[str, str]) -> list[str]:
-    return [task for task in keys if step_of(task) == "preprocess"]
+def _continued_tasks(keys: Mapping[str, str]) -> list[str]:
+    return [task for task in keys if step_of(task) in _CONTINUED]
 
 
 def confirm(

@@ -23,8 +23,8 @@ from components.common.errors import EXIT_FAILURE, UserError
 from components.common.lifetime import PARENT_VARIABLE, adopt_orphans, end_children, end_orphans_of
 from components.common.step import DEBUG_VARIABLE
 from components.common.steplog import EVENTS_VARIABLE
+from components.common.unfinished import EARLIER_VARIABLE
 from components.export.config import CACHE_VARIABLE
-from components.preprocess.config import EARLIER_VARIABLE
 from pipelines.caching import (
     CachedStep,
     confirm,

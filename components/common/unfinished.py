@@ -1,6 +1,8 @@
 """The output directory of a step that can be continued: locked, and with a folder for what is half done."""
 
 import fcntl
+import json
+import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
@@ -10,7 +12,9 @@ from pathlib import Path
 from components.common.artifacts import FAILURE, MANIFEST, UNFINISHED, prepare_directory
 from components.common.errors import UserError
 
-_LOCK = "lock"
+# What a local run sets: a JSON list of what killed runs left of the same steps, data, code and settings.
+EARLIER_VARIABLE = "ENGINERY_UNFINISHED_OUTPUTS"
+LOCK = "lock"  # in the folder of what is half done, held by the process at work there
 _PATIENCE_S = 5.0  # the processes of a run that was killed may still be ending
 _LOOK_S = 0.1
 
@@ -42,13 +46,33 @@ def open_unfinished(output: Path, known: Collection[str] = ()) -> Iterator[Path]
     else:
         prepare_directory(output)
         folder.mkdir()
-    with (folder / _LOCK).open("w") as lock:
+    with (folder / LOCK).open("w") as lock:
         _take(lock.fileno(), output)
         try:
             yield folder
         finally:
-            if folder.is_dir() and all(entry.name == _LOCK for entry in folder.iterdir()):
+            if folder.is_dir() and all(entry.name == LOCK for entry in folder.iterdir()):
                 shutil.rmtree(folder)
+
+
+def earlier_outputs() -> list[Path]:
+    """Outputs of killed runs that may hold something to go on with, of this step or of another."""
+    return [Path(output) for output in json.loads(os.environ.get(EARLIER_VARIABLE) or "[]")]
+
+
+@contextmanager
+def held(output: Path) -> Iterator[Path]:
+    """The folder of what is half done in another output directory, held while something is taken from it.
+
+    Raises:
+        OSError: another process is at work there, or it is finished or gone.
+    """
+    folder = output / UNFINISHED
+    with (folder / LOCK).open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (output / MANIFEST).exists():
+            raise FileExistsError(f"{output} is finished")
+        yield folder
 
 
 def _take(handle: int, output: Path) -> None:

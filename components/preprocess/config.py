@@ -6,9 +6,6 @@ from pydantic import Field
 
 from components.common.settings import SPEED_ONLY, StepConfig
 
-# What a local run sets: a JSON list of the outputs of killed runs whose data, code and settings were the same.
-EARLIER_VARIABLE = "ENGINERY_UNFINISHED_OUTPUTS"
-
 
 class PreprocessConfig(StepConfig):
     """How images are found, split, checked and packed."""

@@ -19,9 +19,10 @@ from components.common.errors import EngineryError, UserError
 from components.common.lifetime import end_with_creator
 from components.common.settings import how_to_set
 from components.common.steplog import StepLog
+from components.common.unfinished import LOCK
 from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.continuing import LOCK, PLAN, move_finished
+from components.preprocess.continuing import PLAN, move_finished
 from components.preprocess.shards import (
     UNREADABLE,
     ShardRecord,

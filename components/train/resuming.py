@@ -5,6 +5,7 @@ and takes nothing away: with the first settings back, the first one goes on. All
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nvidia import dali
 from components.common.artifacts import Artifact, DatasetManifest, write_atomically
 from components.common.digests import canonical_json, digest_json
 from components.common.steplog import StepLog
+from components.common.unfinished import earlier_outputs, held
 from components.train.checkpointing import CheckpointFolder
 from components.train.config import NOT_OF_THE_RESULT, TrainConfig
 from components.train.distributed import World
@@ -27,6 +29,8 @@ def choose_folder(
     identity = identity_of(config, data, world)
     folder = unfinished / digest_json(identity).removeprefix("sha256:")[:12]
     checkpoints = CheckpointFolder(folder, config.keep_last)
+    if not checkpoints.steps():
+        _fetch(folder)
     others = [other for other in unfinished.glob(f"*/{_IDENTITY}") if other.parent != folder]
     if not checkpoints.steps() and others:
         newest = max(others, key=lambda path: path.stat().st_mtime)
@@ -38,6 +42,14 @@ def choose_folder(
     folder.mkdir(exist_ok=True)
     write_atomically(folder / _IDENTITY, canonical_json(identity))
     return checkpoints
+
+
+def _fetch(folder: Path) -> None:
+    """Move the checkpoints of this same training here, if a killed run has left them in an output of its own."""
+    for output in earlier_outputs():
+        with suppress(OSError), held(output) as theirs:  # it is held or gone, of another training or on another disk
+            (theirs / folder.name).replace(folder)
+            return
 
 
 def identity_of(config: TrainConfig, data: Artifact[DatasetManifest], world: World) -> dict[str, Any]:

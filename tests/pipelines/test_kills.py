@@ -308,3 +308,22 @@ def test_the_next_run_goes_on_with_the_packing_of_a_killed_one(all_digits: Path,
     assert files[0] == files[1]
     assert (other / UNFINISHED).exists()
     assert not list(killed.glob("*.tar"))
+
+
+@pytest.mark.parametrize("how", ["SIGKILL the run", "SIGKILL the step"])
+def test_the_next_run_goes_on_with_the_training_of_a_killed_one(all_digits: Path, tmp_path: Path, how: str) -> None:
+    home, settings = Home(tmp_path / "home", all_digits), ["--epochs", "3"]
+    run = home.start(0, *settings)
+    pattern = f"artifacts/*/train/*/{UNFINISHED}/*/step-*.safetensors"
+    run.wait_for(lambda: any(home.path.glob(f"runs/*/{pattern}")))
+    worker = next(child for child in run.family if "python" in child.name() and _runs(child, "train"))
+    worker.suspend()
+    kill(run, worker, how)
+    assert "going on after" not in run.end()
+    checkpoints = list(run.directory.glob(pattern))
+    again = home.start(0, *settings)
+    again.wait_for(lambda: any(home.path.glob(f"runs/*/artifacts/*/train/*/{MANIFEST}")))
+    again.process.send_signal(signal.SIGINT)  # the other steps are of no interest here
+    done = max(int(path.stem.removeprefix("step-")) for path in checkpoints)
+    assert f"going on after step {done} of" in again.end()
+    assert not any(path.exists() for path in checkpoints)

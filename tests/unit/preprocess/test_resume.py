@@ -14,7 +14,7 @@ import pytest
 
 from components.common.artifacts import MANIFEST, UNFINISHED, Artifact, DatasetManifest, load
 from components.common.errors import UserError
-from components.preprocess.config import EARLIER_VARIABLE
+from components.common.unfinished import EARLIER_VARIABLE
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 SHARD_BYTES = 1_000_000
