@@ -54,6 +54,20 @@ class EpochRecord(Record):
     train_images_per_s: float
     val_loss: float | None = Field(description="Over the validation split; None where it was not finite.")
     val_top1_pct: float
+    data_wait_pct: float | None = Field(
+        None, description="Share of the time of training that waited for images; None in manifests up to version 0.1."
+    )
+    gpu_utilization_pct: float | None = Field(
+        None, description="Share of the time with a kernel running on the GPU, mean of all; None where NVML is silent."
+    )
+    gpu_memory_bytes: int | None = Field(None, description="In use at most, on the GPU with the most in use.")
+    gpu_power_w: float | None = Field(None, description="Mean power of the GPUs' boards, sum of all.")
+    tflops_per_s: float | None = Field(
+        None, description="Convolutions and matrix products of forward and backward, sum of all processes."
+    )
+    peak_pct: float | None = Field(
+        None, description="tflops_per_s over what the GPUs' data sheets say; None for GPUs not known."
+    )
 
 
 class TrainingRecord(Record):
