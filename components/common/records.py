@@ -70,6 +70,23 @@ class EpochRecord(Record):
     )
 
 
+class ProfiledOperation(Record):
+    """One kernel of a GPU, or one operator of torch on a CPU, with all its calls."""
+
+    name: str
+    calls_per_step: float
+    share_pct: float = Field(description="Of the time of all of them.")
+
+
+class ProfileRecord(Record):
+    """What some steps of training spent their time on, by torch.profiler."""
+
+    num_steps: int
+    ms_per_step: float = Field(description="Time of all kernels (on a GPU) or operators (on a CPU), by step.")
+    families_pct: dict[str, float] = Field(description="Share of that time by what they do, the largest first.")
+    operations: tuple[ProfiledOperation, ...] = Field(description="The costliest ones, the costliest first.")
+
+
 class TrainingRecord(Record):
     """How a model was trained, as its checkpoint tells it."""
 
@@ -77,6 +94,7 @@ class TrainingRecord(Record):
     config: dict[str, Any] = Field(description="The resolved config of the train step.")
     metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
     environment: Environment
+    profile: ProfileRecord | None = Field(None, description="None where no steps were recorded (train.profile_steps).")
 
 
 class EngineLayer(Record):

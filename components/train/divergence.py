@@ -36,7 +36,7 @@ class LossWatch:
         if not self._on_gpu:
             self._judge(step, float(loss))
             return
-        while self._pending and (len(self._pending) == _PENDING or self._pending[0][1].query()):
+        while self._pending and (len(self._pending) == _PENDING or self._has_arrived()):
             self._take_oldest()
         self._landing[step % _PENDING].copy_(loss.detach(), non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -59,6 +59,9 @@ class LossWatch:
         every = list(self._last)
         chosen = {round(index * (len(every) - 1) / max(1, _NUM_SHOWN - 1)) for index in range(_NUM_SHOWN)}
         return tuple(every[index] for index in sorted(chosen)) if every else ()
+
+    def _has_arrived(self) -> bool:
+        return self._pending[0][1].query()  # type: ignore[no-untyped-call]
 
     def _take_oldest(self) -> None:
         step, arrived = self._pending.popleft()

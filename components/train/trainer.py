@@ -22,6 +22,7 @@ from components.train.distributed import Agreement, World, add_up, from_main, sa
 from components.train.divergence import LossWatch, explain_divergence
 from components.train.fine_tuning import keep_frozen_statistics
 from components.train.optimization import build_ema, build_optimizer, build_schedule
+from components.train.profiling import StepProfiler
 from components.train.speed import EpochSpeed, SpeedMeter
 from components.train.state import capture
 from components.train.stopping import StopRequest
@@ -88,6 +89,8 @@ class Trainer:
         self._agreement = Agreement(world)
         self._meter = SpeedMeter(self.model, world, self.dtype, tf32=config.tf32)
         self._watch = LossWatch(world.device, train.num_classes)
+        folder = None if checkpoints is None else checkpoints.folder
+        self.profiler = StepProfiler(config.profile_steps if world.is_main else 0, world.device, folder)
         self._last_speed = ""  # of the epoch before, for a person
         self._epoch_began, self._saved_at = time.perf_counter(), time.monotonic()
 
@@ -178,7 +181,9 @@ class Trainer:
         self._meter.begin()
         try:
             for _ in range(done, self.steps_per_epoch):
+                self.profiler.before_step()
                 loss = self._step(batches)
+                self.profiler.after_step()
                 self.loss_sum += loss
                 self.num_steps_done += 1
                 self._watch.put(self.num_steps_done, loss)
@@ -188,6 +193,7 @@ class Trainer:
             speed = self._meter.end(self.steps_per_epoch * self.plan.global_batch_size, self.epoch_seconds())
         finally:
             self._meter.stop()
+        self.profiler.finish()  # where the epoch has fewer steps
         return loss_sum / self.steps_per_epoch, speed
 
     def _detail(self, epoch: int) -> str:
