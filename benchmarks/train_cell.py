@@ -255,6 +255,7 @@ def try_workers(cell: Cell, device: torch.device) -> dict[int, float]:
 def reference_recipe(cell: Cell, device: torch.device) -> dict[str, Any]:
     """torchvision's references/classification with --amp --channels-last, in bf16 and without its logging."""
     torch.backends.cudnn.benchmark = True
+    torch.set_num_threads(num_cores())
     torch.manual_seed(0)
     model = build_model(cell.architecture, _NUM_CLASSES).to(device, memory_format=torch.channels_last).train()
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)

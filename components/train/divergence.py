@@ -3,12 +3,13 @@
 import math
 from collections import deque
 from collections.abc import Iterable
+from statistics import median
 
 import torch
 
 from components.train.config import TrainConfig
 
-_WINDOW = 50  # steps whose mean is judged, and that are shown when it ends
+_WINDOW = 50  # steps whose median is judged, and that are shown when it ends
 _NUM_FIRST = 10  # steps that say where the loss began
 _LIMIT = 3.0  # times the loss at the beginning, or of a guess if that is more
 _PENDING = 32  # losses on their way from the GPU before anybody waits for one
@@ -23,7 +24,7 @@ class LossWatch:
 
     def __init__(self, device: torch.device, num_classes: int) -> None:
         """Nothing is known yet. A guess among `num_classes` has a loss of their number's logarithm."""
-        self.trouble: tuple[int, float] | None = None  # step, and its loss or the mean that is too high
+        self.trouble: tuple[int, float] | None = None  # step, and its loss or the median that is too high
         self._on_gpu = device.type == "cuda"
         self._landing = torch.zeros(_PENDING, pin_memory=self._on_gpu)
         self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
@@ -78,9 +79,9 @@ class LossWatch:
         if len(self._first) < _NUM_FIRST:
             self._first.append(loss)
         beginning = max(self._guess, sum(self._first) / len(self._first))
-        mean = self.mean
-        if len(self._last) == _WINDOW and mean is not None and mean > _LIMIT * beginning:
-            self.trouble = (step, mean)
+        # The median: a single step may be wild and the next ones recover.
+        if len(self._last) == _WINDOW and (middle := median(one for _, one in self._last)) > _LIMIT * beginning:
+            self.trouble = (step, middle)
 
 
 def explain_divergence(
@@ -99,7 +100,7 @@ def explain_divergence(
         dtype: of its arithmetic.
         epoch: in which it happened, from 0.
         num_steps: of the whole training.
-        trouble: the step, from 1, and its loss or the mean of the last steps; None where another process saw it.
+        trouble: the step, from 1, and its loss or the median of the last steps; None where another process saw it.
         curve: (step, loss) of some steps before.
     """
     where = f"in epoch {epoch + 1}"
@@ -109,7 +110,7 @@ def explain_divergence(
         where += f", at step {step} of {num_steps}"
         what = f"the loss is {loss:.3g}"
         if math.isfinite(loss):
-            what = f"the loss of the last {_WINDOW} steps is {loss:.3g} on average, far above a guess's"
+            what = f"the loss of the last {_WINDOW} steps is {loss:.3g} in the median, far above a guess's"
     shown = ", ".join(f"{loss:.3g} (step {step})" for step, loss in curve if math.isfinite(loss))
     before = f" Before: {shown}." if shown else ""
     return f"training diverged {where}: {what}.{before} {_advice(config, dtype, trouble)}"
@@ -121,6 +122,6 @@ def _advice(config: TrainConfig, dtype: torch.dtype, trouble: tuple[int, float] 
         source = "train.pretrained" if config.pretrained else "the images"
         return f"It was the very first step, so see whether the numbers in {source} are sound{fp16}"
     return (
-        f"Lower train.learning_rate, which is {config.learning_rate:g}, to {config.learning_rate / 4:.2g}, or raise "
+        f"Lower train.learning_rate, which is {config.learning_rate:g}, to {config.learning_rate / 4:g}, or raise "
         f"train.warmup_fraction, which is {config.warmup_fraction:g}{fp16}"
     )

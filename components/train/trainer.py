@@ -21,6 +21,7 @@ from components.train.config import TrainConfig
 from components.train.distributed import Agreement, World, add_up, from_main, same_buffers, to_main
 from components.train.divergence import LossWatch, explain_divergence
 from components.train.fine_tuning import keep_frozen_statistics
+from components.train.mllog import MlLog
 from components.train.optimization import build_ema, build_optimizer, build_schedule
 from components.train.profiling import StepProfiler
 from components.train.speed import EpochSpeed, SpeedMeter
@@ -91,6 +92,7 @@ class Trainer:
         self._watch = LossWatch(world.device, train.num_classes)
         folder = None if checkpoints is None else checkpoints.folder
         self.profiler = StepProfiler(config.profile_steps if world.is_main else 0, world.device, folder)
+        self.mllog = MlLog(folder)
         self._last_speed = ""  # of the epoch before, for a person
         self._epoch_began, self._saved_at = time.perf_counter(), time.monotonic()
 
@@ -102,8 +104,15 @@ class Trainer:
             Preempted: SIGTERM came, and all is saved.
         """
         while len(self.history) < self.config.epochs:
+            number = {"epoch_num": len(self.history) + 1}
+            self.mllog.start("epoch_start", **number)
             train_loss, speed = self.train_epoch()
+            self.mllog.end("epoch_stop", **number)
+            self.mllog.event("tracked_stats", {"throughput": speed.train_images_per_s}, **number)
+            self.mllog.start("eval_start", **number)
             val_loss, val_top1_pct = self.evaluate()
+            self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
+            self.mllog.end("eval_stop", **number)
             self._last_speed = speed.text()
             self._close_epoch(
                 EpochResult(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
@@ -137,6 +146,12 @@ class Trainer:
     def best_num_steps(self) -> int | None:
         """Steps that were done after the best epoch."""
         return None if self.best_epoch is None else (self.best_epoch + 1) * self.steps_per_epoch
+
+    def release(self) -> None:
+        """Let go of what takes the GPU's memory. Nothing can be trained with it after that."""
+        torch._dynamo.reset()
+        del self.model, self.optimizer, self.schedule, self.ema, self.scaler, self.loss_sum
+        del self._parallel, self._objective, self._meter, self._watch
 
     def published(self) -> nn.Module:
         """The model that is validated and becomes the result: the average of the weights where there is one."""
