@@ -89,7 +89,7 @@ def test_the_manifest_says_what_was_trained(
     assert (record.transform.resize_size, record.transform.crop_size) == (32, 32)
     assert record.metrics == epochs[-1]
     assert record.config["learning_rate"] == 0.4
-    assert set(record.files) == {"weights.safetensors"}
+    assert set(record.files) == {"weights.safetensors", "mllog.txt"}
 
 
 def test_the_weights_load_strictly_and_give_the_reported_accuracy(
