@@ -37,7 +37,7 @@ def write_result(
         "schema_version": 1,
         "name": name,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": current_commit(),
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "machine": {
             "gpu": gpu.name if gpu else None,
@@ -58,7 +58,7 @@ def write_result(
     return path
 
 
-def _commit() -> str:
+def current_commit() -> str:
     """Commit of the code: the ENGINERY_COMMIT that the caller gives, for copies without history, else what git says."""
     if given := os.environ.get("ENGINERY_COMMIT"):
         return given

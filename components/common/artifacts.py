@@ -38,6 +38,7 @@ from components.common.records import (
     FileEntry,
     GateCheck,
     Precision,
+    ProfileRecord,
     Recommendation,
     Record,
     Split,
@@ -95,6 +96,7 @@ class CheckpointManifest(Manifest):
     transform: TransformSpec
     metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
     history: tuple[EpochRecord, ...] = Field((), description="One entry per epoch, the first epoch first.")
+    profile: ProfileRecord | None = Field(None, description="None where no steps were recorded (train.profile_steps).")
 
 
 class BundleManifest(Manifest):

@@ -1,16 +1,16 @@
-"""What a GPU draws and how it runs while something else is timed: energy, SM clock and temperature, through NVML."""
+"""What a GPU draws and how it runs while something else is timed, through NVML: energy, clock, use and the like."""
 
 import threading
 import time
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import pynvml
 import torch
 
 _INTERVAL_S = 0.02  # between two looks; the driver itself counts energy some ten times a second
-_LOOKS_PER_STATE = 5  # clock and temperature are asked for every so many looks
+_LOOKS_PER_STATE = 5  # all but the energy is asked for every so many looks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,8 @@ class GpuReading:
     power_w: float | None  # of the whole board, mean
     sm_clock_mhz: int | None  # median
     temperature_c: int | None  # median
+    utilization_pct: float | None = None  # share of the time with a kernel running, mean
+    memory_bytes: int | None = None  # in use at most, by all processes
 
 
 @dataclass
@@ -29,14 +31,17 @@ class _Seen:
     energy: list[tuple[float, int]] = field(default_factory=list)  # (seconds, millijoules), whenever it has changed
     clocks_mhz: list[int] = field(default_factory=list)
     temperatures_c: list[int] = field(default_factory=list)
+    utilizations_pct: list[int] = field(default_factory=list)
+    memory_bytes: list[int] = field(default_factory=list)
 
 
 class GpuMonitor:
     """Watches one GPU between `start` and `stop`, from a thread of its own. A `Meter` for runners."""
 
-    def __init__(self, handle: Any) -> None:
-        """`handle` is NVML's of the GPU."""
+    def __init__(self, handle: Any, *, interval_s: float = _INTERVAL_S) -> None:
+        """`handle` is NVML's of the GPU; it is looked at every `interval_s` seconds."""
         self._handle = handle
+        self._interval_s = interval_s
         self._seen = _Seen()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -63,6 +68,8 @@ class GpuMonitor:
             power_w=_power_w(seen.energy),
             sm_clock_mhz=round(median(seen.clocks_mhz)) if seen.clocks_mhz else None,
             temperature_c=round(median(seen.temperatures_c)) if seen.temperatures_c else None,
+            utilization_pct=mean(seen.utilizations_pct) if seen.utilizations_pct else None,
+            memory_bytes=max(seen.memory_bytes, default=None),
         )
 
     def _end(self) -> None:
@@ -73,7 +80,7 @@ class GpuMonitor:
 
     def _watch(self, seen: _Seen, stop: threading.Event) -> None:
         looks = 0
-        while not stop.wait(_INTERVAL_S):
+        while not stop.wait(self._interval_s):
             looks += 1
             self._look(seen, with_state=looks % _LOOKS_PER_STATE == 0)
 
@@ -86,19 +93,24 @@ class GpuMonitor:
             temperature_c = _ask(pynvml.nvmlDeviceGetTemperature, self._handle, pynvml.NVML_TEMPERATURE_GPU)
             seen.clocks_mhz += [] if clock_mhz is None else [clock_mhz]
             seen.temperatures_c += [] if temperature_c is None else [temperature_c]
+            busy_pct = _ask(lambda handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu, self._handle)
+            seen.utilizations_pct += [] if busy_pct is None else [busy_pct]
+            used_bytes = _ask(lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle).used, self._handle)
+            seen.memory_bytes += [] if used_bytes is None else [used_bytes]
 
 
-def monitor_of(device: torch.device) -> GpuMonitor | None:
-    """A monitor of a CUDA device; None where NVML can't be reached, as in some sandboxes, or does not know the GPU.
+def monitor_of(device: torch.device, *, interval_s: float = _INTERVAL_S) -> GpuMonitor | None:
+    """A monitor of a CUDA device that looks every `interval_s` seconds.
 
-    The GPU is found by its UUID: CUDA and NVML number GPUs each in their own way.
+    None where NVML can't be reached, as in some sandboxes, or does not know the GPU. The GPU is found by its UUID:
+    CUDA and NVML number GPUs each in their own way.
     """
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     except pynvml.NVMLError:
         return None
-    return GpuMonitor(handle)
+    return GpuMonitor(handle, interval_s=interval_s)
 
 
 def _ask(question: Any, *arguments: Any) -> int | None:

@@ -104,7 +104,8 @@ class Loader:
         # together on every rank, with a batch. The one in which images are repeated is dropped, and what fills no step.
         num_read = math.ceil(math.ceil(info.num_images / num_shards) / batch_size)
         self._num_dropped = num_read - self.num_batches
-        self._mixer = Mixer(augmentation or Augmentation(), len(dataset.manifest.classes))
+        self.num_classes = len(dataset.manifest.classes)
+        self._mixer = Mixer(augmentation or Augmentation(), self.num_classes)
         self._identity = {
             "split": info.digest,
             "seed": seed,

@@ -54,6 +54,37 @@ class EpochRecord(Record):
     train_images_per_s: float
     val_loss: float | None = Field(description="Over the validation split; None where it was not finite.")
     val_top1_pct: float
+    data_wait_pct: float | None = Field(
+        None, description="Share of the time of training that waited for images; None in manifests up to version 0.1."
+    )
+    gpu_utilization_pct: float | None = Field(
+        None, description="Share of the time with a kernel running on the GPU, mean of all; None where NVML is silent."
+    )
+    gpu_memory_bytes: int | None = Field(None, description="In use at most, on the GPU with the most in use.")
+    gpu_power_w: float | None = Field(None, description="Mean power of the GPUs' boards, sum of all.")
+    tflops_per_s: float | None = Field(
+        None, description="Convolutions and matrix products of forward and backward, sum of all processes."
+    )
+    peak_pct: float | None = Field(
+        None, description="tflops_per_s over what the GPUs' data sheets say; None for GPUs not known."
+    )
+
+
+class ProfiledOperation(Record):
+    """One kernel of a GPU, or one operator of torch on a CPU, with all its calls."""
+
+    name: str
+    calls_per_step: float
+    share_pct: float = Field(description="Of the time of all of them.")
+
+
+class ProfileRecord(Record):
+    """What some steps of training spent their time on, by torch.profiler."""
+
+    num_steps: int
+    ms_per_step: float = Field(description="Time of all kernels (on a GPU) or operators (on a CPU), by step.")
+    families_pct: dict[str, float] = Field(description="Share of that time by what they do, the largest first.")
+    operations: tuple[ProfiledOperation, ...] = Field(description="The costliest ones, the costliest first.")
 
 
 class TrainingRecord(Record):
@@ -63,6 +94,7 @@ class TrainingRecord(Record):
     config: dict[str, Any] = Field(description="The resolved config of the train step.")
     metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
     environment: Environment
+    profile: ProfileRecord | None = Field(None, description="None where no steps were recorded (train.profile_steps).")
 
 
 class EngineLayer(Record):

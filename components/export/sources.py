@@ -84,7 +84,11 @@ def _from_checkpoint(
         input_digest=checkpoint.digest,
         module=module,
         training=TrainingRecord(
-            history=record.history, config=record.config, metrics=record.metrics, environment=record.environment
+            history=record.history,
+            config=record.config,
+            metrics=record.metrics,
+            environment=record.environment,
+            profile=record.profile,
         ),
     )
 

@@ -1,11 +1,15 @@
 """How numbers are computed: precision, TF32, determinism, threads."""
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from components.common.environment import num_cores
 from components.train.config import TrainConfig
+
+_Result = TypeVar("_Result")
 
 
 def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
@@ -22,6 +26,15 @@ def pick_compile_mode(config: TrainConfig, device: torch.device) -> str:
     if config.compile == "auto":
         return "default" if device.type == "cuda" else ""
     return "" if config.compile == "off" else config.compile
+
+
+def compiled(function: Callable[..., _Result], mode: str) -> Callable[..., _Result]:
+    """The function through torch.compile, for sizes that are few and known. Unchanged for an empty mode."""
+    if not mode:
+        return function
+    if mode == "tuned":
+        return torch.compile(function, dynamic=False, options={"coordinate_descent_tuning": True})
+    return torch.compile(function, dynamic=False, mode=mode)
 
 
 def set_arithmetic(config: TrainConfig, device: torch.device, num_local_processes: int) -> None:

@@ -40,7 +40,7 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         """`folder` is made when the first checkpoint is written."""
-        self._folder = folder
+        self.folder = folder
         self._keep_last = keep_last
 
     def save(self, saved: Saved, *, best_num_steps: int | None) -> None:
@@ -50,7 +50,7 @@ class CheckpointFolder:
             saved: what to write; its state must fit into JSON.
             best_num_steps: of the checkpoint to keep though it is old, if any.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(self._path(saved.num_steps), saved.tensors, {_STATE: json.dumps(saved.state)})
         steps = self.steps()
         for num_steps in steps[: -self._keep_last]:
@@ -59,7 +59,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Of each checkpoint the number of steps done, in their order."""
-        return sorted(int(path.stem.removeprefix("step-")) for path in self._folder.glob("step-*.safetensors"))
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.safetensors"))
 
     def newest(self, log: StepLog) -> bytes | None:
         """The content of the newest checkpoint that can be read; None where there is none.
@@ -78,7 +78,7 @@ class CheckpointFolder:
                 log.warning(f"the checkpoint {path} can't be read ({error}); trying the one before")
         if steps:
             raise EngineryError(
-                f"none of the {len(steps)} checkpoints in {self._folder} can be read; see whether its disk is sound, "
+                f"none of the {len(steps)} checkpoints in {self.folder} can be read; see whether its disk is sound, "
                 "or remove the folder to start anew"
             )
         return None
@@ -88,7 +88,7 @@ class CheckpointFolder:
         return parse(self._path(num_steps).read_bytes())
 
     def _path(self, num_steps: int) -> Path:
-        return self._folder / f"step-{num_steps:08d}.safetensors"
+        return self.folder / f"step-{num_steps:08d}.safetensors"
 
 
 def parse(content: bytes) -> Saved:

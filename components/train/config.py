@@ -16,6 +16,7 @@ NOT_OF_THE_RESULT = (
     "checkpoint_epochs",
     "checkpoint_minutes",
     "publish",
+    "profile_steps",
     "verify",
 )
 
@@ -94,10 +95,13 @@ class TrainConfig(StepConfig):
         "auto", description="Arithmetic of forward and backward: auto is bf16 or fp16 on GPUs, fp32 on CPUs."
     )
     tf32: bool = Field(True, description="On GPUs, let FP32 products and convolutions round their inputs to TF32.")
-    compile: Literal["auto", "off", "default", "reduce-overhead", "max-autotune"] = Field(
+    compile: Literal[
+        "auto", "off", "default", "tuned", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = Field(
         "auto",
-        description="Mode of torch.compile, or off. reduce-overhead and max-autotune use CUDA graphs. auto is default "
-        "on GPUs and off on CPUs.",
+        description="Mode of torch.compile, or off. tuned tries block sizes of its kernels one after the other, which "
+        "takes minutes once. reduce-overhead and max-autotune use CUDA graphs. auto is default on GPUs and off on "
+        "CPUs.",
     )
     deterministic: bool = Field(
         False, description="The same bits from the same seed on the same machine; slower on GPUs."
@@ -128,6 +132,13 @@ class TrainConfig(StepConfig):
     )
     keep_last: int = Field(
         2, ge=1, description="Checkpoints kept while the run is unfinished, beside that of the best epoch."
+    )
+    profile_steps: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="Steps that torch.profiler records early in the training, into trace.json.gz of the Checkpoint; 0 "
+        "for none.",
     )
     seed: int = Field(0, ge=0, description="Seed of weights, shuffling and augmentation.")
     verify: bool = Field(

@@ -6,13 +6,24 @@ from pathlib import Path
 
 import torch
 
-from components.common.artifacts import MANIFEST, UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load, seal
+from components.common.artifacts import (
+    MANIFEST,
+    UNFINISHED,
+    Artifact,
+    CheckpointManifest,
+    DatasetManifest,
+    load,
+    seal,
+    write_atomically,
+)
 from components.common.environment import num_cores
 from components.common.errors import EngineryError
 from components.common.records import EpochRecord
 from components.common.transforms import TransformSpec
 from components.train.checkpointing import WEIGHTS, write_safetensors
 from components.train.config import TrainConfig
+from components.train.mllog import NAME as MLLOG
+from components.train.profiling import TRACE
 from components.train.trainer import EpochResult, Trainer
 
 
@@ -22,6 +33,8 @@ def publish(trainer: Trainer, data: Artifact[DatasetManifest], spec: TransformSp
     number = trainer.best_epoch if config.publish == "best" else len(trainer.history) - 1
     assert number is not None  # a finished training has epochs
     write_safetensors(output / WEIGHTS, _weights(trainer, number))
+    for name in (MLLOG, TRACE):
+        _keep(trainer, name, output)
     metrics = trainer.history[number].metrics()
     sealed = seal(
         output,
@@ -33,9 +46,20 @@ def publish(trainer: Trainer, data: Artifact[DatasetManifest], spec: TransformSp
         transform=spec,
         metrics=metrics,
         history=tuple(_record(epoch) for epoch in trainer.history),
+        profile=trainer.profiler.record,
     )
     shutil.rmtree(output / UNFINISHED)
     return _outcome(sealed, trainer.world.world_size)
+
+
+def _keep(trainer: Trainer, name: str, output: Path) -> None:
+    """Make a file of the unfinished training part of the Checkpoint, if there is one."""
+    assert trainer.checkpoints is not None
+    source, target = trainer.checkpoints.folder / name, output / name
+    if source.exists():
+        write_atomically(target, source.read_bytes())
+    else:
+        target.unlink(missing_ok=True)  # of a run that was killed while it published
 
 
 def published_before(config: TrainConfig, data: Artifact[DatasetManifest], output: Path) -> str:

@@ -1,6 +1,7 @@
 """train: Dataset -> Checkpoint."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,9 @@ from components.train.config import TrainConfig
 from components.train.distributed import World, find_world, from_main, joined
 from components.train.fine_tuning import starting_model
 from components.train.launching import launch, num_processes
+from components.train.memory import explain_out_of_memory, is_out_of_memory
+from components.train.mllog import NAME as MLLOG
+from components.train.profiling import TRACE
 from components.train.publishing import publish, published_before
 from components.train.resuming import choose_folder
 from components.train.state import loader_state, restore
@@ -49,7 +53,7 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
                 return outcome
             if not world.is_main:
                 return _train(config, log, data, world, stop)
-            with open_unfinished(output, known=(WEIGHTS,)) as folder:
+            with open_unfinished(output, known=(WEIGHTS, MLLOG, TRACE)) as folder:
                 return _train(config, log, data, world, stop, output=output, folder=folder)
 
 
@@ -81,7 +85,10 @@ def _train(
     if saved is not None:
         restore(trainer, saved)
         log.note(f"going on after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped")
-    _fit(trainer)
+    del model, saved  # both would stay in memory
+    trainer.mllog.begin(_mlperf_facts(trainer, data))
+    _fit(trainer, len(data.manifest.classes))
+    trainer.mllog.end("run_stop", status="success")
     return "" if output is None else publish(trainer, data, spec, output)
 
 
@@ -91,16 +98,21 @@ def _saved(checkpoints: CheckpointFolder | None, world: World, log: StepLog) -> 
     return None if content is None else parse(content)
 
 
-def _fit(trainer: Trainer) -> None:
+def _fit(trainer: Trainer, num_classes: int) -> None:
     try:
         trainer.fit()
+        return
     except RuntimeError as error:
-        if "does not have a deterministic implementation" not in str(error):
+        if "does not have a deterministic implementation" in str(error):
+            raise UserError(
+                f"train.deterministic can't be had with {trainer.config.architecture} on this device: "
+                f"{str(error).split('. ')[0]}. Set deterministic to false, or take another architecture"
+            ) from None
+        if not is_out_of_memory(error):
             raise
-        raise UserError(
-            f"train.deterministic can't be had with {trainer.config.architecture} on this device: "
-            f"{str(error).split('. ')[0]}. Set deterministic to false, or take another architecture"
-        ) from None
+    # Behind the except, because the error keeps the frames that hold tensors.
+    trainer.release()
+    raise UserError(explain_out_of_memory(trainer.config, trainer.plan, trainer.world, num_classes))
 
 
 def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> TransformSpec:
@@ -150,6 +162,23 @@ def _loaders(
         stuck_after_s=config.stuck_after_s,
     )
     return train, val
+
+
+def _mlperf_facts(trainer: Trainer, data: Artifact[DatasetManifest]) -> dict[str, Any]:
+    """What MLPerf's log says of a training, by its keys."""
+    config, splits = trainer.config, data.manifest.splits
+    return {
+        "submission_benchmark": config.architecture,
+        "global_batch_size": config.global_batch_size,
+        "gradient_accumulation_steps": trainer.plan.num_accumulated,
+        "train_samples": splits["train"].num_images,
+        "eval_samples": splits["val"].num_images,
+        "opt_name": config.optimizer,
+        "opt_base_learning_rate": config.learning_rate * config.global_batch_size / 256,
+        "opt_learning_rate_warmup_epochs": config.warmup_fraction * config.epochs,
+        "opt_weight_decay": config.weight_decay,
+        "seed": config.seed,
+    }
 
 
 def _tell(log: StepLog, data: Artifact[DatasetManifest], trainer: Trainer) -> None:

@@ -14,32 +14,42 @@ from torch.nn.parallel import DistributedDataParallel
 from components.common.errors import EngineryError, Preempted
 from components.common.loader import Batch, Loader
 from components.common.steplog import StepLog
-from components.train.arithmetic import pick_compile_mode, pick_precision
+from components.train.arithmetic import compiled, pick_compile_mode, pick_precision
 from components.train.batches import BatchPlan
 from components.train.checkpointing import CheckpointFolder
 from components.train.config import TrainConfig
-from components.train.distributed import Agreement, World, add_up, same_buffers
+from components.train.distributed import Agreement, World, add_up, from_main, same_buffers, to_main
+from components.train.divergence import LossWatch, explain_divergence
 from components.train.fine_tuning import keep_frozen_statistics
+from components.train.mllog import MlLog
 from components.train.optimization import build_ema, build_optimizer, build_schedule
+from components.train.profiling import StepProfiler
+from components.train.speed import EpochSpeed, SpeedMeter
 from components.train.state import capture
 from components.train.stopping import StopRequest
 
 # What processes agree on after a step; the largest wish counts.
-_GO_ON, _SAVE, _SAVE_AND_STOP = 0, 1, 2
+_GO_ON, _SAVE, _SAVE_AND_STOP, _GIVE_UP = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochResult:
-    """What one epoch measured."""
+    """What one epoch measured. What is None could not be told; see EpochSpeed for the units and what they count."""
 
     train_loss: float
     train_images_per_s: float
     val_loss: float
     val_top1_pct: float
+    data_wait_pct: float | None = None
+    gpu_utilization_pct: float | None = None
+    gpu_memory_bytes: int | None = None
+    gpu_power_w: float | None = None
+    tflops_per_s: float | None = None
+    peak_pct: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """By metric name, for tracking and manifests."""
-        return dict(vars(self))
+        """What was measured, by metric name, for tracking and manifests."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class Trainer:
@@ -78,6 +88,12 @@ class Trainer:
         self._objective = self._compiled()
         self.checkpoints, self._stop = checkpoints, stop or StopRequest()
         self._agreement = Agreement(world)
+        self._meter = SpeedMeter(self.model, world, self.dtype, tf32=config.tf32)
+        self._watch = LossWatch(world.device, train.num_classes)
+        folder = None if checkpoints is None else checkpoints.folder
+        self.profiler = StepProfiler(config.profile_steps if world.is_main else 0, world.device, folder)
+        self.mllog = MlLog(folder)
+        self._last_speed = ""  # of the epoch before, for a person
         self._epoch_began, self._saved_at = time.perf_counter(), time.monotonic()
 
     def fit(self) -> EpochResult:
@@ -88,15 +104,19 @@ class Trainer:
             Preempted: SIGTERM came, and all is saved.
         """
         while len(self.history) < self.config.epochs:
-            train_loss, images_per_s = self._train_epoch()
+            number = {"epoch_num": len(self.history) + 1}
+            self.mllog.start("epoch_start", **number)
+            train_loss, speed = self.train_epoch()
+            self.mllog.end("epoch_stop", **number)
+            self.mllog.event("tracked_stats", {"throughput": speed.train_images_per_s}, **number)
+            self.mllog.start("eval_start", **number)
             val_loss, val_top1_pct = self.evaluate()
-            result = EpochResult(
-                train_loss=train_loss,
-                train_images_per_s=images_per_s,
-                val_loss=val_loss,
-                val_top1_pct=val_top1_pct,
+            self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
+            self.mllog.end("eval_stop", **number)
+            self._last_speed = speed.text()
+            self._close_epoch(
+                EpochResult(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
             )
-            self._close_epoch(result)
         result = self.history[-1]
         if not math.isfinite(result.val_loss):
             raise EngineryError(
@@ -105,7 +125,7 @@ class Trainer:
             )
         return result
 
-    def go_on(self, num_steps: int, history: list[dict[str, float]], epoch_seconds: float, loss_sum: float) -> None:
+    def go_on(self, num_steps: int, history: list[dict[str, Any]], epoch_seconds: float, loss_sum: float) -> None:
         """Take over what an earlier process had counted."""
         self.num_steps_done = num_steps
         self.history = [EpochResult(**epoch) for epoch in history]
@@ -126,6 +146,12 @@ class Trainer:
     def best_num_steps(self) -> int | None:
         """Steps that were done after the best epoch."""
         return None if self.best_epoch is None else (self.best_epoch + 1) * self.steps_per_epoch
+
+    def release(self) -> None:
+        """Let go of what takes the GPU's memory. Nothing can be trained with it after that."""
+        torch._dynamo.reset()
+        del self.model, self.optimizer, self.schedule, self.ema, self.scaler, self.loss_sum
+        del self._parallel, self._objective, self._meter, self._watch
 
     def published(self) -> nn.Module:
         """The model that is validated and becomes the result: the average of the weights where there is one."""
@@ -151,14 +177,13 @@ class Trainer:
                 loss: torch.Tensor = self._loss(self._parallel(images), labels)
             return loss
 
-        mode = pick_compile_mode(self.config, self.world.device)
         # Beyond its limit of graphs per function torch would go on without compiling; each image size is one.
         torch._dynamo.config.recompile_limit = 8 + len(set(self.config.image_sizes))
-        # Model and loss together: as one graph they take fewer kernels. Sizes are few and known, so none is symbolic.
-        return torch.compile(objective, mode=mode, dynamic=False) if mode else objective
+        # Model and loss together: as one graph they take fewer kernels.
+        return compiled(objective, pick_compile_mode(self.config, self.world.device))
 
-    def _train_epoch(self) -> tuple[float, float]:
-        """The steps that are left of this epoch. Returns the mean loss and images per second over all processes."""
+    def train_epoch(self) -> tuple[float, EpochSpeed]:
+        """The steps that are left of this epoch. Returns the mean loss over all processes, and how fast it went."""
         epoch = len(self.history)
         done = self.num_steps_done - epoch * self.steps_per_epoch
         if not done:
@@ -168,26 +193,37 @@ class Trainer:
         keep_frozen_statistics(self.model)
         self._stop.has_work = True
         batches = iter(self.train) if done < self.steps_per_epoch else iter(())
-        for index in range(done, self.steps_per_epoch):
-            self.loss_sum += self._step(batches)
-            self.num_steps_done += 1
-            self.log.progress("training", self.num_steps_done, self.num_steps, self._detail(epoch, index))
-            self._after_step()
-        train_loss = add_up(self.loss_sum.clone(), self.world).item() / self.world.world_size / self.steps_per_epoch
-        return train_loss, self.steps_per_epoch * self.plan.global_batch_size / self.epoch_seconds()
+        self._meter.begin()
+        try:
+            for _ in range(done, self.steps_per_epoch):
+                self.profiler.before_step()
+                loss = self._step(batches)
+                self.profiler.after_step()
+                self.loss_sum += loss
+                self.num_steps_done += 1
+                self._watch.put(self.num_steps_done, loss)
+                self.log.progress("training", self.num_steps_done, self.num_steps, self._detail(epoch))
+                self._after_step()
+            loss_sum = add_up(self.loss_sum.clone(), self.world).item() / self.world.world_size
+            speed = self._meter.end(self.steps_per_epoch * self.plan.global_batch_size, self.epoch_seconds())
+        finally:
+            self._meter.stop()
+        self.profiler.finish()  # where the epoch has fewer steps
+        return loss_sum / self.steps_per_epoch, speed
 
-    def _detail(self, epoch: int, index: int) -> str:
-        text = f"epoch {epoch + 1}/{self.config.epochs}"
-        if self.world.device.type == "cpu":  # on a GPU reading the loss would stall the queue
-            text += f", loss {self.loss_sum.item() / (index + 1):.2f}"
-        return text
+    def _detail(self, epoch: int) -> str:
+        parts = [f"epoch {epoch + 1}/{self.config.epochs}"]
+        if self._watch.mean is not None:
+            parts.append(f"loss {self._watch.mean:.2f}")
+        parts.append(self._last_speed or f"{self._meter.rate():,.0f} images/s")
+        return ", ".join(parts)
 
     def _step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """One optimizer step. Returns the mean loss of this process's images, still on the device."""
         loss_sum = torch.zeros((), device=self.world.device)
         self.optimizer.zero_grad(set_to_none=True)
         for index in range(self.plan.num_accumulated):
-            batch = next(batches)
+            batch = self._meter.next(batches)
             with self._gradients_stay_here() if index + 1 < self.plan.num_accumulated else nullcontext():
                 loss = self._objective(batch.images, batch.labels) / self.plan.num_accumulated
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -205,12 +241,16 @@ class Trainer:
 
     def _after_step(self) -> None:
         wish = _GO_ON
-        if self._stop.requested:
+        if self._watch.trouble is not None:
+            wish = _GIVE_UP
+        elif self._stop.requested:
             wish = _SAVE_AND_STOP
         elif self.world.is_main and self._is_due():
             wish = _SAVE
             self._saved_at = time.monotonic()  # the answer comes one step later, and one is enough
         agreed = self._agreement.reach(wish)
+        if agreed == _GIVE_UP:
+            raise self._diverged(len(self.history))
         if agreed != _GO_ON:
             self.save()
         if agreed == _SAVE_AND_STOP:
@@ -232,23 +272,31 @@ class Trainer:
         self.history.append(result)
         self.log.metrics(result.metrics(), position=epoch)
         if not math.isfinite(result.train_loss):
-            raise self._diverged(epoch, result.train_loss)
+            raise self._diverged(epoch)
         done = len(self.history)
         is_published = done == self.config.epochs or (self.config.publish == "best" and self.best_epoch == epoch)
         if is_published or done % self.config.checkpoint_epochs == 0:
             self.save()
 
-    def _diverged(self, epoch: int, loss: float) -> EngineryError:
-        return EngineryError(
-            f"training diverged in epoch {epoch + 1}: the loss is {loss}. "
-            "Lower train.learning_rate, or raise train.warmup_fraction"
+    def _diverged(self, epoch: int) -> EngineryError:
+        """Of all processes the first rank that saw it; all raise the same."""
+        self._watch.take_all()
+        told = explain_divergence(
+            self.config,
+            self.dtype,
+            epoch=epoch,
+            num_steps=self.num_steps,
+            trouble=self._watch.trouble,
+            curve=self._watch.curve,
         )
+        seen = [text for text, trouble in to_main((told, self._watch.trouble), self.world) if trouble is not None]
+        return EngineryError(from_main(seen[0] if seen else told, self.world))
 
     def save(self) -> None:
         """Write a checkpoint, on rank 0; all processes take part."""
         loss = add_up(self.loss_sum.clone(), self.world).item()
         if not math.isfinite(loss):  # nobody should go on from there
-            raise self._diverged(len(self.history), loss)
+            raise self._diverged(len(self.history))
         saved = capture(self)
         if saved is not None and self.checkpoints is not None:
             self.checkpoints.save(saved, best_num_steps=self.best_num_steps)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from components.common.environment import Environment
-from components.common.records import AccuracyRow, ClassLoss, EngineEntry
+from components.common.records import AccuracyRow, ClassLoss, EngineEntry, ProfileRecord
 from components.common.statistics import SIGNIFICANCE
 from components.validate.formats import TIMES, count, megabytes, number, probability, short, signed
 from components.validate.schema import Report
@@ -294,7 +294,21 @@ def training_facts(report: Report) -> Facts:
     if training is None:
         return []
     facts = [(key.replace("_", " "), str(training.config[key])) for key in _RECIPE if key in training.config]
-    return facts + [_metric(key, value) for key, value in training.metrics.items()]
+    facts += [_metric(key, value) for key, value in training.metrics.items()]
+    return facts + _profile_facts(training.profile)
+
+
+def _profile_facts(profile: ProfileRecord | None) -> Facts:
+    """What the recorded steps spent their time on."""
+    if profile is None:
+        return []
+    families = ", ".join(f"{share:.0f} % {name}" for name, share in profile.families_pct.items() if share >= 0.5)
+    costliest = ", ".join(f"{one.name[:60]} {one.share_pct:.0f} %" for one in profile.operations[:3])
+    steps = _of(profile.num_steps, "recorded step")
+    return [
+        ("a step spends", f"{number(profile.ms_per_step, 1)} ms ({steps}): {families}"),
+        ("costliest operations", costliest),
+    ]
 
 
 def _metric(key: str, value: float) -> tuple[str, str]:
@@ -303,6 +317,12 @@ def _metric(key: str, value: float) -> tuple[str, str]:
         "train_images_per_s": ("training speed", f"{number(value, 0)} images/s"),
         "val_loss": ("validation loss", number(value, 3)),
         "val_top1_pct": ("validation top-1", f"{number(value)} %"),
+        "data_wait_pct": ("waiting for images", f"{number(value, 1)} % of the time"),
+        "gpu_utilization_pct": ("GPU utilization", f"{number(value, 0)} %"),
+        "gpu_memory_bytes": ("GPU memory in use", f"{number(value / 1e9, 1)} GB"),
+        "gpu_power_w": ("power of the GPUs", f"{number(value, 0)} W"),
+        "tflops_per_s": ("arithmetic", f"{number(value, 1 if value >= 10 else 3)} TFLOP/s"),
+        "peak_pct": ("of the GPUs' peak", f"{number(value, 1)} %"),
     }
     return known.get(key, (key.replace("_", " "), number(value, 3)))
 

@@ -50,6 +50,12 @@ class Nvml:
         assert sensor == pynvml.NVML_TEMPERATURE_GPU
         return self._answer("temperature", 47)
 
+    def nvmlDeviceGetUtilizationRates(self, handle: object) -> SimpleNamespace:
+        return SimpleNamespace(gpu=self._answer("utilization", 93))
+
+    def nvmlDeviceGetMemoryInfo(self, handle: object) -> SimpleNamespace:
+        return SimpleNamespace(used=self._answer("memory", 41 << 30))
+
 
 def watch(nvml: Nvml, monkeypatch: pytest.MonkeyPatch, seconds: float) -> GpuReading:
     monkeypatch.setattr(gpu_monitor, "pynvml", nvml)
@@ -67,6 +73,7 @@ def test_power_is_that_between_the_steps_of_the_counter(monkeypatch: pytest.Monk
     reading = watch(Nvml(), monkeypatch, 1.0)
     assert reading.power_w == pytest.approx(POWER_W, rel=0.15)  # a busy machine looks late
     assert (reading.sm_clock_mhz, reading.temperature_c) == (1980, 47)
+    assert (reading.utilization_pct, reading.memory_bytes) == (93, 41 << 30)
 
 
 def test_power_of_known_steps() -> None:
@@ -78,7 +85,7 @@ def test_power_of_known_steps() -> None:
 
 
 def test_what_nvml_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = watch(Nvml("energy", "clock", "temperature"), monkeypatch, 0.1)
+    reading = watch(Nvml("energy", "clock", "temperature", "utilization", "memory"), monkeypatch, 0.1)
     assert reading == GpuReading(power_w=None, sm_clock_mhz=None, temperature_c=None)
     assert watch(Nvml("energy"), monkeypatch, 0.1).sm_clock_mhz == 1980
 

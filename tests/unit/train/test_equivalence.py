@@ -47,6 +47,10 @@ class Images:
     def __len__(self) -> int:
         return len(self.batches)
 
+    @property
+    def num_classes(self) -> int:
+        return 4
+
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
 

@@ -1,0 +1,111 @@
+"""When a GPU's memory does not hold a batch: a batch that it does hold, found by trying smaller ones."""
+
+import gc
+
+import torch
+from torch import nn
+
+from components.common.models import build_model
+from components.train.arithmetic import pick_precision
+from components.train.batches import BatchPlan
+from components.train.config import TrainConfig
+from components.train.distributed import World
+from components.train.optimization import build_ema, build_optimizer
+
+_SIGNS = ("out of memory", "ALLOC_FAILED")  # of torch, CUDA, DALI; cuDNN and cuBLAS
+_NUM_STEPS = 2  # the optimizer's own tensors come with the first
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory ran out, whoever asked for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, num_classes: int) -> str:
+    """What the user should read: the setting, and the largest batch that was seen to fit. Nothing else may use memory.
+
+    Tries forward, backward and optimizer step on batches that divide a process's share of global_batch_size.
+    """
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    failed = plan.per_gpu_batch_size
+    own = failed * plan.num_accumulated
+    fits = _largest_that_fits([size for size in range(1, failed) if own % size == 0], config, world, num_classes)
+    side = _side(config)
+    start = f"{_where(world)} does not hold a batch of {failed} images of {side} px (train.per_gpu_batch_size)"
+    if fits is None:
+        return (
+            f"{start}, and {'not one image either' if failed > 1 else 'that is a single one'}. Set a smaller "
+            "train.image_size or another train.architecture, or end what else uses the memory"
+        )
+    text = (
+        f"{start}. {fits} were tried here and fit: set train.per_gpu_batch_size to {fits}. Gradients are then "
+        f"accumulated over {own // fits} batches, and global_batch_size stays {plan.global_batch_size}"
+    )
+    if config.compile in ("reduce-overhead", "max-autotune"):
+        text += f". That needs train.compile default or tuned: {config.compile} can't accumulate"
+    return text
+
+
+def _side(config: TrainConfig) -> int:
+    return max((config.image_size, *config.image_sizes))
+
+
+def _where(world: World) -> str:
+    if world.device.type != "cuda":
+        return "the memory"
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    return f"the memory of {torch.cuda.get_device_name(world.device)}, {total / 1e9:.0f} GB,"
+
+
+def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_classes: int) -> int | None:
+    """By halving the list, which is in order: what fits leaves room for all that are smaller."""
+    best, low, high = None, 0, len(sizes) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        if _fits(sizes[middle], config, world, num_classes):
+            best, low = sizes[middle], middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) -> bool:
+    try:
+        _train_a_little(batch_size, config, world, num_classes)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = False
+    else:
+        fits = True
+    # Here the error is gone, and with it the frames that held tensors.
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return fits
+
+
+def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_classes: int) -> None:
+    """Steps as training makes them, but for torch.compile, with which they take less memory."""
+    device, side = world.device, _side(config)
+    model = build_model(config.architecture, num_classes).to(device).to(memory_format=torch.channels_last).train()
+    averages = build_ema(model, config)
+    optimizer = build_optimizer(model, config, device)
+    dtype = pick_precision(config, device)
+    images = torch.zeros(batch_size, side, side, 3, device=device).permute(0, 3, 1, 2)
+    labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    # What DistributedDataParallel keeps beside the gradients.
+    buckets = [torch.empty_like(one) for one in model.parameters()] if world.world_size > 1 else []
+    for _ in range(_NUM_STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del averages, buckets

@@ -1,0 +1,246 @@
+"""What training says of itself: divergence, memory that is too small, speed, log lines and a profile."""
+
+import gzip
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.errors import EngineryError, UserError
+from components.common.loader import Batch
+from components.common.models import build_model
+from components.common.records import EpochRecord
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.train.batches import plan_batches
+from components.train.config import TrainConfig
+from components.train.distributed import World
+from components.train.divergence import LossWatch
+from components.train.flops import flops_per_image, peak_tflops
+from components.train.mllog import NAME as MLLOG
+from components.train.profiling import TRACE
+from components.train.run import run
+from components.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+Run = Callable[..., Artifact[CheckpointManifest]]
+
+
+@pytest.fixture
+def train(tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path) -> Run:
+    """`train(log, **changed)`: the whole step."""
+
+    def trained(log: StepLog | None = None, **changed: Any) -> Artifact[CheckpointManifest]:
+        config = resolve(TrainConfig, "train", settings, changed)
+        run(config, log or StepLog("train"), dataset=tiny_dataset.path, output=tmp_path / "out")
+        return load(tmp_path / "out", CheckpointManifest)
+
+    return trained
+
+
+class Batches:
+    """A loader of one random batch, again and again."""
+
+    num_classes = 4
+
+    def __init__(self, num_batches: int, wait_s: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(8, 3, 16, 16, generator=generator)
+        self.batch = Batch(images=images, labels=torch.randint(0, 4, (8,), generator=generator))
+        self.num_batches, self.wait_s = num_batches, wait_s
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(self.num_batches):
+            time.sleep(self.wait_s)
+            yield self.batch
+
+
+class NewBatches(Batches):
+    """Other images and labels in each step: there is nothing to learn."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(self.num_batches):
+            labels = torch.randint(0, 4, (8,), generator=generator)
+            yield Batch(images=torch.randn(8, 3, 16, 16, generator=generator), labels=labels)
+
+
+def small_trainer(batches: Batches, **settings: Any) -> Trainer:
+    config = resolve(TrainConfig, "train", {"epochs": 1, "global_batch_size": 8, **settings})
+    plan = plan_batches(config, 1, num_train_images=8, num_val_images=8)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(784, 4))
+    loaders: Any = (batches, Batches(1))
+    return Trainer(model, config, plan, *loaders, world=World(device=CPU), log=StepLog("train"))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_curve(train: Run, tmp_path: Path) -> None:
+    with pytest.raises(EngineryError) as caught:
+        train(learning_rate=1e12, warmup_fraction=0)
+    told = str(caught.value)
+    assert "training diverged in epoch 1, at step " in told
+    assert " of 18: the loss is " in told
+    assert "Before: 2." in told  # ten classes: the first step's loss is that of a guess
+    assert "(step 1)" in told
+    assert "Lower train.learning_rate, which is 1e+12, to 2.5e+11, or raise train.warmup_fraction, which is 0" in told
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_two_processes_end_together_and_say_the_same(train: Run) -> None:
+    with pytest.raises(EngineryError, match=r"training diverged in epoch 1, at step \d+ of 18: the loss is .*Before: "):
+        train(learning_rate=1e12, warmup_fraction=0, num_processes=2)
+
+
+def test_a_loss_far_above_a_guess_ends_the_run() -> None:
+    """At this rate the loss grows, and stays finite for more than 50 steps."""
+    trainer = small_trainer(NewBatches(300), learning_rate=5, warmup_fraction=0, momentum=0.5, weight_decay=0)
+    with pytest.raises(EngineryError, match=r"the loss of the last 50 steps is .* far above a guess's\. Before: "):
+        trainer.fit()
+    assert trainer.num_steps_done < 300
+
+
+def test_a_slow_beginning_is_no_divergence() -> None:
+    watch = LossWatch(CPU, num_classes=10)
+    for step in range(1, 200):
+        watch.put(step, torch.tensor(6.5 if step < 40 else 1e6 if step == 90 else 2.0))  # and a single wild step
+    assert watch.trouble is None
+    assert watch.mean == pytest.approx(2.0)
+    pretrained = LossWatch(CPU, num_classes=10)
+    for step in range(1, 200):  # from almost nothing to less than a guess's
+        pretrained.put(step, torch.tensor(0.01 if step < 20 else 1.5))
+    assert pretrained.trouble is None
+
+
+def test_the_first_step_is_not_the_learning_rates_fault() -> None:
+    batches = Batches(3)
+    batches.batch.images[0, 0, 0, 0] = math.nan
+    with pytest.raises(EngineryError, match=r"at step 1 of 3: the loss is nan\. It was the very first step, so see"):
+        small_trainer(batches).fit()
+
+
+@pytest.fixture
+def limited_memory() -> Iterator[Callable[[int], None]]:
+    """`limited_memory(n)`: models have room for n images. A CPU's memory does not run out, so a hook raises for it."""
+    removed = []
+
+    def limit(num_images: int) -> None:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if isinstance(module, nn.Conv2d) and inputs[0].device == CPU and len(inputs[0]) > num_images:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        removed.append(nn.modules.module.register_module_forward_pre_hook(hook))
+
+    yield limit
+    for handle in removed:
+        handle.remove()
+
+
+def test_out_of_memory_names_a_batch_that_fits(train: Run, limited_memory: Callable[[int], None]) -> None:
+    limited_memory(5)
+    with pytest.raises(UserError) as caught:
+        train()
+    told = str(caught.value)
+    assert "does not hold a batch of 16 images of 32 px (train.per_gpu_batch_size). 4 were tried here and fit" in told
+    assert "set train.per_gpu_batch_size to 4. Gradients are then accumulated over 4 batches" in told
+    checkpoint = train(per_gpu_batch_size=4, epochs=1)  # what was said is so
+    assert checkpoint.manifest.history[0].train_loss > 0
+
+
+def test_out_of_memory_where_nothing_fits(train: Run, limited_memory: Callable[[int], None]) -> None:
+    limited_memory(0)
+    with pytest.raises(
+        UserError, match=r"a batch of 8 images .* and not one image either\. Set a smaller train\.image"
+    ):
+        train(per_gpu_batch_size=8)
+
+
+class Recorder(StepLog):
+    def __init__(self) -> None:
+        super().__init__("train")
+        self.epochs: list[dict[str, float]] = []
+        self.details: list[str] = []
+
+    def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
+        self.epochs.append(values)
+
+    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
+        self.details.append(detail)
+
+
+def test_what_an_epoch_reports(train: Run) -> None:
+    log = Recorder()
+    checkpoint = train(log, epochs=2, profile_steps=2)
+    first, second = checkpoint.manifest.history
+    assert first.data_wait_pct is not None
+    assert 0 < first.data_wait_pct < 100
+    side = flops_per_image(build_model("resnet18", 10), 32, 32)
+    assert side is not None
+    assert second.tflops_per_s == pytest.approx(side * second.train_images_per_s / 1e12)
+    assert (second.gpu_power_w, second.peak_pct) == (None, None)  # there is no GPU to ask
+    assert set(log.epochs[1]) == {*log.epochs[0]} >= {"data_wait_pct", "tflops_per_s", "train_images_per_s"}
+    assert "images/s" in log.details[0]
+    assert "loss" in log.details[-1]
+    assert "% waiting for data" in log.details[-1]
+    _check_mllog(checkpoint.file(MLLOG).read_text())
+    _check_profile(checkpoint)
+
+
+def _check_mllog(text: str) -> None:
+    lines = text.splitlines()
+    assert all(line.startswith(":::MLLOG {") for line in lines)
+    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+    assert {tuple(sorted(event)) for event in events} == {
+        ("event_type", "key", "metadata", "namespace", "time_ms", "value")
+    }
+    keys = [event["key"] for event in events]
+    epoch = ["epoch_start", "epoch_stop", "tracked_stats", "eval_start", "eval_accuracy", "eval_stop"]
+    begin = keys.index("run_start")
+    assert keys[begin:] == ["run_start", *epoch, *epoch, "run_stop"]
+    assert {"global_batch_size", "opt_name", "train_samples", "eval_samples", "seed"} < set(keys[:begin])
+    assert events[-1]["metadata"] == {"status": "success"}
+
+
+def _check_profile(checkpoint: Artifact[CheckpointManifest]) -> None:
+    with gzip.open(checkpoint.file(TRACE)) as file:
+        assert json.load(file)["traceEvents"]
+    profile = checkpoint.manifest.profile
+    assert profile is not None
+    assert profile.num_steps == 2
+    assert sum(profile.families_pct.values()) == pytest.approx(100)
+    assert any("conv" in operation.name for operation in profile.operations)
+
+
+def test_time_that_waits_for_a_slow_loader() -> None:
+    trainer = small_trainer(Batches(10, wait_s=0.1))
+    _, speed = trainer.train_epoch()
+    assert speed.data_wait_pct > 50
+    assert speed.train_images_per_s < 80
+
+
+def test_epochs_of_earlier_versions_are_read() -> None:
+    old = {"train_loss": 1.0, "train_images_per_s": 2.0, "val_loss": None, "val_top1_pct": 3.0}
+    assert EpochRecord.model_validate(old).data_wait_pct is None
+
+
+def test_flops_and_peaks() -> None:
+    model = build_model("resnet50", 1000)
+    # 4.09 G multiply-adds forward (He et al., 2016), twice that backward, less the first layer's input gradient.
+    assert flops_per_image(model, 224, 224) == pytest.approx(3 * 2 * 4.09e9, rel=0.02)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("fc."))
+    assert flops_per_image(model, 224, 224) == pytest.approx(2 * 4.09e9, rel=0.02)
+    assert peak_tflops("NVIDIA H200", torch.bfloat16, tf32=True) == 989.4
+    assert peak_tflops("NVIDIA H200", torch.float32, tf32=False) == 66.9
+    assert peak_tflops("NVIDIA L40", torch.float16, tf32=True) == 181
+    assert peak_tflops("Tesla T4", torch.bfloat16, tf32=True) is None
+    assert peak_tflops("NVIDIA A1000", torch.float16, tf32=True) is None
