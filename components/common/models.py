@@ -1,7 +1,11 @@
 """Models by name, over torchvision and timm."""
 
+import pickle
+from pathlib import Path
+
 import torch
 import torchvision
+from safetensors.torch import load_file
 from torch import nn
 
 from components.common.errors import UserError
@@ -44,6 +48,30 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
         # A residual branch that starts at zero trains faster and more stably from scratch (Goyal et al., 2017).
         options = {"zero_init_residual": True}
     return torchvision.models.get_model(architecture, weights=None, num_classes=num_classes, **options)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Weights by name from a .safetensors file or a plain state_dict; nothing in it is run.
+
+    Raises:
+        UserError: there is no such file, it can't be read, or it holds something else.
+    """
+    try:
+        weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"there is no weights file {path}") from None
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} holds more than weights, and loading it would run code from the file. "
+            "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
+        ) from None
+    except Exception as error:  # whatever damaged files make the readers raise
+        raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
+    if isinstance(weights, dict) and isinstance(weights.get("state_dict"), dict):
+        weights = weights["state_dict"]
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise UserError(f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)")
+    return {name.removeprefix("module."): value for name, value in weights.items()}
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str) -> None:

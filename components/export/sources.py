@@ -1,17 +1,15 @@
 """Where the model comes from: a Checkpoint of the train step, or a file of the user's own."""
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from components.common.artifacts import MANIFEST, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.digests import digest_file
 from components.common.errors import UserError
-from components.common.models import build_model, load_weights
+from components.common.models import build_model, load_weights, read_weights
 from components.common.records import TrainingRecord
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec, transform_for
@@ -100,7 +98,7 @@ def _from_weights(
         raise UserError(f"{path} holds weights only: name their architecture, such as --architecture resnet50")
     classes = dataset.manifest.classes
     module = build_model(config.architecture, len(classes))
-    load_weights(module, _read_weights(path), str(path))
+    load_weights(module, read_weights(path), str(path))
     transform = _own_transform(config, config.image_size)
     shapes = _shapes(transform, config)
     export_onnx(module, destination, shapes)
@@ -112,25 +110,6 @@ def _from_weights(
         input_digest=digest_file(path),
         module=module,
     )
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} holds more than weights, and loading it would run code from the file. "
-            "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
-        ) from None
-    except Exception as error:  # whatever damaged files make the readers raise
-        raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
-    if isinstance(weights, dict) and isinstance(weights.get("state_dict"), dict):
-        weights = weights["state_dict"]
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise UserError(f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)")
-    return {name.removeprefix("module."): value for name, value in weights.items()}
 
 
 def _from_onnx(path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path) -> SourceModel:

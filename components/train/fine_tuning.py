@@ -1,6 +1,5 @@
 """Models that begin with given weights, and layers that keep them."""
 
-import pickle
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from components.common.artifacts import MANIFEST, CheckpointManifest, load
 from components.common.errors import UserError
-from components.common.models import build_model, load_weights
+from components.common.models import build_model, load_weights, read_weights
 from components.common.steplog import StepLog
 from components.train.checkpointing import WEIGHTS
 from components.train.config import TrainConfig
@@ -76,32 +75,13 @@ def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
         checkpoint = load(path, CheckpointManifest, verify=(WEIGHTS,))
         return load_file(checkpoint.file(WEIGHTS))
     if path.suffix in _SUFFIXES:
-        return _from_file(path)
+        return read_weights(path)
     if "/" in config.pretrained or path.exists():
         raise UserError(
             f"train.pretrained is {config.pretrained}, which is neither a weights file ({', '.join(_SUFFIXES)}) nor a "
             "Checkpoint directory"
         )
     return _published(config)
-
-
-def _from_file(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"there is no weights file {path} (train.pretrained)") from None
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} holds more than weights, and loading it would run code from the file. "
-            "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
-        ) from None
-    except Exception as error:  # whatever damaged files make the readers raise
-        raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
-    if isinstance(weights, dict) and isinstance(weights.get("state_dict"), dict):
-        weights = weights["state_dict"]
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise UserError(f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)")
-    return {name.removeprefix("module."): value for name, value in weights.items()}
 
 
 def _published(config: TrainConfig) -> dict[str, torch.Tensor]:
