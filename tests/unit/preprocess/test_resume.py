@@ -136,8 +136,11 @@ def test_a_run_with_an_output_of_its_own_takes_over_finished_shards(
     earlier = [tmp_path / "first", tmp_path / "second", tmp_path / "gone"]
     for output, num_done in zip(earlier, (1, 2), strict=False):
         kill_after(num_done, all_digits, output)
-    done = {path.stem for path in earlier[1].glob(f"{UNFINISHED}/*-*.json")}
-    before = {**times(earlier[1]), **times(earlier[0])}  # the first that has a shard gives it
+    finished = [{path.stem for path in output.glob(f"{UNFINISHED}/*-*.json")} for output in earlier]
+    done = finished[0] | finished[1]
+    before: dict[str, int] = {}
+    for output, names in zip(earlier, finished, strict=True):  # the first that has finished a shard gives it
+        before = {**{name: time for name, time in times(output).items() if Path(name).stem in names}, **before}
     whole = run_preprocess(all_digits, tmp_path / "whole", shard_bytes=SHARD_BYTES)
     monkeypatch.setenv(EARLIER_VARIABLE, json.dumps([str(path) for path in earlier]))
     again = start(all_digits, tmp_path / "out")
