@@ -134,33 +134,26 @@ def _loaders(
     saved: Saved | None,
 ) -> tuple[Loader, Loader]:
     """Of training, where `saved` left it, and of validation: this process's part of both splits."""
+    own: dict[str, Any] = {
+        "batch_size": plan.per_gpu_batch_size,
+        "shard_id": world.rank,
+        "num_shards": world.world_size,
+        "device_id": world.device_id,
+        "num_threads": threads_per_process(world.local_world_size),
+        "stuck_after_s": config.stuck_after_s,
+    }
     train = Loader(
         data,
         "train",
         spec,
-        batch_size=plan.per_gpu_batch_size,
         batches_per_step=plan.num_accumulated,
         augmentation=config.augmentation,
         image_sizes=config.image_sizes,
         seed=config.seed,
-        shard_id=world.rank,
-        num_shards=world.world_size,
-        device_id=world.device_id,
-        num_threads=threads_per_process(world.local_world_size),
-        stuck_after_s=config.stuck_after_s,
         state=None if saved is None else loader_state(saved, world.rank),
+        **own,
     )
-    val = Loader(
-        data,
-        "val",
-        spec,
-        batch_size=plan.per_gpu_batch_size,
-        shard_id=world.rank,
-        num_shards=world.world_size,
-        device_id=world.device_id,
-        num_threads=threads_per_process(world.local_world_size),
-        stuck_after_s=config.stuck_after_s,
-    )
+    val = Loader(data, "val", spec, **own)
     return train, val
 
 
