@@ -161,10 +161,12 @@ class Trainer:
         if self.world.world_size == 1:
             return self.model
         device_ids = None if self.world.device_id is None else [self.world.device_id]
-        # Buffers come from rank 0 before each forward pass, so one checkpoint holds the statistics of all.
         return DistributedDataParallel(
             self.model,
             device_ids=device_ids,
+            # Training does not read BatchNorm's statistics, so rank 0's go round when somebody does (`evaluate`), and
+            # not before every step, which would take some 160 copies and make all wait for rank 0.
+            broadcast_buffers=False,
             bucket_cap_mb=self.config.bucket_mb,
             static_graph=self.config.static_graph,
             gradient_as_bucket_view=True,
