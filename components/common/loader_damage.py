@@ -12,6 +12,8 @@ from components.common.errors import EngineryError
 
 _RENEW = "Make the data set anew with `python -m components.preprocess` (in a pipeline: enginery run ... --no-reuse)"
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")
+# What an error says when a GPU's memory ran out: torch, CUDA; DALI (dali/core/cuda_error.h), twice; cuDNN and cuBLAS.
+NO_MEMORY = ("out of memory", "Can't allocate", "CUDA allocation failed", "ALLOC_FAILED")
 
 
 @contextmanager
@@ -28,7 +30,8 @@ def explained(dataset: Artifact[DatasetManifest], split: str) -> Iterator[None]:
             reason = "what it says of it is no text"
         else:
             text = str(error)
-            if "readers.webdataset" not in text and "decoders.image" not in text:
+            of_data = "readers.webdataset" in text or "decoders.image" in text
+            if not of_data or any(sign in text for sign in NO_MEMORY):
                 raise
             reason = " ".join(text.rpartition("encountered:")[2].partition("Current pipeline")[0].split())
         damaged = first_damaged_sample(dataset, split)

@@ -5,6 +5,7 @@ import gc
 import torch
 from torch import nn
 
+from components.common.loader_damage import NO_MEMORY
 from components.common.models import build_model
 from components.train.arithmetic import pick_precision
 from components.train.batches import BatchPlan
@@ -12,7 +13,6 @@ from components.train.config import TrainConfig
 from components.train.distributed import World
 from components.train.optimization import build_ema, build_optimizer
 
-_SIGNS = ("out of memory", "ALLOC_FAILED")  # of torch, CUDA, DALI; cuDNN and cuBLAS
 _NUM_STEPS = 2  # the optimizer's own tensors come with the first
 
 
@@ -20,7 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU's memory ran out, whoever asked for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, (RuntimeError, MemoryError)) and any(sign in str(error) for sign in NO_MEMORY)
 
 
 def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, num_classes: int) -> str:
@@ -76,7 +76,7 @@ def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_
 def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) -> bool:
     try:
         _train_a_little(batch_size, config, world, num_classes)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         fits = False

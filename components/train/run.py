@@ -102,7 +102,7 @@ def _fit(trainer: Trainer, num_classes: int) -> None:
     try:
         trainer.fit()
         return
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if "does not have a deterministic implementation" in str(error):
             raise UserError(
                 f"train.deterministic can't be had with {trainer.config.architecture} on this device: "
