@@ -23,9 +23,10 @@ from typing import Any
 
 import click
 import psutil
+import torch
 
 from benchmarks.results import RESULTS, current_commit, write_result
-from benchmarks.train_cell import PREFIX, Cell
+from benchmarks.train_cell import PREFIX, Cell, device_name
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PARTS = ("synthetic", "shards", "torchvision", "scaling")
@@ -53,7 +54,8 @@ class Session:
         path = self.results / self.machine / f"{self.name}.json"
         if path.exists():
             found = [run for run in json.loads(path.read_bytes())["runs"] if "failed" not in run]
-            self.cells = {run["label"]: run for run in found if run["commit"] == current_commit()}
+            here = (current_commit(), torch.__version__, device_name(torch.device(self.device)))
+            self.cells = {run["label"]: run for run in found if (run["commit"], run["torch"], run["device"]) == here}
             self.taken_over = len(self.cells)
 
     def measure(self, cell: Cell) -> dict[str, Any] | None:

@@ -126,8 +126,13 @@ def main(cell: Cell) -> None:
     else:
         result = train(cell, world)
     if world.is_main:
-        name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+        name = device_name(world.device)
         print("\n" + PREFIX + json.dumps({"device": name, "torch": torch.__version__, **result}), flush=True)
+
+
+def device_name(device: torch.device) -> str:
+    """What results call it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def train(cell: Cell, world: World) -> dict[str, Any]:

@@ -18,7 +18,8 @@ def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.precision]
     if device.type != "cuda":
         return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    # Older GPUs emulate bf16, and more slowly than they compute in FP32.
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
 def pick_compile_mode(config: TrainConfig, device: torch.device) -> str:

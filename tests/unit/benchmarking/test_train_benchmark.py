@@ -41,3 +41,18 @@ def test_all_parts(tmp_path: Path) -> None:
 def test_a_cell_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     cell = Cell(kind="synthetic", architecture="resnet18", image_size=32, batch_size=8, variant="off", seconds=60)
     assert train.run_cell(cell, "cpu", 0.5, tmp_path) == {"failed": "not done within 0 s"}
+
+
+def test_another_device_or_torch_is_measured_anew(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    same = {"commit": train.current_commit(), "torch": train.torch.__version__, "device": "CPU"}
+    runs = [
+        {"label": "same", **same},
+        {"label": "device", **same, "device": "NVIDIA H100"},
+        {"label": "torch", **same, "torch": "0.1"},
+    ]
+    (tmp_path / "here" / "train_x.json").write_text(json.dumps({"runs": runs}))
+    places = {"machine": "here", "name": "train_x", "results": tmp_path, "work": tmp_path}
+    session = train.Session(**places, device="cpu", cell_s=1, ends=0)
+    session.take_over()
+    assert list(session.cells) == ["same"]

@@ -15,15 +15,18 @@ from torch import nn
 from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.errors import EngineryError, UserError
 from components.common.loader import Batch
+from components.common.loader_damage import explained
 from components.common.models import build_model
 from components.common.records import EpochRecord
 from components.common.settings import resolve
 from components.common.steplog import StepLog
+from components.train.arithmetic import pick_precision
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.distributed import World
 from components.train.divergence import LossWatch
 from components.train.flops import flops_per_image, peak_tflops
+from components.train.memory import is_out_of_memory
 from components.train.mllog import NAME as MLLOG
 from components.train.profiling import TRACE
 from components.train.run import run
@@ -162,6 +165,31 @@ def test_out_of_memory_where_nothing_fits(train: Run, limited_memory: Callable[[
         UserError, match=r"a batch of 8 images .* and not one image either\. Set a smaller train\.image"
     ):
         train(per_gpu_batch_size=8)
+
+
+@pytest.mark.parametrize("said", ["Can't allocate 805306368 bytes on device 0.", "CUDA allocation failed"])
+def test_memory_that_runs_out_while_decoding_is_no_damaged_image(
+    tiny_dataset: Artifact[DatasetManifest], said: str
+) -> None:
+    operator = "nvidia.dali.fn.decoders.image_random_crop"
+    error = RuntimeError(f"Error in GPU operator `{operator}`,\nencountered:\n\n{said}\n\nCurrent pipeline object is")
+    with pytest.raises(RuntimeError) as caught, explained(tiny_dataset, "train"):
+        raise error
+    assert caught.value is error
+    assert is_out_of_memory(error)
+
+
+def test_gpus_that_emulate_bf16_train_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(TrainConfig, "train", {})
+    has_tensor_cores_for_it = False
+
+    def is_supported(including_emulation: bool = True) -> bool:
+        return has_tensor_cores_for_it or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    assert pick_precision(config, torch.device("cuda", 0)) == torch.float16
+    has_tensor_cores_for_it = True
+    assert pick_precision(config, torch.device("cuda", 0)) == torch.bfloat16
 
 
 class Recorder(StepLog):
