@@ -21,6 +21,7 @@ from components.common.errors import EngineryError, UserError
 from components.common.integrity import first_problem
 from components.common.loader_damage import IMAGE_EXTENSIONS, check_indexes, explained
 from components.common.loader_mixing import Mixer
+from components.common.loader_outputs import OwnedOutputs
 from components.common.loader_pipelines import decoder_options, evaluation_pipeline, file_pipeline, training_pipeline
 from components.common.loader_state import LoaderState
 from components.common.loader_watchdog import Watchdog
@@ -105,6 +106,7 @@ class Loader:
         num_read = math.ceil(math.ceil(info.num_images / num_shards) / batch_size)
         self._num_dropped = num_read - self.num_batches
         self.num_classes = len(dataset.manifest.classes)
+        self._owned = OwnedOutputs()
         self._mixer = Mixer(augmentation or Augmentation(), self.num_classes)
         self._identity = {
             "split": info.digest,
@@ -206,6 +208,8 @@ class Loader:
         if batch is None:
             return None
         images = batch["images"].permute(0, 3, 1, 2)
+        if stream is not None:
+            images = self._owned.copied(images)
         # DALI reads labels on the host; images may already be on the GPU.
         return Batch(images=images, labels=_labels(batch["labels"]).to(images.device, non_blocking=True))
 

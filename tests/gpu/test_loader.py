@@ -126,6 +126,22 @@ def test_batches_are_whole_on_a_stream_of_the_callers(pictures: Artifact[Dataset
         assert float(actual) == pytest.approx(float(images.double().sum()), rel=1e-3, abs=50)
 
 
+def test_batches_stay_whole_when_the_gpu_is_behind(pictures: Artifact[DatasetManifest]) -> None:
+    """DALI must not write into a batch that is gone on the host and not yet read by the GPU."""
+
+    def sums(sleep_cycles: int) -> list[torch.Tensor]:
+        loader, found = build(pictures, augmentation=Augmentation(), hw_decoder_load=0.0), []
+        for _ in range(5):
+            for batch in loader:
+                torch.cuda._sleep(sleep_cycles)
+                found.append(batch.images.abs().sum(dim=(1, 2, 3)))
+                if not sleep_cycles:
+                    torch.cuda.synchronize()
+        return found
+
+    torch.testing.assert_close(sums(50_000_000), sums(0), rtol=1e-3, atol=1)
+
+
 def test_images_follow_a_size_per_epoch(pictures: Artifact[DatasetManifest]) -> None:
     loader = build(pictures)
     for size in (96, 128, 128):
