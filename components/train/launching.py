@@ -27,6 +27,8 @@ from components.train.ranks import LINE_PREFIX, RankEnd, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TAIL_LINES = 12  # of what the processes wrote, when none could say what happened
+# What gloo and NCCL's watchdog say when a process did not come to a meeting in time.
+_WAITED = r"Timed out waiting \d+ ?ms|collective operation timeout"
 
 
 def num_processes(config: TrainConfig) -> int:
@@ -59,15 +61,15 @@ def launch(config: TrainConfig, log: StepLog, number: int, *, dataset: Path, out
             try:
                 with group.passing_on_sigterm():
                     group.listen(log)
-                    code = group.process.wait()
+                    group.process.wait()
             finally:
                 end_children()
             ends = RankEnd.read_all(folder, number)
-            if os.environ.get(DEBUG_VARIABLE) == "1" or (code and not ends):
+            if os.environ.get(DEBUG_VARIABLE) == "1" or not ends:
                 errors.seek(0)
                 sys.stderr.write(errors.read().decode(errors="replace"))
-            if code == 0:
-                return ends[0].outcome
+            if len(ends) == number and all(end.kind == "done" for end in ends.values()):
+                return ends[0].outcome  # whatever became of torchrun
             errors.seek(0)
             raise _failure(ends, number, asked=group.was_asked, written=errors.read().decode(errors="replace"))
 
@@ -138,24 +140,46 @@ def _failure(ends: dict[int, RankEnd], number: int, *, asked: bool, written: str
         return _as_error(told[0])
     if asked:
         return Preempted(stopped[0].message if stopped else "stopped by SIGTERM before the first step")
+    if any(re.search(_WAITED, text, re.IGNORECASE) for text in (written, *(end.message for end in failed))):
+        return EngineryError(_of_stuck(silent, number, written))
     if silent:
-        first = _first_dead(written)
-        which = ", ".join(map(str, silent)) if first is None else f"{first}, the first to go,"
-        tail = "\n".join(written.splitlines()[-_TAIL_LINES:])
-        return EngineryError(
-            f"of {number} training processes, rank {which} ended without a word, so it was killed, most often because "
-            f"memory ran out: try a smaller train.per_gpu_batch_size. What they wrote last:\n{tail}"
-        )
-    return Preempted(stopped[0].message) if stopped else _as_error(failed[0])
+        return EngineryError(_of_killed(silent, number, written))
+    # torchrun ends the others by SIGTERM when one has failed, so only the first one's end says anything.
+    return Preempted(failed[0].message) if failed[0].kind == "preempted" else _as_error(failed[0])
+
+
+def _of_stuck(silent: list[int], number: int, written: str) -> str:
+    which = f"rank {', '.join(map(str, silent))} of them" if 0 < len(silent) < number else "one of them"
+    return (
+        f"the {number} training processes were given up: they waited for each other longer than "
+        f"train.collective_timeout_s, because {which} is stuck. See whether its GPU or its storage hangs (nvidia-smi, "
+        f"dmesg), or raise the setting if a step may take that long.{_last_words(written)}"
+    )
+
+
+def _of_killed(silent: list[int], number: int, written: str) -> str:
+    """Of ranks that could not say how they ended. The first to go is the cause, where torchrun knows which that was."""
+    report = re.findall(r"rank\s*:\s*(\d+) .*?exitcode\s*:\s*(-?\d+)", written, re.DOTALL)
+    codes = {int(rank): int(code) for rank, code in report}  # the last one that torchrun lists was the first to go
+    first = next((rank for rank in reversed(codes) if rank in silent), None)
+    which = ", ".join(map(str, silent)) if first is None or len(silent) == 1 else f"{first}, the first to go,"
+    code = -codes.get(silent[0] if first is None else first, -signal.SIGKILL)
+    by = f" by {signal.Signals(code).name}" if code in set(signal.Signals) else ""
+    why = ", most often because memory ran out: try a smaller train.per_gpu_batch_size"
+    return (
+        f"of {number} training processes, rank {which} ended without a word, so it was killed{by}"
+        f"{why if code == signal.SIGKILL else ''}.{_last_words(written)}"
+    )
+
+
+def _last_words(written: str) -> str:
+    """What the processes wrote, without torchrun's report of them."""
+    own = re.split(r"^[EW]\d{4} .*torch/distributed/elastic|^Root Cause", written, maxsplit=1, flags=re.MULTILINE)[0]
+    tail = "\n".join(own.strip().splitlines()[-_TAIL_LINES:])
+    return f" What they wrote last:\n{tail}" if tail else ""
 
 
 def _as_error(end: RankEnd) -> EngineryError:
     error = EngineryError(end.message)
     error.exit_code = end.exit_code
     return error
-
-
-def _first_dead(written: str) -> int | None:
-    """The rank that torchrun names as the one that ended first."""
-    found = re.search(r"Root Cause.*?\brank\s*:\s*(\d+)", written, re.DOTALL)
-    return int(found[1]) if found else None

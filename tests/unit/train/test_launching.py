@@ -18,12 +18,13 @@ import yaml
 from components.common.artifacts import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.errors import EngineryError, Preempted, UserError
 from components.common.settings import resolve
+from components.common.steplog import StepLog
 from components.train import topology
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.diagnosis import diagnose
 from components.train.distributed import find_world
-from components.train.launching import _failure, num_processes
+from components.train.launching import _failure, _Group, launch, num_processes
 from components.train.ranks import RankEnd
 from components.train.topology import describe_links
 
@@ -78,6 +79,21 @@ def test_the_first_error_that_was_raised_to_be_read_counts() -> None:
     assert (str(error), error.exit_code) == ("no such image", 2)
 
 
+# As torchrun writes it: the root cause is the process that it saw to fail first, here because the other one was gone.
+REPORT = """RuntimeError: Read error [127.0.0.1]:2468: Connection reset by peer
+E1122 01:45:36.182000 12707 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0
+Failures:
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : {code} (pid: 12771)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 12770)
+"""
+
+
 def test_a_process_that_was_killed_is_named() -> None:
     """torchrun ends the others by SIGTERM then, which is no pre-emption."""
     error = _failure({0: end("preempted", 1, exit_code=75)}, 3, asked=False, written="last words")
@@ -85,17 +101,57 @@ def test_a_process_that_was_killed_is_named() -> None:
     assert "of 3 training processes, rank 1, 2 ended without a word" in str(error)
     assert "last words" in str(error)
     named = _failure(
-        {}, 3, asked=False, written="Root Cause (first observed failure):\n[0]:\n  rank      : 2 (local_rank: 2)"
-    )
+        {}, 3, asked=False, written="Root Cause (first observed failure):\n[0]:\n  rank      : 2 (local_rank: 2)\n"
+        "  exitcode  : -9 (pid: 3)"
+    )  # fmt: skip
     assert "of 3 training processes, rank 2, the first to go, ended without a word" in str(named)
+    lost = end("unknown", 1, "rank 0: RuntimeError: Connection reset by peer")
+    killed = str(_failure({0: lost}, 2, asked=False, written=REPORT.format(code=-9)))
+    assert "of 2 training processes, rank 1 ended without a word, so it was killed by SIGKILL, most often" in killed
+    assert killed.endswith("What they wrote last:\nRuntimeError: Read error [127.0.0.1]:2468: Connection reset by peer")
+    crashed = str(_failure({0: lost}, 2, asked=False, written=REPORT.format(code=-11)))
+    assert "rank 1 ended without a word, so it was killed by SIGSEGV. What they wrote last" in crashed
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ("rank 0: RuntimeError: Timed out waiting 8000ms for recv operation to complete", ""),
+        ("rank 0: x", "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"),
+    ],
+)
+def test_a_process_that_is_stuck_is_named(said: str, written: str) -> None:
+    """torchrun kills it when another one has given up, and nobody's memory ran out."""
+    told = str(_failure({0: end("unknown", 1, said)}, 2, asked=False, written=written))
+    assert "longer than train.collective_timeout_s, because rank 1 of them is stuck" in told
+    assert "memory" not in told
 
 
 def test_sigterm_is_told_as_such() -> None:
-    saved = {0: end("preempted", 2, "after step 7"), 1: end("unknown", 1)}
+    saved = {0: end("preempted", 2, "after step 7"), 1: end("unknown", 3)}
     assert isinstance(error := _failure(saved, 2, asked=True, written=""), Preempted)
     assert str(error) == "after step 7"
     assert isinstance(_failure({}, 2, asked=True, written=""), Preempted)
     assert isinstance(_failure(saved, 2, asked=False, written=""), Preempted)  # somebody signalled the processes
+
+
+def test_the_error_that_made_torchrun_stop_the_others_is_no_preemption() -> None:
+    ends = {0: end("preempted", 2, "before the first step", 75), 1: end("unknown", 1, "rank 1: ValueError: x")}
+    error = _failure(ends, 2, asked=False, written="")
+    assert not isinstance(error, Preempted)
+    assert str(error) == "rank 1: ValueError: x"
+
+
+def test_what_counts_is_how_the_processes_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun alone was killed; they went on and have finished."""
+
+    def start(number: int, folder: Path, errors: Any) -> _Group:
+        for rank in range(number):
+            RankEnd(time=1.0, outcome="trained" if rank == 0 else "").write(folder, rank)
+        return _Group(subprocess.Popen(["sh", "-c", "kill -9 $$"], stdout=subprocess.PIPE))
+
+    monkeypatch.setattr(_Group, "start", start)
+    assert launch(config(), StepLog("train"), 2, dataset=tmp_path, output=tmp_path / "out") == "trained"
 
 
 def test_as_many_processes_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
