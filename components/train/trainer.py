@@ -161,16 +161,18 @@ class Trainer:
         if self.world.world_size == 1:
             return self.model
         device_ids = None if self.world.device_id is None else [self.world.device_id]
-        return DistributedDataParallel(
+        parallel = DistributedDataParallel(
             self.model,
             device_ids=device_ids,
-            # Training does not read BatchNorm's statistics, so rank 0's go round when somebody does (`evaluate`), and
-            # not before every step, which would take some 160 copies and make all wait for rank 0.
-            broadcast_buffers=False,
             bucket_cap_mb=self.config.bucket_mb,
             static_graph=self.config.static_graph,
             gradient_as_bucket_view=True,
         )
+        # Training does not read BatchNorm's statistics, so rank 0's go round when somebody does (`evaluate`), and not
+        # before every step, which would take some 160 copies and make all wait for rank 0. The argument of this name is
+        # on its way out of torch.
+        parallel.broadcast_buffers = False
+        return parallel
 
     def _compiled(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def objective(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
