@@ -95,6 +95,7 @@ class Trainer:
         self.mllog = MlLog(folder)
         self._last_speed = ""  # of the epoch before, for a person
         self._epoch_began, self._saved_at = time.perf_counter(), time.monotonic()
+        self._epoch_ended: float | None = None  # its training; validation may be under way
 
     def fit(self) -> EpochResult:
         """Train for all epochs that are left, and return the last one's result.
@@ -133,8 +134,8 @@ class Trainer:
         self.loss_sum.fill_(loss_sum)
 
     def epoch_seconds(self) -> float:
-        """Since this epoch of training began, without the time between two processes."""
-        return time.perf_counter() - self._epoch_began
+        """That this epoch's training took, or takes so far, without validation and the time between two processes."""
+        return (self._epoch_ended or time.perf_counter()) - self._epoch_began
 
     @property
     def best_epoch(self) -> int | None:
@@ -195,7 +196,7 @@ class Trainer:
             self._epoch_began = time.perf_counter()
         self.model.train()
         keep_frozen_statistics(self.model)
-        self._stop.has_work = True
+        self._epoch_ended = None
         batches = iter(self.train) if done < self.steps_per_epoch else iter(())
         self._meter.begin()
         try:
@@ -205,10 +206,12 @@ class Trainer:
                 self.profiler.after_step()
                 self.loss_sum += loss
                 self.num_steps_done += 1
+                self._stop.has_work = True  # not before: compiling for the first step may take minutes
                 self._watch.put(self.num_steps_done, loss)
                 self.log.progress("training", self.num_steps_done, self.num_steps, self._detail(epoch))
                 self._after_step()
             loss_sum = add_up(self.loss_sum.clone(), self.world).item() / self.world.world_size
+            self._epoch_ended = time.perf_counter()
             speed = self._meter.end(self.steps_per_epoch * self.plan.global_batch_size, self.epoch_seconds())
         finally:
             self._meter.stop()
@@ -252,7 +255,9 @@ class Trainer:
         elif self.world.is_main and self._is_due():
             wish = _SAVE
             self._saved_at = time.monotonic()  # the answer comes one step later, and one is enough
-        agreed = self._agreement.reach(wish)
+        self._do(self._agreement.reach(wish))
+
+    def _do(self, agreed: int) -> None:
         if agreed == _GIVE_UP:
             raise self._diverged(len(self.history))
         if agreed != _GO_ON:
@@ -313,10 +318,19 @@ class Trainer:
         same_buffers(model, self.world)
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, correct images
-        for batch in self.val:
-            with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                logits = model(batch.images)
-            totals[0] += nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum")
-            totals[1] += (logits.argmax(dim=1) == batch.labels).sum()
+        batches, done = iter(self.val), 0
+        # As many rounds in all processes, though some have a batch less: after each they agree whether to go on.
+        while (batch := next(batches, None)) is not None or done < self._num_val_rounds():
+            if batch is not None:
+                with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                    logits = model(batch.images)
+                totals[0] += nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum")
+                totals[1] += (logits.argmax(dim=1) == batch.labels).sum()
+            done += 1
+            self._do(self._agreement.reach(_SAVE_AND_STOP if self._stop.requested else _GO_ON))
         loss_sum, correct = (total / self.plan.num_val_images for total in add_up(totals, self.world).tolist())
         return loss_sum, 100 * correct
+
+    def _num_val_rounds(self) -> int:
+        largest_part = math.ceil(self.plan.num_val_images / self.world.world_size)
+        return math.ceil(largest_part / self.plan.per_gpu_batch_size)

@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from components.common.artifacts import UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.errors import EngineryError, Preempted, UserError
+from components.common.loader import Batch, Loader
 from components.common.settings import resolve
 from components.common.steplog import StepLog
 from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
@@ -41,13 +42,13 @@ Go = Callable[..., Log]
 
 @pytest.fixture
 def go(tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path) -> Go:
-    """`go(place, sigterm_after, **settings)`: train there until then."""
+    """`go(place, sigterm_after, **settings)`: train there until then, or until `stops_after` by another signal."""
 
-    def train(place: str = "out", sigterm_after: int = 0, **changed: Any) -> Log:
+    def train(place: str = "out", sigterm_after: int = 0, stops_after: int = 0, **changed: Any) -> Log:
         log = Log(sigterm_after)
         config = resolve(TrainConfig, "train", settings, {"architecture": "squeezenet1_1"}, changed)
-        if sigterm_after:
-            with pytest.raises(Preempted, match=f"after step {sigterm_after} of"):
+        if last := sigterm_after or stops_after:
+            with pytest.raises(Preempted, match=f"after step {last} of"):
                 run(config, log, dataset=tiny_dataset.path, output=tmp_path / place)
         else:
             run(config, log, dataset=tiny_dataset.path, output=tmp_path / place)
@@ -68,6 +69,28 @@ def test_every_optimizer_goes_on_as_if_nothing_had_been(go: Go, tmp_path: Path, 
     for step in (4, 6):
         go("broken", sigterm_after=step, **rate)
     assert "going on after step 6 of 18, where an earlier run stopped" in go("broken", **rate).said
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+def test_sigterm_during_validation(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for the rest of it: the checkpoint is of the epoch's last step, and validation begins anew."""
+    go("whole", global_batch_size=8)
+    deliver, num_validations = Loader.__iter__, 0
+
+    def interrupted(loader: Loader) -> Iterator[Batch]:
+        nonlocal num_validations
+        for batch in deliver(loader):
+            yield batch
+            if loader._split == "val":
+                num_validations += 1
+                if num_validations == 5:  # the second batch of three of the second epoch
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Loader, "__iter__", interrupted)
+    go("broken", stops_after=24, global_batch_size=8)
+    assert num_validations == 5
+    monkeypatch.undo()
+    assert "going on after step 24 of 36, where an earlier run stopped" in go("broken", global_batch_size=8).said
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
