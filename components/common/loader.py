@@ -49,7 +49,8 @@ class Loader:
 
     In training every rank gets the same number of full batches. No image comes twice in an epoch, on one rank or on
     two; those that don't fill a batch are left out of it, others each time. An epoch that was left in the middle is
-    continued by the next iteration. In evaluation each image comes exactly once and the last batch may be smaller.
+    continued by the next iteration. In evaluation each image comes exactly once and the last batch may be smaller; of
+    fewer images than processes, the last processes have none.
 
     Args:
         dataset: the artifact that preprocess wrote.
@@ -71,7 +72,7 @@ class Loader:
 
     Raises:
         EngineryError: a shard can't be read, reading is stuck, or `state` is damaged or of another loader.
-        UserError: the split has too few images for one batch, or in evaluation one image, on every process.
+        UserError: the training split has too few images for one batch on every process.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class Loader:
         self._training = augmentation is not None
         self._seed = (seed, shard_id)
         info = dataset.manifest.splits[split]  # type: ignore[index]
+        if not self._training:
+            num_shards = min(num_shards, info.num_images)
         step_size = batch_size * batches_per_step
         self.num_images, num_steps = _sizes_of_part(info, step_size, shard_id, num_shards, self._training)
         self.num_batches = num_steps * batches_per_step
@@ -140,7 +143,10 @@ class Loader:
                 training_pipeline(reader, spec, augmentation, decoder, sizes, **options, **resume)
             )
 
+        self._iterator: DALIGenericIterator | None = None
         self._watchdog = Watchdog(f"loader of {split}", stuck_after_s)
+        if not self.num_images:  # DALI wants one in each part
+            return
         # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
         self._watched(lambda: _open_all(reader))
         self._watched(lambda: check_indexes(dataset, split))
@@ -174,6 +180,7 @@ class Loader:
         """
         if not self._training:
             raise ValueError("an evaluation loader has no state: it always begins with the first image")
+        assert self._iterator is not None  # a part of training has images
         (checkpoint,) = self._iterator.checkpoints()
         return LoaderState.sealed(
             num_delivered=self.num_delivered,
@@ -202,7 +209,7 @@ class Loader:
 
         def fetch() -> Any:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                return next(self._iterator, (None,))
+                return (None,) if self._iterator is None else next(self._iterator, (None,))
 
         (batch,) = self._watched(fetch)
         if batch is None:
@@ -229,9 +236,8 @@ def _sizes_of_part(split: Split, batch_size: int, shard_id: int, num_shards: int
     """Images of this process's part of a split, and batches of an epoch."""
     first, last = (split.num_images * shard // num_shards for shard in (shard_id, shard_id + 1))
     if not training:
-        if split.num_images < num_shards:
-            raise UserError(f"{split.num_images} images are too few for {num_shards} processes; start no more of them")
-        return last - first, math.ceil((last - first) / batch_size)
+        num_images = last - first if shard_id < num_shards else 0
+        return num_images, math.ceil(num_images / batch_size)
     # The smallest part decides for all ranks, so that none waits for a batch that never comes.
     num_batches = split.num_images // num_shards // batch_size
     if not num_batches:

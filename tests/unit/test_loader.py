@@ -16,7 +16,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
-from components.common.errors import EngineryError, UserError
+from components.common.errors import EngineryError
 from components.common.loader import Batch, Loader
 from components.common.runners import to_numpy
 from components.common.transforms import Augmentation, TransformSpec, transform_for
@@ -89,8 +89,12 @@ def test_the_ranks_together_evaluate_each_image_once(
 
 
 def test_more_ranks_than_images_to_evaluate(colours: Artifact[DatasetManifest]) -> None:
-    with pytest.raises(UserError, match=f"{NUM_VAL} images are too few for {NUM_VAL + 1} processes"):
-        Loader(colours, "val", PLAIN, batch_size=1, num_shards=NUM_VAL + 1)
+    """The last ones have nothing to do, as often as they are asked."""
+    ranks = [0, NUM_VAL - 1, NUM_VAL, NUM_VAL + 2]
+    loaders = [Loader(colours, "val", PLAIN, batch_size=2, shard_id=rank, num_shards=NUM_VAL + 3) for rank in ranks]
+    for _ in range(2):
+        assert [[len(contents(batch)) for batch in loader] for loader in loaders] == [[1], [1], [], []]
+    assert [(loader.num_images, len(loader)) for loader in loaders] == [(1, 1), (1, 1), (0, 0), (0, 0)]
 
 
 def test_batches_are_float32_channels_last_and_int64(colours: Artifact[DatasetManifest]) -> None:
