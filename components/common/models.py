@@ -67,8 +67,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         ) from None
     except Exception as error:  # whatever damaged files make the readers raise
         raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
-    if isinstance(weights, dict) and isinstance(weights.get("state_dict"), dict):
-        weights = weights["state_dict"]
+    for key in ("state_dict", "model"):  # as timm and torchvision's training scripts save them, beside the optimizer's
+        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
+            weights = weights[key]
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise UserError(f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)")
     return {name.removeprefix("module."): value for name, value in weights.items()}

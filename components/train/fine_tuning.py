@@ -61,11 +61,13 @@ def _begin_with(
     model: nn.Module, weights: dict[str, torch.Tensor], head: set[str], config: TrainConfig, log: StepLog
 ) -> None:
     own = model.state_dict()
-    if any(name not in weights or weights[name].shape != own[name].shape for name in head):
+    is_other_head = any(name not in weights or weights[name].shape != own[name].shape for name in head)
+    if is_other_head:
         weights = {**weights, **{name: own[name] for name in head}}
-        log.note(f"the pretrained weights are for other classes: {', '.join(sorted(head))} start fresh")
     unused = {name for name in weights if name not in own and name.startswith(("aux", "AuxLogits"))}
     load_weights(model, {name: value for name, value in weights.items() if name not in unused}, config.pretrained)
+    if is_other_head:
+        log.note(f"the pretrained weights are for other classes: {', '.join(sorted(head))} start fresh")
 
 
 def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -73,6 +75,11 @@ def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
     path = Path(config.pretrained)
     if (path / MANIFEST).is_file():
         checkpoint = load(path, CheckpointManifest, verify=(WEIGHTS,))
+        if (found := checkpoint.manifest.architecture) != config.architecture:
+            raise UserError(
+                f"train.pretrained is {path}, a Checkpoint of {found}, and train.architecture is "
+                f"{config.architecture}; name one of {config.architecture}, or set train.architecture to {found}"
+            )
         return load_file(checkpoint.file(WEIGHTS))
     if path.suffix in _SUFFIXES:
         return read_weights(path)
