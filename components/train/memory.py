@@ -76,6 +76,8 @@ def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_
 def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) -> bool:
     try:
         _train_a_little(batch_size, config, world, num_classes)
+    except ValueError:  # BatchNorm can't do with a single number per channel
+        fits = False
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -24,6 +24,7 @@ from components.train.mllog import NAME as MLLOG
 from components.train.profiling import TRACE
 from components.train.publishing import publish, published_before
 from components.train.resuming import choose_folder
+from components.train.sizes import check_sizes
 from components.train.state import loader_state, restore
 from components.train.stopping import StopRequest
 from components.train.topology import describe_links
@@ -78,6 +79,7 @@ def _train(
     plan = plan_batches(
         config, world.world_size, num_train_images=splits["train"].num_images, num_val_images=num_val_images
     )
+    check_sizes(model, config, plan)
     spec = _transform(config, data)
     loaders = _loaders(config, data, spec, plan, world, saved)
     trainer = Trainer(model, config, plan, *loaders, world=world, log=log, checkpoints=checkpoints, stop=stop)

@@ -13,10 +13,12 @@ from components.common.errors import UserError
 from components.common.models import build_model
 from components.common.settings import resolve
 from components.common.steplog import StepLog
+from components.train.batches import plan_batches
 from components.train.checkpointing import WEIGHTS
 from components.train.config import TrainConfig
 from components.train.fine_tuning import head_names, starting_model
 from components.train.run import run
+from components.train.sizes import check_sizes
 
 
 class Log(StepLog):
@@ -89,6 +91,25 @@ def test_what_can_not_be_begun_with(start: Start, settings_: dict[str, Any], tol
         start(10, **settings_)
 
 
+def test_a_checkpoint_of_another_architecture(
+    start: Start, tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    small = {"epochs": 1, "architecture": "squeezenet1_1"}
+    run(resolve(TrainConfig, "train", settings, small), Log(), dataset=tiny_dataset.path, output=tmp_path / "out")
+    with pytest.raises(
+        UserError, match=r"a Checkpoint of squeezenet1_1, and train\.architecture is resnet18; name one"
+    ):
+        start(10, pretrained=str(tmp_path / "out"))
+
+
+def test_what_torchvisions_training_script_saves(start: Start, tmp_path: Path) -> None:
+    given = build_model("resnet18", 10).state_dict()
+    torch.save({"model": given, "optimizer": {"state": {}}, "epoch": 3}, tmp_path / "w.pth")
+    same, said = start(10, pretrained=str(tmp_path / "w.pth"))
+    assert said == []
+    assert all(torch.equal(value, given[key]) for key, value in same.state_dict().items())
+
+
 def test_files_that_hold_something_else(start: Start, tmp_path: Path) -> None:
     (tmp_path / "text.pth").write_text("hello")
     torch.save(build_model("resnet18", 2), tmp_path / "model.pth")
@@ -100,3 +121,33 @@ def test_files_that_hold_something_else(start: Start, tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=told):
             start(10, pretrained=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"image_sizes": [16, 32]}, r"can't take images of 16 px \(train\.image_sizes\): .*Output size is too small"),
+        (
+            {"architecture": "vit_b_16"},
+            r"vit_b_16 can't take images of 32 px \(train\.image_size\): Wrong image height",
+        ),
+        (
+            {"architecture": "resnet18", "per_gpu_batch_size": 1},
+            r"with one image of 32 px at a time, because of its BatchNorm: .*Set train\.per_gpu_batch_size, or glob",
+        ),
+    ],
+)
+def test_sizes_that_a_model_can_not_take(settings: dict[str, Any], changed: dict[str, Any], told: str) -> None:
+    config = resolve(TrainConfig, "train", settings, {"architecture": "squeezenet1_1"}, changed)
+    plan = plan_batches(config, 1, num_train_images=100, num_val_images=10)
+    with pytest.raises(UserError, match=told):
+        check_sizes(build_model(config.architecture, 10), config, plan)
+
+
+def test_checking_sizes_changes_nothing(settings: dict[str, Any]) -> None:
+    config = resolve(TrainConfig, "train", settings, {"architecture": "resnet18", "image_sizes": [16, 32]})
+    model = build_model("resnet18", 10)
+    weights, before = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    check_sizes(model, config, plan_batches(config, 1, num_train_images=100, num_val_images=10))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
