@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from components.common.records import ProfiledOperation, ProfileRecord
 
 TRACE = "trace.json.gz"  # for chrome://tracing or ui.perfetto.dev
-_NUM_SKIPPED = 8  # steps before: compilation and the search for the fastest kernels are not what is asked for
+NUM_SKIPPED = 8  # steps before: compilation and the search for the fastest kernels are not what is asked for
 _NUM_SHOWN = 12
 # Signs in a kernel's name -> what it does. The first that fits counts.
 _FAMILIES = (
@@ -34,7 +34,7 @@ class StepProfiler:
         self.record: ProfileRecord | None = None
         self._left = 0 if folder is None else num_steps
         self._num_steps, self._device, self._folder = num_steps, device, folder
-        self._to_skip = _NUM_SKIPPED
+        self._to_skip = NUM_SKIPPED
         self._profile: profile | None = None
 
     def before_step(self) -> None:

@@ -21,7 +21,7 @@ from components.train.fine_tuning import starting_model
 from components.train.launching import launch, num_processes
 from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.mllog import NAME as MLLOG
-from components.train.profiling import TRACE
+from components.train.profiling import NUM_SKIPPED, TRACE
 from components.train.publishing import publish, published_before
 from components.train.resuming import choose_folder
 from components.train.sizes import check_sizes
@@ -91,6 +91,11 @@ def _train(
     trainer.mllog.begin(_mlperf_facts(trainer, data))
     _fit(trainer, len(data.manifest.classes))
     trainer.mllog.end("run_stop", status="success")
+    if world.is_main and config.profile_steps and trainer.profiler.record is None:
+        log.warning(
+            f"train.profile_steps: no step was recorded: the first {NUM_SKIPPED} of a process are not, and this "
+            "one had no more"
+        )
     return "" if output is None else publish(trainer, data, spec, output)
 
 

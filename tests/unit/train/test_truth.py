@@ -248,6 +248,11 @@ def _check_profile(checkpoint: Artifact[CheckpointManifest]) -> None:
     assert any("conv" in operation.name for operation in profile.operations)
 
 
+def test_a_training_too_short_to_be_profiled_says_so(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(epochs=1, profile_steps=2, architecture="squeezenet1_1").manifest.profile is None  # 6 steps
+    assert "train.profile_steps: no step was recorded: the first 8" in capsys.readouterr().err
+
+
 def test_time_that_waits_for_a_slow_loader() -> None:
     trainer = small_trainer(Batches(10, wait_s=0.1))
     _, speed = trainer.train_epoch()
