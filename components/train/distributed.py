@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -87,6 +87,17 @@ def joined(world: World, timeout_s: float) -> Iterator[None]:
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    with own_stream(world.device), _met(world, timeout_s):
+        yield
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Work in a stream of its own. The default one waits for the image decoder's streams, and they for it."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _met(world: World, timeout_s: float) -> Iterator[None]:
     if world.world_size == 1:
         yield
         return
