@@ -12,8 +12,9 @@ from components.common.errors import EngineryError
 
 _RENEW = "Make the data set anew with `python -m components.preprocess` (in a pipeline: enginery run ... --no-reuse)"
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")
-# What an error says when a GPU's memory ran out: torch, CUDA; DALI (dali/core/cuda_error.h), twice; cuDNN and cuBLAS.
-NO_MEMORY = ("out of memory", "Can't allocate", "CUDA allocation failed", "ALLOC_FAILED")
+# What an error says when memory ran out: torch, CUDA; DALI (dali/core/cuda_error.h), twice; cuDNN and cuBLAS; torch on
+# a CPU.
+NO_MEMORY = ("out of memory", "Can't allocate", "CUDA allocation failed", "ALLOC_FAILED", "can't allocate memory")
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Step:
     name: str
     config: type[StepConfig]
     inputs: Mapping[str, str]  # name of each input -> what a person should name there
+    is_preemptible: bool = False  # SIGTERM is no failure, at whatever moment: it ends with EXIT_PREEMPTED
 
     def execute(self, settings: Mapping[str, Any], *, output: str | Path, **inputs: str | Path) -> None:
         """Run the step and leave the process when it fails, with the exit code that says whose fault it was."""
@@ -49,7 +50,8 @@ class Step:
         log = StepLog(self.name) if speaks else QuietLog(self.name)
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
-                signal.signal(number, _interrupt)
+                preempts = self.is_preemptible and number == signal.SIGTERM
+                signal.signal(number, _preempt if preempts else _interrupt)
         atexit.register(_leave_quickly)  # before any library registers: handlers run last in, first out
         end_with_parent()
         folder: Path | None = Path(output)
@@ -195,6 +197,12 @@ def _is_occupied(output: Path) -> bool:
 def _interrupt(signum: int, frame: object) -> NoReturn:
     _ignore_signals()
     raise KeyboardInterrupt
+
+
+def _preempt(signum: int, frame: object) -> NoReturn:
+    """While no code is at work that knows more, such as what to save."""
+    _ignore_signals()
+    raise Preempted("stopped by SIGTERM; the same command goes on from what was saved, if anything was")
 
 
 def _ignore_signals() -> None:

@@ -3,7 +3,7 @@
 from components.common.step import Step
 from components.train.config import TrainConfig
 
-STEP = Step(name="train", config=TrainConfig, inputs={"dataset": "Dataset that preprocess wrote."})
+STEP = Step(name="train", config=TrainConfig, inputs={"dataset": "Dataset that preprocess wrote."}, is_preemptible=True)
 
 if __name__ == "__main__":
     STEP.command()()

@@ -1,12 +1,16 @@
 """How numbers are computed: precision, TF32, determinism, threads."""
 
 import os
+import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from components.common.environment import num_cores
+from components.common.steplog import StepLog
 from components.train.config import TrainConfig
 
 _Result = TypeVar("_Result")
@@ -22,11 +26,25 @@ def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
-def pick_compile_mode(config: TrainConfig, device: torch.device) -> str:
+def pick_compile_mode(config: TrainConfig, device: torch.device, log: StepLog) -> str:
     """The mode of torch.compile; empty for none. A CPU run is over before compiling would pay."""
-    if config.compile == "auto":
-        return "default" if device.type == "cuda" else ""
-    return "" if config.compile == "off" else config.compile
+    if config.compile != "auto":
+        return "" if config.compile == "off" else config.compile
+    if device.type != "cuda":
+        return ""
+    if missing := _missing_for_triton():
+        log.warning(f"training is not compiled and so is slower, because this machine has no {missing}")
+        return ""
+    return "default"
+
+
+def _missing_for_triton() -> str:
+    """What torch.compile's kernels for GPUs are built with and is not here; empty if all is."""
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        return "C compiler (Debian, Ubuntu: sudo apt-get install gcc)"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "headers of Python (Debian, Ubuntu: sudo apt-get install python3-dev)"
+    return ""
 
 
 def compiled(function: Callable[..., _Result], mode: str) -> Callable[..., _Result]:

@@ -45,6 +45,12 @@ def plan_batches(config: TrainConfig, world_size: int, *, num_train_images: int,
             f"{num_accumulated} batches of {per_gpu} are to be accumulated; set compile to default, or "
             f"per_gpu_batch_size to {per_gpu * num_accumulated}"
         )
+    if num_accumulated > 1 and world_size > 1 and config.static_graph:
+        raise UserError(
+            f"train.static_graph can't be had with accumulated gradients, in torch's DistributedDataParallel, and "
+            f"{num_accumulated} batches of {per_gpu} are to be accumulated; set static_graph to false, or "
+            f"per_gpu_batch_size to {per_gpu * num_accumulated}"
+        )
     return BatchPlan(
         global_batch_size=wanted,
         per_gpu_batch_size=per_gpu,

@@ -57,6 +57,11 @@ class CheckpointFolder:
             if num_steps != best_num_steps:
                 self._path(num_steps).unlink()
 
+    def tidy(self) -> None:
+        """Remove what a process was writing when it was killed. Nobody else may be at work here."""
+        for path in self.folder.glob(f"{_TEMPORARY}-*"):
+            path.unlink()
+
     def steps(self) -> list[int]:
         """Of each checkpoint the number of steps done, in their order."""
         return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.safetensors"))

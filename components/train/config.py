@@ -113,7 +113,9 @@ class TrainConfig(StepConfig):
         "a TrainJob has started the processes.",
     )
     static_graph: bool = Field(
-        False, description="Tell DistributedDataParallel that every step uses the same parameters in the same order."
+        False,
+        description="Tell DistributedDataParallel that every step uses the same parameters in the same order; not with "
+        "accumulated batches.",
     )
     bucket_mb: float = Field(
         25, gt=0, description="Gradients per all-reduce of DistributedDataParallel, in MB; smaller ones start earlier."

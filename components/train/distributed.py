@@ -17,6 +17,8 @@ from components.train.diagnosis import diagnose
 
 Value = TypeVar("Value")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The most there are. CUDA takes 8, each of which dozens of the image decoder's streams would share with training.
+_HARDWARE_QUEUES = "32"
 _LOOK_S = 0.01  # between two looks at the first all-reduce
 
 
@@ -47,6 +49,7 @@ def find_world() -> World:
     Raises:
         UserError: the environment is not whole, or there are more processes than GPUs.
     """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     given = {name: os.environ.get(name) for name in _TORCHRUN}
     if torchrun_rank() is None:
         return World(device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
@@ -92,8 +95,13 @@ def joined(world: World, timeout_s: float) -> Iterator[None]:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Work in a stream of its own. The default one waits for the image decoder's streams, and they for it."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
+    """Work in a stream of high priority, which shares no hardware queue with the image decoder's streams.
+
+    In one queue with them, decoding would begin only when all steps that were enqueued before it are done.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
 
 
 @contextmanager

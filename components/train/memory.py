@@ -47,6 +47,8 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
     )
     if config.compile in ("reduce-overhead", "max-autotune"):
         text += f". That needs train.compile default or tuned: {config.compile} can't accumulate"
+    if config.static_graph and world.world_size > 1:
+        text += ". That needs train.static_graph false"
     return text
 
 

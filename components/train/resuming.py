@@ -31,6 +31,7 @@ def choose_folder(
     checkpoints = CheckpointFolder(folder, config.keep_last)
     if not checkpoints.steps():
         _fetch(folder)
+    checkpoints.tidy()
     others = [other for other in unfinished.glob(f"*/{_IDENTITY}") if other.parent != folder]
     if not checkpoints.steps() and others:
         newest = max(others, key=lambda path: path.stat().st_mtime)

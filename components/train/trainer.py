@@ -21,7 +21,6 @@ from components.train.config import TrainConfig
 from components.train.distributed import Agreement, World, add_up, from_main, same_buffers, to_main
 from components.train.divergence import LossWatch, explain_divergence
 from components.train.fine_tuning import keep_frozen_statistics
-from components.train.fusing import make_fusible
 from components.train.mllog import MlLog
 from components.train.optimization import build_ema, build_optimizer, build_schedule
 from components.train.profiling import StepProfiler
@@ -74,9 +73,6 @@ class Trainer:
         self.config, self.plan, self.world, self.log = config, plan, world, log
         self.train, self.val = train, val
         self.dtype = pick_precision(config, world.device)
-        compile_mode = pick_compile_mode(config, world.device)
-        if compile_mode:
-            make_fusible(self.model)
         self.steps_per_epoch = len(train) // plan.num_accumulated
         self.num_steps = config.epochs * self.steps_per_epoch
         self.optimizer = build_optimizer(self.model, config, world.device)
@@ -89,7 +85,7 @@ class Trainer:
         self.loss_sum = torch.zeros((), device=world.device)  # of this epoch's steps on this process
         self._loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         self._parallel = self._in_parallel()
-        self._objective = self._compiled(compile_mode)
+        self._objective = self._compiled()
         self.checkpoints, self._stop = checkpoints, stop or StopRequest()
         self._agreement = Agreement(world)
         self._meter = SpeedMeter(self.model, world, self.dtype, tf32=config.tf32)
@@ -179,7 +175,7 @@ class Trainer:
         parallel.broadcast_buffers = False
         return parallel
 
-    def _compiled(self, mode: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _compiled(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def objective(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             # images: [B, 3, H, W] float32, channels_last, normalized; labels: [B] int64 or [B, num_classes] float32
             with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -189,7 +185,7 @@ class Trainer:
         # Beyond its limit of graphs per function torch would go on without compiling; each image size is one.
         torch._dynamo.config.recompile_limit = 8 + len(set(self.config.image_sizes))
         # Model and loss together: as one graph they take fewer kernels.
-        return compiled(objective, mode)
+        return compiled(objective, pick_compile_mode(self.config, self.world.device, self.log))
 
     def train_epoch(self) -> tuple[float, EpochSpeed]:
         """The steps that are left of this epoch. Returns the mean loss over all processes, and how fast it went."""

@@ -184,6 +184,11 @@ def test_batches(world_size: int, global_size: int, per_gpu: int, expected: tupl
             {"global_batch_size": 256, "per_gpu_batch_size": 64, "compile": "reduce-overhead"},
             r"CUDA graphs.* 4 batches of 64 .*set compile to default, or per_gpu_batch_size to 256",
         ),
+        (
+            2,
+            {"global_batch_size": 256, "per_gpu_batch_size": 32, "static_graph": True},
+            r"static_graph .* 4 batches of 32 .*set static_graph to false, or per_gpu_batch_size to 128",
+        ),
     ],
 )
 def test_batches_that_do_not_fit(world_size: int, settings: dict[str, Any], told: str) -> None:

@@ -122,6 +122,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(go: Go, tmp_path: Path
         go()
 
 
+def test_half_a_checkpoint_does_not_stay(go: Go, tmp_path: Path) -> None:
+    """Of a process that was killed while it wrote, time and again: they would fill the disk."""
+    go(sigterm_after=2)
+    (folder,) = (path for path in (tmp_path / "out" / UNFINISHED).iterdir() if path.is_dir())
+    (folder / ".writing-step-00000003.safetensors").write_bytes(b"half")
+    assert "going on after step 2 of 18, where an earlier run stopped" in go(sigterm_after=4).said
+    assert sorted(path.name for path in folder.glob("*safetensors")) == [
+        "step-00000002.safetensors",
+        "step-00000004.safetensors",
+    ]
+
+
 def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -38,12 +38,14 @@ class Place:
         # A checkpoint about every fifth of a second, so that kills fall between, into and right behind them.
         self.config.write_text(yaml.safe_dump({**settings, "checkpoint_minutes": 0.003}))
 
-    def start(self) -> subprocess.Popen[str]:
+    def command(self) -> list[str]:
         command = [sys.executable, "-m", "components.train", "--dataset", str(self.dataset)]
-        command += ["--output", str(self.output), "--config", str(self.config)]
+        return [*command, "--output", str(self.output), "--config", str(self.config)]
+
+    def start(self) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        return subprocess.Popen(self.command(), env=environment, start_new_session=True, **pipes)
 
     def finish(self) -> str:
         process = self.start()
@@ -125,6 +127,22 @@ def test_sigterm_saves_and_ends_with_its_own_code(
     assert "Traceback" not in said
     assert f"going on after step {last} of 18" in place.finish()
     assert place.weights() == unbroken
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_sigterm_while_it_starts_up(
+    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path, num_processes: int
+) -> None:
+    place = Place(tmp_path / "place", tiny_dataset.path, {**settings, "num_processes": num_processes})
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "ENGINERY_EVENTS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(place.command(), env=environment, start_new_session=True, **pipes)
+    assert process.stdout is not None
+    assert '"started"' in process.stdout.readline()  # nothing is imported yet
+    process.terminate()
+    _, said = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == EXIT_PREEMPTED, said
+    assert "train: stopped by SIGTERM; the same command goes on" in said
 
 
 @pytest.mark.slow

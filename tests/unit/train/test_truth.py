@@ -20,7 +20,7 @@ from components.common.models import build_model
 from components.common.records import EpochRecord
 from components.common.settings import resolve
 from components.common.steplog import StepLog
-from components.train.arithmetic import pick_precision
+from components.train.arithmetic import pick_compile_mode, pick_precision
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.distributed import World
@@ -190,6 +190,25 @@ def test_gpus_that_emulate_bf16_train_in_fp16(monkeypatch: pytest.MonkeyPatch) -
     assert pick_precision(config, torch.device("cuda", 0)) == torch.float16
     has_tensor_cores_for_it = True
     assert pick_precision(config, torch.device("cuda", 0)) == torch.bfloat16
+
+
+def test_what_compiling_lacks_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto, gpu, log = resolve(TrainConfig, "train", {}), torch.device("cuda", 0), StepLog("train")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
+    monkeypatch.delenv("CC", raising=False)
+    assert pick_compile_mode(auto, gpu, log) == ""
+    assert "no headers of Python (Debian, Ubuntu: sudo apt-get install python3-dev)" in capsys.readouterr().err
+    (tmp_path / "Python.h").touch()
+    assert pick_compile_mode(auto, gpu, log) == "default"
+    assert pick_compile_mode(auto, CPU, log) == ""
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert pick_compile_mode(auto, gpu, log) == ""
+    assert "no C compiler" in capsys.readouterr().err
+    assert pick_compile_mode(resolve(TrainConfig, "train", {"compile": "tuned"}), gpu, log) == "tuned"
 
 
 class Recorder(StepLog):
