@@ -134,6 +134,11 @@ class VerdictManifest(Manifest):
     recommendation: Recommendation | None = Field(None, description="None where the checks do not lead to one.")
     note: str = ""
 
+    @property
+    def served_precision(self) -> Precision:
+        """What to ship: the recommended precision, else the one that was judged."""
+        return self.recommendation.precision if self.recommendation is not None else self.precision
+
 
 class PromotionManifest(Manifest):
     """What was registered, under which name, version and alias."""

@@ -1,4 +1,4 @@
-"""MLflow, and nothing else imports it. Metric names carry their unit: `val_top1_pct`, `p50_ms`, `images_per_s`.
+"""MLflow: runs, models and the registry. Metric names carry their unit: `val_top1_pct`, `p50_ms`, `images_per_s`.
 
 A step finds its run by the contract of KFP's MLflow plugin: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_ID and
 MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the parent passes its own run in
@@ -158,8 +158,8 @@ class StepRun:
         self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
         return str(model.model_id)
 
-    def register(self, name: str, artifact_directory: str, alias: str, tags: Mapping[str, str]) -> str:
-        """Register what this run uploaded to `artifact_directory` as a model version with an alias.
+    def register(self, name: str, model_id: str, alias: str, tags: Mapping[str, str]) -> str:
+        """Register a LoggedModel of this run as a model version with an alias.
 
         Returns:
             The version's number, as MLflow writes it.
@@ -169,8 +169,11 @@ class StepRun:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        uri = f"{self.client.get_run(self.run_id).info.artifact_uri}/{artifact_directory}"
-        version = self.client.create_model_version(name, uri, run_id=self.run_id, tags=dict(tags))
+        source = f"models:/{model_id}"
+        version = self.client.create_model_version(name, source, run_id=self.run_id, tags=dict(tags), model_id=model_id)
+        # The UI leads from the model to the version by this tag.
+        link = json.dumps([{"name": name, "version": str(version.version)}])
+        self.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})
         self.client.set_registered_model_alias(name, alias, version.version)
         return str(version.version)
 

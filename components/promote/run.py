@@ -16,8 +16,7 @@ from components.common.artifacts import (
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.steplog import StepLog
 from components.promote.config import PromoteConfig
-
-_DIRECTORY = "model"
+from components.promote.registering import upload
 
 
 def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verdict: Path, output: Path) -> str:
@@ -43,18 +42,17 @@ def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verd
     prepare_directory(output)
     num_bytes = sum(entry.size_bytes for entry in models.manifest.files.values())
     log.progress("uploading", 0, 1, f"{num_bytes / 1e6:.0f} MB")
-    log.artifact(bundle, f"{_DIRECTORY}/bundle")
-    log.artifact(report, f"{_DIRECTORY}/report")
-    log.artifact(verdict, f"{_DIRECTORY}/verdict")
+    precision = decision.manifest.served_precision
     tags = {
         "bundle_digest": models.digest,
         "report_digest": measured.digest,
         "verdict_digest": decision.digest,
-        "precision": decision.manifest.precision,
+        "precision": precision,
         "architecture": models.manifest.architecture,
         **_made_for(models.manifest),
     }
-    version = log.register(config.registered_model, _DIRECTORY, config.alias, tags)
+    model_id = upload(log, config.registered_model, models, precision, tags, report=report, verdict=verdict)
+    version = log.register(config.registered_model, model_id, config.alias, tags)
     seal(
         output,
         PromotionManifest,
