@@ -27,7 +27,7 @@ def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verd
         EngineryError: report or verdict are of another bundle.
         UserError: no MLflow is configured.
     """
-    models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
+    models = load(bundle, BundleManifest, verify=ALL_FILES)
     measured = load(report, ReportManifest, verify=ALL_FILES)
     decision = load(verdict, VerdictManifest, verify=ALL_FILES)
     if not decision.manifest.passed:

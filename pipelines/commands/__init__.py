@@ -15,6 +15,8 @@ _COMMANDS = {
     "runs": "List the runs of this machine.",
     "compare": "Show runs side by side: accuracy, speed, and what differed.",
     "inspect": "Show what each precision predicts for an image, and where it looks.",
+    "release": "Write a registered version into a folder to ship.",
+    "verify": "Check a folder that release wrote, offline.",
     "doctor": "Say what this machine can do, and how to fix what is missing.",
     "gc": "Remove old runs of this machine.",
     "ui": "Open the MLflow UI on this machine's runs.",

@@ -109,7 +109,7 @@ def test_every_folder_of_components_is_a_step_or_common() -> None:
     [
         (
             "mlflow",
-            {"components/common/tracking.py", "components/common/mlflow_models.py"},
+            {f"components/common/{module}.py" for module in ("tracking", "mlflow_models", "registered")},
         ),
         ("tensorrt", {"components/common/runners/tensorrt_library.py"}),
     ],
