@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from mlflow.exceptions import MlflowException
 
 from components.common.errors import EngineryError, UserError
 from components.common.store import without_credentials
+from components.common.tracking import is_unreachable
 
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # MLflow's: minutes
 FORCED_TAG = "enginery.forced"  # of a version: JSON of who, when and why the gate was overruled
 _REFERENCE = re.compile(r"(models:/)?(?P<name>[\w.-]+)(@(?P<alias>[\w-]+)|/(?P<number>\d+))")
 
@@ -47,20 +50,49 @@ def opened_version(uri: str, reference: str, parts: tuple[str, ...]) -> Iterator
         UserError: there is no such version.
         EngineryError: its files can't be read.
     """
-    logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it logs errors with tracebacks, beside raising them
+    for library in ("mlflow", "urllib3"):  # they log errors with tracebacks and every retry, beside raising them
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
+    file = Path(uri.removeprefix("sqlite:///").split("?")[0])
+    if uri.startswith("sqlite:///") and not file.exists():  # MLflow would make one
+        raise UserError(
+            f"there is no MLflow store at {uri}: nothing was registered there. Set MLFLOW_TRACKING_URI or "
+            "ENGINERY_HOME to where it was"
+        )
     mlflow.set_tracking_uri(uri)
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    found = _find(client, reference, uri)
-    version = Version(
+    with _reached(uri):
+        found = _find(client, reference, uri)
+        version = _describe(client, found, uri)
+        root = client.get_model_version_download_uri(found.name, str(found.version))
+    with TemporaryDirectory(prefix="enginery-") as folder:
+        yield version, {part: _fetched(f"{root}/{part}", Path(folder), uri) for part in parts}
+
+
+@contextmanager
+def _reached(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_unreachable(error):
+            raise
+        system = re.search(r"\[Errno -?\d+\] ([^'\")]+)", str(error))  # deep in a chain
+        reason = system[1] if system else str(error)
+        raise EngineryError(
+            f"MLflow at {without_credentials(uri)} can't be reached: {reason}. Start the server, or set "
+            "MLFLOW_TRACKING_URI to where the model is registered"
+        ) from error
+
+
+def _describe(client: MlflowClient, found: ModelVersion, uri: str) -> Version:
+    return Version(
         name=found.name,
         number=str(found.version),
         aliases=_aliases(client, found),
         forced=json.loads(found.tags[FORCED_TAG]) if FORCED_TAG in found.tags else None,
         registry=without_credentials(uri),
     )
-    root = client.get_model_version_download_uri(found.name, str(found.version))
-    with TemporaryDirectory(prefix="enginery-") as folder:
-        yield version, {part: _fetched(f"{root}/{part}", Path(folder), uri) for part in parts}
 
 
 def _find(client: MlflowClient, reference: str, uri: str) -> ModelVersion:
@@ -73,7 +105,7 @@ def _find(client: MlflowClient, reference: str, uri: str) -> ModelVersion:
         return client.get_model_version(match["name"], match["number"])
     except MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_PARAMETER_VALUE"):
-            raise EngineryError(f"MLflow at {without_credentials(uri)} can't be asked: {error}") from error
+            raise
     known = sorted(model.name for model in client.search_registered_models(max_results=100))
     models = f"it has {', '.join(known)}" if known else "it has no models"
     if match["name"] in known:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from components.common import serving
+from components.common.errors import RuntimeUnavailable, UserError
 from components.common.records import EngineEntry
 from components.common.runners import tensorrt_library as tensorrt
-from components.common.serving import _usable_engines, serving_runners
+from components.common.serving import _usable_engines, serving_runner, serving_runners
 
 HERE = {"tensorrt_version": "10.16.0", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
 
@@ -102,3 +103,47 @@ def test_a_precision_that_the_bundle_lacks_is_not_measured(monkeypatch):
     fp32, fp16, int8 = serving_runners(bundle, "openvino")
     assert (fp32, fp16.runner) == ("fp32", None)
     assert (int8.runner, int8.file, int8.note) == (None, None, "the bundle has no INT8 model")
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What would be loaded, instead of loading it."""
+    monkeypatch.setattr(serving, "_on_tensorrt", lambda bundle, engine: served_by("tensorrt", engine.file))
+    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: served_by("openvino", unused))
+
+
+def served_by(runtime, note):
+    return serving.Serving(precision="int8", file=None, runner=SimpleNamespace(runtime=runtime), note=note)
+
+
+@pytest.mark.usefixtures("on_h200", "loaded")
+def test_one_precision_is_served_by_its_plan_where_that_fits():
+    for runtime in ("auto", "tensorrt"):
+        found = serving_runner(bundle_with(), "int8", runtime)
+        assert (found.runner.runtime, found.note) == ("tensorrt", "int8.plan")
+    assert serving_runner(bundle_with(), "int8", "openvino").runner.runtime == "openvino"
+
+
+@pytest.mark.usefixtures("on_h200", "loaded")
+def test_one_precision_is_served_by_openvino_where_its_plan_does_not_fit():
+    found = serving_runner(bundle_with(gpu_name="NVIDIA A100"), "int8", "auto")
+    assert found.runner.runtime == "openvino"
+    assert "GPU NVIDIA A100 there, NVIDIA H200 here" in found.note
+    found = serving_runner(bundle_with(), "fp16", "auto")  # there is a plan of INT8 only
+    assert (found.runner.runtime, found.note) == (
+        "openvino",
+        "a CPU has no FP16 arithmetic: the FP16 file runs in FP32",
+    )
+
+
+@pytest.mark.usefixtures("on_h200", "loaded")
+def test_one_precision_that_can_not_be_served_as_asked():
+    with pytest.raises(RuntimeUnavailable, match=r"tensorrt was asked for, but int8\.plan was built elsewhere"):
+        serving_runner(bundle_with(gpu_name="NVIDIA A100"), "int8", "tensorrt")
+    with pytest.raises(RuntimeUnavailable, match="tensorrt was asked for, but the bundle has no FP16 engine"):
+        serving_runner(bundle_with(), "fp16", "tensorrt")
+    bundle = bundle_with()
+    bundle.path = "b"
+    del bundle.manifest.models["fp16"]
+    with pytest.raises(UserError, match="the bundle b has no FP16 model; it holds fp32, int8, int8_fp16"):
+        serving_runner(bundle, "fp16", "auto")

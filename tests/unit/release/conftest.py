@@ -88,6 +88,13 @@ def refused(proved: Proved, tmp_path_factory: pytest.TempPathFactory) -> Proved:
     return Proved(dataset=proved.dataset, folder=folder)
 
 
+@pytest.fixture(autouse=True)
+def _requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command sets for itself stays no longer than the test."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URI of a new MLflow store; nothing of it outlives the test."""
