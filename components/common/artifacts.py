@@ -28,6 +28,7 @@ from components.common.integrity import (
     seal_of,
     writer_of,
 )
+from components.common.promotions import ChampionComparison
 from components.common.records import (
     AccuracyReport,
     BenchmarkReport,
@@ -144,6 +145,10 @@ class PromotionManifest(Manifest):
     alias: str
     bundle_digest: str
     verdict_digest: str
+    champion: bool = Field(False, description="Whether the version became the champion.")
+    why: str = Field("", description="Why, or why not.")
+    comparison: ChampionComparison | None = Field(None, description="None where there was nothing to compare with.")
+    audit_run_id: str = Field("", description="MLflow run of the entry in the audit log.")
 
 
 AnyManifest = TypeVar("AnyManifest", bound=Manifest)
