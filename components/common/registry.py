@@ -151,7 +151,7 @@ class Registry:
         found: list[ModelVersion] = []
         token = None
         while True:
-            page = self.client.search_model_versions(f"name = '{name}'", max_results=_MAX_RESULTS, page_token=token)
+            page = self.client.search_model_versions(_named(name), max_results=_MAX_RESULTS, page_token=token)
             found += page
             token = page.token
             if not token:
@@ -219,8 +219,8 @@ class Registry:
 
         Args:
             name: of the model.
-            run_id: of the run that uploaded it. It has one version at most, so that a repeated request adds none.
-            tags: of the version.
+            run_id: of the run that uploaded it.
+            tags: of the version. The same run and tags give one version, so that a repeated request adds none.
             source: URI of the files; empty for DIRECTORY among the run's artifacts.
             model_id: of the LoggedModel that holds the files, if they are in one.
 
@@ -235,8 +235,9 @@ class Registry:
         uri = source or f"{self.client.get_run(run_id).info.artifact_uri}/{DIRECTORY}"
 
         def create() -> str:
-            for known in self.client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
-                return str(known.version)
+            for known in self.client.search_model_versions(f"{_named(name)} and run_id = '{run_id}'"):
+                if tags.items() <= dict(known.tags).items():
+                    return str(known.version)
             made = self.client.create_model_version(name, uri, run_id=run_id, tags=dict(tags), model_id=model_id)
             return str(made.version)
 
@@ -276,6 +277,12 @@ class Registry:
                     "Put its files back, or delete the version"
                 ) from error
             yield Path(path)
+
+
+def _named(name: str) -> str:
+    """MLflow's filter of one model's versions."""
+    quote = '"' if "'" in name else "'"
+    return f"name = {quote}{name}{quote}"
 
 
 def _version(found: ModelVersion, aliases: tuple[str, ...]) -> RegisteredVersion:

@@ -209,7 +209,12 @@ def _experiment(client: MlflowClient, name: str) -> str:
     root = beside_database(mlflow.get_tracking_uri())
     # The kind makes the UI open on training runs and models instead of traces of language models.
     tags = {"mlflow.experimentKind": "custom_model_development"}
-    return str(client.create_experiment(name, artifact_location=root, tags=tags))
+    try:
+        return str(client.create_experiment(name, artifact_location=root, tags=tags))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    return str(client.get_experiment_by_name(name).experiment_id)  # another process was faster
 
 
 def _make_tables(uri: str) -> None:
