@@ -1,5 +1,6 @@
 """Aliases changed by hand: to a version that somebody names, and back to the champion before."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from components.common.promotions import CHAMPION, ChampionComparison
 from components.common.registry import RegisteredVersion, Registry
 from components.common.standing import Standing, check_tags, compare_standings, standing_of
 
+FORCED_TAG = "enginery.forced"  # of a version: JSON of who overruled a refusal, when and why
 _MAX_LENGTH = 1000  # of a refusal in the audit log
 
 
@@ -42,7 +44,7 @@ def promote_by_hand(
         EngineryError: what lies in the registry is not what was measured. No force helps against that.
     """
     version = registry.version(name, number)
-    if version.tags.get("bundle_digest"):
+    if _was_measured(version):
         check_files(registry, version)
 
     def propose(situation: Situation) -> Proposal:
@@ -64,7 +66,20 @@ def promote_by_hand(
             comparison=review.comparison,
         )
 
-    return change_aliases(registry, name, propose, say=say)
+    entry = change_aliases(registry, name, propose, say=say)
+    if entry.change.forced:
+        told = {"who": _who(entry), "when": entry.change.when, "why": why}
+        registry.set_tag(name, number, FORCED_TAG, json.dumps(told))
+    return entry
+
+
+def _who(entry: Entry) -> str:
+    return f"{entry.change.holder.user}@{entry.change.holder.host}"
+
+
+def _was_measured(version: RegisteredVersion) -> bool:
+    """Whether enginery registered it. A tag alone that is missing is found by `check_files`."""
+    return any(version.tags.get(f"{part}_digest") for part in ("bundle", "report", "verdict"))
 
 
 def check_files(registry: Registry, version: RegisteredVersion) -> None:
@@ -127,7 +142,7 @@ def roll_back(registry: Registry, name: str, why: str, *, say: Callable[[str], N
     def propose(situation: Situation) -> Proposal:
         version = _champion_before(registry, name, situation)
         tags = version.tags
-        if tags.get("bundle_digest"):
+        if _was_measured(version):
             check_files(registry, version)
         left = f"from version {situation.champion}" if situation.champion else "since there was no champion any more"
         return Proposal(

@@ -3,6 +3,7 @@
 Nothing here decides anything: components/common/changing.py changes aliases, by the log of components/common/ledger.py.
 """
 
+import json
 import logging
 import os
 import time
@@ -212,17 +213,14 @@ class Registry:
                 f"there is no registered model {name!r} in MLflow at {self.uri}; {there}. See `enginery models`"
             )
 
-    def create_version(
-        self, name: str, run_id: str, tags: Mapping[str, str], *, source: str = "", model_id: str | None = None
-    ) -> str:
+    def create_version(self, name: str, run_id: str, tags: Mapping[str, str], *, model_id: str | None = None) -> str:
         """Register what a run uploaded as a version without any alias; the model, too, where it is new.
 
         Args:
             name: of the model.
             run_id: of the run that uploaded it.
             tags: of the version. The same run and tags give one version, so that a repeated request adds none.
-            source: URI of the files; empty for DIRECTORY among the run's artifacts.
-            model_id: of the LoggedModel that holds the files, if they are in one.
+            model_id: of the LoggedModel that holds the files; None for DIRECTORY among the run's artifacts.
 
         Returns:
             The version's number.
@@ -232,16 +230,20 @@ class Registry:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        uri = source or f"{self.client.get_run(run_id).info.artifact_uri}/{DIRECTORY}"
+        source = f"models:/{model_id}" if model_id else f"{self.client.get_run(run_id).info.artifact_uri}/{DIRECTORY}"
 
         def create() -> str:
             for known in self.client.search_model_versions(f"{_named(name)} and run_id = '{run_id}'"):
                 if tags.items() <= dict(known.tags).items():
                     return str(known.version)
-            made = self.client.create_model_version(name, uri, run_id=run_id, tags=dict(tags), model_id=model_id)
+            made = self.client.create_model_version(name, source, run_id=run_id, tags=dict(tags), model_id=model_id)
             return str(made.version)
 
-        return patiently(create)
+        number = patiently(create)
+        if model_id:  # the UI leads from the model to the version by this tag
+            link = {"mlflow.modelVersions": json.dumps([{"name": name, "version": number}])}
+            patiently(lambda: self.client.set_logged_model_tags(model_id, link))
+        return number
 
     def set_alias(self, name: str, alias: str, number: str | None) -> None:
         """Point an alias to a version, or remove it. Only components/common/changing.py may: the log must know."""
@@ -249,6 +251,10 @@ class Registry:
             patiently(lambda: self.client.delete_registered_model_alias(name, alias))
         else:
             patiently(lambda: self.client.set_registered_model_alias(name, alias, number))
+
+    def set_tag(self, name: str, number: str, key: str, value: str) -> None:
+        """Set a tag of a version."""
+        patiently(lambda: self.client.set_model_version_tag(name, number, key, value))
 
     @contextmanager
     def files(self, version: RegisteredVersion, part: Part, file: str = "") -> Iterator[Path]:

@@ -78,8 +78,8 @@ def _register(
     num_bytes = sum(entry.size_bytes for entry in models.manifest.files.values())
     log.progress("uploading", 0, 1, f"{num_bytes / 1e6:.0f} MB")
     tags = {**standing.tags, "architecture": models.manifest.architecture, **_made_for(models.manifest)}
-    # Where the version's files come from. A folder in MLflow's own format is logged and registered here, too: give
-    # `create_version` the LoggedModel's id and the URI of its folder, and PARTS the places of the three in it.
+    # Where the version's files come from. A LoggedModel in MLflow's own format is uploaded here, too: `create_version`
+    # takes its id, and PARTS says where the three lie in it.
     parts: dict[Part, Path] = {
         "bundle": models.path,
         "report": standing.report.path,

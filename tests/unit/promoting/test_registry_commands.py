@@ -133,6 +133,8 @@ def test_by_hand_a_worse_one_is_refused_or_forced(three: str, registry: Registry
     last = Ledger(registry.client, "m").read()[-1].change
     assert (last.forced, last.why, last.kind) == (True, "smaller", "by hand")
     assert last.overruled.startswith("it is worse: top-1 40.00 %")
+    forced = json.loads(registry.version("m", "2").tags["enginery.forced"])
+    assert forced == {"who": f"{last.holder.user}@{last.holder.host}", "when": last.when, "why": "smaller"}
     assert "forced" in enginery("audit", "m").output
 
 
@@ -143,6 +145,13 @@ def test_by_hand_one_that_did_not_pass_is_refused_or_forced(three: str, registry
     enginery("promote", "m", number, "--why", "we need it", "--force")
     assert registry.aliases("m")["champion"] == number
     assert Ledger(registry.client, "m").read()[-1].change.forced
+
+
+def test_a_digest_taken_off_does_not_open_the_door(three: str, registry: Registry) -> None:
+    enginery("rollback", "m")
+    registry.client.delete_model_version_tag("m", "3", "bundle_digest")
+    with pytest.raises(EngineryError, match="its tag bundle_digest says nothing"):
+        enginery("promote", "m", "3", "--why", "x", "--force")
 
 
 def test_by_hand_one_of_unknown_origin(three: str, registry: Registry, tmp_path: Path) -> None:
