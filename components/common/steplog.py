@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from components.common.errors import EngineryError, UserError
-
 if TYPE_CHECKING:
     from components.common.records import AccuracyRow, BenchmarkRow
     from components.common.tracking import StepRun
@@ -111,37 +109,6 @@ class StepLog:
         with self._tracking() as run:
             if run is not None:
                 run.log_model(accuracy, benchmark, tags, dataset_digest=dataset_digest)
-
-    def upload_model(self, name: str, folder: Path, parts: dict[str, Path], tags: dict[str, str]) -> str:
-        """Upload a model in MLflow's format, see `mlflow_models.upload_model`; returns its id. As `register` else."""
-        if self.run is None:
-            raise UserError("registering a model needs MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
-        model_id = ""
-        with self._tracking() as run:
-            if run is not None:
-                from components.common.mlflow_models import upload_model
-
-                model_id = upload_model(run, name, folder, parts, tags)
-        self._check_reached(name)
-        return model_id
-
-    def register(self, name: str, model_id: str, alias: str, tags: dict[str, str]) -> str:
-        """Register a model that was uploaded; returns the version. Needs a run, and its server."""
-        if self.run is None:
-            raise UserError("registering a model needs MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
-        version = ""
-        with self._tracking() as run:
-            if run is not None:
-                version = run.register(name, model_id, alias, tags)
-        self._check_reached(name)
-        return version
-
-    def _check_reached(self, name: str) -> None:
-        if self.tracking_lost and self.run is not None:
-            raise EngineryError(
-                f"{name} is not registered: MLflow at {self.run.uri} can't be reached any more. Start the server, "
-                "then run the same command again (finished steps are kept)"
-            )
 
     def lose_tracking(self) -> None:
         """The tracking server is gone. Say so once; what would go there is skipped from now on."""

@@ -1,19 +1,14 @@
 """`enginery release`: a registered version as a folder to ship."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from components.common.disk import explain
 from components.common.errors import UserError
 from pipelines.commands.verify import show
-from pipelines.state import StateDirectory
-
-if TYPE_CHECKING:
-    from components.common.registered import Version
+from pipelines.versions import find_version, open_registry
 
 _PARTS = ("bundle", "report", "verdict")
 _Folder = click.Path(path_type=Path)
@@ -46,28 +41,27 @@ def release(
     from pipelines.release.signing import private_key
 
     signer = private_key(key) if key is not None else None
+    from components.common.registry import PARTS
     from pipelines.release.writing import check_output, write_release
 
     check_output(directory)
     try:
-        with _source(model, named) as (version, parts):
-            name = version.name if version is not None else parts["bundle"].absolute().name
-            checked = write_release(parts, directory, version=version, name=name, key=signer)
+        with ExitStack() as stack:
+            if named:
+                checked = write_release(named, directory, name=named["bundle"].absolute().name, key=signer)
+            else:
+                registry = open_registry()
+                version = find_version(registry, model)
+                with registry.reached("nothing was released"):
+                    parts: dict[str, Path] = {
+                        part: stack.enter_context(registry.files(version, part)) for part in PARTS
+                    }
+                checked = write_release(
+                    parts, directory, name=version.name, version=version, registry=registry.uri, key=signer
+                )
     except OSError as error:
         if told := explain(error, directory.absolute().parent):
             raise told from None
         raise UserError(f"can't write {directory}: {error}") from None
     click.echo(f"released to {directory}")
     show(checked)
-
-
-@contextmanager
-def _source(model: str, named: dict[str, Path]) -> "Iterator[tuple[Version | None, dict[str, Path]]]":
-    """What to release: the version if it is a registered one, and the folders of its parts."""
-    if named:
-        yield None, named
-        return
-    from components.common.registered import opened_version
-
-    with opened_version(StateDirectory.current().tracking_uri, model, _PARTS) as found:
-        yield found

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from components.common.artifacts import MANIFEST, Manifest
 from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.registered import Version
+from components.common.registry import RegisteredVersion
 from components.promote.packaging import write_model
+from pipelines.promoting import FORCED_TAG
 from pipelines.release.bom import bill_of_materials
 from pipelines.release.chain import Chain, contradictions, load_chain
 from pipelines.release.layout import (
@@ -50,7 +51,13 @@ def check_output(output: Path) -> None:
 
 
 def write_release(
-    parts: Mapping[str, Path], output: Path, *, version: Version | None, name: str, key: Ed25519PrivateKey | None
+    parts: Mapping[str, Path],
+    output: Path,
+    *,
+    name: str,
+    version: RegisteredVersion | None = None,
+    registry: str = "",
+    key: Ed25519PrivateKey | None = None,
 ) -> Verification:
     """Copy bundle, report and verdict, write what belongs to them, verify all of it, and only then give it its name.
 
@@ -58,6 +65,7 @@ def write_release(
         parts: folders of the three, by name.
         output: a new folder.
         version: what the registry says; None for artifacts that were named by their paths.
+        registry: where the version is; empty for none.
         name: of the model.
         key: to sign with; None for no signature.
 
@@ -70,7 +78,7 @@ def write_release(
     chain = load_chain(*(parts[part] for part in PARTS))
     for problem in contradictions(chain):
         raise EngineryError(f"this can't be released: {problem}")
-    record = _record(chain, version, name, key)
+    record = _record(chain, name, version, registry, key)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()
@@ -88,16 +96,18 @@ def write_release(
     return checked
 
 
-def _record(chain: Chain, version: Version | None, name: str, key: Ed25519PrivateKey | None) -> ReleaseRecord:
+def _record(
+    chain: Chain, name: str, version: RegisteredVersion | None, registry: str, key: Ed25519PrivateKey | None
+) -> ReleaseRecord:
     decision = chain.verdict.manifest
     forced = None
     if not decision.passed:
-        if version is None or version.forced is None:
+        if version is None or FORCED_TAG not in version.tags:
             raise GateFailed(
                 f"the verdict on {name} is not a pass, and nobody is recorded to have overruled it: it is not released"
             )
         try:
-            forced = Forced.model_validate(dict(version.forced))
+            forced = Forced.model_validate_json(version.tags[FORCED_TAG])
         except ValidationError as error:
             problem = error.errors()[0]["msg"]
             raise EngineryError(f"the registry's record of who overruled the gate is not valid: {problem}") from None
@@ -105,7 +115,7 @@ def _record(chain: Chain, version: Version | None, name: str, key: Ed25519Privat
         name=name,
         version=version.number if version is not None else "",
         aliases=version.aliases if version is not None else (),
-        registry=version.registry if version is not None else "",
+        registry=registry,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         enginery=_own_version(),
         architecture=chain.bundle.manifest.architecture,

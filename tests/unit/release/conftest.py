@@ -110,7 +110,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def promoted(store: str, proved: Proved, tmp_path: Path) -> str:
     """The store, with the network as version 1."""
-    promote_parts(proved.parts, tmp_path / "promotion")
+    promote_parts(proved.parts, proved.dataset.path, tmp_path / "promotion")
     return store
 
 

@@ -24,9 +24,9 @@ from components.promote.run import run as promote
 NAME = "digits"
 
 
-def promote_parts(parts: dict[str, Path], output: Path) -> None:
+def promote_parts(parts: dict[str, Path], dataset: Path, output: Path) -> None:
     with step_run("promote") as run:
-        promote(PromoteConfig(registered_model=NAME), StepLog("promote", run), **parts, output=output)
+        promote(PromoteConfig(registered_model=NAME), StepLog("promote", run), **parts, dataset=dataset, output=output)
 
 
 def reseal(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:

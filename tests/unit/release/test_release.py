@@ -15,9 +15,9 @@ from mlflow import MlflowClient
 from components.common.artifacts import ReportManifest, VerdictManifest, load
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.registered import FORCED_TAG
 from components.promote.packaging import write_model
 from pipelines.commands import cli
+from pipelines.promoting import FORCED_TAG
 from pipelines.release import writing
 from pipelines.release.signing import PASSPHRASE_VARIABLE
 
@@ -44,7 +44,7 @@ def left_over(folder: Path) -> list[str]:
 def test_a_release_of_a_registered_version(promoted, proved, tmp_path: Path, keys) -> None:
     private, public = keys
     text = enginery("release", tmp_path / "out", f"{NAME}@candidate", "--key", private)
-    assert f"release:   {NAME} version 1 @candidate" in text
+    assert f"release:   {NAME} version 1 @candidate @champion" in text
     assert "gate:      passed" in text
     out = tmp_path / "out"
     names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
@@ -153,10 +153,10 @@ def test_a_model_that_somebody_forced(promoted, refused, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        (NAME, "'digits' names no version; write NAME@ALIAS, such as classifier@champion, or NAME/3"),
-        (f"{NAME}@champion", r"no digits@champion in the registry .*; digits has @candidate \(version 1\)"),
-        (f"{NAME}/7", r"no digits/7 in the registry"),
-        ("other@champion", "no other@champion in the registry .*; it has digits"),
+        (NAME, "'digits' names no version; write NAME@alias or NAME/VERSION"),
+        (f"{NAME}@gone", r"digits has no alias gone; it has @candidate \(version 1\)"),
+        (f"{NAME}/7", "digits has no version 7"),
+        ("other@champion", "there is no registered model 'other'.*; there are digits"),
         ("../x@champion", "names no version"),
     ],
 )
@@ -179,7 +179,9 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["bundle/int8.onnx", "bundle/scales.json", "report/predictions.npz"])
-def test_a_tampered_version_is_neither_released_nor_loaded_nor_promoted(promoted, tmp_path: Path, file: str) -> None:
+def test_a_tampered_version_is_neither_released_nor_loaded_nor_promoted(
+    promoted, proved, tmp_path: Path, file: str
+) -> None:
     """In the registry's own store: by release, by MLflow, and by promote once it was downloaded."""
     version = MlflowClient().get_model_version_by_alias(NAME, "candidate")
     root = Path(MlflowClient().get_model_version_download_uri(NAME, version.version).removeprefix("file://"))
@@ -192,7 +194,7 @@ def test_a_tampered_version_is_neither_released_nor_loaded_nor_promoted(promoted
             mlflow.pyfunc.load_model(f"models:/{NAME}@candidate")
     parts = {name: root / name for name in ("bundle", "report", "verdict")}
     with pytest.raises(EngineryError, match=f"{Path(file).name} was changed after it was sealed"):
-        promote_parts(parts, tmp_path / "again")
+        promote_parts(parts, proved.dataset.path, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
@@ -278,7 +280,7 @@ def test_an_interrupted_release_leaves_nothing(proved, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(writing, "write_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        writing.write_release(proved.parts, tmp_path / "out", version=None, name="x", key=None)
+        writing.write_release(proved.parts, tmp_path / "out", name="x")
     assert list(tmp_path.iterdir()) == []
 
 

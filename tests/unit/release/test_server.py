@@ -67,9 +67,9 @@ def registry(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.slow
 def test_a_server_keeps_the_files(registry: str, proved, tmp_path: Path, few_digits: Path) -> None:
-    promote_parts(proved.parts, tmp_path / "promotion")
+    promote_parts(proved.parts, proved.dataset.path, tmp_path / "promotion")
     enginery("release", tmp_path / "out", f"{NAME}@candidate")
-    assert f"{NAME} version 1 @candidate" in enginery("verify", tmp_path / "out")
+    assert f"{NAME} version 1 @candidate @champion" in enginery("verify", tmp_path / "out")
     files = sorted((few_digits / "7").iterdir())[:3]
     model = mlflow.pyfunc.load_model(f"models:/{NAME}@candidate")
     expected = model.predict(files)
@@ -90,7 +90,7 @@ def test_a_server_keeps_the_files(registry: str, proved, tmp_path: Path, few_dig
 
 @pytest.mark.slow
 def test_files_that_are_gone_from_a_server(registry: str, proved, tmp_path: Path) -> None:
-    promote_parts(proved.parts, tmp_path / "promotion")
+    promote_parts(proved.parts, proved.dataset.path, tmp_path / "promotion")
     version = MlflowClient().get_model_version_by_alias(NAME, "candidate")
     (bundle,) = (tmp_path / "kept").rglob(f"{version.source.removeprefix('models:/')}/artifacts/bundle")
     (bundle / "int8.onnx").unlink()
@@ -117,6 +117,8 @@ def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    with pytest.raises(UserError, match=r"there is no MLflow store at sqlite:.*: nothing was registered there"):
+    with pytest.raises(
+        UserError, match=r"there is no MLflow store at sqlite:.* yet: nothing was ever registered there"
+    ):
         enginery("release", tmp_path / "out", f"{NAME}@candidate")
     assert not (tmp_path / "home/mlflow.db").exists()

@@ -28,7 +28,7 @@ def signed(proved, tmp_path_factory) -> tuple[Path, Path]:
     """A signed release, and the public key."""
     folder = tmp_path_factory.mktemp("signed")
     private, public = write_keys(folder / "signer")
-    write_release(proved.parts, folder / "out", version=None, name="digits", key=private_key(private))
+    write_release(proved.parts, folder / "out", name="digits", key=private_key(private))
     return folder / "out", public
 
 
@@ -145,7 +145,7 @@ def test_a_list_written_anew(release: Path, key) -> None:
 
 def test_another_releases_signature(release: Path, key, proved, tmp_path: Path) -> None:
     private, public = write_keys(tmp_path / "stranger")
-    write_release(proved.parts, tmp_path / "other", version=None, name="other", key=private_key(private))
+    write_release(proved.parts, tmp_path / "other", name="other", key=private_key(private))
     own = (release / "SHA256SUMS.sig").read_bytes()
     shutil.copyfile(tmp_path / "other/SHA256SUMS.sig", release / "SHA256SUMS.sig")
     assert "SHA256SUMS.sig is no signature" in problems(release, key)
