@@ -22,11 +22,13 @@ from pydantic import ValidationError
 
 from components.common.digests import canonical_json, digest_json
 from components.common.errors import EngineryError, UserError
-from components.common.promotions import Change, Outcome
+from components.common.holder import is_gone
+from components.common.promotions import Change, Holder, Outcome
 from components.common.registry import patiently
 from components.common.store import beside_database
 
 _GENESIS = "enginery.first_entry"  # tag of the experiment: the run whose `next` is the first entry
+_HOLDER = "enginery.holder"  # tag of an entry's run
 _CHANGE, _OUTCOME, _NEXT = "change", "outcome", "next"
 _MAX_LENGTH = 6000  # of a parameter in MLflow, which cuts what is longer
 _STATUS = {"done": "FINISHED", "partly done": "FAILED", "not done": "FAILED"}
@@ -72,6 +74,7 @@ class Ledger:
         self.model = model
         self._experiment_id = ""
         self._genesis = ""
+        self._strays: list[Run] = []  # begun, and in the log of the last `read` not yet or never
 
     def read(self) -> list[Entry]:
         """All entries in their order; none where the log has not begun.
@@ -90,6 +93,8 @@ class Ledger:
             entry = self._entry(runs, following, len(entries) + 1)
             entries.append(entry)
             following = entry.next_id
+        linked = {self._genesis, *(entry.run_id for entry in entries)}
+        self._strays = [run for run in runs.values() if run.info.status == "RUNNING" and run.info.run_id not in linked]
         return entries
 
     def append(self, change: Change, last: Entry | None) -> Entry | None:
@@ -104,7 +109,9 @@ class Ledger:
         if not self._find():
             self._begin()
         text = _to_json(change)
+        self._tidy()
         tags = {**_shown(change), "mlflow.user": change.holder.user, "mlflow.source.name": "enginery"}
+        tags[_HOLDER] = change.holder.model_dump_json()
         name = f"{change.kind}: {', '.join(f'@{alias}' for alias in change.changes)}"
         run = patiently(lambda: self.client.create_run(self._experiment_id, run_name=name, tags=tags))
         run_id = str(run.info.run_id)
@@ -129,6 +136,14 @@ class Ledger:
         counts = Outcome.model_validate_json(self._write_once(entry.run_id, _OUTCOME, _to_json(outcome)))
         self._show_end(entry.run_id, counts.status, _STATUS[counts.status])
         return counts
+
+    def _tidy(self) -> None:
+        """End the runs of processes that were killed before their entry was in the log."""
+        for run in self._strays:
+            text = run.data.tags.get(_HOLDER, "")
+            if text and is_gone(Holder.model_validate_json(text)):
+                self._show_end(run.info.run_id, "not in the log: its process was killed", "KILLED")
+        self._strays = []
 
     def _show_end(self, run_id: str, outcome: str, status: str) -> None:
         """For people who look at the runs; what counts is in the parameters."""

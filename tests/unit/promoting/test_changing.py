@@ -156,6 +156,19 @@ def test_a_decision_is_made_again_when_another_change_comes_first(registry: Regi
     assert outcomes(registry) == ["done", "done", "done"]
 
 
+def test_a_run_that_never_got_into_the_log_is_ended(registry: Registry, model: str) -> None:
+    change_aliases(registry, model, to("1"))
+    experiment_id = registry.client.get_experiment_by_name(experiment_name(model)).experiment_id
+    dead = this_process().model_copy(update={"pid": 2**22 - 1})
+    runs = [
+        registry.client.create_run(experiment_id, tags={"enginery.holder": holder.model_dump_json()}).info.run_id
+        for holder in (dead, this_process())
+    ]
+    change_aliases(registry, model, to("2"))
+    assert [registry.client.get_run(run_id).info.status for run_id in runs] == ["KILLED", "RUNNING"]
+    assert outcomes(registry) == ["done", "done"]
+
+
 def test_what_is_written_once_stays(registry: Registry, model: str) -> None:
     ledger = Ledger(registry.client, model)
     entry = begun(registry, "2")
