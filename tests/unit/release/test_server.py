@@ -106,9 +106,7 @@ def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = mlflow.get_tracking_uri()
     started = time.monotonic()
     try:
-        with pytest.raises(
-            EngineryError, match=f"MLflow at {url} can't be used: Connection refused. Start the server"
-        ):
+        with pytest.raises(EngineryError, match=f"MLflow at {url} can't be used: Connection refused. Start the server"):
             cli(args=["release", str(tmp_path / "out"), f"{NAME}@candidate"], standalone_mode=False)
     finally:
         mlflow.set_tracking_uri(before)
@@ -117,8 +115,6 @@ def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    with pytest.raises(
-        UserError, match=r"there is no MLflow store at sqlite:.* yet: nothing was ever"
-    ):
+    with pytest.raises(UserError, match=r"there is no MLflow store at sqlite:.* yet: nothing was ever"):
         enginery("release", tmp_path / "out", f"{NAME}@candidate")
     assert not (tmp_path / "home/mlflow.db").exists()
