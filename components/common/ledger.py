@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from components.common.digests import canonical_json, digest_json
 from components.common.errors import EngineryError, UserError
 from components.common.holder import is_gone
-from components.common.promotions import Change, Holder, Outcome
+from components.common.promotions import CHAMPION, Change, Holder, Outcome
 from components.common.registry import patiently
 from components.common.store import beside_database
 
@@ -112,8 +112,7 @@ class Ledger:
         self._tidy()
         tags = {**_shown(change), "mlflow.user": change.holder.user, "mlflow.source.name": "enginery"}
         tags[_HOLDER] = change.holder.model_dump_json()
-        name = f"{change.kind}: {', '.join(f'@{alias}' for alias in change.changes)}"
-        run = patiently(lambda: self.client.create_run(self._experiment_id, run_name=name, tags=tags))
+        run = patiently(lambda: self.client.create_run(self._experiment_id, run_name=_title(change), tags=tags))
         run_id = str(run.info.run_id)
         self._write_once(run_id, _CHANGE, text)
         if self._write_once(last.run_id if last else self._genesis, _NEXT, run_id) != run_id:
@@ -246,6 +245,14 @@ def chain_problems(entries: Sequence[Entry]) -> list[str]:
         if (entry.change.previous, entry.change.previous_digest) != expected:
             problems.append(f"entry {entry.number} does not follow on what entry {entry.number - 1} says now")
     return problems
+
+
+def _title(change: Change) -> str:
+    """Name of the run, the champion first."""
+    order = sorted(change.changes.items(), key=lambda entry: (entry[0] != CHAMPION, entry[0]))
+    return f"{change.kind}: " + ", ".join(
+        f"@{alias} {entry.before or 'none'} -> {entry.after or 'none'}" for alias, entry in order
+    )
 
 
 def _shown(change: Change) -> dict[str, str]:
