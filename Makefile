@@ -16,7 +16,7 @@ INSTALLED_TENSORRT := $(VENV)/.installed-tensorrt
 PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart install-tensorrt install-dev test test-all test-gpu test-faults lint typecheck lock golden clean
+.PHONY: help install quickstart install-tensorrt install-dev test test-all test-postgresql test-gpu test-faults lint typecheck lock golden clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,10 +36,13 @@ install-tensorrt: $(INSTALLED_TENSORRT) ## Add TensorRT, for a machine with an N
 install-dev: $(INSTALLED_DEV) ## Add what tests, linter and type checker need
 
 test: $(INSTALLED_DEV) ## Quick test suite, without a GPU (ARGS="-k gate" is passed to pytest)
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m "not slow and not postgresql" $(ARGS)
 
 test-all: $(INSTALLED_DEV) ## The slow tests too
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest $(ARGS)
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m "not postgresql" $(ARGS)
+
+test-postgresql: $(INSTALLED_DEV) ## Tests that need PostgreSQL's server; they fail without it (apt-get install postgresql)
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m postgresql $(ARGS)
 
 test-gpu: $(INSTALLED_DEV) ## Tests that need a GPU and TensorRT; they fail where either is missing
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -16,10 +16,10 @@ import torch
 from benchmarks.results import RESULTS, write_result
 from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
 from components.common.loader import Loader
+from components.common.serving import Serving, serving_runners
 from components.common.steplog import StepLog
 from components.validate.config import ValidateConfig
 from components.validate.predicting import gpus_alike, predict_validation
-from components.validate.serving import Serving, serving_runners
 
 _TURNS = 3
 
@@ -33,7 +33,7 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(), StepLog("validate")
     num_images = data.manifest.splits["val"].num_images
-    servings = serving_runners(models, config)
+    servings = serving_runners(models, config.runtime)
     _evaluate(config, servings, models, data, log)  # the first one opens files and warms the GPU up
     turns: dict[str, list[float]] = {"loader": [], "engines": [], "evaluation": []}
     for _ in range(_TURNS):

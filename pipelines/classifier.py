@@ -141,6 +141,7 @@ def prove_and_promote(
         bundle=bundle.outputs["bundle"],
         report=measured.outputs["report"],
         verdict=decided.outputs["verdict"],
+        dataset=dataset.outputs["dataset"],
         registered_model=registered_model,
         settings=promote_settings,
     ).set_caching_options(False)

@@ -216,6 +216,8 @@ class _Chain:
             recommendation=builder.recommendation,
             **builder.digests(),
             registered=builder.registered,
+            champion=builder.champion,
+            promotion=builder.promotion,
             report=builder.report,
             run_directory=str(self.record.directory),
             tracking_uri=self.record.uri,
@@ -272,7 +274,8 @@ def _print_pointers(summary: RunSummary, console: Console) -> None:
     console.print()
     if summary.registered:
         name, version = summary.registered.split("/")
-        console.print(f"registered  {name} version {version}", highlight=False)
+        alias = "champion" if summary.champion else "candidate"
+        console.print(f"registered  {name} version {version}, {alias}", highlight=False)
     if summary.report:
         console.print(f"report      {_relative(summary.report)}", highlight=False, soft_wrap=True)
     console.print(f"files       {_relative(summary.run_directory)}", highlight=False, soft_wrap=True)

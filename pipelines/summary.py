@@ -65,6 +65,8 @@ class RunSummary(_Record):
     checks: list[GateCheck]
     recommendation: Recommendation | None = Field(None, description="What to ship; None where nothing leads to it.")
     registered: str = Field("", description='"name/version", if the run got so far.')
+    champion: bool = Field(False, description="Whether that version became the champion.")
+    promotion: str = Field("", description="Why it did, or why it did not.")
     report: str = Field("", description="Path of report.html, if the run got so far.")
     run_directory: str
     tracking_uri: str
@@ -97,6 +99,8 @@ class SummaryBuilder:
         self.checks: list[GateCheck] = []
         self.recommendation: Recommendation | None = None
         self.registered = ""
+        self.champion = False
+        self.promotion = ""
         self.report = ""
         self.running = ""  # the step that has started and not ended
         self._accuracy: AccuracyReport | None = None
@@ -122,6 +126,7 @@ class SummaryBuilder:
             self.recommendation = Recommendation.model_validate(advice) if advice else None
         elif kind == "promotion":
             self.registered = f"{event['registered_model']}/{event['version']}"
+            self.champion, self.promotion = event.get("champion", False), event.get("why", "")
 
     def take_over(self, cached: CachedStep) -> None:
         """Fill in a step that was not repeated, from the artifact that it left."""

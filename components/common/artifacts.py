@@ -28,6 +28,7 @@ from components.common.integrity import (
     seal_of,
     writer_of,
 )
+from components.common.promotions import ChampionComparison
 from components.common.records import (
     AccuracyReport,
     BenchmarkReport,
@@ -134,6 +135,11 @@ class VerdictManifest(Manifest):
     recommendation: Recommendation | None = Field(None, description="None where the checks do not lead to one.")
     note: str = ""
 
+    @property
+    def served_precision(self) -> Precision:
+        """What to ship: the recommended precision, else the one that was judged."""
+        return self.recommendation.precision if self.recommendation is not None else self.precision
+
 
 class PromotionManifest(Manifest):
     """What was registered, under which name, version and alias."""
@@ -144,6 +150,10 @@ class PromotionManifest(Manifest):
     alias: str
     bundle_digest: str
     verdict_digest: str
+    champion: bool = Field(False, description="Whether the version became the champion.")
+    why: str = Field("", description="Why, or why not.")
+    comparison: ChampionComparison | None = Field(None, description="None where there was nothing to compare with.")
+    audit_run_id: str = Field("", description="MLflow run of the entry in the audit log.")
 
 
 AnyManifest = TypeVar("AnyManifest", bound=Manifest)
@@ -234,15 +244,14 @@ def seal(
     return Artifact(path=path, manifest=sealed, digest=digest_bytes(data))
 
 
-def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = ()) -> Artifact[AnyManifest]:
-    """Read an artifact and check what it says of itself: all sizes, and digests of files that end in `verify`.
+def load_manifest(file: Path, manifest: type[AnyManifest]) -> Artifact[AnyManifest]:
+    """Read a manifest alone and check its seal. What lies beside it is not looked at.
 
     Raises:
         UserError: there is no manifest, or it is one of another kind or of an unknown schema version.
-        EngineryError: the manifest is damaged or was edited, or a file is missing, changed or was swapped.
+        EngineryError: the manifest is damaged or was edited.
     """
-    file = path / MANIFEST
-    kind = manifest.model_fields["kind"].default
+    path, kind = file.parent, manifest.model_fields["kind"].default
     data = read_manifest(file, kind)
     claimed = migrated(claims_of(data), file, kind)
     try:
@@ -257,8 +266,19 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
             f"{how_to_renew(kind)}"
         ) from None
     check_seal(data, file, kind)
-    for name, entry in record.files.items():
+    return Artifact(path=path, manifest=record, digest=digest_bytes(data))
+
+
+def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = ()) -> Artifact[AnyManifest]:
+    """Read an artifact and check what it says of itself: all sizes, and digests of files that end in `verify`.
+
+    Raises:
+        UserError: there is no manifest, or it is one of another kind or of an unknown schema version.
+        EngineryError: the manifest is damaged or was edited, or a file is missing, changed or was swapped.
+    """
+    artifact = load_manifest(path / MANIFEST, manifest)
+    for name, entry in artifact.manifest.files.items():
         digest = entry.digest if verify and name.endswith(verify) else None
         if problem := file_problem(path, name, entry.size_bytes, digest):
-            raise EngineryError(f"{problem}. Put the original back, or {how_to_renew(kind)}")
-    return Artifact(path=path, manifest=record, digest=digest_bytes(data))
+            raise EngineryError(f"{problem}. Put the original back, or {how_to_renew(artifact.manifest.kind)}")
+    return artifact

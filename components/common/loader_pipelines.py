@@ -65,6 +65,13 @@ def file_pipeline(encoded: bytes, spec: TransformSpec) -> Any:
     return _evaluated(raw, spec, {"device": "cpu"})
 
 
+@pipeline_def(enable_conditionals=False)
+def memory_pipeline(spec: TransformSpec) -> Any:
+    """Images [crop_size, crop_size, 3] float32 of what is fed to the input "encoded", as evaluation delivers them."""
+    raw = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
+    return _evaluated(raw, spec, {"device": "cpu"})
+
+
 def _evaluated(raw: Any, spec: TransformSpec, decoder: dict[str, Any]) -> Any:
     """What TransformSpec says of encoded images, and nothing else. Returns HWC float32."""
     # Without fancy upsampling a GPU decodes the colours of most JPEG files otherwise than CPUs and torchvision do.

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from components.common.errors import EngineryError, UserError
-
 if TYPE_CHECKING:
     from components.common.records import AccuracyRow, BenchmarkRow
     from components.common.tracking import StepRun
@@ -111,21 +109,6 @@ class StepLog:
         with self._tracking() as run:
             if run is not None:
                 run.log_model(accuracy, benchmark, tags, dataset_digest=dataset_digest)
-
-    def register(self, name: str, artifact_directory: str, alias: str, tags: dict[str, str]) -> str:
-        """Register what was uploaded to `artifact_directory`; returns the version. Needs a run, and its server."""
-        if self.run is None:
-            raise UserError("registering a model needs MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
-        version = ""
-        with self._tracking() as run:
-            if run is not None:
-                version = run.register(name, artifact_directory, alias, tags)
-        if self.tracking_lost:
-            raise EngineryError(
-                f"{name} is not registered: MLflow at {self.run.uri} can't be reached any more. Start the server, "
-                "then run the same command again (finished steps are kept)"
-            )
-        return version
 
     def lose_tracking(self) -> None:
         """The tracking server is gone. Say so once; what would go there is skipped from now on."""

@@ -5,7 +5,6 @@ MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the pare
 ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 """
 
-import getpass
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from mlflow.utils.time import get_current_time_millis
 
 from components.common.disk import explain
 from components.common.errors import EngineryError
+from components.common.holder import user_name
 from components.common.records import AccuracyRow, BenchmarkRow
 from components.common.store import beside_database, prepare_sqlite, without_credentials
 
@@ -31,7 +31,7 @@ PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
 RUN_TAG = "enginery.run"  # the local run's id, by which its run in MLflow is found again
 _MAX_PARAM_LENGTH = 500
 # How long one request may take: MLflow's own defaults try for many minutes in silence. The steps inherit these.
-_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 _FIRST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 _LAST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "REQUEST_LIMIT_EXCEEDED")
@@ -158,22 +158,6 @@ class StepRun:
         self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
         return str(model.model_id)
 
-    def register(self, name: str, artifact_directory: str, alias: str, tags: Mapping[str, str]) -> str:
-        """Register what this run uploaded to `artifact_directory` as a model version with an alias.
-
-        Returns:
-            The version's number, as MLflow writes it.
-        """
-        try:
-            self.client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        uri = f"{self.client.get_run(self.run_id).info.artifact_uri}/{artifact_directory}"
-        version = self.client.create_model_version(name, uri, run_id=self.run_id, tags=dict(tags))
-        self.client.set_registered_model_alias(name, alias, version.version)
-        return str(version.version)
-
 
 @contextmanager
 def step_run(step: str) -> Iterator[StepRun]:
@@ -187,7 +171,7 @@ def step_run(step: str) -> Iterator[StepRun]:
         yield StepRun(client, run_id, info.experiment_id)
         return  # whoever made the run ends it
     experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, "enginery")
-    tags = {"enginery.step": step, "mlflow.source.name": f"components.{step}", "mlflow.user": _user()}
+    tags = {"enginery.step": step, "mlflow.source.name": f"components.{step}", "mlflow.user": user_name()}
     if parent := os.environ.get(PARENT_RUN_VARIABLE):
         tags["mlflow.parentRunId"] = parent
     run = client.create_run(experiment_id, run_name=step, tags=tags)
@@ -218,13 +202,6 @@ def _end_step_run(client: MlflowClient, run_id: str, status: str, message: str) 
             raise
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # an arbitrary UID in a container has no name
-        return str(os.getuid())
-
-
 def _experiment(client: MlflowClient, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
@@ -232,7 +209,12 @@ def _experiment(client: MlflowClient, name: str) -> str:
     root = beside_database(mlflow.get_tracking_uri())
     # The kind makes the UI open on training runs and models instead of traces of language models.
     tags = {"mlflow.experimentKind": "custom_model_development"}
-    return str(client.create_experiment(name, artifact_location=root, tags=tags))
+    try:
+        return str(client.create_experiment(name, artifact_location=root, tags=tags))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    return str(client.get_experiment_by_name(name).experiment_id)  # another process was faster
 
 
 def _make_tables(uri: str) -> None:
@@ -266,7 +248,7 @@ class PipelineRun:
                 prepare_sqlite(tracking_uri, _make_tables)
                 self.client = MlflowClient()
                 self.experiment_id = _experiment(self.client, experiment)
-                tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
+                tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": user_name()}
                 run = self.client.create_run(self.experiment_id, run_name=name, tags={**tags, RUN_TAG: name})
                 self.run_id = run.info.run_id
                 self.step_run = StepRun(self.client, self.run_id, self.experiment_id)
@@ -280,7 +262,7 @@ class PipelineRun:
             "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri(),
             "MLFLOW_EXPERIMENT_ID": self.experiment_id,
             PARENT_RUN_VARIABLE: self.run_id,
-            **{name: os.environ.get(name, value) for name, value in _REQUESTS.items()},
+            **{name: os.environ.get(name, value) for name, value in REQUEST_LIMITS.items()},
         }
 
     def finish(
@@ -290,7 +272,7 @@ class PipelineRun:
 
         What takes room comes last, so that a full disk keeps the run from nothing else.
         """
-        with _requests(_LAST_REQUESTS if status == "KILLED" else _REQUESTS):
+        with _requests(_LAST_REQUESTS if status == "KILLED" else REQUEST_LIMITS):
             self._close(self.run_id, status, tags)
             if metrics:
                 self.step_run.log_metrics(metrics, 0)
@@ -313,6 +295,19 @@ class PipelineRun:
             self.client.set_terminated(run.info.run_id, status=status)
         StepRun(self.client, run_id, experiment_id).set_tags(tags)
         self.client.set_terminated(run_id, status=status)
+
+
+def check_store(uri: str, place: Path) -> None:
+    """Ask a tracking store for something small.
+
+    Raises:
+        EngineryError: it can't be reached, does not answer in time or refuses.
+    """
+    try:
+        with _requests(_FIRST_REQUESTS):
+            MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+    except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
+        raise _unusable(uri, error, place) from error
 
 
 def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:

@@ -10,6 +10,7 @@ STEP = Step(
         "bundle": "Bundle that export wrote.",
         "report": "Report that validate wrote on it.",
         "verdict": "Verdict that gate wrote on the report.",
+        "dataset": "Dataset that validate measured on: a champion of other data is measured on it again.",
     },
 )
 

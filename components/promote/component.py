@@ -10,11 +10,12 @@ def promote(
     bundle: dsl.Input[dsl.Model],
     report: dsl.Input[dsl.Artifact],
     verdict: dsl.Input[dsl.Artifact],
+    dataset: dsl.Input[dsl.Dataset],
     registered_model: str,
     settings: dict,  # type: ignore[type-arg]
     promotion: dsl.Output[dsl.Artifact],
 ) -> None:
-    """Bundle that passed -> MLflow model version with an alias."""
+    """Bundle that passed -> MLflow model version, the champion if it is not worse."""
     from components.promote.__main__ import STEP
 
     STEP.execute(
@@ -22,5 +23,6 @@ def promote(
         bundle=bundle.path,
         report=report.path,
         verdict=verdict.path,
+        dataset=dataset.path,
         output=promotion.path,
     )

@@ -1,14 +1,32 @@
 """Settings of promote."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from components.common.promotions import CHAMPION
 from components.common.settings import StepConfig
 
 
 class PromoteConfig(StepConfig):
-    """Where the model is registered."""
+    """Where the model is registered, and when it replaces the champion."""
 
     registered_model: str = Field(
         "classifier", pattern=r"^[\w.-]+$", description="Name of the registered model in MLflow."
     )
     alias: str = Field("candidate", pattern=r"^[\w-]+$", description="Alias that the new version gets.")
+    tolerance_points: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="How much less top-1 than the present champion's a new champion may have, in percentage points.",
+    )
+    why: str = Field("", max_length=300, description="Reason for the audit log, before the one found by comparing.")
+
+    @field_validator("alias")
+    @classmethod
+    def _is_not_the_champion(cls, value: str) -> str:
+        if value == CHAMPION:
+            raise ValueError(
+                f"every new version gets this alias, so it can't be {CHAMPION}; name another. A version that is not "
+                f"worse than the champion becomes @{CHAMPION} by itself"
+            )
+        return value

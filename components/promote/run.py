@@ -1,4 +1,4 @@
-"""promote: Bundle + Report + Verdict -> MLflow model version."""
+"""promote: Bundle + Report + Verdict -> MLflow model version, and perhaps the champion."""
 
 from pathlib import Path
 
@@ -6,68 +6,131 @@ from components.common.artifacts import (
     ALL_FILES,
     Artifact,
     BundleManifest,
+    DatasetManifest,
     PromotionManifest,
     ReportManifest,
-    VerdictManifest,
     load,
     prepare_directory,
     seal,
+    write_atomically,
 )
+from components.common.changing import change_aliases
+from components.common.digests import canonical_json
 from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.ledger import Entry, entry_json
+from components.common.promotions import CHAMPION
+from components.common.registry import PARTS, Part, Registry
+from components.common.standing import Standing, check_tags, load_standing, standing_of
 from components.common.steplog import StepLog
 from components.promote.config import PromoteConfig
+from components.promote.deciding import Decision, Judgement
+from components.promote.registering import upload
 
-_DIRECTORY = "model"
+AUDIT = "audit.json"
 
 
-def run(config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verdict: Path, output: Path) -> str:
-    """Check that the three belong together, upload and register. See the package's docstring.
+def run(
+    config: PromoteConfig, log: StepLog, *, bundle: Path, report: Path, verdict: Path, dataset: Path, output: Path
+) -> str:
+    """Check that the inputs belong together, upload, register, and compare with the champion. See the package.
 
     Raises:
         GateFailed: the verdict is not a pass.
-        EngineryError: report or verdict are of another bundle.
+        EngineryError: report or verdict are of another bundle or data set, or MLflow's server went away.
         UserError: no MLflow is configured.
     """
-    models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
-    measured = load(report, ReportManifest, verify=ALL_FILES)
-    decision = load(verdict, VerdictManifest, verify=ALL_FILES)
-    if not decision.manifest.passed:
+    models = load(bundle, BundleManifest, verify=ALL_FILES)
+    standing = load_standing(report, verdict)
+    if not standing.passed:
         raise GateFailed(f"the verdict {verdict} is not a pass; only a bundle that passed its gate is promoted")
-    if measured.manifest.inputs["bundle"] != models.digest:
+    if standing.report.manifest.inputs["bundle"] != models.digest:
         raise EngineryError(f"the report {report} was measured on another bundle than {bundle}; validate this one")
-    if decision.manifest.inputs["report"] != measured.digest:
-        raise EngineryError(f"the verdict {verdict} is on another report than {report}; run the gate on this one")
-    _check_measured(models, measured)
+    _check_measured(models, standing.report)
+    data = load(dataset, DatasetManifest)
+    if data.manifest.splits["val"].digest != standing.split_digest:
+        raise EngineryError(
+            f"the report {report} was measured on other images than the validation split of {dataset}; name the data "
+            "set that was given to validate, or validate again"
+        )
     if log.run is None:
         raise UserError("promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
     prepare_directory(output)
+    name, registry = config.registered_model, Registry(log.run.client)
+    unfinished = f"{name} is not registered"
+    if log.tracking_lost:
+        raise registry.lost(unfinished)
+    with registry.reached(unfinished):
+        version = _register(config, log, registry, models, standing)
+    decision = Decision(config, registry, version, standing, data, log)
+    with registry.reached(f"{name} version {version} is registered, and its aliases may not be set"):
+        entry = change_aliases(registry, name, decision.propose, run_id=log.run.run_id, say=log.note)
+    return _record(config, log, output, models, standing, version, decision.judgement, entry)
+
+
+def _register(
+    config: PromoteConfig,
+    log: StepLog,
+    registry: Registry,
+    models: Artifact[BundleManifest],
+    standing: Standing,
+) -> str:
+    """Upload what was measured and register it as a version without an alias yet. Returns the version's number."""
+    assert log.run is not None
     num_bytes = sum(entry.size_bytes for entry in models.manifest.files.values())
     log.progress("uploading", 0, 1, f"{num_bytes / 1e6:.0f} MB")
-    log.artifact(bundle, f"{_DIRECTORY}/bundle")
-    log.artifact(report, f"{_DIRECTORY}/report")
-    log.artifact(verdict, f"{_DIRECTORY}/verdict")
-    tags = {
-        "bundle_digest": models.digest,
-        "report_digest": measured.digest,
-        "verdict_digest": decision.digest,
-        "precision": decision.manifest.precision,
-        "architecture": models.manifest.architecture,
-        **_made_for(models.manifest),
-    }
-    version = log.register(config.registered_model, _DIRECTORY, config.alias, tags)
+    tags = {**standing.tags, "architecture": models.manifest.architecture, **_made_for(models.manifest)}
+    name, run = config.registered_model, log.run
+    parts: dict[Part, Path] = {"bundle": models.path, "report": standing.report.path, "verdict": standing.verdict.path}
+    model_id = upload(run, name, models, standing.precision, tags, {PARTS[part]: path for part, path in parts.items()})
+    number = registry.create_version(name, run.run_id, tags, model_id=model_id)
+    version = registry.version(config.registered_model, number)
+    log.progress("checking what the registry holds", 0, 1)
+    with registry.files(version, "bundle") as path:
+        check_tags(version, {"bundle": load(path, BundleManifest, verify=ALL_FILES).digest})
+    with standing_of(registry, version):
+        return number
+
+
+def _record(
+    config: PromoteConfig,
+    log: StepLog,
+    output: Path,
+    models: Artifact[BundleManifest],
+    standing: Standing,
+    version: str,
+    judgement: Judgement,
+    entry: Entry,
+) -> str:
+    """Write the Promotion. Returns what the step says at its end."""
+    write_atomically(output / AUDIT, canonical_json(entry_json(entry)))
+    name, digests = config.registered_model, standing.digests
     seal(
         output,
         PromotionManifest,
-        inputs={"bundle": models.digest, "report": measured.digest, "verdict": decision.digest},
+        inputs={"bundle": models.digest, **{part: digests[part] for part in ("report", "verdict", "dataset")}},
         config=config,
-        registered_model=config.registered_model,
+        registered_model=name,
         version=version,
         alias=config.alias,
         bundle_digest=models.digest,
-        verdict_digest=decision.digest,
+        verdict_digest=standing.verdict.digest,
+        champion=judgement.champion,
+        why=judgement.why,
+        comparison=judgement.comparison,
+        audit_run_id=entry.run_id,
     )
-    log.event("promotion", registered_model=config.registered_model, version=version, alias=config.alias)
-    return f"{config.registered_model} version {version} registered in MLflow as @{config.alias}"
+    log.tags({"enginery.champion": str(judgement.champion).lower(), "enginery.why": judgement.why})
+    log.artifact(output / AUDIT)
+    log.event(
+        "promotion",
+        registered_model=name,
+        version=version,
+        alias=config.alias,
+        champion=judgement.champion,
+        why=judgement.why,
+    )
+    aliases = f"@{config.alias}" + (f" and @{CHAMPION}" if judgement.champion else "")
+    return f"{name} version {version} registered in MLflow as {aliases}: {judgement.why}"
 
 
 def _made_for(bundle: BundleManifest) -> dict[str, str]:

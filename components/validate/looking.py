@@ -6,22 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from PIL import Image, UnidentifiedImageError
 
 from components.common.artifacts import Artifact, BundleManifest
 from components.common.errors import EngineryError, UserError
 from components.common.evaluation import probabilities
+from components.common.image_files import check_encoded, undecodable
 from components.common.loader import load_image
 from components.common.records import Precision
 from components.common.runners.torch import TorchGraph, UnsupportedOperators
+from components.common.serving import Runtime, Serving, serving_runners
 from components.common.transforms import TransformSpec
-from components.validate.config import ValidateConfig
 from components.validate.saliency import Layer, MapKind, chosen_layers, feature_layers, layer_maps, similarity
-from components.validate.serving import Serving, serving_runners
-
-# What preprocess takes into a data set: these formats, and of TIFF only what DALI reads as Pillow does.
-_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF")
-_TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +84,7 @@ def look(
     *,
     layers: Sequence[str] = (),
     kind: MapKind = "gradcam",
-    config: ValidateConfig | None = None,
+    runtime: Runtime = "auto",
 ) -> Looks:
     """Run images through every precision, and look into FP32 and INT8.
 
@@ -100,7 +95,7 @@ def look(
         files: images in the formats that preprocess takes.
         layers: names of layers; none for the default, see `saliency.chosen_layers`.
         kind: of the maps.
-        config: its `runtime` says what runs the precisions.
+        runtime: what runs the precisions.
 
     Raises:
         UserError: a file is no such image, or a layer is unknown.
@@ -109,7 +104,7 @@ def look(
     record = bundle.manifest
     inputs = [load_input(file, record.transform) for file in files]
     graphs, found, missing = _graphs(bundle, layers)
-    servings = serving_runners(bundle, config or ValidateConfig())
+    servings = serving_runners(bundle, runtime)
     try:
         predictions = [tuple(_predict(serving, image) for serving in servings) for image in inputs]
     finally:
@@ -185,12 +180,11 @@ def load_input(file: Path, transform: TransformSpec) -> np.ndarray:
         UserError: there is no such file, or it is not an image that preprocess takes.
     """
     data = _read(file)
-    _check_format(file)
+    check_encoded(data, str(file))
     try:
         return load_image(data, transform)
     except RuntimeError as error:
-        reason = " ".join(str(error).rpartition("encountered:")[2].partition("Current pipeline")[0].split())
-        raise UserError(f"{file} can't be decoded ({reason}); save it anew as JPEG or PNG") from None
+        raise undecodable(error, str(file)) from None
 
 
 def _read(file: Path) -> bytes:
@@ -204,26 +198,6 @@ def _read(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"can't read {file}: {error.strerror}; make it readable for you") from None
-
-
-def _check_format(file: Path) -> None:
-    """Refuse what DALI stops at without a word that helps, or reads in another way than preprocess has it."""
-    accepted = "take a JPEG, PNG, WebP, BMP or TIFF of 8 bits per channel"
-    try:
-        with Image.open(file) as image:
-            if image.format not in _FORMATS:
-                raise UserError(f"{file} is a {image.format}, which is not supported; {accepted}")
-            if image.format == "TIFF" and image.mode not in _TIFF_MODES:
-                raise UserError(f"{file} is a TIFF of mode {image.mode}, which is not supported; {accepted}")
-            image.load()
-    except UserError:
-        raise
-    except UnidentifiedImageError:
-        raise UserError(f"{file} is not an image; {accepted}") from None
-    except Image.DecompressionBombError as error:
-        raise UserError(f"{file} is too large: {error}; make it smaller") from None
-    except Exception as error:  # Pillow's parsers let everything through
-        raise UserError(f"{file} is damaged: {error}; save it anew as JPEG or PNG") from None
 
 
 def _pixels(image: np.ndarray, transform: TransformSpec) -> np.ndarray:

@@ -9,9 +9,9 @@ from components.common.environment import num_cores
 from components.common.evaluation import Predictions, predict_in_parts
 from components.common.loader import Loader
 from components.common.runners import Runner
+from components.common.serving import Serving, serving_runners
 from components.common.steplog import StepLog
 from components.validate.config import ValidateConfig
-from components.validate.serving import Serving, serving_runners
 
 _CPU_BATCH_SIZE = 32
 
@@ -48,7 +48,7 @@ def predict_validation(
     for gpu in gpus[1:]:
         log.progress("loading models", gpu, len(gpus))
         with torch.cuda.device(gpu):
-            every.append(_runners(serving_runners(bundle, config)))
+            every.append(_runners(serving_runners(bundle, config.runtime)))
     if len(gpus) > 1:
         log.note(f"accuracy is measured on {len(gpus)} GPUs")
     loaders = [

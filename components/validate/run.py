@@ -18,6 +18,7 @@ from components.common.artifacts import (
 from components.common.errors import UserError
 from components.common.evaluation import Predictions
 from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport
+from components.common.serving import Serving, serving_runners
 from components.common.steplog import StepLog
 from components.validate.comparison import class_changes, class_losses, compare
 from components.validate.config import ValidateConfig
@@ -25,7 +26,6 @@ from components.validate.pictures import thumbnails
 from components.validate.predicting import predict_validation
 from components.validate.rendering import REPORT_FILES, write_report
 from components.validate.report import gather_report, image_keys
-from components.validate.serving import Serving, serving_runners
 from components.validate.speed import measure_speed
 from components.validate.speed_budget import budget_metrics, budget_text, within_budget
 
@@ -38,7 +38,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         raise UserError(f"the bundle {bundle} and the data set {dataset} have different classes")
     prepare_directory(output)
     log.progress("loading models", 0, 1)
-    servings = serving_runners(models, config)
+    servings = serving_runners(models, config.runtime)
     predictions = predict_validation(config, servings, models, data, log)
     accuracy = AccuracyReport(
         dataset_digest=data.digest,

@@ -1,4 +1,6 @@
-"""`enginery compare`: runs side by side."""
+"""`enginery compare`: runs, or versions of registered models, side by side."""
+
+from contextlib import nullcontext
 
 import click
 from rich import box
@@ -13,6 +15,7 @@ from pipelines.formats import number, verdict_text
 from pipelines.history import find_summary
 from pipelines.local import new_console
 from pipelines.state import StateDirectory
+from pipelines.versions import is_reference, open_registry, version_summary
 
 
 @click.command()
@@ -21,12 +24,18 @@ from pipelines.state import StateDirectory
 def compare(names: tuple[str, ...], as_json: bool) -> None:
     """Show runs side by side: accuracy, speed, size, verdict, and what differed.
 
-    RUN is an id that `enginery runs` lists, the start of one, `latest`, or the path of a summary.json.
+    RUN is an id that `enginery runs` lists, the start of one, `latest`, or the path of a summary.json. Or it is a
+    version of a registered model: NAME@champion, NAME/3 or NAME:3.
     """
     if len(names) < 2:
         raise UserError(f"compare takes two or more runs, such as ID latest; got {len(names)}. See `enginery runs`")
     runs = StateDirectory.current().runs
-    summaries = [find_summary(name, runs) for name in names]
+    registry = open_registry() if any(is_reference(name) for name in names) else None
+    with registry.reached("nothing is compared") if registry is not None else nullcontext():
+        summaries = [
+            version_summary(registry, name) if registry is not None and is_reference(name) else find_summary(name, runs)
+            for name in names
+        ]
     if len({summary.run_id for summary in summaries}) < len(summaries):
         raise UserError(f"{', '.join(names)} name the same run twice ({summaries[-1].run_id}); name different ones")
     result = compare_runs(summaries)
@@ -35,6 +44,9 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
         return
     console = new_console()
     for run in result.runs:
+        if run.registered == run.run_id:
+            console.print(f"[bold]{run.label}[/]  {run.registered}", highlight=False, soft_wrap=True)
+            continue
         status = run.status if run.status == "done" else f"[red]{run.status}[/]"
         registered = f", registered as {run.registered}" if run.registered else ""
         console.print(f"[bold]{run.label}[/]  {run.run_id}  {status}{registered}", highlight=False, soft_wrap=True)

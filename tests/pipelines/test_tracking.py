@@ -7,18 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-import requests
 from mlflow import MlflowClient
 
 from components.common.tracking import PipelineRun
 from pipelines.state import StateDirectory
+
+from .servers import door, free_port, server, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ["--architecture", "mobilenet_v3_small", "--image-size", "32", "--epochs", "1", "--global-batch-size", "32"]
@@ -44,70 +43,6 @@ def finish(process: subprocess.Popen[str], seconds: float = 120) -> str:
     text = process.communicate(timeout=seconds)[0]
     assert "Traceback" not in text
     return text
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """MLflow's own, on a SQLite file in `folder`."""
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{folder / 'server.db'}",
-        "--artifacts-destination",
-        str(folder / "files"),
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *store],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            with suppress(requests.RequestException):
-                if requests.get(f"http://127.0.0.1:{port}/health", timeout=2).ok:
-                    break
-            time.sleep(0.2)
-        yield process
-    finally:
-        stop(process)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-@contextmanager
-def slow_door(port: int, seconds: float) -> Iterator[int]:
-    """A port that passes everything on to another one, but keeps each answer back for a while."""
-
-    def carry(source: socket.socket, sink: socket.socket, delay: float) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                time.sleep(delay)
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                inner, _ = listener.accept()
-                outer = socket.create_connection(("127.0.0.1", port))
-                threading.Thread(target=carry, args=(inner, outer, 0), daemon=True).start()
-                threading.Thread(target=carry, args=(outer, inner, seconds), daemon=True).start()
-
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        threading.Thread(target=serve, daemon=True).start()
-        yield int(listener.getsockname()[1])
 
 
 def test_a_server_that_never_answers(tmp_path: Path) -> None:
@@ -201,8 +136,8 @@ def test_runs_are_closed_where_they_are_tracked(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.slow
 def test_a_slow_server_is_waited_for(tmp_path: Path) -> None:
     port = free_port()
-    with server(tmp_path, port), slow_door(port, 5.0) as door:
-        uri = f"http://127.0.0.1:{door}"
+    with server(tmp_path, port), door(port, lambda number: None, lambda: time.sleep(5.0)) as slow:
+        uri = f"http://127.0.0.1:{slow}"
         process = start(tmp_path / "home", tmp_path / "empty", uri)
         text = finish(process, 400)
         assert process.returncode == 2, text

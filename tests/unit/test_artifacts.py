@@ -61,7 +61,7 @@ def test_what_is_sealed_comes_back(tmp_path: Path) -> None:
     assert set(read.manifest.files) == {"a.bin", "sub/b.txt", f"sub/{MANIFEST}"}
     assert read.manifest.files["a.bin"].digest == digest_file(read.file("a.bin"))
     assert read.manifest.files["a.bin"].size_bytes == 7
-    assert read.manifest.config == {"registered_model": "classifier", "alias": "candidate"}
+    assert read.manifest.config == PromoteConfig().model_dump()
     assert read.manifest.environment.versions["torch"]
 
 

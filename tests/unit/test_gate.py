@@ -13,12 +13,12 @@ from components.common.artifacts import ReportManifest, VerdictManifest, load, s
 from components.common.errors import GateFailed, UserError
 from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow, GateCheck
 from components.common.runners import openvino
+from components.common.serving import _on_openvino
 from components.common.steplog import StepLog
 from components.common.verdict import run_checks
 from components.gate.config import GateConfig
 from components.gate.run import run
 from components.validate.config import ValidateConfig
-from components.validate.serving import _on_openvino
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

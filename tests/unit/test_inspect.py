@@ -24,6 +24,7 @@ from components.common.loader import Loader
 from components.common.runners import to_numpy
 from components.common.runners.openvino import OpenVINORunner
 from components.common.runners.torch import UnsupportedOperators
+from components.common.serving import Serving
 from components.common.settings import resolve
 from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
@@ -33,7 +34,6 @@ from components.export.onnx_export import export_onnx
 from components.export.run import run as export
 from components.validate import looking
 from components.validate.looking import load_input, look
-from components.validate.serving import Serving
 from pipelines.bundles import bundle_of_run, latest_bundle
 from pipelines.commands import cli
 from pipelines.summary import RunSummary, StepSummary

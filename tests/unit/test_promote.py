@@ -4,16 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import BundleManifest, ReportManifest, VerdictManifest, load, seal
+from components.common.artifacts import (
+    BundleManifest,
+    DatasetManifest,
+    ReportManifest,
+    VerdictManifest,
+    load,
+    seal,
+)
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
     CalibrationEntry,
+    DatasetStatistics,
     EngineEntry,
+    Split,
 )
-from components.common.settings import StepConfig
+from components.common.settings import StepConfig, resolve
 from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
 from components.common.transforms import transform_for
@@ -22,8 +31,8 @@ from components.promote.run import _made_for, run
 
 
 def chain(folder: Path, *, planned: tuple[str, ...], measured: dict[str, str], passed: bool = True) -> dict[str, Path]:
-    """A bundle with these plans, a report with rows of file and runtime, and a verdict."""
-    paths = {name: folder / name for name in ("bundle", "report", "verdict")}
+    """A bundle with these plans, a report with rows of file and runtime, a verdict, and the data set."""
+    paths = {name: folder / name for name in ("bundle", "report", "verdict", "dataset")}
     for path in paths.values():
         path.mkdir()
     facts = {"tensorrt_version": "8.6.0", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
@@ -69,6 +78,10 @@ def chain(folder: Path, *, planned: tuple[str, ...], measured: dict[str, str], p
         precision="int8",
         checks=(),
     )
+    statistics = DatasetStatistics(mean=(0, 0, 0), std=(1, 1, 1), min_side=32, median_side=32, max_side=32)
+    split = Split(num_images=1, shards=(), class_counts=(1, 0), digest="s")
+    fields = {"classes": ("a", "b"), "splits": {"train": split, "val": split}, "num_rejected": 0}
+    seal(paths["dataset"], DatasetManifest, inputs={}, config=StepConfig(), statistics=statistics, **fields)
     return paths
 
 
@@ -108,6 +121,11 @@ def test_a_verdict_that_is_no_pass(tmp_path):
     paths = chain(tmp_path, planned=(), measured={}, passed=False)
     with pytest.raises(GateFailed, match="only a bundle that passed its gate is promoted"):
         promote(tmp_path, paths)
+
+
+def test_the_alias_of_every_new_version_is_not_champion():
+    with pytest.raises(UserError, match=r"promote.alias: every new version gets this alias, so it can't be champion"):
+        resolve(PromoteConfig, "promote", {"alias": "champion"})
 
 
 @pytest.mark.parametrize(

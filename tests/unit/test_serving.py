@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from components.common import serving
+from components.common.errors import RuntimeUnavailable, UserError
 from components.common.records import EngineEntry
 from components.common.runners import tensorrt_library as tensorrt
-from components.validate import serving
-from components.validate.config import ValidateConfig
-from components.validate.serving import _usable_engines, serving_runners
+from components.common.serving import _usable_engines, serving_runner, serving_runners
 
 HERE = {"tensorrt_version": "10.16.0", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
 
@@ -50,7 +50,7 @@ def bundle_with(**changes):
     ],
 )
 def test_what_differs_is_said(changes, said):
-    engines, reason = _usable_engines(bundle_with(**changes), ValidateConfig())
+    engines, reason = _usable_engines(bundle_with(**changes), "auto")
     assert engines == {}
     assert said in reason
     assert "enginery engines" in reason or "export again" in reason
@@ -68,7 +68,7 @@ def test_what_differs_is_said(changes, said):
     ],
 )
 def test_a_plan_that_fits_is_used(changes):
-    engines, reason = _usable_engines(bundle_with(**changes), ValidateConfig())
+    engines, reason = _usable_engines(bundle_with(**changes), "auto")
     assert list(engines) == ["int8"]
     assert reason == ""
 
@@ -78,7 +78,7 @@ def test_the_rows_say_why_the_plans_do_not_run(monkeypatch):
     """The run goes on without the plans, so only the notes can say what differs."""
     asked = []
     monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: asked.append((precision, unused)))
-    servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), ValidateConfig())
+    servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), "auto")
     said = "int8.plan was built elsewhere (GPU NVIDIA A100 there, NVIDIA H200 here)"
     assert servings[1].precision == "fp16"
     assert servings[1].note.startswith(said)
@@ -89,7 +89,7 @@ def test_the_rows_say_why_the_plans_do_not_run(monkeypatch):
 def test_what_was_asked_for_needs_no_reason(monkeypatch):
     asked = []
     monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: asked.append(unused))
-    servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), ValidateConfig(runtime="openvino"))
+    servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), "openvino")
     assert asked == ["", ""]
     assert servings[1].note == "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
 
@@ -100,6 +100,50 @@ def test_a_precision_that_the_bundle_lacks_is_not_measured(monkeypatch):
     monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: precision)
     bundle = bundle_with()
     del bundle.manifest.models["int8"]
-    fp32, fp16, int8 = serving_runners(bundle, ValidateConfig(runtime="openvino"))
+    fp32, fp16, int8 = serving_runners(bundle, "openvino")
     assert (fp32, fp16.runner) == ("fp32", None)
     assert (int8.runner, int8.file, int8.note) == (None, None, "the bundle has no INT8 model")
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What would be loaded, instead of loading it."""
+    monkeypatch.setattr(serving, "_on_tensorrt", lambda bundle, engine: served_by("tensorrt", engine.file))
+    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: served_by("openvino", unused))
+
+
+def served_by(runtime, note):
+    return serving.Serving(precision="int8", file=None, runner=SimpleNamespace(runtime=runtime), note=note)
+
+
+@pytest.mark.usefixtures("on_h200", "loaded")
+def test_one_precision_is_served_by_its_plan_where_that_fits():
+    for runtime in ("auto", "tensorrt"):
+        found = serving_runner(bundle_with(), "int8", runtime)
+        assert (found.runner.runtime, found.note) == ("tensorrt", "int8.plan")
+    assert serving_runner(bundle_with(), "int8", "openvino").runner.runtime == "openvino"
+
+
+@pytest.mark.usefixtures("on_h200", "loaded")
+def test_one_precision_is_served_by_openvino_where_its_plan_does_not_fit():
+    found = serving_runner(bundle_with(gpu_name="NVIDIA A100"), "int8", "auto")
+    assert found.runner.runtime == "openvino"
+    assert "GPU NVIDIA A100 there, NVIDIA H200 here" in found.note
+    found = serving_runner(bundle_with(), "fp16", "auto")  # there is a plan of INT8 only
+    assert (found.runner.runtime, found.note) == (
+        "openvino",
+        "a CPU has no FP16 arithmetic: the FP16 file runs in FP32",
+    )
+
+
+@pytest.mark.usefixtures("on_h200", "loaded")
+def test_one_precision_that_can_not_be_served_as_asked():
+    with pytest.raises(RuntimeUnavailable, match=r"tensorrt was asked for, but int8\.plan was built elsewhere"):
+        serving_runner(bundle_with(gpu_name="NVIDIA A100"), "int8", "tensorrt")
+    with pytest.raises(RuntimeUnavailable, match="tensorrt was asked for, but the bundle has no FP16 engine"):
+        serving_runner(bundle_with(), "fp16", "tensorrt")
+    bundle = bundle_with()
+    bundle.path = "b"
+    del bundle.manifest.models["fp16"]
+    with pytest.raises(UserError, match="the bundle b has no FP16 model; it holds fp32, int8, int8_fp16"):
+        serving_runner(bundle, "fp16", "auto")

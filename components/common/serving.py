@@ -1,13 +1,15 @@
 """Which runtime would serve each precision of a bundle on this machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from components.common.artifacts import Artifact, BundleManifest
-from components.common.errors import RuntimeUnavailable
+from components.common.errors import RuntimeUnavailable, UserError
 from components.common.records import PRECISIONS, EngineEntry, Precision
 from components.common.runners import Runner
-from components.validate.config import ValidateConfig
+
+Runtime = Literal["auto", "tensorrt", "openvino", "onnxruntime"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +22,13 @@ class Serving:
     note: str
 
 
-def serving_runners(bundle: Artifact[BundleManifest], config: ValidateConfig) -> list[Serving]:
+def serving_runners(bundle: Artifact[BundleManifest], runtime: Runtime) -> list[Serving]:
     """A runner per precision, or why there is none. Where the bundle's plans don't run here, the notes say why.
 
     Raises:
-        RuntimeUnavailable: config.runtime is "tensorrt" and the bundle has no engines that run here.
+        RuntimeUnavailable: `runtime` is "tensorrt" and the bundle has no engines that run here.
     """
-    engines, missing = _usable_engines(bundle, config)
-    if config.runtime == "tensorrt" and not engines:
-        raise RuntimeUnavailable(f"validate.runtime is tensorrt, but {missing}")
-    # What was asked for needs no reason; plans that nothing runs although they are there do.
-    unused = missing if config.runtime == "auto" and bundle.manifest.engines else ""
+    engines, unused = _engines_for(bundle, runtime)
     servings = []
     for precision in PRECISIONS:
         if precision in engines:
@@ -38,7 +36,7 @@ def serving_runners(bundle: Artifact[BundleManifest], config: ValidateConfig) ->
         elif precision not in bundle.manifest.models:
             reason = f"the bundle has no {precision.upper()} model"
             servings.append(Serving(precision=precision, file=None, runner=None, note=reason))
-        elif config.runtime == "onnxruntime":
+        elif runtime == "onnxruntime":
             servings.append(_on_onnxruntime(bundle, precision))
         elif engines or precision == "fp16":
             without = unused or "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
@@ -49,9 +47,46 @@ def serving_runners(bundle: Artifact[BundleManifest], config: ValidateConfig) ->
     return servings
 
 
-def _usable_engines(bundle: Artifact[BundleManifest], config: ValidateConfig) -> tuple[dict[str, EngineEntry], str]:
-    if config.runtime not in ("auto", "tensorrt"):
-        return {}, f"validate.runtime is {config.runtime}"
+def serving_runner(bundle: Artifact[BundleManifest], precision: Precision, runtime: Runtime) -> Serving:
+    """What runs one precision here: its plan where it was made for this GPU, else OpenVINO on its ONNX file.
+
+    FP16 without TensorRT is the FP16 file in FP32 arithmetic, since CPUs have no other: the note says so.
+
+    Raises:
+        RuntimeUnavailable: `runtime` is "tensorrt" and the bundle has no such engine that runs here.
+        UserError: the bundle has no model of this precision.
+    """
+    engines, unused = _engines_for(bundle, runtime)
+    if precision in engines:
+        return _on_tensorrt(bundle, engines[precision])
+    if runtime == "tensorrt":
+        raise RuntimeUnavailable(
+            f"the runtime tensorrt was asked for, but the bundle has no {precision.upper()} engine"
+        )
+    if precision not in bundle.manifest.models:
+        held = ", ".join(sorted(bundle.manifest.models))
+        raise UserError(f"the bundle {bundle.path} has no {precision.upper()} model; it holds {held}")
+    if runtime == "onnxruntime":
+        return _on_onnxruntime(bundle, precision)
+    serving = _on_openvino(bundle, precision, unused)
+    if precision == "fp16":
+        note = "a CPU has no FP16 arithmetic: the FP16 file runs in FP32"
+        serving = replace(serving, note=". ".join(filter(None, (serving.note, note))))
+    return serving
+
+
+def _engines_for(bundle: Artifact[BundleManifest], runtime: Runtime) -> tuple[dict[str, EngineEntry], str]:
+    """The engines that run here, by precision, and why the bundle's don't; empty where nobody needs to know."""
+    engines, missing = _usable_engines(bundle, runtime)
+    if runtime == "tensorrt" and not engines:
+        raise RuntimeUnavailable(f"the runtime tensorrt was asked for, but {missing}")
+    # What was asked for needs no reason; plans that nothing runs although they are there do.
+    return engines, missing if runtime == "auto" and bundle.manifest.engines else ""
+
+
+def _usable_engines(bundle: Artifact[BundleManifest], runtime: Runtime) -> tuple[dict[str, EngineEntry], str]:
+    if runtime not in ("auto", "tensorrt"):
+        return {}, f"the runtime {runtime} was asked for"
     engines = bundle.manifest.engines
     if not engines:
         return {}, f"the bundle has no engines: {bundle.manifest.engines_missing}"

@@ -1,0 +1,101 @@
+"""Records of promotions: how a version compares with the champion, and one entry of a model's audit log."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from components.common.records import Precision, Record
+
+CHAMPION, CANDIDATE = "champion", "candidate"
+
+Kind = Literal["promote", "by hand", "rollback", "outside", "repair"]
+
+
+class PairedImages(Record):
+    """The images on which only one of two versions is right, and how certain the difference in top-1 is."""
+
+    num_lost: int = Field(description="Images that the champion gets right and the version gets wrong.")
+    num_gained: int = Field(description="Images that the champion gets wrong and the version gets right.")
+    low_points: float = Field(description="Lower end of the 95 % interval of the difference (Bonett and Price, 2012).")
+    high_points: float
+    bootstrap_low_points: float = Field(description="Lower end of its 95 % interval by the paired bootstrap.")
+    bootstrap_high_points: float
+    mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test.")
+
+
+class ChampionComparison(Record):
+    """A version beside the champion, on the same validation images."""
+
+    champion_version: str
+    champion_precision: Precision
+    champion_top1_pct: float
+    precision: Precision = Field(description="What the version's verdict recommends.")
+    top1_pct: float
+    delta_points: float = Field(description="top-1 of the version minus that of the champion, in percentage points.")
+    tolerance_points: float = Field(description="How much worse a new champion may be, in percentage points.")
+    not_worse: bool
+    split_digest: str = Field(description="Of the validation images that both were measured on.")
+    num_images: int
+    measured_again: str = Field(
+        "", description="What ran the champion on these images now; empty where its own report is on them."
+    )
+    paired: PairedImages | None = Field(None, description="None where the predictions of one are not at hand.")
+
+    @property
+    def text(self) -> str:
+        """One clause for a person."""
+        again = f", measured again with {self.measured_again}" if self.measured_again else ""
+        return (
+            f"top-1 {self.top1_pct:.2f} % ({self.precision.upper()}), champion version {self.champion_version} "
+            f"{self.champion_top1_pct:.2f} % ({self.champion_precision.upper()}{again}) on the same "
+            f"{self.num_images:,} images"
+        )
+
+
+class AliasChange(Record):
+    """What an alias pointed to, and what it is to point to; None for nothing."""
+
+    before: str | None
+    after: str | None
+
+
+class Holder(Record):
+    """The process that makes a change: enough to tell, on its own machine, whether it still lives."""
+
+    user: str
+    host: str
+    boot: str = Field("", description="The kernel's boot id and the namespace of process ids.")
+    pid: int
+    started_ticks: int = Field(description="When the process began, in clock ticks since the kernel did.")
+
+
+class Change(Record):
+    """One entry of the audit log, as it was decided and before any alias was touched. Never changed afterwards."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    kind: Kind = Field(
+        description='"outside": found changed without enginery. "repair": undone, since another change came first.'
+    )
+    changes: dict[str, AliasChange] = Field(description="By alias.")
+    why: str
+    forced: bool = Field(False, description="Whether --force overruled a refusal.")
+    overruled: str = Field("", description="The refusal that --force overruled.")
+    when: str = Field(description="UTC.")
+    holder: Holder
+    run_id: str = Field("", description="MLflow run that asked for it; empty for a person at a terminal.")
+    digests: dict[str, str] = Field(
+        default_factory=dict, description="Of dataset, validation split, bundle, report and verdict, where known."
+    )
+    comparison: ChampionComparison | None = Field(None, description="None where nothing was compared.")
+    previous: str = Field("", description="MLflow run of the entry before; empty for the first.")
+    previous_digest: str = Field("", description="Of what the entry before says, with its outcome.")
+
+
+class Outcome(Record):
+    """What became of a change. Written once, after the aliases were set, or by who found the change unfinished."""
+
+    status: Literal["done", "partly done", "not done"]
+    aliases: dict[str, str | None] = Field(description="What the aliases of the change pointed to then.")
+    when: str = Field(description="UTC.")
+    settled_by: str = Field("", description="Who found it unfinished; empty where who began it finished it.")

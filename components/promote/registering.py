@@ -1,0 +1,36 @@
+"""The upload of what is promoted, in the form in which MLflow loads it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from components.common.artifacts import Artifact, BundleManifest
+from components.common.mlflow_models import upload_model
+from components.common.records import Precision
+from components.common.tracking import StepRun
+from components.promote.packaging import write_model
+
+
+def upload(
+    run: StepRun,
+    name: str,
+    bundle: Artifact[BundleManifest],
+    precision: Precision,
+    tags: Mapping[str, str],
+    parts: Mapping[str, Path],
+) -> str:
+    """Upload bundle, report and verdict as one LoggedModel that `mlflow.pyfunc.load_model` takes.
+
+    Args:
+        run: the step's.
+        name: of the model, for people.
+        bundle: what runs.
+        precision: which of its models.
+        tags: of the LoggedModel.
+        parts: the three artifacts, by the names of their folders in the model; the bundle's is `packaging.BUNDLE`.
+
+    Returns:
+        The LoggedModel's id; what it holds lies at `models:/<id>/bundle`, and so on.
+    """
+    with TemporaryDirectory(prefix="enginery-") as folder:
+        return upload_model(run, name, write_model(bundle, precision, Path(folder)), parts, tags)

@@ -1,0 +1,33 @@
+"""`enginery promote`: point an alias to a version by hand."""
+
+import click
+
+from components.common.promotions import CHAMPION
+from pipelines.commands.audit import changed_text, why_option
+from pipelines.local import new_console
+from pipelines.versions import open_registry
+
+
+@click.command()
+@click.argument("name")
+@click.argument("version")
+@click.option(
+    "--to", "alias", default=CHAMPION, show_default=True, metavar="ALIAS", help="The alias that is to point to it."
+)
+@why_option(required=True)
+@click.option("--force", is_flag=True, help="Go on where something is against it; the audit log says what.")
+def promote(name: str, version: str, alias: str, why: str, force: bool) -> None:
+    """Point an alias of the registered model NAME to VERSION, a number.
+
+    To be the champion a version must have passed its gate, and be no worse than the present champion on the same
+    validation images. --force overrules that, and nothing else: what lies in the registry must be what was measured.
+    """
+    registry = open_registry()
+    from pipelines.promoting import promote_by_hand
+
+    console = new_console()
+    with registry.reached(f"{name}@{alias} may not be changed"):
+        entry = promote_by_hand(
+            registry, name, version, alias, why, force=force, say=lambda text: console.print(text, highlight=False)
+        )
+    console.print(changed_text(entry), highlight=False, soft_wrap=True)

@@ -1,0 +1,67 @@
+"""`enginery release`: a registered version as a folder to ship."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from components.common.disk import explain
+from components.common.errors import UserError
+from pipelines.commands.verify import show
+from pipelines.versions import find_version, open_registry
+
+_PARTS = ("bundle", "report", "verdict")
+_Folder = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("directory", type=_Folder, metavar="DIR")
+@click.argument("model", metavar="[NAME@ALIAS|NAME/VERSION]", default="")
+@click.option("--bundle", type=_Folder, metavar="DIR", help="In place of a registered version: what export wrote.")
+@click.option("--report", type=_Folder, metavar="DIR", help="What validate wrote on it.")
+@click.option("--verdict", type=_Folder, metavar="DIR", help="What gate wrote on that.")
+@click.option(
+    "--key", type=_Folder, metavar="FILE", help="Ed25519 private key in PEM to sign with.  [default: unsigned]"
+)
+def release(
+    directory: Path, model: str, bundle: Path | None, report: Path | None, verdict: Path | None, key: Path | None
+) -> None:
+    """Write a registered version into the new folder DIR, with model card, inputs, checksums and signature.
+
+    `enginery verify DIR` checks it anywhere, without a network. `mlflow.pyfunc.load_model("DIR")` runs it.
+    A model without a passed verdict is refused, unless the registry records that somebody overruled the gate.
+    """
+    named = {name: path for name, path in zip(_PARTS, (bundle, report, verdict), strict=True) if path is not None}
+    if bool(model) == bool(named) or (named and len(named) < len(_PARTS)):
+        raise UserError(
+            "release takes a registered version, such as classifier@champion, or all of --bundle, --report and "
+            "--verdict; see `enginery release --help`"
+        )
+    # MLflow takes seconds to import: mistakes are said before.
+    from pipelines.release.signing import private_key
+
+    signer = private_key(key) if key is not None else None
+    from components.common.registry import PARTS
+    from pipelines.release.writing import check_output, write_release
+
+    check_output(directory)
+    try:
+        with ExitStack() as stack:
+            if named:
+                checked = write_release(named, directory, name=named["bundle"].absolute().name, key=signer)
+            else:
+                registry = open_registry()
+                version = find_version(registry, model)
+                with registry.reached("nothing was released"):
+                    parts: dict[str, Path] = {
+                        part: stack.enter_context(registry.files(version, part)) for part in PARTS
+                    }
+                checked = write_release(
+                    parts, directory, name=version.name, version=version, registry=registry.uri, key=signer
+                )
+    except OSError as error:
+        if told := explain(error, directory.absolute().parent):
+            raise told from None
+        raise UserError(f"can't write {directory}: {error}") from None
+    click.echo(f"released to {directory}")
+    show(checked)

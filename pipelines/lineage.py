@@ -1,0 +1,145 @@
+"""Why a version is the champion: from the digest of its data to every change of an alias."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.common.artifacts import MANIFEST, BundleManifest, ReportManifest, VerdictManifest, load_manifest
+from components.common.changing import explained
+from components.common.errors import EngineryError
+from components.common.ledger import Entry, Ledger, chain_problems, entry_json
+from components.common.promotions import CHAMPION
+from components.common.registry import RegisteredVersion, Registry
+
+
+class Link(BaseModel):
+    """One thing that the next one was made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    digest: str
+    note: str = ""
+
+
+class Audit(BaseModel):
+    """What `enginery audit --json` prints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = 1
+    model: str
+    tracking_uri: str
+    aliases: dict[str, str] = Field(description="Version by alias.")
+    version: str = Field(description="That the chain is of: the champion, or what was asked for; empty for none.")
+    chain: tuple[Link, ...] = Field(description="From the data set to the version.")
+    entries: tuple[dict[str, Any], ...] = Field(description="The audit log, oldest first.")
+    problems: tuple[str, ...] = Field(description="What does not fit together; empty where all does.")
+
+
+def trace(registry: Registry, name: str) -> Audit:
+    """The chain of the champion, the log, and what does not fit together.
+
+    Raises:
+        UserError: there is no such model.
+        EngineryError: the log is damaged.
+    """
+    registry.versions(name)  # there is such a model
+    aliases = registry.aliases(name)
+    entries = Ledger(registry.client, name).read()
+    problems = [*chain_problems(entries), *_unexplained(aliases, entries)]
+    champion = aliases.get(CHAMPION, "")
+    chain: tuple[Link, ...] = ()
+    if champion:
+        version = registry.version(name, champion)
+        try:
+            if "bundle_digest" not in version.tags:
+                raise EngineryError("it was not registered by enginery, so nothing is known of its data")
+            chain = _chain(registry, version, problems)
+        except EngineryError as error:
+            problems.append(f"the champion, {version.label}, has no chain: {error}")
+    return Audit(
+        model=name,
+        tracking_uri=registry.uri,
+        aliases=dict(sorted(aliases.items())),
+        version=champion,
+        chain=chain,
+        entries=tuple(json.loads(json.dumps(entry_json(entry))) for entry in entries),
+        problems=tuple(problems),
+    )
+
+
+def _unexplained(aliases: Mapping[str, str], entries: Sequence[Entry]) -> list[str]:
+    """Changes that were begun and not ended, and aliases that the log does not explain."""
+    problems = []
+    last = entries[-1] if entries else None
+    pending = last.change if last is not None and last.outcome is None else None
+    if last is not None and pending is not None:
+        holder = pending.holder
+        shows = ", ".join(f"@{alias} is {aliases.get(alias) or 'nothing'}" for alias in pending.changes)
+        problems.append(
+            f"entry {last.number} was begun {pending.when} by {holder.user}@{holder.host} (process {holder.pid}) and "
+            f"has no outcome: it is going on, or it was killed ({shows}). The next change of {pending.model} settles it"
+        )
+    expected = explained(entries)
+    for alias in sorted({*aliases, *expected}):
+        now, should = aliases.get(alias), expected.get(alias)
+        begun = pending.changes.get(alias) if pending is not None else None
+        if now != should and not (begun is not None and begun.after == now):
+            problems.append(
+                f"@{alias} is {_shown(now)}, by the log it is {_shown(should)}: it was changed without enginery. The "
+                "next change writes that down"
+            )
+    return problems
+
+
+def _shown(number: str | None) -> str:
+    return f"version {number}" if number else "not set"
+
+
+def _chain(registry: Registry, version: RegisteredVersion, problems: list[str]) -> tuple[Link, ...]:
+    """From data to version, by the manifests that lie in the registry."""
+    with registry.files(version, "bundle", MANIFEST) as file:
+        bundle = load_manifest(file, BundleManifest)
+    with registry.files(version, "report", MANIFEST) as file:
+        report = load_manifest(file, ReportManifest)
+    with registry.files(version, "verdict", MANIFEST) as file:
+        verdict = load_manifest(file, VerdictManifest)
+    expected = (
+        ("bundle", bundle.digest, report.manifest.inputs["bundle"], "the report"),
+        ("report", report.digest, verdict.manifest.inputs["report"], "the verdict"),
+        *((part.manifest.kind, part.digest, version.tags.get(f"{part.manifest.kind}_digest", "nothing"), "its tag")
+          for part in (bundle, report, verdict)),
+    )  # fmt: skip
+    for part, digest, named, by in expected:
+        if digest != named:
+            problems.append(f"the {part} of {version.label} is {digest}, and {by} says {named}")
+    accuracy, inputs = report.manifest.accuracy, bundle.manifest.inputs
+    calibrated = inputs.get("dataset", "")
+    data = [Link(name="data set", digest=accuracy.dataset_digest, note="validated on")]
+    if calibrated and calibrated != accuracy.dataset_digest:
+        data.insert(0, Link(name="data set", digest=calibrated, note="calibrated on"))
+    split = Link(name="validation split", digest=accuracy.split_digest)
+    checkpoint = Link(name="checkpoint", digest=inputs.get("model", ""), note=bundle.manifest.architecture)
+    passed = "pass" if verdict.manifest.passed else "fail"
+    return (
+        *data,
+        split,
+        checkpoint,
+        Link(name="bundle", digest=bundle.digest, note=_engines(bundle.manifest)),
+        Link(name="report", digest=report.digest, note=_top1(report.manifest)),
+        Link(name="verdict", digest=verdict.digest, note=f"{verdict.manifest.precision.upper()} {passed}"),
+        Link(name="version", digest=version.number, note=f"registered by run {version.run_id}"),
+    )
+
+
+def _engines(bundle: BundleManifest) -> str:
+    engine = bundle.engines[0] if bundle.engines else None
+    return f"plans for {engine.gpu_name}, TensorRT {engine.tensorrt_version}" if engine else "no plans"
+
+
+def _top1(report: ReportManifest) -> str:
+    measured = [row for row in report.accuracy.rows if row.top1_pct is not None]
+    return "top-1 " + ", ".join(f"{row.precision.upper()} {row.top1_pct:.2f} %" for row in measured)

@@ -1,0 +1,185 @@
+"""Aliases changed by hand: to a version that somebody names, and back to the champion before."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from components.common.artifacts import ALL_FILES, BundleManifest, load
+from components.common.changing import Proposal, Situation, champions, change_aliases
+from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.ledger import Entry
+from components.common.promotions import CHAMPION, ChampionComparison
+from components.common.registry import RegisteredVersion, Registry
+from components.common.standing import Standing, check_tags, compare_standings, standing_of
+
+FORCED_TAG = "enginery.forced"  # of a version: JSON of who overruled a refusal, when and why
+_MAX_LENGTH = 1000  # of a refusal in the audit log
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Review:
+    """What there is to say against a version; empty where nothing is."""
+
+    objection: str
+    comparison: ChampionComparison | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+def promote_by_hand(
+    registry: Registry, name: str, number: str, alias: str, why: str, *, force: bool, say: Callable[[str], None]
+) -> Entry:
+    """Point an alias to a version. As champion only one that passed its gate and is not worse than the present one.
+
+    Args:
+        registry: of the model.
+        name: the model.
+        number: the version.
+        alias: that is to point to it.
+        why: for the audit log.
+        force: whether to go on where something is against it; the log then says what.
+        say: told what is waited for.
+
+    Raises:
+        GateFailed: something is against it, and it was not forced.
+        EngineryError: what lies in the registry is not what was measured. No force helps against that.
+    """
+    version = registry.version(name, number)
+    if _was_measured(version):
+        check_files(registry, version)
+
+    def propose(situation: Situation) -> Proposal:
+        if situation.aliases.get(alias) == number:
+            raise UserError(f"{name}@{alias} is version {number} already; there is nothing to change")
+        review = _review(registry, version, situation if alias == CHAMPION else None)
+        if review.objection and not force:
+            raise GateFailed(
+                f"{version.label} does not become {alias}: {review.objection}. "
+                "--force overrules this, and the audit log says so"
+            )
+        return Proposal(
+            kind="by hand",
+            aliases={alias: number},
+            why=why,
+            forced=bool(review.objection),
+            overruled=review.objection[:_MAX_LENGTH],
+            digests=review.digests,
+            comparison=review.comparison,
+        )
+
+    entry = change_aliases(registry, name, propose, say=say)
+    if entry.change.forced:
+        told = {"who": _who(entry), "when": entry.change.when, "why": why}
+        registry.set_tag(name, number, FORCED_TAG, json.dumps(told))
+    return entry
+
+
+def _who(entry: Entry) -> str:
+    return f"{entry.change.holder.user}@{entry.change.holder.host}"
+
+
+def _was_measured(version: RegisteredVersion) -> bool:
+    """Whether enginery registered it. A tag alone that is missing is found by `check_files`."""
+    return any(version.tags.get(f"{part}_digest") for part in ("bundle", "report", "verdict"))
+
+
+def check_files(registry: Registry, version: RegisteredVersion) -> None:
+    """Compare every file that lies in the registry with what was measured and registered.
+
+    Raises:
+        EngineryError: one is gone or was changed.
+    """
+    with registry.files(version, "bundle") as path:
+        check_tags(version, {"bundle": load(path, BundleManifest, verify=ALL_FILES).digest})
+    with standing_of(registry, version) as standing:
+        measured = standing.report.manifest.accuracy.bundle_digest
+    if measured != version.tags["bundle_digest"]:
+        raise EngineryError(f"the report that lies with {version.label} is on another bundle ({measured})")
+
+
+def _review(registry: Registry, version: RegisteredVersion, situation: Situation | None) -> _Review:
+    """What is against a version as the champion of a situation; None where it is to be something else."""
+    if not version.tags.get("verdict_digest"):
+        return _Review(objection="it has no verdict of enginery's gate" if situation is not None else "")
+    with standing_of(registry, version) as standing:
+        digests = standing.digests
+        if situation is None:
+            return _Review(objection="", digests=digests)
+        if not standing.passed:
+            failed = [check.explanation for check in standing.verdict.manifest.checks if check.verdict != "pass"]
+            return _Review(objection=f"it did not pass its gate ({'; '.join(failed)})", digests=digests)
+        champion = situation.champion
+        if champion is None:
+            return _Review(objection="", digests=digests)
+        objection, comparison = _against_champion(registry, version, standing, champion)
+        return _Review(objection=objection, comparison=comparison, digests=digests)
+
+
+def _against_champion(
+    registry: Registry, version: RegisteredVersion, standing: Standing, champion: str
+) -> tuple[str, ChampionComparison | None]:
+    try:
+        with standing_of(registry, registry.version(version.name, champion)) as present:
+            if present.split_digest != standing.split_digest:
+                return (
+                    f"it was measured on other images than the champion, version {champion}, so the two can't be "
+                    "compared here; a run of the pipeline on the images of one of them measures both"
+                ), None
+            comparison = compare_standings(standing, present, champion, 0.0)
+    except EngineryError as error:
+        return f"it can't be compared with the champion, version {champion}: {error}", None
+    return ("" if comparison.not_worse else f"it is worse: {comparison.text}"), comparison
+
+
+def roll_back(registry: Registry, name: str, why: str, *, say: Callable[[str], None]) -> Entry:
+    """Make the champion before the present one champion again; a second time goes one further back.
+
+    Raises:
+        UserError: there is no such model, or no champion before.
+        EngineryError: what lies in the registry of that version is not what was measured.
+    """
+    registry.versions(name)  # there is such a model
+
+    def propose(situation: Situation) -> Proposal:
+        version = _champion_before(registry, name, situation)
+        tags = version.tags
+        if _was_measured(version):
+            check_files(registry, version)
+        left = f"from version {situation.champion}" if situation.champion else "since there was no champion any more"
+        return Proposal(
+            kind="rollback",
+            aliases={CHAMPION: version.number},
+            why=why or f"rolled back {left}",
+            digests={part: tags[f"{part}_digest"] for part in _PARTS if f"{part}_digest" in tags},
+        )
+
+    return change_aliases(registry, name, propose, say=say)
+
+
+_PARTS = ("dataset", "bundle", "report", "verdict")
+
+
+def _champion_before(registry: Registry, name: str, situation: Situation) -> RegisteredVersion:
+    there = {version.number: version for version in registry.versions(name)}
+    past = champions(situation.entries)
+    if situation.champion is None:  # its version was deleted, or its alias
+        past = [number for number in past if number in there]
+        if not past:
+            raise UserError(
+                f"{name} has no champion, and none of its versions was one; make one: "
+                f"enginery promote {name} VERSION --to {CHAMPION} --why TEXT"
+            )
+        return there[past[-1]]
+    earlier = past[:-1]
+    if not earlier:
+        raise UserError(
+            f"{name} has no champion before version {situation.champion}: the audit log knows of none "
+            f"(`enginery audit {name}`). Name a version: enginery promote {name} VERSION --to {CHAMPION} --why TEXT"
+        )
+    if earlier[-1] not in there:
+        left = [number for number in earlier if number in there]
+        still = f"; earlier champions that are there: {', '.join(dict.fromkeys(left))}" if left else ""
+        raise UserError(
+            f"version {earlier[-1]}, the champion of {name} before version {situation.champion}, was deleted{still}. "
+            f"Name a version: enginery promote {name} VERSION --to {CHAMPION} --why TEXT (--force if it is worse)"
+        )
+    return there[earlier[-1]]

@@ -1,0 +1,182 @@
+"""Writes a release folder: all of it or none."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from pydantic import ValidationError
+
+from components.common.artifacts import MANIFEST, Manifest
+from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.registry import RegisteredVersion
+from components.promote.packaging import write_model
+from pipelines.promoting import FORCED_TAG
+from pipelines.release.bom import bill_of_materials
+from pipelines.release.chain import Chain, contradictions, load_chain
+from pipelines.release.layout import (
+    BOM,
+    BUNDLE,
+    CARD,
+    RECORD,
+    REPORT,
+    REPORT_CARD,
+    SIGNATURE,
+    SUMS,
+    VERDICT,
+    Forced,
+    ReleaseRecord,
+)
+from pipelines.release.signing import fingerprint
+from pipelines.release.sums import write_sums
+from pipelines.release.verifying import Verification, verify
+
+PARTS = (BUNDLE, REPORT, VERDICT)
+
+
+def check_output(output: Path) -> None:
+    """Say before any work that a release can't be written there.
+
+    Raises:
+        UserError: it exists, or the folder that it is to be in does not.
+    """
+    if output.exists() or output.is_symlink():
+        raise UserError(f"{output} exists already, and a release is never overwritten; name a new folder")
+    if not output.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {output.absolute().parent}; make it first")
+
+
+def write_release(
+    parts: Mapping[str, Path],
+    output: Path,
+    *,
+    name: str,
+    version: RegisteredVersion | None = None,
+    registry: str = "",
+    key: Ed25519PrivateKey | None = None,
+) -> Verification:
+    """Copy bundle, report and verdict, write what belongs to them, verify all of it, and only then give it its name.
+
+    Args:
+        parts: folders of the three, by name.
+        output: a new folder.
+        version: what the registry says; None for artifacts that were named by their paths.
+        registry: where the version is; empty for none.
+        name: of the model.
+        key: to sign with; None for no signature.
+
+    Raises:
+        GateFailed: the verdict is not a pass, and the registry has no record that somebody overruled it.
+        EngineryError: the three are not what they were, or don't belong together.
+        UserError: `output` exists.
+    """
+    check_output(output)
+    chain = load_chain(*(parts[part] for part in PARTS))
+    for problem in contradictions(chain):
+        raise EngineryError(f"this can't be released: {problem}")
+    record = _record(chain, name, version, registry, key)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir()
+        _copy(chain.bundle.path, chain.bundle.manifest, temporary / BUNDLE)
+        _copy(chain.report.path, chain.report.manifest, temporary / REPORT)
+        _copy(chain.verdict.path, chain.verdict.manifest, temporary / VERDICT)
+        _write_rest(temporary, record, chain, key)
+        checked = verify(temporary, key.public_key() if key is not None else None)
+        if checked.problems:
+            raise EngineryError(f"this can't be released: {'; '.join(checked.problems)}")
+        _to_disk(temporary)
+        _give_name(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
+    return checked
+
+
+def _record(
+    chain: Chain, name: str, version: RegisteredVersion | None, registry: str, key: Ed25519PrivateKey | None
+) -> ReleaseRecord:
+    decision = chain.verdict.manifest
+    forced = None
+    if not decision.passed:
+        if version is None or FORCED_TAG not in version.tags:
+            raise GateFailed(
+                f"the verdict on {name} is not a pass, and nobody is recorded to have overruled it: it is not released"
+            )
+        try:
+            forced = Forced.model_validate_json(version.tags[FORCED_TAG])
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            raise EngineryError(f"the registry's record of who overruled the gate is not valid: {problem}") from None
+    return ReleaseRecord(
+        name=name,
+        version=version.number if version is not None else "",
+        aliases=version.aliases if version is not None else (),
+        registry=registry,
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        enginery=_own_version(),
+        architecture=chain.bundle.manifest.architecture,
+        precision=decision.served_precision,
+        passed=decision.passed,
+        forced=forced,
+        digests=chain.digests,
+        key_fingerprint=fingerprint(key.public_key()) if key is not None else "",
+    )
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("enginery")
+    except metadata.PackageNotFoundError:  # a checkout that was not installed
+        return ""
+
+
+def _copy(source: Path, manifest: Manifest, destination: Path) -> None:
+    """The manifest and what it names, and nothing else that may lie there."""
+    for name in (MANIFEST, *manifest.files):
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target)
+
+
+def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Ed25519PrivateKey | None) -> None:
+    card, shown = folder / REPORT / REPORT_CARD, folder / REPORT / "report.json"
+    if not card.is_file() or not shown.is_file():
+        raise EngineryError(
+            f"the report {chain.report.path} has no {REPORT_CARD} or no report.json: an older enginery wrote it. "
+            "Validate again"
+        )
+    shutil.copyfile(card, folder / CARD)
+    write_model(chain.bundle, record.precision, folder)
+    (folder / RECORD).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    provenance = json.loads(shown.read_bytes())["provenance"]
+    (folder / BOM).write_bytes(bill_of_materials(record, chain.bundle, chain.report, provenance))
+    listed = write_sums(folder)
+    (folder / SUMS).write_bytes(listed)
+    if key is not None:
+        (folder / SIGNATURE).write_bytes(key.sign(listed))
+
+
+def _to_disk(folder: Path) -> None:
+    """So that a power cut leaves a whole release or none."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _give_name(temporary: Path, output: Path) -> None:
+    try:
+        temporary.rename(output)  # fails where something that is not an empty folder has come there meanwhile
+    except OSError as error:
+        raise UserError(f"can't write {output}: {error.strerror}; name a new folder") from None
+    descriptor = os.open(output.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

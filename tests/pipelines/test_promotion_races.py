@@ -1,0 +1,212 @@
+"""Promotions at once, killed ones, killed servers: real processes on SQLite, a server on it, and PostgreSQL."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from components.common.changing import champions, explained
+from components.common.ledger import Ledger
+from components.common.promotions import CHAMPION
+from components.common.registry import Registry
+from pipelines.lineage import trace
+
+from .servers import door, free_port, postgresql, server, stop
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "raced"
+
+
+def promoter(uri: str, folder: Path, names: Sequence[str]) -> subprocess.Popen[str]:
+    """A process that promotes one version after the other; "a-070" has a top-1 of 70 %."""
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+    return subprocess.Popen(
+        [sys.executable, "tests/unit/promoting/chains.py", uri, str(folder), MODEL, *names],
+        cwd=ROOT,
+        env={**os.environ, **limits},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def registry_at(uri: str) -> Registry:
+    return Registry(MlflowClient(tracking_uri=uri, registry_uri=uri))
+
+
+def fresh_sqlite(folder: Path) -> str:
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+    return uri
+
+
+@contextmanager
+def watched(registry: Registry) -> Iterator[list[str]]:
+    """Every champion that a reader of the alias can see meanwhile, in order."""
+    seen: list[str] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            number = registry.aliases(MODEL).get(CHAMPION)
+            if number is not None and seen[-1:] != [number]:
+                seen.append(number)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
+
+
+def check(registry: Registry, seen: Sequence[str], *, best_of: Sequence[str] | None = None) -> None:
+    """The champion never got worse, the log explains every alias, and the best that was promoted is the champion."""
+    top1 = {version.number: float(version.tags["top1_pct"]) for version in registry.versions(MODEL)}
+    values = [top1[number] for number in seen]
+    assert values == sorted(values), seen
+    entries = Ledger(registry.client, MODEL).read()
+    assert explained(entries) == registry.aliases(MODEL)
+    assert trace(registry, MODEL).problems == ()
+    assert [entry.number for entry in entries] == list(range(1, len(entries) + 1))
+    past = [top1[number] for number in champions(entries)]
+    assert past == sorted(past)
+    assert set(seen) <= set(champions(entries))
+    for entry in entries:
+        comparison = entry.change.comparison
+        if comparison is not None and CHAMPION in entry.change.changes:
+            before = entry.change.changes[CHAMPION].before
+            assert before == comparison.champion_version  # it was decided against the one that it replaced
+            assert before is not None
+            assert comparison.champion_top1_pct == top1[before]
+    if best_of is not None:
+        assert top1[registry.aliases(MODEL)[CHAMPION]] == max(float(name[-3:]) for name in best_of)
+
+
+def race(uri: str, folder: Path, num_processes: int, num_rounds: int) -> None:
+    registry, draw = registry_at(uri), random.Random(7)
+    names = [
+        [f"p{process}r{number}-{draw.randrange(50, 90):03d}" for number in range(num_rounds)]
+        for process in range(num_processes)
+    ]
+    with watched(registry) as seen:
+        running = [promoter(uri, folder, own) for own in names]
+        for process in running:
+            text = process.communicate(timeout=300)[0]
+            assert process.returncode == 0, text
+    check(registry, seen, best_of=[name for own in names for name in own])
+    assert len(registry.versions(MODEL)) == num_processes * num_rounds
+    promoted = [entry for entry in Ledger(registry.client, MODEL).read() if entry.change.kind == "promote"]
+    assert len(promoted) == num_processes * num_rounds  # each has its outcome, won or lost
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    race(fresh_sqlite(tmp_path), tmp_path, num_processes=2, num_rounds=3)
+
+
+@pytest.mark.slow
+def test_many_at_once_on_a_sqlite_file(tmp_path: Path) -> None:
+    race(fresh_sqlite(tmp_path), tmp_path, num_processes=4, num_rounds=10)
+
+
+@pytest.mark.slow
+def test_many_at_once_on_a_server(tmp_path: Path) -> None:
+    port = free_port()
+    with server(tmp_path, port, workers=2):
+        race(f"http://127.0.0.1:{port}", tmp_path, num_processes=4, num_rounds=6)
+
+
+@pytest.mark.postgresql
+def test_many_at_once_on_a_server_with_postgresql(tmp_path: Path) -> None:
+    port = free_port()
+    with postgresql() as store, server(tmp_path, port, store, workers=2):
+        race(f"http://127.0.0.1:{port}", tmp_path, num_processes=4, num_rounds=6)
+
+
+def race_with_kills(uri: str, folder: Path, num_kills: int) -> None:
+    """Three that promote, of which one is killed at a random moment, again and again. Nobody waits for the dead."""
+    registry, draw = registry_at(uri), random.Random(11)
+    with watched(registry) as seen:
+        for number in range(num_kills):
+            names = [f"k{number}p{process}-{draw.randrange(50, 90):03d}" for process in range(3)]
+            running = [promoter(uri, folder, [name]) for name in names]
+            lines: list[str] = []
+            assert running[0].stdout is not None
+            for line in running[0].stdout:
+                lines.append(line)
+                if "uploading" in line:
+                    break
+            time.sleep(draw.uniform(0.0, 1.0))
+            running[0].send_signal(draw.choice((signal.SIGKILL, signal.SIGTERM)))
+            for process in running[1:]:
+                text = process.communicate(timeout=120)[0]
+                assert process.returncode == 0, text
+                assert "waiting for it" not in text  # it is seen to be gone
+            running[0].communicate(timeout=60)
+        last = promoter(uri, folder, ["last-095"])
+        assert last.wait(120) == 0
+    check(registry, seen, best_of=["last-095"])
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_on_a_sqlite_file(tmp_path: Path) -> None:
+    race_with_kills(fresh_sqlite(tmp_path), tmp_path, num_kills=6)
+
+
+@pytest.mark.postgresql
+def test_killed_in_the_middle_with_postgresql(tmp_path: Path) -> None:
+    port = free_port()
+    with postgresql() as store, server(tmp_path, port, store, workers=2):
+        race_with_kills(f"http://127.0.0.1:{port}", tmp_path, num_kills=3)
+
+
+def requests_of_a_promotion(folder: Path, port: int) -> int:
+    """How many pieces a client sends to promote one version."""
+    counted = [0]
+    with door(port, lambda number: counted.__setitem__(0, number), lambda: None) as entrance:
+        first = promoter(f"http://127.0.0.1:{entrance}", folder, ["first-050"])
+        text = first.communicate(timeout=120)[0]
+    assert first.returncode == 0, text
+    return counted[0]
+
+
+@pytest.mark.slow
+def test_the_server_is_killed_in_the_middle(tmp_path: Path) -> None:
+    """kill -9 of the server at chosen requests, the alias' among them; with a new one, promote works again."""
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    with server(tmp_path, port):
+        num_requests = requests_of_a_promotion(tmp_path, port)
+    moments = sorted({*range(num_requests - 8, num_requests, 2), num_requests // 2, 3 * num_requests // 4})
+    for place, moment in enumerate(moments):
+        with server(tmp_path, port) as process:
+
+            def at(number: int, moment: int = moment, process: "subprocess.Popen[bytes]" = process) -> None:
+                if number == moment:
+                    stop(process)
+
+            with door(port, at, lambda: None) as entrance:
+                hit = promoter(f"http://127.0.0.1:{entrance}", tmp_path, [f"hit{place}-{60 + place:03d}"])
+                text = hit.communicate(timeout=200)[0]
+            assert hit.returncode != 0, text
+            assert "can't be reached any more" in text or "API request to" in text
+        with server(tmp_path, port):
+            again = promoter(uri, tmp_path, [f"again{place}-{60 + place:03d}"])
+            text = again.communicate(timeout=120)[0]
+            assert again.returncode == 0, text
+            assert "waiting for it" not in text
+            check(registry_at(uri), [])
+            assert registry_at(uri).aliases(MODEL)[CHAMPION] == registry_at(uri).versions(MODEL)[0].number
+    shutil.rmtree(tmp_path / "files")

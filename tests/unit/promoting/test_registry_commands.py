@@ -1,0 +1,252 @@
+"""models, promote, rollback, audit, and compare of versions: what they show, change and refuse."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.ledger import Ledger
+from components.common.registry import Registry
+from pipelines.commands import cli
+
+from .chains import make_and_promote, make_chain, promote_chain
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def enginery(*arguments: str) -> Result:
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(cli, arguments)
+    if isinstance(done.exception, EngineryError):
+        raise done.exception
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+@pytest.fixture(scope="module")
+def made_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with champions 1 and 3 of m, and 2, which is worse."""
+    folder = tmp_path_factory.mktemp("three")
+    file = folder / "mlflow.db"
+    shutil.copy(empty_store, file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
+        for name in ("a-050", "b-040", "c-060"):
+            make_and_promote(f"sqlite:///{file}", folder, name)
+    return file
+
+
+@pytest.fixture
+def three(made_once: Path, uri: str) -> str:
+    """A copy of that store; the files that it knows are the same."""
+    shutil.copy(made_once, uri.removeprefix("sqlite:///"))
+    return uri
+
+
+def register_failed(registry: Registry, folder: Path) -> str:
+    """A version whose gate did not pass, as nobody but the API of MLflow can register one."""
+    paths = make_chain(folder, 99, passed=False)
+    from components.common.standing import load_standing
+
+    run = registry.client.create_run(registry.client.create_experiment(f"of {folder.name}"))
+    for part in ("bundle", "report", "verdict"):
+        registry.client.log_artifacts(run.info.run_id, str(paths[part]), f"model/{part}")
+    tags = load_standing(paths["report"], paths["verdict"]).tags
+    return registry.create_version("m", run.info.run_id, tags)
+
+
+def test_models_lists_versions(three: str) -> None:
+    text = enginery("models").output
+    assert "@champion" in text
+    assert "60.00" in text
+    rows = json.loads(enginery("models", "m", "--json").output)
+    assert [(row["version"], row["aliases"], row["top1_pct"]) for row in rows] == [
+        ("3", ["champion", "candidate"], 60.0),
+        ("2", [], 40.0),
+        ("1", [], 50.0),
+    ]
+    assert {(row["verdict"], row["precision"]) for row in rows} == {("pass", "int8")}
+
+
+def test_rollback_goes_further_back_each_time(three: str, registry: Registry) -> None:
+    done = enginery("rollback", "m", "--why", "it confuses 3 and 8")
+    assert "m@champion: version 3 -> 1" in done.output
+    assert registry.aliases("m")["champion"] == "1"
+    with pytest.raises(UserError, match="m has no champion before version 1: the audit log knows of none"):
+        enginery("rollback", "m")
+    last = Ledger(registry.client, "m").read()[-1]
+    assert (last.change.kind, last.change.why) == ("rollback", "it confuses 3 and 8")
+
+
+def test_a_bundle_that_was_rolled_back_does_not_come_back(
+    three: str, registry: Registry, made_once: Path, tmp_path: Path
+) -> None:
+    enginery("rollback", "m", "--why", "it confuses 3 and 8")
+    same = {name: made_once.parent / "c-060" / name for name in ("bundle", "report", "verdict", "dataset")}
+    told = promote_chain(three, same, tmp_path / "again")
+    assert "as @candidate: this very bundle was champion as version 3, and was rolled back on" in told
+    assert "(it confuses 3 and 8)" in told
+    assert registry.aliases("m") == {"candidate": "4", "champion": "1"}
+    enginery("promote", "m", "4", "--why", "3 and 8 are told apart now")
+    assert registry.aliases("m")["champion"] == "4"
+
+
+def test_rollback_to_a_version_that_was_deleted(three: str, registry: Registry) -> None:
+    registry.client.delete_model_version("m", "1")
+    with pytest.raises(UserError, match="version 1, the champion of m before version 3, was deleted"):
+        enginery("rollback", "m")
+    assert registry.aliases("m")["champion"] == "3"
+
+
+def test_rollback_where_the_champion_was_deleted(three: str, registry: Registry) -> None:
+    registry.client.delete_model_version("m", "3")
+    assert "problem" in enginery("audit", "m").output
+    enginery("rollback", "m")
+    assert registry.aliases("m") == {"champion": "1"}
+    assert [entry.change.kind for entry in Ledger(registry.client, "m").read()][-2:] == ["outside", "rollback"]
+
+
+def test_rollback_to_files_that_were_changed(three: str, registry: Registry) -> None:
+    with registry.files(registry.version("m", "1"), "bundle", "int8.onnx") as file:
+        before = file.read_bytes()
+        file.write_bytes(before[:-1] + b"!")
+        with pytest.raises(EngineryError, match=r"int8.onnx was changed after it was sealed"):
+            enginery("rollback", "m")
+        with pytest.raises(EngineryError, match=r"int8.onnx was changed after it was sealed"):
+            enginery("promote", "m", "1", "--why", "x", "--force")
+        file.write_bytes(before)
+    assert registry.aliases("m")["champion"] == "3"
+
+
+def test_by_hand_a_worse_one_is_refused_or_forced(three: str, registry: Registry) -> None:
+    with pytest.raises(GateFailed, match=r"2 does not become champion: it is worse: top-1 40.00 %") as refused:
+        enginery("promote", "m", "2", "--to", "champion", "--why", "smaller")
+    assert refused.value.exit_code == 3
+    assert registry.aliases("m")["champion"] == "3"
+    done = enginery("promote", "m", "2", "--to", "champion", "--why", "smaller", "--force")
+    assert "m@champion: version 3 -> 2 forced, overruling: it is worse" in done.output
+    last = Ledger(registry.client, "m").read()[-1].change
+    assert (last.forced, last.why, last.kind) == (True, "smaller", "by hand")
+    assert last.overruled.startswith("it is worse: top-1 40.00 %")
+    forced = json.loads(registry.version("m", "2").tags["enginery.forced"])
+    assert forced == {"who": f"{last.holder.user}@{last.holder.host}", "when": last.when, "why": "smaller"}
+    assert "forced" in enginery("audit", "m").output
+
+
+def test_by_hand_one_that_did_not_pass_is_refused_or_forced(three: str, registry: Registry, tmp_path: Path) -> None:
+    number = register_failed(registry, tmp_path / "failed")
+    with pytest.raises(GateFailed, match="does not become champion: it did not pass its gate"):
+        enginery("promote", "m", number, "--why", "we need it")
+    enginery("promote", "m", number, "--why", "we need it", "--force")
+    assert registry.aliases("m")["champion"] == number
+    assert Ledger(registry.client, "m").read()[-1].change.forced
+
+
+def test_a_digest_taken_off_does_not_open_the_door(three: str, registry: Registry) -> None:
+    enginery("rollback", "m")
+    registry.client.delete_model_version_tag("m", "3", "bundle_digest")
+    with pytest.raises(EngineryError, match="its tag bundle_digest says nothing"):
+        enginery("promote", "m", "3", "--why", "x", "--force")
+
+
+def test_by_hand_one_of_unknown_origin(three: str, registry: Registry, tmp_path: Path) -> None:
+    registry.client.create_model_version("m", str(tmp_path))
+    with pytest.raises(GateFailed, match="it has no verdict of enginery's gate"):
+        enginery("promote", "m", "4", "--why", "x")
+    enginery("promote", "m", "4", "--to", "staging", "--why", "to look at")  # any other alias asks for no verdict
+    assert registry.aliases("m")["staging"] == "4"
+
+
+def test_by_hand_measured_on_other_images(three: str, registry: Registry, tmp_path: Path) -> None:
+    make_and_promote(three, tmp_path, "d-090", split="two")
+    with pytest.raises(GateFailed, match="it was measured on other images than the champion, version 3"):
+        enginery("promote", "m", "4", "--why", "x")
+
+
+def test_forced_is_only_what_was_refused(three: str, registry: Registry) -> None:
+    enginery("rollback", "m")
+    enginery("promote", "m", "3", "--why", "back again", "--force")
+    assert Ledger(registry.client, "m").read()[-1].change.forced is False
+
+
+def test_audit_shows_the_chain(three: str, registry: Registry) -> None:
+    done = enginery("audit", "m")
+    assert done.exit_code == 0, done.output
+    found = json.loads(enginery("audit", "m", "--json").output)
+    tags = registry.version("m", "3").tags
+    chain = {link["name"]: link["digest"] for link in found["chain"]}
+    assert list(chain) == ["data set", "validation split", "checkpoint", "bundle", "report", "verdict", "version"]
+    assert chain["data set"] == tags["dataset_digest"]
+    assert chain["checkpoint"] == "sha256:" + "c" * 64
+    assert [chain[part] for part in ("bundle", "report", "verdict")] == [
+        tags[f"{part}_digest"] for part in ("bundle", "report", "verdict")
+    ]
+    assert chain["version"] == "3"
+    assert [entry["number"] for entry in found["entries"]] == [1, 2, 3]
+    assert found["problems"] == []
+
+
+def test_audit_tells_what_does_not_fit(three: str, registry: Registry) -> None:
+    registry.client.set_model_version_tag("m", "3", "bundle_digest", "sha256:0")
+    registry.client.set_registered_model_alias("m", "staging", "2")
+    done = enginery("audit", "m")
+    assert done.exit_code == 1
+    assert "and its tag says sha256:0" in done.output
+    assert "@staging is version 2, by the log it is not set: it was changed without enginery" in done.output
+
+
+def test_compare_of_versions(three: str) -> None:
+    for first, second in (("m@champion", "m/1"), ("m:3", "m:1")):
+        found = json.loads(enginery("compare", first, second, "--json").output)
+        assert [run["run_id"] for run in found["runs"]] == ["m/3", "m/1"]
+        assert [run["rows"]["int8"]["top1_pct"] for run in found["runs"]] == [60.0, 50.0]
+        assert [run["rows"]["int8"]["verdict"] for run in found["runs"]] == ["pass", "pass"]
+    text = enginery("compare", "m@champion", "m/1").output
+    assert "A  m/3" in text
+    with pytest.raises(UserError, match="name the same run twice"):
+        enginery("compare", "m@champion", "m/3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("models", "nix"), "there is no registered model 'nix' in MLflow at sqlite:.*; there are m"),
+        (("audit", "nix"), "there is no registered model 'nix'"),
+        (("rollback", "nix"), "there is no registered model 'nix'"),
+        (("promote", "nix", "1", "--why", "x"), "there is no registered model 'nix'"),
+        (("promote", "m", "99", "--why", "x"), "m has no version 99, or it was deleted; there are 3, 2, 1"),
+        (("promote", "m", "three", "--why", "x"), "a version is a number, such as 3; got 'three'"),
+        (("promote", "m", "3", "--why", "x"), "m@champion is version 3 already"),
+        (("compare", "m@nix", "m/1"), r"m has no alias nix; it has @candidate \(version 3\), @champion \(version 3\)"),
+    ],
+)
+def test_what_is_not_there(three: str, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        enginery(*arguments)
+
+
+def test_no_reason_is_refused(uri: str) -> None:
+    assert enginery("promote", "m", "1").exit_code == 2
+    assert "say why" in enginery("promote", "m", "1", "--why", " ").output
+
+
+def test_no_store_and_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"there is no MLflow store at sqlite:.* yet: nothing was ever registered"):
+        enginery("models")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(EngineryError, match=r"MLflow at http://127.0.0.1:9 can't be used: Connection refused"):
+        enginery("rollback", "m")
+
+
+def test_help_is_there_before_mlflow_is_imported() -> None:
+    names = "promote, audit, models, rollback"
+    script = f"import sys; from pipelines.commands import {names}; assert 'mlflow' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,47 @@
+"""Promotions, keys and forgeries."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from components.common.digests import canonical_json
+from components.common.integrity import seal_of
+from components.common.steplog import StepLog
+from components.common.tracking import step_run
+from components.promote.config import PromoteConfig
+from components.promote.run import run as promote
+
+NAME = "digits"
+
+
+def promote_parts(parts: dict[str, Path], dataset: Path, output: Path) -> None:
+    with step_run("promote") as run:
+        promote(PromoteConfig(registered_model=NAME), StepLog("promote", run), **parts, dataset=dataset, output=output)
+
+
+def reseal(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit a manifest as a forger would, with a seal that fits."""
+    record = json.loads(manifest.read_bytes())
+    change(record)
+    if "seal" in record:
+        record["seal"] = seal_of(record)
+    manifest.write_bytes(canonical_json(record))
+
+
+def write_keys(stem: Path, passphrase: bytes = b"") -> tuple[Path, Path]:
+    key = Ed25519PrivateKey.generate()
+    encryption = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+    private, public = stem.with_suffix(".key"), stem.with_suffix(".pub")
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return private, public

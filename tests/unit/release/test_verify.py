@@ -1,0 +1,351 @@
+"""`enginery verify` against somebody who changes a release, with and without the right to list it anew."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from components.common.errors import EngineryError, UserError
+from pipelines.release.signing import private_key, public_key
+from pipelines.release.sums import write_sums
+from pipelines.release.verifying import verify
+from pipelines.release.writing import write_release
+
+from .making import reseal, write_keys
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def signed(proved, tmp_path_factory) -> tuple[Path, Path]:
+    """A signed release, and the public key."""
+    folder = tmp_path_factory.mktemp("signed")
+    private, public = write_keys(folder / "signer")
+    write_release(proved.parts, folder / "out", name="digits", key=private_key(private))
+    return folder / "out", public
+
+
+@pytest.fixture
+def release(signed, tmp_path: Path) -> Path:
+    """A copy to attack."""
+    return Path(shutil.copytree(signed[0], tmp_path / "release", symlinks=True))
+
+
+@pytest.fixture
+def key(signed) -> Ed25519PublicKey:
+    return public_key(signed[1])
+
+
+def problems(release: Path, key: Ed25519PublicKey | None = None) -> str:
+    return "\n".join(verify(release, key).problems)
+
+
+def list_anew(release: Path) -> None:
+    """What an attacker does who knows the format and has no key."""
+    (release / "SHA256SUMS").write_bytes(write_sums(release))
+
+
+def append(release: Path, line: str) -> None:
+    with (release / "SHA256SUMS").open("a") as file:
+        file.write(line)
+
+
+def test_what_was_released_is_valid(release: Path, key, proved) -> None:
+    checked = verify(release, key)
+    assert checked.problems == ()
+    assert checked.signature.startswith("valid, by the key sha256:")
+    assert checked.record is not None
+    assert checked.record.digests["dataset"] == proved.dataset.digest
+    assert checked.num_files == len([path for path in release.rglob("*") if path.is_file()]) - 2
+    assert verify(release).problems == ()
+    assert verify(release).signature == "NOT CHECKED: name the signer's public key with --key"
+
+
+def test_every_byte_of_every_file_counts(release: Path, key) -> None:
+    for file in sorted(path for path in release.rglob("*") if path.is_file()):
+        name = file.relative_to(release).as_posix()
+        original = file.read_bytes()
+        for position in {0, len(original) // 2, len(original) - 1}:
+            data = bytearray(original)
+            data[position] ^= 1
+            file.write_bytes(data)
+            assert name in problems(release, key), (name, position)
+        file.write_bytes(original[:-1])
+        assert name in problems(release, key), name
+        file.write_bytes(original + b"x")
+        assert name in problems(release, key), name
+        file.unlink()
+        if name == "SHA256SUMS":
+            with pytest.raises(UserError, match="is no release: it has no SHA256SUMS"):
+                verify(release, key)
+        else:
+            assert f"{name} is missing" in problems(release, key)
+        file.write_bytes(original)
+    assert problems(release, key) == ""
+
+
+@pytest.mark.parametrize("name", ["extra", ".hidden", "bundle/extra", "new/deep/file", "SHA256SUMS.bak"])
+@pytest.mark.parametrize("listed", [False, True], ids=["not listed", "listed anew"])
+def test_an_added_file(release: Path, key, name: str, listed: bool) -> None:
+    (release / name).parent.mkdir(parents=True, exist_ok=True)
+    (release / name).touch()
+    assert f"{name} is not listed in SHA256SUMS: it was added" in problems(release)
+    if listed:
+        list_anew(release)
+        said = "is not named in bundle/manifest.json" if name.startswith("bundle") else "has no place in a release"
+        assert f"{name} {said}" in problems(release)
+        assert "SHA256SUMS.sig is no signature of SHA256SUMS" in problems(release, key)
+
+
+def test_links_pipes_and_empty_folders(release: Path) -> None:
+    target = release / "bundle/int8.onnx"
+    (release.parent / "elsewhere").write_bytes(target.read_bytes())
+    target.unlink()
+    target.symlink_to("../../elsewhere")  # with the right content
+    (release / "report/link").symlink_to("/etc")
+    os.mkfifo(release / "verdict/pipe")
+    (release / "empty").mkdir()
+    found = problems(release)
+    for name in ("bundle/int8.onnx", "report/link"):
+        assert f"{name} is a symbolic link; a release holds plain files" in found
+    assert "verdict/pipe is no regular file" in found
+    assert "empty is an empty folder" in found
+    os.rename(release / "SHA256SUMS", release.parent / "sums")
+    (release / "SHA256SUMS").symlink_to(release.parent / "sums")
+    with pytest.raises(EngineryError, match="SHA256SUMS is a symbolic link"):
+        verify(release)
+
+
+def test_a_folder_behind_a_link(release: Path) -> None:
+    os.rename(release / "bundle", release.parent / "bundle")
+    (release / "bundle").symlink_to(release.parent / "bundle")
+    assert "bundle is a symbolic link" in problems(release)
+
+
+def test_a_signature_that_is_a_link(release: Path, key) -> None:
+    os.rename(release / "SHA256SUMS.sig", release.parent / "sig")
+    (release / "SHA256SUMS.sig").symlink_to(release.parent / "sig")
+    assert "SHA256SUMS.sig is a symbolic link" in problems(release, key)
+    assert "not signed" in problems(release, key)
+
+
+def test_a_list_written_anew(release: Path, key) -> None:
+    (release / "MODEL_CARD.md").write_text("100 % top-1")
+    list_anew(release)
+    assert "SHA256SUMS.sig is no signature of SHA256SUMS by the key sha256:" in problems(release, key)
+    assert problems(release) == "MODEL_CARD.md is not the report's model_card.md"
+
+
+def test_another_releases_signature(release: Path, key, proved, tmp_path: Path) -> None:
+    private, public = write_keys(tmp_path / "stranger")
+    write_release(proved.parts, tmp_path / "other", name="other", key=private_key(private))
+    own = (release / "SHA256SUMS.sig").read_bytes()
+    shutil.copyfile(tmp_path / "other/SHA256SUMS.sig", release / "SHA256SUMS.sig")
+    assert "SHA256SUMS.sig is no signature" in problems(release, key)
+    assert "SHA256SUMS.sig is no signature" in problems(release, public_key(public))
+    for data in (b"", own[:-1], own + b"x", bytes(64)):
+        (release / "SHA256SUMS.sig").write_bytes(data)
+        assert "SHA256SUMS.sig is no signature" in problems(release, key)
+    (release / "SHA256SUMS.sig").write_bytes(own)
+    assert "SHA256SUMS.sig is no signature" in problems(release, public_key(public))
+
+
+def test_a_signature_taken_away(release: Path, key) -> None:
+    (release / "SHA256SUMS.sig").unlink()
+    assert problems(release, key) == "SHA256SUMS.sig is missing: this release is not signed"
+    assert verify(release).signature.startswith("none: this release is not signed")
+
+
+ZEROS = 64 * "0"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{ZEROS}  ../secret\n", "names '../secret', which leads out of the release"),
+        (f"{ZEROS}  bundle/../../secret\n", "which leads out of the release"),
+        (f"{ZEROS}  /etc/passwd\n", "names '/etc/passwd', which leads out of the release"),
+        (f"{ZEROS}  ./release.json\n", "which is no plain name"),
+        (f"{ZEROS}  bundle//int8.onnx\n", "which is no plain name"),
+        (f"{ZEROS}  release.json/\n", "which is no plain name"),
+        (f"{ZEROS}  a\\b\n", "which is no plain name"),
+        (f"{ZEROS}  a\x1bb\n", "which is no plain name"),
+        (f"{ZEROS}  SHA256SUMS\n", "which is no plain name"),
+        (f"{ZEROS}  release.json\n", "names 'release.json' a second time"),
+        (f"{ZEROS}  bundle/other\n", "bundle/other is missing"),
+        (f"{ZEROS} *release.json\n", "is not '<sha256>  <file>'"),
+        (f"{ZEROS.replace('0', 'A')}  x\n", "is not '<sha256>  <file>'"),
+        ("\n", "is not '<sha256>  <file>'"),
+        (f"{ZEROS}  end", "ends in the middle of a line"),
+    ],
+)
+def test_lines_that_are_none(release: Path, line: str, said: str) -> None:
+    (release.parent / "secret").touch()
+    append(release, line)
+    assert said in problems(release)
+
+
+def test_a_list_that_is_no_text_or_empty(release: Path) -> None:
+    (release / "SHA256SUMS").write_bytes(b"\xff\xfe")
+    assert "SHA256SUMS is not text in UTF-8" in problems(release)
+    (release / "SHA256SUMS").write_bytes(b"")
+    assert "release.json is not listed in SHA256SUMS; every release has one" in problems(release)
+
+
+def age(record) -> None:
+    record["schema_version"] = 1
+    del record["seal"]
+
+
+def newer(record) -> None:
+    record["schema_version"] = 3
+
+
+def forge_pass(record) -> None:
+    record["checks"] = []
+
+
+Forgery = Callable[[dict], object]
+
+
+@pytest.mark.parametrize(
+    ("part", "forgery", "said"),
+    [
+        ("bundle", age, "bundle/manifest.json is of schema version 1, which has no seal"),
+        ("verdict", age, "verdict/manifest.json is of schema version 1, which has no seal"),
+        ("report", newer, "a newer enginery wrote it"),
+        ("bundle", lambda record: record.update(architecture="other"), "report/manifest.json is about another bundle"),
+        ("report", lambda record: record["inputs"].update(dataset="sha256:0"), "is about another dataset"),
+        ("report", lambda record: record["accuracy"]["rows"][2].update(top1_pct=99.0), "is about another report"),
+        ("verdict", forge_pass, "verdict/manifest.json does not follow from the report"),
+        ("verdict", lambda record: record.update(passed=False), "says passed false, and its checks say otherwise"),
+        ("verdict", lambda record: record.update(kind="bundle"), "is a bundle, and a verdict is needed here"),
+        ("verdict", lambda record: record["config"].update(precision="fp16"), "is on int8 by thresholds for fp16"),
+        ("verdict", lambda record: record["config"].update(max_top1_drop_points=-1), "names thresholds that are none"),
+        (
+            "bundle",
+            lambda record: record["files"].pop("scales.json"),
+            "scales.json is not named in bundle/manifest.json",
+        ),
+    ],
+)
+def test_a_manifest_sealed_again(release: Path, key, part: str, forgery: Forgery, said: str) -> None:
+    reseal(release / part / "manifest.json", forgery)
+    list_anew(release)
+    assert said in problems(release)
+    assert "SHA256SUMS.sig is no signature" in problems(release, key)
+
+
+def test_a_manifest_that_leads_out(release: Path) -> None:
+    def lead_out(record) -> None:
+        record["files"]["../../secret"] = {"size_bytes": 0, "digest": "sha256:" + ZEROS}
+
+    (release.parent / "secret").touch()
+    reseal(release / "bundle/manifest.json", lead_out)
+    list_anew(release)
+    assert "names a file outside the artifact" in problems(release)
+
+
+def edit_json(file: Path, change: Forgery) -> None:
+    record = json.loads(file.read_text())
+    change(record)
+    file.write_text(json.dumps(record))
+
+
+def edit_yaml(file: Path, change: Forgery) -> None:
+    record = yaml.safe_load(file.read_text())
+    change(record["flavors"]["python_function"])
+    file.write_text(yaml.safe_dump(record))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("release.json", lambda r: r["digests"].update(dataset="sha256:0"), "release.json says dataset sha256:0"),
+        ("release.json", lambda r: r.update(passed=False), "release.json says passed false, and the verdict says true"),
+        ("release.json", lambda r: r.update(architecture="other"), "release.json says other, and the bundle is"),
+        ("release.json", lambda r: r.update(more=1), "release.json is not valid: more: Extra inputs"),
+        ("release.json", lambda r: r.update(schema_version=2), "release.json is not valid: schema_version"),
+        ("inputs.cdx.json", lambda r: r["components"][0]["hashes"].clear(), "inputs.cdx.json is not the list"),
+        (
+            "inputs.cdx.json",
+            lambda r: r["components"][0]["hashes"][0].update(content=ZEROS),
+            f"inputs.cdx.json says dataset sha256:{ZEROS}",
+        ),
+    ],
+)
+def test_other_files_that_contradict_the_chain(release: Path, file: str, change: Forgery, said: str) -> None:
+    edit_json(release / file, change)
+    list_anew(release)
+    assert said in problems(release)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r.update(loader_module="os"), "MLmodel says loader_module os, and it must be"),
+        (lambda r: r.update(data="other"), "MLmodel says data other"),
+        (lambda r: r.update(code="code"), "MLmodel has code, which no release has"),
+        (lambda r: r["config"].update(precision="fp16"), "MLmodel says precision fp16"),
+        (lambda r: r["config"].update(bundle_digest="x"), "MLmodel says bundle_digest x"),
+        (lambda r: r.pop("config"), "MLmodel is not the description of a model that enginery wrote"),
+    ],
+)
+def test_what_mlflow_would_run(release: Path, change: Forgery, said: str) -> None:
+    edit_yaml(release / "MLmodel", change)
+    list_anew(release)
+    assert said in problems(release)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "flavors: 3", "flavors: {python_function: 3}", "a: [", "\x00"])
+def test_an_mlmodel_file_that_is_none(release: Path, text: str) -> None:
+    (release / "MLmodel").write_text(text)
+    list_anew(release)
+    assert "MLmodel is not the description of a model that enginery wrote" in problems(release)
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "pipelines.cli", "verify", *map(str, arguments)]
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command(release: Path, signed) -> None:
+    done = command(release, "--key", signed[1])
+    assert done.returncode == 0, done.stderr
+    assert "is as it was released" in done.stdout
+    assert "signature: valid" in done.stdout
+    assert "NOT CHECKED" in command(release).stdout
+    (release / "bundle/int8.onnx").write_bytes(b"")
+    (release / "new\x1b[31m").touch()
+    done = command(release, "--key", signed[1])
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("failed: bundle/int8.onnx was changed: its digest is sha256:e3b0c44298fc")
+    assert lines[1] == "failed: new\ufffd[31m is not listed in SHA256SUMS: it was added"
+    assert lines[2].endswith("is not as it was released: 2 problems. Get it again from who released it")
+    assert "Traceback" not in done.stderr
+    assert "released" not in done.stdout
+    done = command(release.parent)
+    assert (done.returncode, "is no release: it has no SHA256SUMS" in done.stderr) == (2, True)
+
+
+def test_verify_needs_neither_mlflow_nor_an_engine_room(release: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from pipelines.release.verifying import verify\n"
+        "assert verify(Path(sys.argv[1])).problems == ()\n"
+        "heavy = {'mlflow', 'torch', 'nvidia.dali', 'openvino', 'onnx', 'pandas', 'kfp'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(release)], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
