@@ -94,7 +94,8 @@ def register_on_other_images(registry: Registry, paths: dict[str, Path]) -> None
     """What promote would have registered when it had those images."""
     from components.common.standing import load_standing
 
-    run = registry.client.create_run("0")
+    folder = paths["bundle"].parent / "artifacts"  # MLflow's default would be where the tests are run
+    run = registry.client.create_run(registry.client.create_experiment("earlier", folder.as_uri()))
     for part in ("bundle", "report", "verdict"):
         registry.client.log_artifacts(run.info.run_id, str(paths[part]), f"model/{part}")
     registry.create_version("m", run.info.run_id, load_standing(paths["report"], paths["verdict"]).tags)
