@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.results import RESULTS, write_result
 from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
+from components.common.environment import keep_streams_apart
 from components.common.loader import Loader
 from components.common.serving import Serving, serving_runners
 from components.common.steplog import StepLog
@@ -30,6 +31,7 @@ _TURNS = 3
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
+    keep_streams_apart()
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(), StepLog("validate")
     num_images = data.manifest.splits["val"].num_images

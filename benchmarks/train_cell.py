@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.loader import images_per_s, torchvision_loader
 from components.common.artifacts import DatasetManifest, load
-from components.common.environment import num_cores
+from components.common.environment import keep_streams_apart, num_cores
 from components.common.loader import Batch, Loader
 from components.common.models import build_model
 from components.common.settings import resolve
@@ -118,6 +118,7 @@ def apply_variant(variant: str) -> str:
 
 
 def main(cell: Cell) -> None:
+    keep_streams_apart()
     world = find_world()
     if cell.kind == "workers":
         result: dict[str, Any] = {"trials": try_workers(cell, world.device)}
@@ -218,7 +219,9 @@ def profiled(trainer: Trainer, stream: Stream, folder: Path) -> dict[str, Any]:
 def fixed_batch(cell: Cell, world: World) -> Batch:
     generator = torch.Generator(world.device).manual_seed(world.rank)
     shape = (cell.batch_size, cell.image_size, cell.image_size, 3)
-    images = torch.randn(shape, generator=generator, device=world.device).permute(0, 3, 1, 2)  # as the loader gives it
+    images = torch.randn(shape, generator=generator, device=world.device).permute(0, 3, 1, 2)
+    if cell.precision != "fp32":
+        images = images.half()  # as the loader gives them
     labels = torch.randint(0, _NUM_CLASSES, shape[:1], generator=generator, device=world.device)
     return Batch(images=images, labels=labels)
 
@@ -231,6 +234,7 @@ def shard_batches(cell: Cell, world: World) -> Iterator[Batch]:
         transform_for(cell.image_size, resize_ratio=256 / 224),
         batch_size=cell.batch_size,
         augmentation=Augmentation(),
+        half=cell.precision != "fp32",
         shard_id=world.rank,
         num_shards=world.world_size,
         device_id=world.device_id,

@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 class Batch:
     """Images and labels on the loader's device."""
 
-    images: torch.Tensor  # [B, 3, H, W] float32, channels_last, normalized
+    images: torch.Tensor  # [B, 3, H, W] float32, in training also float16; channels_last, normalized
     labels: torch.Tensor  # [B] int64; where mixup or cutmix is on, [B, num_classes] float32, rows of sum 1
 
 
@@ -61,6 +61,7 @@ class Loader:
         augmentation: None for evaluation.
         image_sizes: side of training images in pixels, epoch by epoch, the last one for all that follow; empty
             for always spec.crop_size.
+        half: in training, deliver float16: what autocast makes of images anyway, in half the memory.
         seed: of shuffling and augmentation.
         shard_id: this process's part of the split, 0 <= shard_id < num_shards.
         num_shards: processes that share the split.
@@ -85,6 +86,7 @@ class Loader:
         batches_per_step: int = 1,
         augmentation: Augmentation | None = None,
         image_sizes: Sequence[int] = (),
+        half: bool = False,
         seed: int = 0,
         shard_id: int = 0,
         num_shards: int = 1,
@@ -121,6 +123,7 @@ class Loader:
             "device": "cpu" if device_id is None else "gpu",
             "augmentation": augmentation.model_dump(mode="json") if augmentation else None,
             "image_sizes": list(image_sizes),
+            "half": half,
             "spec": spec.model_dump(mode="json"),
             "dali": dali.__version__,
         }
@@ -140,7 +143,7 @@ class Loader:
             checkpoint = None if saved is None else base64.b64decode(saved.checkpoint)
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
             return _training_iterator(
-                training_pipeline(reader, spec, augmentation, decoder, sizes, **options, **resume)
+                training_pipeline(reader, spec, augmentation, decoder, sizes, half, **options, **resume)
             )
 
         self._iterator: DALIGenericIterator | None = None

@@ -27,12 +27,12 @@ class Mixer:
         """Images and labels after mixing, a function of these arguments alone.
 
         Args:
-            images: [B, 3, H, W] float32, channels_last.
+            images: [B, 3, H, W] float32 or float16, channels_last.
             labels: [B] int64.
             seed: of the way, the share and the place of the box.
 
         Returns:
-            [B, 3, H, W] float32, channels_last; and [B, num_classes] float32, rows of sum 1.
+            [B, 3, H, W] of the same dtype, channels_last; and [B, num_classes] float32, rows of sum 1.
         """
         if not self._ways:
             return images, labels

@@ -41,13 +41,16 @@ def decoder_options(
     }
 
 
-def _normalize(images: Any, spec: TransformSpec, *, mirror: Any, crop: int | None, **position: Any) -> Any:
+def _normalize(
+    images: Any, spec: TransformSpec, *, mirror: Any, crop: int | None, half: bool = False, **position: Any
+) -> Any:
     scale = [255.0 * value for value in spec.std]
     mean = [255.0 * value for value in spec.mean]
     crops = {"crop": (crop, crop)} if crop else {}
-    # HWC float32: permuted to NCHW on arrival, this is torch's channels_last without a copy.
+    # HWC: permuted to NCHW on arrival, this is torch's channels_last without a copy.
+    dtype = types.FLOAT16 if half else types.FLOAT
     return fn.crop_mirror_normalize(
-        images, dtype=types.FLOAT, output_layout="HWC", mean=mean, std=scale, mirror=mirror, **crops, **position
+        images, dtype=dtype, output_layout="HWC", mean=mean, std=scale, mirror=mirror, **crops, **position
     )
 
 
@@ -102,10 +105,12 @@ def training_pipeline(
     augmentation: Augmentation,
     decoder: dict[str, Any],
     size_of_batch: Callable[[int], int] | None,
+    half: bool,
 ) -> tuple[Any, Any]:
     """Images [size, size, 3] float32, augmented, and their labels as `reader` finds them: uint8 digits.
 
-    `size_of_batch` gives the size from the number of the batch since training began; None for always crop_size.
+    `size_of_batch` gives the size from the number of the batch since training began; None for always crop_size. With
+    `half` images are float16.
     """
     raw, label = fn.readers.webdataset(**reader)
     ratio = augmentation.max_aspect_ratio
@@ -121,7 +126,7 @@ def training_pipeline(
     if jitter := _colour_jitter(augmentation):
         images = fn.color_twist(images, **jitter)
     mirror = fn.random.coin_flip(probability=augmentation.flip_probability)
-    return _normalize(images, spec, mirror=mirror, crop=None), label
+    return _normalize(images, spec, mirror=mirror, crop=None, half=half), label
 
 
 def _sizes(size_of_batch: Callable[[int], int]) -> Any:

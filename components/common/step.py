@@ -21,7 +21,7 @@ import psutil
 from components.common.artifacts import FAILURE, MANIFEST, UNFINISHED
 from components.common.digests import digest_file
 from components.common.disk import explain, out_of_space
-from components.common.environment import torchrun_rank
+from components.common.environment import keep_streams_apart, torchrun_rank
 from components.common.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError
 from components.common.lifetime import end_with_parent
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
@@ -54,6 +54,7 @@ class Step:
                 signal.signal(number, _preempt if preempts else _interrupt)
         atexit.register(_leave_quickly)  # before any library registers: handlers run last in, first out
         end_with_parent()
+        keep_streams_apart()
         folder: Path | None = Path(output)
         if not speaks or _is_occupied(Path(output)):
             folder = None  # somebody else's: nothing of ours goes in

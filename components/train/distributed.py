@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,8 +17,6 @@ from components.train.diagnosis import diagnose
 
 Value = TypeVar("Value")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The most there are. CUDA takes 8, each of which dozens of the image decoder's streams would share with training.
-_HARDWARE_QUEUES = "32"
 _LOOK_S = 0.01  # between two looks at the first all-reduce
 
 
@@ -49,7 +47,6 @@ def find_world() -> World:
     Raises:
         UserError: the environment is not whole, or there are more processes than GPUs.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     given = {name: os.environ.get(name) for name in _TORCHRUN}
     if torchrun_rank() is None:
         return World(device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
@@ -90,22 +87,6 @@ def joined(world: World, timeout_s: float) -> Iterator[None]:
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    with own_stream(world.device), _met(world, timeout_s):
-        yield
-
-
-def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Work in a stream of high priority, which shares no hardware queue with the image decoder's streams.
-
-    In one queue with them, decoding would begin only when all steps that were enqueued before it are done.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _met(world: World, timeout_s: float) -> Iterator[None]:
     if world.world_size == 1:
         yield
         return

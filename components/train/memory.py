@@ -100,7 +100,8 @@ def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_clas
     averages = build_ema(model, config)
     optimizer = build_optimizer(model, config, device)
     dtype = pick_precision(config, device)
-    images = torch.zeros(batch_size, side, side, 3, device=device).permute(0, 3, 1, 2)
+    loaded = torch.float32 if dtype == torch.float32 else torch.float16
+    images = torch.zeros(batch_size, side, side, 3, dtype=loaded, device=device).permute(0, 3, 1, 2)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
     # What DistributedDataParallel keeps beside the gradients.
     buckets = [torch.empty_like(one) for one in model.parameters()] if world.world_size > 1 else []

@@ -12,7 +12,7 @@ from components.common.loader import Loader
 from components.common.steplog import StepLog
 from components.common.transforms import TransformSpec, transform_for
 from components.common.unfinished import open_unfinished
-from components.train.arithmetic import set_arithmetic, threads_per_process
+from components.train.arithmetic import pick_precision, set_arithmetic, threads_per_process
 from components.train.batches import BatchPlan, plan_batches
 from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
 from components.train.config import TrainConfig
@@ -156,6 +156,7 @@ def _loaders(
         batches_per_step=plan.num_accumulated,
         augmentation=config.augmentation,
         image_sizes=config.image_sizes,
+        half=pick_precision(config, world.device) != torch.float32,
         seed=config.seed,
         state=None if saved is None else loader_state(saved, world.rank),
         **own,

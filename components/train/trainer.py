@@ -177,7 +177,8 @@ class Trainer:
 
     def _compiled(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def objective(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            # images: [B, 3, H, W] float32, channels_last, normalized; labels: [B] int64 or [B, num_classes] float32
+            # images: [B, 3, H, W] float32 or, with autocast, float16; channels_last, normalized
+            # labels: [B] int64 or [B, num_classes] float32
             with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss: torch.Tensor = self._loss(self._parallel(images), labels)
             return loss

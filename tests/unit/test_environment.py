@@ -1,12 +1,13 @@
-"""Which GPUs a process may use, by a driver that is not there."""
+"""Which GPUs a process may use, by a driver that is not there, and how CUDA is to use them."""
 
+import os
 from types import SimpleNamespace
 
 import psutil
 import pynvml
 import pytest
 
-from components.common.environment import gpus
+from components.common.environment import gpus, keep_streams_apart
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33")
 
@@ -66,3 +67,13 @@ def test_a_gpu_without_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
     assert {gpu.memory_bytes for gpu in gpus.__wrapped__()} == {psutil.virtual_memory().total}
+
+
+def test_queues_of_the_hardware_are_the_users_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    keep_streams_apart()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    keep_streams_apart()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is taken back

@@ -104,6 +104,16 @@ def test_batches_are_float32_channels_last_and_int64(colours: Artifact[DatasetMa
     assert to_numpy(batch.images).flags.c_contiguous
 
 
+def test_half_the_memory_for_the_same_training_images(colours: Artifact[DatasetManifest]) -> None:
+    options = {"batch_size": 4, "augmentation": Augmentation(flip_probability=0.5, mixup_alpha=0.4)}
+    spec = transform_for(32, resize_ratio=1)
+    wide, half = (next(iter(Loader(colours, "train", spec, half=half, **options))) for half in (False, True))
+    assert half.images.dtype == torch.float16
+    assert half.images.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(half.images.float(), wide.images, rtol=2**-10, atol=2e-3)  # mixing rounds once more
+    torch.testing.assert_close(half.labels, wide.labels)
+
+
 def epochs_of(dataset: Artifact[DatasetManifest], number: int, **options: int) -> list[list[list[int]]]:
     """Which images each batch of each epoch holds."""
     loader = Loader(dataset, "train", PLAIN, augmentation=Augmentation(min_area=0.3), **options)

@@ -42,7 +42,7 @@ def test_hardware_decoder_settings_reach_the_operator_on_gpus_only(training: boo
     options = {"batch_size": 64, "num_threads": 1, "device_id": device_id}
     spec = transform_for(32, resize_ratio=1.0)
     if training:
-        pipe = training_pipeline(reader, spec, Augmentation(), decoder, None, **options)
+        pipe = training_pipeline(reader, spec, Augmentation(), decoder, None, False, **options)
     else:
         pipe = evaluation_pipeline(reader, spec, decoder, **options)
     text = decoder_spec(pipe)
