@@ -44,6 +44,7 @@ def promote_by_hand(
         EngineryError: what lies in the registry is not what was measured. No force helps against that.
     """
     version = registry.version(name, number)
+    number = version.number
     if _was_measured(version):
         check_files(registry, version)
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from pydantic import ValidationError
 
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.ledger import Ledger
 from components.common.registry import Registry
+from components.promote.config import PromoteConfig
 from pipelines.commands import cli
 
 from .chains import make_and_promote, make_chain, promote_chain
@@ -220,6 +222,10 @@ def test_compare_of_versions(three: str) -> None:
         (("rollback", "nix"), "there is no registered model 'nix'"),
         (("promote", "nix", "1", "--why", "x"), "there is no registered model 'nix'"),
         (("promote", "m", "99", "--why", "x"), "m has no version 99, or it was deleted; there are 3, 2, 1"),
+        (("promote", "m", "\N{SUPERSCRIPT TWO}", "--why", "x"), "a version is a number, such as 3; got"),
+        (("promote", "m", "03", "--why", "x"), "m@champion is version 3 already"),
+        (("promote", "a/b", "1", "--why", "x"), "there is no registered model 'a/b'"),
+        (("models", "a'b\"c"), "there is no registered model"),
         (("promote", "m", "three", "--why", "x"), "a version is a number, such as 3; got 'three'"),
         (("promote", "m", "3", "--why", "x"), "m@champion is version 3 already"),
         (("compare", "m@nix", "m/1"), r"m has no alias nix; it has @candidate \(version 3\), @champion \(version 3\)"),
@@ -228,6 +234,25 @@ def test_compare_of_versions(three: str) -> None:
 def test_what_is_not_there(three: str, arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         enginery(*arguments)
+
+
+def test_a_version_with_a_zero_before_it(three: str, registry: Registry) -> None:
+    """An alias shows 1 where 01 was asked for: that never became true, so the change was made again for ever."""
+    enginery("promote", "m", "01", "--to", "staging", "--why", "x")
+    assert registry.aliases("m")["staging"] == "1"
+    assert registry.version("m", "03").aliases == ("candidate", "champion")
+    assert Ledger(registry.client, "m").read()[-1].change.changes["staging"].after == "1"
+
+
+@pytest.mark.parametrize("alias", ["we ird", "v3", "Latest", "", "a/b"])
+def test_an_alias_that_mlflow_refuses_does_not_get_into_the_log(three: str, registry: Registry, alias: str) -> None:
+    before = len(Ledger(registry.client, "m").read())
+    done = enginery("promote", "m", "1", "--to", alias, "--why", "x")
+    assert done.exit_code == 2
+    assert "alias" in done.output
+    assert len(Ledger(registry.client, "m").read()) == before
+    with pytest.raises(ValidationError, match="alias"):
+        PromoteConfig(alias=alias)
 
 
 def test_no_reason_is_refused(uri: str) -> None:
