@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from pydantic import ValidationError
 
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.ledger import Ledger
-from components.common.registry import Registry
+from components.common.registry import PARTS, Registry
+from components.common.standing import load_standing
 from components.promote.config import PromoteConfig
 from pipelines.commands import cli
 
@@ -53,8 +55,6 @@ def three(made_once: Path, uri: str) -> str:
 def register_failed(registry: Registry, folder: Path) -> str:
     """A version whose gate did not pass, as nobody but the API of MLflow can register one."""
     paths = make_chain(folder, 99, passed=False)
-    from components.common.standing import load_standing
-
     run = registry.client.create_run(registry.client.create_experiment(f"of {folder.name}"))
     for part in ("bundle", "report", "verdict"):
         registry.client.log_artifacts(run.info.run_id, str(paths[part]), f"model/{part}")
@@ -154,6 +154,40 @@ def test_a_digest_taken_off_does_not_open_the_door(three: str, registry: Registr
     registry.client.delete_model_version_tag("m", "3", "bundle_digest")
     with pytest.raises(EngineryError, match="its tag bundle_digest says nothing"):
         enginery("promote", "m", "3", "--why", "x", "--force")
+
+
+def test_files_and_tags_of_another_model_under_the_name_of_a_champion(
+    three: str, registry: Registry, tmp_path: Path
+) -> None:
+    """All three artifacts and every tag replaced by those of another model: only the log knows."""
+    other = make_chain(tmp_path / "other", 99)
+    version = registry.version("m", "3")
+    tags = load_standing(other["report"], other["verdict"]).tags
+    with ExitStack() as stack:
+        for part in PARTS:
+            folder = stack.enter_context(registry.files(version, part))
+            stack.callback(shutil.copytree, shutil.copytree(folder, tmp_path / part), folder, dirs_exist_ok=True)
+            shutil.copytree(other[part], folder, dirs_exist_ok=True)
+        for key, value in tags.items():
+            registry.client.set_model_version_tag("m", "3", key, value)
+        done = enginery("audit", "m")
+        assert done.exit_code == 1
+        assert "the bundle that lies in the registry is not the one that was promoted as m version 3" in done.output
+        for command in (
+            ("promote", "m", "3", "--to", "staging", "--why", "x", "--force"),
+            ("release", str(tmp_path / "out"), "m/3"),
+        ):
+            with pytest.raises(EngineryError, match=r"was promoted as m version 3: .* of the audit log says"):
+                enginery(*command)
+
+
+def test_a_version_without_any_tag_is_known_to_the_log(three: str, registry: Registry) -> None:
+    for key in registry.version("m", "1").tags:
+        registry.client.delete_model_version_tag("m", "1", key)
+    with pytest.raises(EngineryError, match="not the one that was promoted as m version 1: no tag names it"):
+        enginery("promote", "m", "1", "--why", "x", "--force")
+    with pytest.raises(EngineryError, match="not the one that was promoted as m version 1: no tag names it"):
+        enginery("rollback", "m")
 
 
 def test_by_hand_one_of_unknown_origin(three: str, registry: Registry, tmp_path: Path) -> None:
