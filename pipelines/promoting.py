@@ -100,7 +100,7 @@ def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str
     with registry.files(version, "bundle") as path:
         check_tags(version, {"bundle": load(path, BundleManifest, verify=ALL_FILES).digest})
     with standing_of(registry, version) as standing:
-        digests = {part: standing.digests[part] for part in PARTS}
+        digests: dict[str, str] = {part: standing.digests[part] for part in PARTS}
         measured = digests["bundle"]
     if measured != version.tags["bundle_digest"]:
         raise EngineryError(f"the report that lies with {version.label} is on another bundle ({measured})")
