@@ -33,9 +33,8 @@ class Standing:
 
     @property
     def precision(self) -> Precision:
-        """What the verdict recommends, or else what it is on."""
-        advice = self.verdict.manifest.recommendation
-        return advice.precision if advice is not None else self.verdict.manifest.precision
+        """What the verdict says to ship."""
+        return self.verdict.manifest.served_precision
 
     @property
     def row(self) -> AccuracyRow | None:

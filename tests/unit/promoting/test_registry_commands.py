@@ -17,6 +17,7 @@ from components.common.registry import PARTS, Registry
 from components.common.standing import load_standing
 from components.promote.config import PromoteConfig
 from pipelines.commands import cli
+from pipelines.versions import version_summary
 
 from .chains import make_and_promote, make_chain, promote_chain
 
@@ -246,6 +247,16 @@ def test_compare_of_versions(three: str) -> None:
     assert "A  m/3" in text
     with pytest.raises(UserError, match="name the same run twice"):
         enginery("compare", "m@champion", "m/3")
+
+
+def test_compare_of_a_version_and_a_run(three: str, registry: Registry, tmp_path: Path) -> None:
+    run = version_summary(registry, "m/1").model_copy(update={"run_id": "run-1", "arguments": {"epochs": 2}})
+    (tmp_path / "summary.json").write_text(run.model_dump_json())
+    found = json.loads(enginery("compare", "m/3", str(tmp_path / "summary.json"), "--json").output)
+    assert found["arguments"] == {}
+    assert "arguments are not compared: a version has the settings of its steps" in found["warnings"][-1]
+    text = enginery("compare", "m/3", str(tmp_path / "summary.json")).output
+    assert "the same in all: arguments" not in text
 
 
 @pytest.mark.parametrize(
