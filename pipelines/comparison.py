@@ -57,13 +57,19 @@ def compare(summaries: Sequence[RunSummary]) -> Comparison:
         )
         for name, summary in zip(labels, summaries, strict=True)
     )
+    mixed = len({summary.registered == summary.run_id for summary in summaries}) > 1
+    arguments = [{"pipeline": summary.pipeline, **flatten(summary.arguments)} for summary in summaries]
     return Comparison(
         runs=runs,
-        arguments=_differences(labels, [{"pipeline": s.pipeline, **flatten(s.arguments)} for s in summaries]),
+        arguments={} if mixed else _differences(labels, arguments),
         data=_differences(labels, [{key: short(value) for key, value in entry.items()} for entry in digests]),
         versions=_differences(labels, [_versions(summary) for summary in summaries]),
-        warnings=tuple(_warnings(runs, [entry["validation split"] for entry in digests])),
+        warnings=(*_warnings(runs, [entry["validation split"] for entry in digests]), *([MIXED] if mixed else [])),
     )
+
+
+# Of a version and a run, every argument would differ.
+MIXED = "arguments are not compared: a version has the settings of its steps, a run the options of its pipeline"
 
 
 def label(position: int) -> str:

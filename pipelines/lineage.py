@@ -11,7 +11,8 @@ from components.common.changing import explained
 from components.common.errors import EngineryError
 from components.common.ledger import Entry, Ledger, chain_problems, entry_json
 from components.common.promotions import CHAMPION
-from components.common.registry import RegisteredVersion, Registry
+from components.common.registry import PARTS, RegisteredVersion, Registry
+from components.common.standing import check_log
 
 
 class Link(BaseModel):
@@ -58,8 +59,10 @@ def trace(registry: Registry, name: str) -> Audit:
             if "bundle_digest" not in version.tags:
                 raise EngineryError("it was not registered by enginery, so nothing is known of its data")
             chain = _chain(registry, version, problems)
+            check_log(version, entries, {link.name: link.digest for link in chain if link.name in PARTS})
         except EngineryError as error:
-            problems.append(f"the champion, {version.label}, has no chain: {error}")
+            what = "was changed" if chain else "has no chain"
+            problems.append(f"the champion, {version.label}, {what}: {error}")
     return Audit(
         model=name,
         tracking_uri=registry.uri,

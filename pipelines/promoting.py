@@ -9,8 +9,8 @@ from components.common.changing import Proposal, Situation, champions, change_al
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.ledger import Entry
 from components.common.promotions import CHAMPION, ChampionComparison
-from components.common.registry import RegisteredVersion, Registry
-from components.common.standing import Standing, check_tags, compare_standings, standing_of
+from components.common.registry import PARTS, RegisteredVersion, Registry
+from components.common.standing import Standing, check_log, check_tags, compare_standings, standing_of
 
 FORCED_TAG = "enginery.forced"  # of a version: JSON of who overruled a refusal, when and why
 _MAX_LENGTH = 1000  # of a refusal in the audit log
@@ -44,10 +44,11 @@ def promote_by_hand(
         EngineryError: what lies in the registry is not what was measured. No force helps against that.
     """
     version = registry.version(name, number)
-    if _was_measured(version):
-        check_files(registry, version)
+    number = version.number
+    found = _checked(registry, version)
 
     def propose(situation: Situation) -> Proposal:
+        check_log(version, situation.entries, found)
         if situation.aliases.get(alias) == number:
             raise UserError(f"{name}@{alias} is version {number} already; there is nothing to change")
         review = _review(registry, version, situation if alias == CHAMPION else None)
@@ -82,8 +83,16 @@ def _was_measured(version: RegisteredVersion) -> bool:
     return any(version.tags.get(f"{part}_digest") for part in ("bundle", "report", "verdict"))
 
 
-def check_files(registry: Registry, version: RegisteredVersion) -> None:
+def _checked(registry: Registry, version: RegisteredVersion) -> dict[str, str]:
+    """Digests for `check_log`, by which a version that lost all its tags does not pass for one of other origin."""
+    return check_files(registry, version) if _was_measured(version) else dict.fromkeys(PARTS, "no tag names it")
+
+
+def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str]:
     """Compare every file that lies in the registry with what was measured and registered.
+
+    Returns:
+        The digests of bundle, report and verdict, by name.
 
     Raises:
         EngineryError: one is gone or was changed.
@@ -91,9 +100,11 @@ def check_files(registry: Registry, version: RegisteredVersion) -> None:
     with registry.files(version, "bundle") as path:
         check_tags(version, {"bundle": load(path, BundleManifest, verify=ALL_FILES).digest})
     with standing_of(registry, version) as standing:
-        measured = standing.report.manifest.accuracy.bundle_digest
+        digests: dict[str, str] = {part: standing.digests[part] for part in PARTS}
+        measured = digests["bundle"]
     if measured != version.tags["bundle_digest"]:
         raise EngineryError(f"the report that lies with {version.label} is on another bundle ({measured})")
+    return digests
 
 
 def _review(registry: Registry, version: RegisteredVersion, situation: Situation | None) -> _Review:
@@ -142,8 +153,7 @@ def roll_back(registry: Registry, name: str, why: str, *, say: Callable[[str], N
     def propose(situation: Situation) -> Proposal:
         version = _champion_before(registry, name, situation)
         tags = version.tags
-        if _was_measured(version):
-            check_files(registry, version)
+        check_log(version, situation.entries, _checked(registry, version))
         left = f"from version {situation.champion}" if situation.champion else "since there was no champion any more"
         return Proposal(
             kind="rollback",

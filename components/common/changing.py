@@ -20,6 +20,7 @@ from components.common.tracking import is_unreachable
 LEASE_S = 60.0  # how long a change may take, by the clock of who waits for it
 _OWN_SHARE = 0.5  # of it, after which who makes the change sets no alias any more
 _LATE_S = 600.0  # how long after it was given up a change may still come: a process that was stopped, a slow request
+_MOST_UNDONE = 5  # entries of one call that came to nothing, before it gives up
 _POLL_S = 0.2
 _PATIENCE_S = 2.0  # then it is said what is waited for
 
@@ -111,6 +112,7 @@ class _Changer:
         self.registry, self.ledger, self.run_id = registry, ledger, run_id
         self.say, self.lease_s = say, lease_s
         self.holder = this_process()
+        self._num_undone = 0
 
     def run(self, propose: Callable[[Situation], Proposal]) -> Entry:
         while True:
@@ -171,6 +173,13 @@ class _Changer:
             raise
         if outcome.status == "done":
             return Entry(run_id=entry.run_id, number=entry.number, change=change, outcome=outcome, next_id="")
+        self._num_undone += 1
+        if self._num_undone == _MOST_UNDONE:
+            raise EngineryError(
+                f"the aliases of {self.ledger.model} are not changed: {_MOST_UNDONE} tries came to nothing, since "
+                f"something else set them at the same time, or the server is too slow. `enginery audit "
+                f"{self.ledger.model}` names the tries; find what else sets the aliases, then run this again"
+            )
         return None
 
     def _carry_out(self, entry: Entry, started: float) -> Outcome:

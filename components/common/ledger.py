@@ -158,7 +158,12 @@ class Ledger:
                 raise
             run = patiently(lambda: self.client.get_run(run_id))
             if key not in run.data.params:
-                raise self._damaged(f"its run {run_id} takes no more entries ({run.info.lifecycle_stage})") from error
+                if run.info.lifecycle_stage != "active":
+                    raise UserError(
+                        f"a run of the audit log of {self.model} was deleted in MLflow. Put it back: "
+                        f"mlflow runs restore --run-id {run_id}"
+                    ) from error
+                raise self._damaged(f"its run {run_id} takes no more entries") from error
             return str(run.data.params[key])
         return value
 

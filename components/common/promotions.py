@@ -1,5 +1,6 @@
 """Records of promotions: how a version compares with the champion, and one entry of a model's audit log."""
 
+import re
 from typing import Literal
 
 from pydantic import Field
@@ -7,6 +8,23 @@ from pydantic import Field
 from components.common.records import Precision, Record
 
 CHAMPION, CANDIDATE = "champion", "candidate"
+
+_ALIAS = re.compile(r"[A-Za-z0-9_-]{1,100}")
+_RESERVED = re.compile(r"latest|v[0-9]+", re.IGNORECASE)
+
+
+def check_alias(alias: str) -> str:
+    """The alias itself.
+
+    Raises:
+        ValueError: MLflow would refuse it, as it does only when the change is in the audit log already.
+    """
+    if not _ALIAS.fullmatch(alias):
+        raise ValueError(f"an alias is letters, digits, - and _, at most 100, such as staging; got {alias!r}")
+    if _RESERVED.fullmatch(alias):
+        raise ValueError(f"MLflow keeps {alias!r} for itself, as latest, v1, v2 and so on; name another alias")
+    return alias
+
 
 Kind = Literal["promote", "by hand", "rollback", "outside", "repair"]
 

@@ -6,6 +6,7 @@ Nothing here decides anything: components/common/changing.py changes aliases, by
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ Result = TypeVar("Result")
 DIRECTORY = "model"  # of the promote run's artifacts, where a version's files are
 PARTS: Mapping[Part, str] = {"bundle": "bundle", "report": "report", "verdict": "verdict"}  # below a version's source
 _MISSING = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND")
+_NUMBER = re.compile(r"[0-9]{1,9}")  # of a version
+_USUAL_NAME = re.compile(r"[\w. -]+")
 _PATIENCE_S = 30.0  # with a database that is busy
 _MAX_RESULTS = 200
 
@@ -135,6 +138,7 @@ class Registry:
 
     def aliases(self, name: str) -> dict[str, str]:
         """Version by alias; {} for a model that is not there."""
+        self._check_odd_name(name)
         try:
             model = patiently(lambda: self.client.get_registered_model(name))
         except MlflowException as error:
@@ -149,6 +153,7 @@ class Registry:
         Raises:
             UserError: there is no such model.
         """
+        self._check_odd_name(name)
         found: list[ModelVersion] = []
         token = None
         while True:
@@ -175,8 +180,10 @@ class Registry:
         Raises:
             UserError: there is no such model or version, or it was deleted.
         """
-        if not number.isdigit():
+        self._check_odd_name(name)
+        if not _NUMBER.fullmatch(number):
             raise UserError(f"a version is a number, such as 3; got {number!r}. See `enginery models {name}`")
+        number = str(int(number))  # 03 is 3, and an alias shows 3
         try:
             found = patiently(lambda: self.client.get_model_version(name, number))
         except MlflowException as error:
@@ -204,6 +211,11 @@ class Registry:
                 f"Set it: enginery promote {name} VERSION --to {alias}"
             )
         return self.version(name, aliases[alias])
+
+    def _check_odd_name(self, name: str) -> None:
+        """MLflow answers to a name that it would not take, or can't search for, with its own grammar."""
+        if not _USUAL_NAME.fullmatch(name):
+            self._check_name(name)
 
     def _check_name(self, name: str) -> None:
         known = self.names()

@@ -1,6 +1,6 @@
 """What a registered version has shown, read from its sealed report and verdict, and how two versions compare."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ import numpy as np
 
 from components.common.artifacts import ALL_FILES, Artifact, ReportManifest, VerdictManifest, load
 from components.common.errors import EngineryError
+from components.common.ledger import Entry
 from components.common.promotions import ChampionComparison, PairedImages
 from components.common.records import AccuracyRow, Precision
 from components.common.registry import RegisteredVersion, Registry
@@ -32,9 +33,8 @@ class Standing:
 
     @property
     def precision(self) -> Precision:
-        """What the verdict recommends, or else what it is on."""
-        advice = self.verdict.manifest.recommendation
-        return advice.precision if advice is not None else self.verdict.manifest.precision
+        """What the verdict says to ship."""
+        return self.verdict.manifest.served_precision
 
     @property
     def row(self) -> AccuracyRow | None:
@@ -181,6 +181,28 @@ def load_standing(report: Path, verdict: Path) -> Standing:
     if decided.manifest.inputs["report"] != measured.digest:
         raise EngineryError(f"the verdict {verdict} is on another report than {report}; run the gate on this one")
     return Standing(report=measured, verdict=decided)
+
+
+def check_log(version: RegisteredVersion, entries: Sequence[Entry], digests: Mapping[str, str]) -> None:
+    """Compare what lies in the registry with the audit log's entry of its promotion, which no tag can change.
+
+    Args:
+        version: which one.
+        entries: the log.
+        digests: of bundle, report and verdict as they lie there, by name.
+
+    Raises:
+        EngineryError: they differ.
+    """
+    promotions = [entry for entry in entries if entry.change.kind == "promote"]
+    own = [entry for entry in promotions if version.number in (new.after for new in entry.change.changes.values())]
+    for name, digest in digests.items() if own else ():
+        logged = own[-1].change.digests.get(name, digest)  # the last: a model that was made anew counts from 1 again
+        if logged != digest:
+            raise EngineryError(
+                f"the {name} that lies in the registry is not the one that was promoted as {version.label}: {digest}, "
+                f"entry {own[-1].number} of the audit log says {logged}. Put the original back, or delete the version"
+            )
 
 
 def check_tags(version: RegisteredVersion, digests: Mapping[str, str]) -> None:

@@ -7,14 +7,18 @@ from pathlib import Path
 
 
 def without_credentials(uri: str) -> str:
-    """A URI without user and password, for files and screens.
+    """A URI without user, password and query, for files and screens.
 
-    A password that should have been quoted may hold any character, so everything before the last @ goes.
+    A password that should have been quoted may hold any character, so everything before the last @ goes. A query may
+    hold a password (`?password=` of databases) or a token.
     """
-    scheme, _, rest = uri.partition("://")
-    if "@" not in rest or rest.startswith("/"):  # a file, whose path may have an @
+    scheme, mark, rest = uri.partition("://")
+    if rest.startswith("/"):  # a file, whose path may have an @
         return uri
-    return f"{scheme}://***@{rest.rpartition('@')[2]}"
+    if "@" in rest:
+        rest = f"***@{rest.rpartition('@')[2]}"
+    address, asks, _ = rest.partition("?")
+    return f"{scheme}{mark}{address}{asks and '?***'}"
 
 
 def beside_database(uri: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from pydantic import Field, field_validator
 
-from components.common.promotions import CHAMPION
+from components.common.promotions import CHAMPION, check_alias
 from components.common.settings import StepConfig
 
 
@@ -12,7 +12,7 @@ class PromoteConfig(StepConfig):
     registered_model: str = Field(
         "classifier", pattern=r"^[\w.-]+$", description="Name of the registered model in MLflow."
     )
-    alias: str = Field("candidate", pattern=r"^[\w-]+$", description="Alias that the new version gets.")
+    alias: str = Field("candidate", description="Alias that the new version gets.")
     tolerance_points: float = Field(
         0.0,
         ge=0,
@@ -29,4 +29,4 @@ class PromoteConfig(StepConfig):
                 f"every new version gets this alias, so it can't be {CHAMPION}; name another. A version that is not "
                 f"worse than the champion becomes @{CHAMPION} by itself"
             )
-        return value
+        return check_alias(value)

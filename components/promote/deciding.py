@@ -123,6 +123,8 @@ def _rolled_back(bundle_digest: str, entries: Sequence[Entry]) -> str:
         if entry.change.kind in ("promote", "by hand")
     }
     for entry in entries[::-1]:
+        if entry.outcome is None or entry.outcome.status == "not done":
+            continue
         left = entry.change.changes.get(CHAMPION)
         if entry.change.kind == "by hand" and left is not None and bundles.get(left.after) == bundle_digest:
             return ""  # and somebody wanted it again

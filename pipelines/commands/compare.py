@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from components.common.errors import UserError
-from pipelines.comparison import NOTHING, Comparison
+from pipelines.comparison import MIXED, NOTHING, Comparison
 from pipelines.comparison import compare as compare_runs
 from pipelines.formats import number, verdict_text
 from pipelines.history import find_summary
@@ -58,7 +58,8 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     )
     for title, entries in differences:
         _print_differences(console, title, entries, [run.label for run in result.runs])
-    same = [title for title, entries in differences if not entries]
+    unknown = ["arguments"] if MIXED in result.warnings else []
+    same = [title for title, entries in differences if not entries and title not in unknown]
     if same:
         console.print(f"the same in all: {', '.join(same)}", style="dim")
     for warning in result.warnings:

@@ -2,17 +2,30 @@
 
 import click
 
-from components.common.promotions import CHAMPION
+from components.common.promotions import CHAMPION, check_alias
 from pipelines.commands.audit import changed_text, why_option
 from pipelines.local import new_console
 from pipelines.versions import open_registry
+
+
+def _alias(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    try:
+        return check_alias(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 @click.command()
 @click.argument("name")
 @click.argument("version")
 @click.option(
-    "--to", "alias", default=CHAMPION, show_default=True, metavar="ALIAS", help="The alias that is to point to it."
+    "--to",
+    "alias",
+    default=CHAMPION,
+    show_default=True,
+    metavar="ALIAS",
+    callback=_alias,
+    help="The alias that is to point to it.",
 )
 @why_option(required=True)
 @click.option("--force", is_flag=True, help="Go on where something is against it; the audit log says what.")

@@ -41,6 +41,7 @@ def release(
     from pipelines.release.signing import private_key
 
     signer = private_key(key) if key is not None else None
+    from components.common.ledger import Ledger
     from components.common.registry import PARTS
     from pipelines.release.writing import check_output, write_release
 
@@ -56,8 +57,15 @@ def release(
                     parts: dict[str, Path] = {
                         part: stack.enter_context(registry.files(version, part)) for part in PARTS
                     }
+                    entries = Ledger(registry.client, version.name).read()
                 checked = write_release(
-                    parts, directory, name=version.name, version=version, registry=registry.uri, key=signer
+                    parts,
+                    directory,
+                    name=version.name,
+                    version=version,
+                    registry=registry.uri,
+                    entries=entries,
+                    key=signer,
                 )
     except OSError as error:
         if told := explain(error, directory.absolute().parent):

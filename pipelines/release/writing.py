@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +13,9 @@ from pydantic import ValidationError
 
 from components.common.artifacts import MANIFEST, Manifest
 from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.ledger import Entry
 from components.common.registry import RegisteredVersion
+from components.common.standing import check_log, check_tags
 from components.promote.packaging import write_model
 from pipelines.promoting import FORCED_TAG
 from pipelines.release.bom import bill_of_materials
@@ -57,6 +59,7 @@ def write_release(
     name: str,
     version: RegisteredVersion | None = None,
     registry: str = "",
+    entries: Sequence[Entry] = (),
     key: Ed25519PrivateKey | None = None,
 ) -> Verification:
     """Copy bundle, report and verdict, write what belongs to them, verify all of it, and only then give it its name.
@@ -66,6 +69,7 @@ def write_release(
         output: a new folder.
         version: what the registry says; None for artifacts that were named by their paths.
         registry: where the version is; empty for none.
+        entries: the audit log of the model.
         name: of the model.
         key: to sign with; None for no signature.
 
@@ -76,6 +80,11 @@ def write_release(
     """
     check_output(output)
     chain = load_chain(*(parts[part] for part in PARTS))
+    if version is not None:
+        digests = {part: chain.digests[part] for part in PARTS}
+        if any(f"{part}_digest" in version.tags for part in PARTS):  # of other origin: only the verdict counts
+            check_tags(version, digests)
+        check_log(version, entries, digests)
     for problem in contradictions(chain):
         raise EngineryError(f"this can't be released: {problem}")
     record = _record(chain, name, version, registry, key)

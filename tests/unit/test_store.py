@@ -14,7 +14,9 @@ from components.common.store import beside_database, prepare_sqlite, without_cre
     [
         ("http://mlflow:5000", "http://mlflow:5000"),
         ("http://user:secret@mlflow:5000/a", "http://***@mlflow:5000/a"),
-        ("postgresql+psycopg2://user:s@cret@db/mlflow?x=1", "postgresql+psycopg2://***@db/mlflow?x=1"),
+        ("postgresql+psycopg2://user:s@cret@db/mlflow?x=1", "postgresql+psycopg2://***@db/mlflow?***"),
+        ("postgresql://db/mlflow?user=u&password=secret", "postgresql://db/mlflow?***"),
+        ("https://mlflow:5000/?token=secret", "https://mlflow:5000/?***"),
         ("http://user:se/c#r?t@mlflow", "http://***@mlflow"),  # not quoted as it should be
         ("sqlite:////home/me@work/mlflow.db", "sqlite:////home/me@work/mlflow.db"),
         ("databricks", "databricks"),

@@ -4,15 +4,20 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from pydantic import ValidationError
 
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.ledger import Ledger
-from components.common.registry import Registry
+from components.common.registry import PARTS, Registry
+from components.common.standing import load_standing
+from components.promote.config import PromoteConfig
 from pipelines.commands import cli
+from pipelines.versions import version_summary
 
 from .chains import make_and_promote, make_chain, promote_chain
 
@@ -51,8 +56,6 @@ def three(made_once: Path, uri: str) -> str:
 def register_failed(registry: Registry, folder: Path) -> str:
     """A version whose gate did not pass, as nobody but the API of MLflow can register one."""
     paths = make_chain(folder, 99, passed=False)
-    from components.common.standing import load_standing
-
     run = registry.client.create_run(registry.client.create_experiment(f"of {folder.name}"))
     for part in ("bundle", "report", "verdict"):
         registry.client.log_artifacts(run.info.run_id, str(paths[part]), f"model/{part}")
@@ -154,6 +157,40 @@ def test_a_digest_taken_off_does_not_open_the_door(three: str, registry: Registr
         enginery("promote", "m", "3", "--why", "x", "--force")
 
 
+def test_files_and_tags_of_another_model_under_the_name_of_a_champion(
+    three: str, registry: Registry, tmp_path: Path
+) -> None:
+    """All three artifacts and every tag replaced by those of another model: only the log knows."""
+    other = make_chain(tmp_path / "other", 99)
+    version = registry.version("m", "3")
+    tags = load_standing(other["report"], other["verdict"]).tags
+    with ExitStack() as stack:
+        for part in PARTS:
+            folder = stack.enter_context(registry.files(version, part))
+            stack.callback(shutil.copytree, shutil.copytree(folder, tmp_path / part), folder, dirs_exist_ok=True)
+            shutil.copytree(other[part], folder, dirs_exist_ok=True)
+        for key, value in tags.items():
+            registry.client.set_model_version_tag("m", "3", key, value)
+        done = enginery("audit", "m")
+        assert done.exit_code == 1
+        assert "the bundle that lies in the registry is not the one that was promoted as m version 3" in done.output
+        for command in (
+            ("promote", "m", "3", "--to", "staging", "--why", "x", "--force"),
+            ("release", str(tmp_path / "out"), "m/3"),
+        ):
+            with pytest.raises(EngineryError, match=r"was promoted as m version 3: .* of the audit log says"):
+                enginery(*command)
+
+
+def test_a_version_without_any_tag_is_known_to_the_log(three: str, registry: Registry) -> None:
+    for key in registry.version("m", "1").tags:
+        registry.client.delete_model_version_tag("m", "1", key)
+    with pytest.raises(EngineryError, match="not the one that was promoted as m version 1: no tag names it"):
+        enginery("promote", "m", "1", "--why", "x", "--force")
+    with pytest.raises(EngineryError, match="not the one that was promoted as m version 1: no tag names it"):
+        enginery("rollback", "m")
+
+
 def test_by_hand_one_of_unknown_origin(three: str, registry: Registry, tmp_path: Path) -> None:
     registry.client.create_model_version("m", str(tmp_path))
     with pytest.raises(GateFailed, match="it has no verdict of enginery's gate"):
@@ -212,6 +249,16 @@ def test_compare_of_versions(three: str) -> None:
         enginery("compare", "m@champion", "m/3")
 
 
+def test_compare_of_a_version_and_a_run(three: str, registry: Registry, tmp_path: Path) -> None:
+    run = version_summary(registry, "m/1").model_copy(update={"run_id": "run-1", "arguments": {"epochs": 2}})
+    (tmp_path / "summary.json").write_text(run.model_dump_json())
+    found = json.loads(enginery("compare", "m/3", str(tmp_path / "summary.json"), "--json").output)
+    assert found["arguments"] == {}
+    assert "arguments are not compared: a version has the settings of its steps" in found["warnings"][-1]
+    text = enginery("compare", "m/3", str(tmp_path / "summary.json")).output
+    assert "the same in all: arguments" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -220,6 +267,10 @@ def test_compare_of_versions(three: str) -> None:
         (("rollback", "nix"), "there is no registered model 'nix'"),
         (("promote", "nix", "1", "--why", "x"), "there is no registered model 'nix'"),
         (("promote", "m", "99", "--why", "x"), "m has no version 99, or it was deleted; there are 3, 2, 1"),
+        (("promote", "m", "\N{SUPERSCRIPT TWO}", "--why", "x"), "a version is a number, such as 3; got"),
+        (("promote", "m", "03", "--why", "x"), "m@champion is version 3 already"),
+        (("promote", "a/b", "1", "--why", "x"), "there is no registered model 'a/b'"),
+        (("models", "a'b\"c"), "there is no registered model"),
         (("promote", "m", "three", "--why", "x"), "a version is a number, such as 3; got 'three'"),
         (("promote", "m", "3", "--why", "x"), "m@champion is version 3 already"),
         (("compare", "m@nix", "m/1"), r"m has no alias nix; it has @candidate \(version 3\), @champion \(version 3\)"),
@@ -228,6 +279,25 @@ def test_compare_of_versions(three: str) -> None:
 def test_what_is_not_there(three: str, arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         enginery(*arguments)
+
+
+def test_a_version_with_a_zero_before_it(three: str, registry: Registry) -> None:
+    """An alias shows 1 where 01 was asked for: that never became true, so the change was made again for ever."""
+    enginery("promote", "m", "01", "--to", "staging", "--why", "x")
+    assert registry.aliases("m")["staging"] == "1"
+    assert registry.version("m", "03").aliases == ("candidate", "champion")
+    assert Ledger(registry.client, "m").read()[-1].change.changes["staging"].after == "1"
+
+
+@pytest.mark.parametrize("alias", ["we ird", "v3", "Latest", "", "a/b"])
+def test_an_alias_that_mlflow_refuses_does_not_get_into_the_log(three: str, registry: Registry, alias: str) -> None:
+    before = len(Ledger(registry.client, "m").read())
+    done = enginery("promote", "m", "1", "--to", alias, "--why", "x")
+    assert done.exit_code == 2
+    assert "alias" in done.output
+    assert len(Ledger(registry.client, "m").read()) == before
+    with pytest.raises(ValidationError, match="alias"):
+        PromoteConfig(alias=alias)
 
 
 def test_no_reason_is_refused(uri: str) -> None:
