@@ -21,6 +21,13 @@ def without_credentials(uri: str) -> str:
     return f"{scheme}{mark}{address}{asks and '?***'}"
 
 
+def without_folders(uri: str) -> str:
+    """A URI as it may leave the machine: of a file no more than its name."""
+    if not uri.startswith("sqlite:///"):
+        return uri
+    return f"sqlite:///{Path(uri.removeprefix('sqlite:///').split('?')[0]).name}"
+
+
 def beside_database(uri: str) -> str | None:
     """Where files go when the store is an SQLite file without a server; MLflow's default is the current directory."""
     if not uri.startswith("sqlite:///"):

@@ -43,6 +43,7 @@ def release(
     signer = private_key(key) if key is not None else None
     from components.common.ledger import Ledger
     from components.common.registry import PARTS
+    from components.common.store import without_folders
     from pipelines.release.writing import check_output, write_release
 
     check_output(directory)
@@ -63,7 +64,7 @@ def release(
                     directory,
                     name=version.name,
                     version=version,
-                    registry=registry.uri,
+                    registry=without_folders(registry.uri),
                     entries=entries,
                     key=signer,
                 )

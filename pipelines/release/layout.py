@@ -34,7 +34,9 @@ class ReleaseRecord(Record):
     name: str = Field(description="Of the registered model.")
     version: str = Field(description="In the registry; empty for a bundle that was named by its path.")
     aliases: tuple[str, ...] = Field(description="Of the version, when it was released.")
-    registry: str = Field(description="Where it was registered; empty for a bundle that was named by its path.")
+    registry: str = Field(
+        description="Where it was registered, of a file its name alone; empty for a bundle that was named by its path."
+    )
     created: str = Field(description="When it was released, in UTC: YYYY-MM-DDThh:mm:ssZ.")
     enginery: str = Field(description="Version of the package that wrote the release.")
     architecture: str

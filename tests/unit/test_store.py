@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from components.common.store import beside_database, prepare_sqlite, without_credentials
+from components.common.store import beside_database, prepare_sqlite, without_credentials, without_folders
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,11 @@ from components.common.store import beside_database, prepare_sqlite, without_cre
 def test_what_is_shown_of_an_address(uri: str, shown: str) -> None:
     assert without_credentials(uri) == shown
     assert without_credentials(shown) == shown
+
+
+def test_what_leaves_the_machine_names_no_folder() -> None:
+    assert without_folders("sqlite:////home/me/mlflow.db?timeout=3") == "sqlite:///mlflow.db"
+    assert without_folders("http://mlflow:5000") == "http://mlflow:5000"
 
 
 def test_files_go_beside_a_database_and_wherever_a_server_says(tmp_path: Path) -> None:
