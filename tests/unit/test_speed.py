@@ -1,5 +1,7 @@
 """Speed: what is measured by default and on demand, by the real CPU runners, and what a latency budget leads to."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,28 @@ def test_a_runner_counts_batches_and_tells_the_meter(runner: Runner) -> None:
     assert timing.latencies_ms.sum() == pytest.approx(1e3 * timing.wall_s)  # one call after another
     assert timing.latencies_ms.min() <= timing.mean_ms <= timing.latencies_ms.max()
     assert runner.memory_bytes is None
+
+
+def test_a_signal_after_runners_of_openvino(model: Path) -> None:
+    """In a process of its own, which it ended: OpenVINO had left the handlers' stack in memory that was gone."""
+    code = """
+import os, signal, sys
+import subprocess
+import sys
+from pathlib import Path
+from components.common.runners.openvino import OpenVINORunner
+from components.common.shapes import ShapeSpec
+
+signal.signal(signal.SIGTERM, lambda number, frame: print("heard"))
+shapes = ShapeSpec.model_validate_json(sys.argv[2])
+first, second = (OpenVINORunner(Path(sys.argv[1]), shapes) for _ in range(2))
+first.close()
+second.close()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    command = [sys.executable, "-X", "faulthandler", "-c", code, str(model), SHAPES.model_dump_json()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert (ended.returncode, ended.stdout) == (0, "heard\n"), ended.stderr
 
 
 def test_openvino_runs_several_batches_at_the_same_time(model: Path) -> None:

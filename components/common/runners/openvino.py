@@ -1,6 +1,7 @@
 """OpenVINO: INT8 in integer arithmetic, and FP32 as FP32, on CPUs."""
 
 import time
+from functools import cache
 from pathlib import Path
 from typing import Unpack
 
@@ -11,6 +12,16 @@ from openvino import properties as props
 from components.common.environment import cpu_name, num_cores
 from components.common.runners import Images, Measuring, Timing, measure_host, to_numpy
 from components.common.shapes import ShapeSpec
+
+
+@cache
+def _core() -> ov.Core:
+    """The only one of this process, which is never let go.
+
+    Where OpenVINO uses AMX, a Core brings a stack for signal handlers along and frees it when it goes, though it may
+    be in use again by then, put back by another Core that went: the next signal, such as Ctrl-C, would end the process.
+    """
+    return ov.Core()
 
 
 def cpu_has_vnni() -> bool:
@@ -78,7 +89,7 @@ class OpenVINORunner:
 
 
 def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
-    core = ov.Core()
+    core = _core()
     settings = {props.hint.inference_precision: ov.Type.f32, props.inference_num_threads: num_cores(), **hints}
     return core.compile_model(core.read_model(onnx_path), "CPU", settings)
 
