@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from components.common.artifacts import BundleManifest, PromotionManifest, VerdictManifest, load
+from components.common.registry import Registry
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
@@ -212,8 +213,9 @@ def test_the_registered_version_is_what_was_measured(chain: Chain) -> None:
     assert (version.version, promotion.version, promotion.alias) in {("1", "1", "candidate"), (1, "1", "candidate")}
     assert version.run_id == chain.nested["promote"].info.run_id
     assert version.tags["bundle_digest"] == promotion.bundle_digest == bundle.digest
-    registered = Path(version.source.removeprefix("file://")) / "bundle"
-    assert load(registered, BundleManifest, verify=(".onnx",)).digest == bundle.digest
+    registry = Registry(chain.client)
+    with registry.files(registry.version("resnet50", "1"), "bundle") as registered:
+        assert load(registered, BundleManifest, verify=(".onnx",)).digest == bundle.digest
 
 
 # A gate that nothing passes
