@@ -198,8 +198,7 @@ def test_one_logged_model_per_precision(chain: Chain) -> None:
     }
     assert sorted(own) == ["fp32", "int8"]  # nothing ran FP16 on a CPU
     for precision, model in own.items():
-        assert model.name == f"resnet18-{precision}"
-        assert model.status.name == "READY"
+        assert (model.name, model.status.name) == (f"resnet18-{precision}", "READY")
     metrics = {metric.key: metric for metric in own["int8"].metrics}
     assert metrics["top1_pct"].value == pytest.approx(chain.row("int8")["top1_pct"])
     assert metrics["images_per_s_b16"].value == pytest.approx(chain.row("int8")["images_per_s"])
@@ -213,8 +212,7 @@ def test_the_registered_version_is_what_was_measured(chain: Chain) -> None:
     assert (version.version, promotion.version, promotion.alias) in {("1", "1", "candidate"), (1, "1", "candidate")}
     assert version.run_id == chain.nested["promote"].info.run_id
     assert version.tags["bundle_digest"] == promotion.bundle_digest == bundle.digest
-    registry = Registry(chain.client)
-    with registry.files(registry.version("resnet50", "1"), "bundle") as registered:
+    with (registry := Registry(chain.client)).files(registry.version("resnet50", "1"), "bundle") as registered:
         assert load(registered, BundleManifest, verify=(".onnx",)).digest == bundle.digest
 
 
