@@ -47,6 +47,7 @@ _SPEC = transform_for(224, resize_ratio=256 / 224)
 @click.option("--batch-size", default=0, help="0: 64 on a CPU, 256 on a GPU.")
 @click.option("--turns", default=5, help="Epochs of each, one after the other.")
 @click.option("--hw-decoder-load", default=HW_DECODER_LOAD, help="Share of the GPU's hardware JPEG decoder.")
+@click.option("--num-pipelines", default=0, help="DALI pipelines that take turns; 0: as the Loader chooses.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(
     machine: str,
@@ -56,6 +57,7 @@ def main(
     batch_size: int,
     turns: int,
     hw_decoder_load: float,
+    num_pipelines: int,
     results: Path,
 ) -> None:
     batch_size = batch_size or (64 if device == "cpu" else 256)
@@ -71,6 +73,7 @@ def main(
         augmentation=Augmentation(),
         device_id=device_id,
         hw_decoder_load=hw_decoder_load,
+        num_pipelines=num_pipelines,
     )
     # Workers by the number that is best here: all cores, or more, because they also wait.
     trials = {}

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,10 @@ STUCK_AFTER_S = 300.0
 # Of the JPEG files, the share that the hardware decoder takes. DALI's own 0.65 is slower on an H200 (see
 # benchmarks/loader.py).
 HW_DECODER_LOAD = 0.9
+# On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other goes on. Each
+# leaves out up to a batch of an epoch, so only where an epoch has many.
+_NUM_PIPELINES = 2
+_MIN_BATCHES_PER_PIPELINE = 16
 
 _Result = TypeVar("_Result")
 
@@ -68,6 +73,8 @@ class Loader:
         device_id: GPU to decode and to deliver on; None for the CPU.
         num_threads: decoder threads; 0 for one per core.
         hw_decoder_load: share of the JPEG files that a GPU's hardware decoder takes, where it has one; 0..1.
+        num_pipelines: of training: DALI pipelines that make batches by turns, each from its share of the part; 0 for
+            two on a GPU, where an epoch has batches enough, and one otherwise.
         stuck_after_s: seconds without a batch after which reading counts as stuck.
         state: what `state` of a training loader returned: go on behind the batch that was delivered last.
 
@@ -93,6 +100,7 @@ class Loader:
         device_id: int | None = None,
         num_threads: int = 0,
         hw_decoder_load: float = HW_DECODER_LOAD,
+        num_pipelines: int = 0,
         stuck_after_s: float = STUCK_AFTER_S,
         state: dict[str, Any] | None = None,
     ) -> None:
@@ -102,14 +110,20 @@ class Loader:
         self._seed = (seed, shard_id)
         info = dataset.manifest.splits[split]  # type: ignore[index]
         if not self._training:
-            num_shards = min(num_shards, info.num_images)
-        step_size = batch_size * batches_per_step
-        self.num_images, num_steps = _sizes_of_part(info, step_size, shard_id, num_shards, self._training)
-        self.num_batches = num_steps * batches_per_step
-        # DALI fills up the last batch of the largest part and gives as many of them to all, so that its epochs end
-        # together on every rank, with a batch. The one in which images are repeated is dropped, and what fills no step.
-        num_read = math.ceil(math.ceil(info.num_images / num_shards) / batch_size)
-        self._num_dropped = num_read - self.num_batches
+            num_shards, num_pipelines = min(num_shards, info.num_images), 1
+        elif not num_pipelines:
+            enough = info.num_images // num_shards // batch_size >= _NUM_PIPELINES * _MIN_BATCHES_PER_PIPELINE
+            num_pipelines = _NUM_PIPELINES if device_id is not None and enough else 1
+        self.num_images, num_batches = _sizes_of_part(
+            info, batch_size, shard_id, num_shards, num_pipelines, training=self._training
+        )
+        self.num_batches = num_batches // batches_per_step * batches_per_step
+        if self._training and not self.num_batches:
+            raise UserError(_too_few(info.num_images, batch_size * batches_per_step, num_shards))
+        # DALI fills up the last batch of the largest share and gives as many of them to all, so that its epochs end
+        # together everywhere, with a batch. The one in which images are repeated is dropped, and what fills no step.
+        num_read = math.ceil(math.ceil(info.num_images / (num_shards * num_pipelines)) / batch_size)
+        self._num_dropped = num_read * num_pipelines - self.num_batches
         self.num_classes = len(dataset.manifest.classes)
         self._owned = OwnedOutputs()
         self._mixer = Mixer(augmentation or Augmentation(), self.num_classes)
@@ -120,6 +134,7 @@ class Loader:
             "batches_per_step": batches_per_step,
             "shard_id": shard_id,
             "num_shards": num_shards,
+            "num_pipelines": num_pipelines,
             "device": "cpu" if device_id is None else "gpu",
             "augmentation": augmentation.model_dump(mode="json") if augmentation else None,
             "image_sizes": list(image_sizes),
@@ -130,30 +145,36 @@ class Loader:
         saved = None if state is None else self._saved(state)
         # Batches of training that were delivered, since its first epoch began.
         self.num_delivered = 0 if saved is None else saved.num_delivered
-        reader = _reader(dataset.path, info, self._training, shard_id, num_shards)
+        readers = [
+            _reader(dataset.path, info, self._training, shard_id * num_pipelines + share, num_shards * num_pipelines)
+            for share in range(num_pipelines)
+        ]
         statistics = dataset.manifest.statistics
         decoder = decoder_options(statistics, batch_size, device_id=device_id, hw_decoder_load=hw_decoder_load)
-        options = {"batch_size": batch_size, "num_threads": num_threads or num_cores(), "device_id": device_id}
-        options |= {"seed": seed + 1000003 * shard_id}
+        num_threads = max(1, (num_threads or num_cores()) // num_pipelines)
+        options = {"batch_size": batch_size, "num_threads": num_threads, "device_id": device_id}
 
-        def build() -> DALIGenericIterator:
+        def build(share: int) -> DALIGenericIterator:
+            own = options | {"seed": seed + 1000003 * (shard_id * num_pipelines + share)}
             if augmentation is None:
-                return _evaluation_iterator(evaluation_pipeline(reader, spec, decoder, **options))
+                return _evaluation_iterator(evaluation_pipeline(readers[share], spec, decoder, **own))
             sizes = _size_of_batch(image_sizes, num_read) if image_sizes else None
-            checkpoint = None if saved is None else base64.b64decode(saved.checkpoint)
+            checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
             return _training_iterator(
-                training_pipeline(reader, spec, augmentation, decoder, sizes, half, **options, **resume)
+                training_pipeline(readers[share], spec, augmentation, decoder, sizes, half, **own, **resume)
             )
 
-        self._iterator: DALIGenericIterator | None = None
+        self._iterators: list[DALIGenericIterator] = []
+        self._turn = 0 if saved is None else saved.num_delivered % self.num_batches % num_pipelines
         self._watchdog = Watchdog(f"loader of {split}", stuck_after_s)
         if not self.num_images:  # DALI wants one in each part
             return
         # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
-        self._watched(lambda: _open_all(reader))
+        self._watched(lambda: _open_all(readers[0]))
         self._watched(lambda: check_indexes(dataset, split))
-        self._iterator = self._watched(build)
+        for share in range(num_pipelines):
+            self._iterators.append(self._watched(partial(build, share)))
 
     def __len__(self) -> int:
         return self.num_batches
@@ -183,12 +204,11 @@ class Loader:
         """
         if not self._training:
             raise ValueError("an evaluation loader has no state: it always begins with the first image")
-        assert self._iterator is not None  # a part of training has images
-        (checkpoint,) = self._iterator.checkpoints()
+        checkpoints = [iterator.checkpoints()[0] for iterator in self._iterators]
         return LoaderState.sealed(
             num_delivered=self.num_delivered,
             identity=self._identity,
-            checkpoint=base64.b64encode(checkpoint).decode(),
+            checkpoints=[base64.b64encode(checkpoint).decode() for checkpoint in checkpoints],
         ).model_dump(mode="json")
 
     def _saved(self, state: dict[str, Any]) -> LoaderState:
@@ -212,9 +232,10 @@ class Loader:
 
         def fetch() -> Any:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                return (None,) if self._iterator is None else next(self._iterator, (None,))
+                return next(self._iterators[self._turn], (None,)) if self._iterators else (None,)
 
         (batch,) = self._watched(fetch)
+        self._turn = (self._turn + 1) % max(1, len(self._iterators))
         if batch is None:
             return None
         images = batch["images"].permute(0, 3, 1, 2)
@@ -235,20 +256,23 @@ class Loader:
             ) from error
 
 
-def _sizes_of_part(split: Split, batch_size: int, shard_id: int, num_shards: int, training: bool) -> tuple[int, int]:
+def _sizes_of_part(
+    split: Split, batch_size: int, shard_id: int, num_shards: int, num_pipelines: int, *, training: bool
+) -> tuple[int, int]:
     """Images of this process's part of a split, and batches of an epoch."""
     first, last = (split.num_images * shard // num_shards for shard in (shard_id, shard_id + 1))
     if not training:
         num_images = last - first if shard_id < num_shards else 0
         return num_images, math.ceil(num_images / batch_size)
-    # The smallest part decides for all ranks, so that none waits for a batch that never comes.
-    num_batches = split.num_images // num_shards // batch_size
-    if not num_batches:
-        raise UserError(
-            f"{split.num_images} training images are too few for one batch of {batch_size} on each of {num_shards} "
-            f"processes; set train.global_batch_size to {split.num_images // num_shards * num_shards} or less"
-        )
-    return last - first, num_batches
+    # The smallest share decides for all, so that no rank waits for a batch that never comes.
+    return last - first, split.num_images // (num_shards * num_pipelines) // batch_size * num_pipelines
+
+
+def _too_few(num_images: int, step_size: int, num_shards: int) -> str:
+    return (
+        f"{num_images} training images are too few for one batch of {step_size} on each of {num_shards} "
+        f"processes; set train.global_batch_size to {num_images // num_shards * num_shards} or less"
+    )
 
 
 def _reader(folder: Path, split: Split, training: bool, shard_id: int, num_shards: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ class LoaderState(Record):
 
     num_delivered: int = Field(ge=0, description="Batches since the first epoch began.")
     identity: dict[str, Any] = Field(description="What decides which batches come, by name.")
-    checkpoint: str = Field(description="DALI's own, in base64.")
+    checkpoints: list[str] = Field(description="DALI's own of each pipeline, in base64.")
     digest: str = Field(description="Of the rest: DALI believes a damaged checkpoint, or ends with the process.")
 
     @classmethod

@@ -94,11 +94,12 @@ def alike(first: Batch, second: Batch) -> bool:
 
 
 @pytest.mark.parametrize("hw_decoder_load", [0.0, 0.9])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "num_pipelines"), [(0, 1), (1, 1), (1, 2)])
 def test_a_resumed_loader_delivers_what_the_first_one_would_have(
-    pictures: Artifact[DatasetManifest], rank: int, hw_decoder_load: float
+    pictures: Artifact[DatasetManifest], rank: int, num_pipelines: int, hw_decoder_load: float
 ) -> None:
-    whole = build(pictures, shard_id=rank, hw_decoder_load=hw_decoder_load)
+    options = {"shard_id": rank, "num_pipelines": num_pipelines, "hw_decoder_load": hw_decoder_load}
+    whole = build(pictures, **options)
     num_batches = len(whole)
     assert num_batches == NUM_TRAIN // 2 // 11
     states, batches = [whole.state()], []
@@ -108,10 +109,16 @@ def test_a_resumed_loader_delivers_what_the_first_one_would_have(
             states.append(whole.state())
     assert not any(alike(batches[0], other) for other in batches[1:num_batches])
     for done in (0, 1, num_batches - 1, num_batches, num_batches + 1):
-        resumed = build(pictures, shard_id=rank, hw_decoder_load=hw_decoder_load, state=states[done])
+        resumed = build(pictures, **options, state=states[done])
         rest = [*resumed, *resumed]
         assert len(rest) == 2 * num_batches - done % num_batches
         assert all(map(alike, batches[done:], rest)), done
+
+
+def test_two_pipelines_take_turns_where_an_epoch_has_batches_enough(pictures: Artifact[DatasetManifest]) -> None:
+    few, many = (build(pictures, batch_size=size, num_shards=1) for size in (4, 3))
+    assert [loader.state()["identity"]["num_pipelines"] for loader in (few, many)] == [1, 2]
+    assert sum(len(batch.labels) for batch in many) == NUM_TRAIN
 
 
 def test_batches_are_whole_on_a_stream_of_the_callers(pictures: Artifact[DatasetManifest]) -> None:

@@ -132,15 +132,19 @@ def test_every_rank_gets_the_same_number_of_full_batches(
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "batch_size"), [(1, 8), (1, NUM_TRAIN), (2, 8), (2, 26), (3, 4), (4, 13), (5, 1)]
+    ("num_shards", "num_pipelines", "batch_size"),
+    [
+        *[(1, 1, 8), (1, 1, NUM_TRAIN), (2, 1, 8), (2, 1, 26), (3, 1, 4), (4, 1, 13), (5, 1, 1)],
+        *[(1, 2, 8), (1, 3, 5), (2, 2, 5), (2, 3, 2)],
+    ],
 )
 def test_no_image_comes_twice_in_an_epoch_on_one_rank_or_on_two(
-    colours: Artifact[DatasetManifest], num_shards: int, batch_size: int
+    colours: Artifact[DatasetManifest], num_shards: int, num_pipelines: int, batch_size: int
 ) -> None:
-    ranks = [
-        epochs_of(colours, 8, batch_size=batch_size, shard_id=rank, num_shards=num_shards) for rank in range(num_shards)
-    ]
-    expected = num_shards * (NUM_TRAIN // num_shards // batch_size) * batch_size
+    options = {"batch_size": batch_size, "num_shards": num_shards, "num_pipelines": num_pipelines}
+    ranks = [epochs_of(colours, 8, shard_id=rank, **options) for rank in range(num_shards)]
+    num_shares = num_shards * num_pipelines
+    expected = num_shares * (NUM_TRAIN // num_shares // batch_size) * batch_size
     seen: set[int] = set()
     for epoch in range(8):
         images = [index for rank in ranks for batch in rank[epoch] for index in batch]
@@ -149,6 +153,15 @@ def test_no_image_comes_twice_in_an_epoch_on_one_rank_or_on_two(
     assert seen == set(range(NUM_TRAIN))  # what one epoch leaves out, another has
     parts = {frozenset(index for batch in epoch for index in batch) for epoch in ranks[0]}
     assert len(parts) > 1 or expected == NUM_TRAIN == batch_size  # the parts go round the ranks
+
+
+def test_accumulated_steps_are_whole_with_several_pipelines(colours: Artifact[DatasetManifest]) -> None:
+    options = {"batch_size": 4, "num_pipelines": 2, "batches_per_step": 5}
+    epochs = epochs_of(colours, 4, **options)
+    assert {len(epoch) for epoch in epochs} == {NUM_TRAIN // 4 // 5 * 5}
+    for epoch in epochs:
+        images = [index for batch in epoch for index in batch]
+        assert len(set(images)) == len(images)
 
 
 def test_epochs_differ_and_the_seed_decides(colours: Artifact[DatasetManifest]) -> None:

@@ -36,11 +36,12 @@ def same(first: Batch, second: Batch) -> bool:
     return torch.equal(first.images, second.images) and torch.equal(first.labels, second.labels)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "num_pipelines"), [(0, 1), (1, 1), (1, 2), (0, 3)])
 def test_a_resumed_loader_delivers_what_the_first_one_would_have(
-    digits_dataset: Artifact[DatasetManifest], rank: int
+    digits_dataset: Artifact[DatasetManifest], rank: int, num_pipelines: int
 ) -> None:
-    whole = build(digits_dataset, shard_id=rank)
+    options = {"shard_id": rank, "num_pipelines": num_pipelines}
+    whole = build(digits_dataset, **options)
     assert len(whole) == NUM_BATCHES
     states, batches = [whole.state()], []
     for _ in range(4):
@@ -50,7 +51,7 @@ def test_a_resumed_loader_delivers_what_the_first_one_would_have(
     assert len(batches) == 4 * NUM_BATCHES
     for done in (0, 1, 5, 6, 7, 11, 12, 17):  # first and last batch of an epoch, both sides of a boundary
         stored = json.loads(json.dumps(states[done]))
-        resumed = build(digits_dataset, shard_id=rank, state=stored)
+        resumed = build(digits_dataset, **options, state=stored)
         assert resumed.num_delivered == done
         assert resumed.state() == states[done]
         rest = list(resumed)
@@ -87,6 +88,7 @@ def test_an_epoch_left_in_the_middle_is_continued(digits_dataset: Artifact[Datas
         ({"num_shards": 3}, "num_shards 2 instead of 3"),
         ({"batch_size": 8}, "batch_size 37 instead of 8"),
         ({"augmentation": Augmentation()}, "'brightness': 0.3"),
+        ({"num_pipelines": 2}, "num_pipelines 1 instead of 2"),
         ({"image_sizes": (24, 40)}, "image_sizes [24, 40, 32] instead of [24, 40]"),
     ],
 )
@@ -119,12 +121,12 @@ def test_the_state_of_a_loader_with_another_transform_is_refused(digits_dataset:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda state: state.pop("checkpoint"), "checkpoint: Field required"),
+        (lambda state: state.pop("checkpoints"), "checkpoints: Field required"),
         (lambda state: state.pop("identity"), "identity: Field required"),
         (lambda state: state.update(num_delivered=-1), "num_delivered: Input should be greater than or equal to 0"),
         (lambda state: state.update(num_delivered=2), "its content does not fit its digest"),
-        (lambda state: state.update(checkpoint=state["checkpoint"][:-8]), "its content does not fit its digest"),
-        (lambda state: state.update(checkpoint=None), "checkpoint: Input should be a valid string"),
+        (lambda state: state["checkpoints"].append("QQ=="), "its content does not fit its digest"),
+        (lambda state: state.update(checkpoints=None), "checkpoints: Input should be a valid list"),
         (lambda state: state.clear(), "Field required"),
     ],
 )
@@ -149,8 +151,9 @@ def test_too_few_images_for_a_batch_on_every_rank(digits_dataset: Artifact[Datas
         build(digits_dataset, batch_size=200, num_shards=3)
 
 
-def test_images_follow_a_size_per_epoch(digits_dataset: Artifact[DatasetManifest]) -> None:
-    loader = build(digits_dataset)
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+def test_images_follow_a_size_per_epoch(digits_dataset: Artifact[DatasetManifest], num_pipelines: int) -> None:
+    loader = build(digits_dataset, num_pipelines=num_pipelines)
     for size in (*SIZES, SIZES[-1]):
         assert {tuple(batch.images.shape) for batch in loader} == {(BATCH_SIZE, 3, size, size)}
 

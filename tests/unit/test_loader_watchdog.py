@@ -54,8 +54,8 @@ class Stuck:
 def test_storage_that_stops_answering_in_the_middle(digits_dataset: Artifact[DatasetManifest]) -> None:
     reading, writing = os.pipe()
     loader = Loader(digits_dataset, "val", SPEC, batch_size=60, stuck_after_s=LIMIT_S)
-    stuck = Stuck(loader._iterator, reading)
-    loader._iterator = stuck  # type: ignore[assignment]
+    stuck = Stuck(loader._iterators[0], reading)
+    loader._iterators = [stuck]  # type: ignore[list-item]
     batches = iter(loader)
     assert len(next(batches).images) == 60
     with pytest.raises(EngineryError, match=r"reading the val split of .* is stuck"):
