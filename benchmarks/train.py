@@ -117,7 +117,7 @@ class Session:
 @click.option("--cell-seconds", default=240.0, help="Limit of a cell, with compiling.")
 @click.option("--minutes", default=9.0, help="Limit of all: no cell is started later, and none runs longer.")
 @click.option("--scaling", default="1,2", help="Numbers of processes of the part scaling.")
-@click.option("--ddp", default=_DDP, help="BUCKET_MB:STATIC_GRAPH:SPLIT_BY_COMPILE, some of them.")
+@click.option("--ddp", default=_DDP, help="BUCKET_MB:STATIC_GRAPH:SPLIT_GRAPH, some of them.")
 @click.option("--profile/--no-profile", default=True, help="Record what the fastest cell spends its time on.")
 @click.option("--num-images", default=20000, type=click.IntRange(min=64), help="Of the parts that read files.")
 @click.option("--reference-batch-size", default=256, help="Of torchvision's recipe.")
@@ -205,8 +205,7 @@ def scaled(best: Cell, number: int, ddp: str) -> list[Cell]:
     cells = []
     for choice in ddp.split(","):
         bucket_mb, static_graph, split = (float(value) for value in choice.split(":"))
-        whole = "" if split or best.variant == "off" else "+dynamo.optimize_ddp=false"
-        changed = {"bucket_mb": bucket_mb, "static_graph": bool(static_graph), "variant": best.variant + whole}
+        changed = {"bucket_mb": bucket_mb, "static_graph": bool(static_graph), "split_graph": bool(split)}
         cells.append(best.model_copy(update={"num_processes": number, **changed}))
     return list({cell.label: cell for cell in cells}.values())
 
@@ -329,8 +328,7 @@ def measures_of(cells: list[dict[str, Any]]) -> dict[str, float]:
 
 def rates_alone(several: dict[str, Any], single: list[dict[str, Any]]) -> float | None:
     """Images per second of one process with the settings of several."""
-    variant = several["cell"]["variant"].removesuffix("+dynamo.optimize_ddp=false")
-    wanted = (variant, several["cell"]["precision"], several["cell"]["batch_size"])
+    wanted = tuple(several["cell"][name] for name in ("variant", "precision", "batch_size"))
     for cell in single:
         own = cell["cell"]
         if (own["variant"], own["precision"], own["batch_size"]) == wanted:

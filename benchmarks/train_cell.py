@@ -56,6 +56,7 @@ class Cell(BaseModel):
     num_processes: int = 1
     bucket_mb: float = 25
     static_graph: bool = False
+    split_graph: bool = False
     seconds: float = 5.0  # of each turn
     turns: int = 3
     work: str = ""  # what make_data has made
@@ -69,7 +70,8 @@ class Cell(BaseModel):
         if self.kind == "torchvision":
             return f"{self.kind}_b{self.batch_size}"
         if self.num_processes > 1:
-            name += f"_x{self.num_processes}_bucket{self.bucket_mb:g}" + ("_static" if self.static_graph else "")
+            name += f"_x{self.num_processes}_bucket{self.bucket_mb:g}"
+            name += ("_static" if self.static_graph else "") + ("_split" if self.split_graph else "")
         return name
 
 
@@ -148,6 +150,7 @@ def train(cell: Cell, world: World) -> dict[str, Any]:
         "learning_rate": 1e-4,  # a single batch is soon learnt, and nothing may overflow
         "bucket_mb": cell.bucket_mb,
         "static_graph": cell.static_graph,
+        "split_graph": cell.split_graph,
     }
     config = resolve(TrainConfig, "train", settings)
     set_arithmetic(config, world.device, world.local_world_size)

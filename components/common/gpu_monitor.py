@@ -10,6 +10,7 @@ import pynvml
 import torch
 
 _INTERVAL_S = 0.02  # between two looks; the driver itself counts energy some ten times a second
+_MIN_SPAN_S = 0.5  # a step is seen late by up to an interval: of a shorter span the power would be a guess
 _LOOKS_PER_STATE = 5  # all but the energy is asked for every so many looks
 
 
@@ -17,7 +18,7 @@ _LOOKS_PER_STATE = 5  # all but the energy is asked for every so many looks
 class GpuReading:
     """A GPU while it was watched. None is what NVML does not tell of this GPU, or not of a part of one (MIG)."""
 
-    power_w: float | None  # of the whole board, mean
+    power_w: float | None  # of the whole board, mean; None also of spans too short to tell
     sm_clock_mhz: int | None  # median
     temperature_c: int | None  # median
     utilization_pct: float | None = None  # share of the time with a kernel running, mean
@@ -124,10 +125,12 @@ def _power_w(energy: list[tuple[float, int]]) -> float | None:
     """Mean power in W between the first and the last change of the energy counter that was seen.
 
     The counter goes up in steps, so a span is only known from one step to another. The first value was read somewhere
-    between two steps: it does not count where there are enough others.
+    between two steps: it does not count where there are enough others. None where too little time was seen.
     """
     steps = energy[1:] if len(energy) > 2 else energy
     if len(steps) < 2:
         return None
     (first_s, first_mj), (last_s, last_mj) = steps[0], steps[-1]
+    if last_s - first_s < _MIN_SPAN_S:
+        return None
     return (last_mj - first_mj) / 1e3 / (last_s - first_s)

@@ -117,8 +117,13 @@ class TrainConfig(StepConfig):
         description="Tell DistributedDataParallel that every step uses the same parameters in the same order; not with "
         "accumulated batches.",
     )
+    split_graph: bool = Field(
+        False,
+        description="With torch.compile on several GPUs, compile a graph per bucket of gradients, so that all-reduces "
+        "begin while the backward pass goes on. Over NVLink one graph is faster; try it over slow links.",
+    )
     bucket_mb: float = Field(
-        25, gt=0, description="Gradients per all-reduce of DistributedDataParallel, in MB; smaller ones start earlier."
+        25, ge=1, description="Gradients per all-reduce of DistributedDataParallel, in MB; smaller ones start earlier."
     )
     collective_timeout_s: float = Field(
         600, gt=0, description="Seconds that a process waits for the others before the run is given up."

@@ -13,7 +13,7 @@ from components.common.loader import Batch
 from components.train.distributed import World, to_main
 from components.train.flops import flops_per_image, peak_tflops
 
-_LOOK_S = 0.1  # between two looks at the GPU
+_LOOK_S = 0.05  # between two looks at the GPU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,6 +185,7 @@ class Trainer:
 
         # Beyond its limit of graphs per function torch would go on without compiling; each image size is one.
         torch._dynamo.config.recompile_limit = 8 + len(set(self.config.image_sizes))
+        torch._dynamo.config.optimize_ddp = self.config.split_graph
         # Model and loss together: as one graph they take fewer kernels.
         return compiled(objective, pick_compile_mode(self.config, self.world.device, self.log))
 

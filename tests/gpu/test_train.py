@@ -90,7 +90,8 @@ def test_arithmetic(start: Start, tmp_path: Path, settings: dict[str, Any]) -> N
     losses = [epoch.train_loss for epoch in epochs]
     assert losses[-1] < losses[0]
     last = epochs[-1].model_dump()
-    assert all(last[name] > 0 for name in ("train_images_per_s", "gpu_memory_bytes", "gpu_power_w", "tflops_per_s"))
+    assert all(last[name] > 0 for name in ("train_images_per_s", "gpu_memory_bytes", "tflops_per_s"))
+    assert last["gpu_power_w"] is None or 50 < last["gpu_power_w"] < 1500  # None where an epoch is too short to tell
     assert 0 <= last["data_wait_pct"] <= 100
 
 

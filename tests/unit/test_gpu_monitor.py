@@ -81,6 +81,8 @@ def test_power_of_known_steps() -> None:
     assert gpu_monitor._power_w([(0.9, 500), (1.0, 1_000), (2.0, 150_000), (3.0, 201_000)]) == pytest.approx(100)
     assert gpu_monitor._power_w([(1.0, 1_000), (2.0, 51_000)]) == pytest.approx(50)
     assert gpu_monitor._power_w([(1.0, 1_000)]) is None
+    # The second step was seen late and the third at once: 1,000 W, where both took 0.1 s of 350 W.
+    assert gpu_monitor._power_w([(0.9, 0), (1.065, 35_000), (1.1, 70_000)]) is None
     assert gpu_monitor._power_w([]) is None
 
 

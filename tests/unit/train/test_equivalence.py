@@ -1,6 +1,7 @@
 """Accumulated batches, two processes and one large batch make the same step, up to the order of additions."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -86,7 +87,17 @@ def test_accumulation(at_once: tuple[dict[str, torch.Tensor], list[float]], per_
     assert measured == pytest.approx(at_once[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"per_gpu_batch_size": 4}, {"static_graph": True, "ema_decay": 0.5}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"per_gpu_batch_size": 4},
+        {"static_graph": True, "ema_decay": 0.5},
+        pytest.param({"compile": "default"}, marks=pytest.mark.slow),
+        pytest.param({"compile": "default", "per_gpu_batch_size": 4}, marks=pytest.mark.slow),
+        pytest.param({"compile": "default", "split_graph": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Each has half of every step's images; gloo adds the gradients."""
     with socket.socket() as probe:
@@ -96,14 +107,15 @@ def test_two_processes(tmp_path: Path, settings: dict[str, Any]) -> None:
     for rank in (0, 1):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
         environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
-        environment |= {"PYTHONPATH": REPOSITORY, "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+        environment |= {"PYTHONPATH": REPOSITORY, "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"PATH": os.environ["PATH"] if "compile" in settings else ""}
         command = [sys.executable, str(Path(__file__).with_name("one_rank.py")), str(tmp_path), json.dumps(settings)]
         variables = {name: str(value) for name, value in environment.items()}
         processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
     for process in processes:
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
-    alone, measured = train(**{**settings, "per_gpu_batch_size": 0, "static_graph": False})
+    alone, measured = train(**{**settings, "per_gpu_batch_size": 0, "static_graph": False, "compile": "off"})
     ranks = [load_file(tmp_path / f"rank-{rank}.safetensors") for rank in (0, 1)]
     torch.testing.assert_close(ranks[0], alone, **TOLERANCE)
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in alone)
