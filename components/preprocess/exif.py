@@ -13,6 +13,7 @@ _PREFIX = b"Exif\x00\x00"
 _ENTRY_BYTES = 12
 _ORIENTATION = 0x0112
 _TURNED = range(2, 9)
+_WEBP_FLAGS, _WEBP_HAS_EXIF = 20, 0x08  # place and bit
 # Bytes of one value by the type's number.
 _BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
 _SHORT, _TEXT, _RATIONAL = 3, 2, 5
@@ -75,9 +76,12 @@ def _place_of_exif(image_format: str, data: bytes) -> tuple[str, int]:
         segments = jpeg_segments(data) if image_format in ("JPEG", "MPO") else ()
         return "read", sum(marker == 0xE1 and data.startswith(_PREFIX, at) for marker, at in segments)
     kinds = list(webp_chunks(data))
-    if b"ANIM" in kinds:
-        return "ignored", kinds.count(b"EXIF")
-    return "unread" if b"EXIF" in kinds and b"VP8L" in kinds else "read", kinds.count(b"EXIF")
+    num_blocks = kinds.count(b"EXIF")
+    if kinds[:1] != [b"VP8X"] or not data[_WEBP_FLAGS] & _WEBP_HAS_EXIF:
+        return "ignored", num_blocks
+    if not num_blocks or b"VP8L" in kinds:  # it looks for the block in vain, or can't pass a lossless picture
+        return "unread", num_blocks
+    return "ignored" if b"ANIM" in kinds else "read", num_blocks
 
 
 def _directory(tiff: bytes) -> tuple[str, int, int] | None:

@@ -73,7 +73,10 @@ def jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
 def webp_chunks(data: bytes) -> Iterator[bytes]:
     """The kind of each chunk, as far as they are whole."""
     position = 12  # after RIFF, a length and WEBP
-    while position + 8 <= len(data):
-        yield data[position : position + 4]
+    while True:
         length = int.from_bytes(data[position + 4 : position + 8], "little")
-        position += 8 + length + length % 2
+        end = position + 8 + length
+        if position + 8 > len(data) or end > len(data):
+            return
+        yield data[position : position + 4]
+        position = end + length % 2

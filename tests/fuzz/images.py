@@ -36,7 +36,7 @@ def originals() -> list[bytes]:
         exif = Image.Exif()
         exif[0x0112] = 6  # orientation
         camera = Image.Exif()
-        camera |= {0x0112: 6, 0x010F: "a camera", 0x011A: 72.0, 0x0131: "a program"}
+        camera.update({0x0112: 6, 0x010F: "a camera", 0x011A: 72.0, 0x0131: "a program"})
         ways: list[tuple[Image.Image, str, dict[str, object]]] = [
             (color, "JPEG", {"quality": 90}),
             (color, "JPEG", {"quality": 75, "progressive": True}),

@@ -55,6 +55,16 @@ def imagemagick_png() -> bytes:
     return png((b"tEXt", b"Raw profile type exif\0\nexif\n%8d\n" % len(exif) + exif.hex().encode() + b"\n"))
 
 
+def webp_without_its_block() -> bytes:
+    data = saved("WEBP", quality=95, exif=block(TURNED))
+    return data.replace(b"EXIF", b"EXI_")
+
+
+def webp_without_its_flag() -> bytes:
+    data = saved("WEBP", quality=95, exif=block(TURNED))
+    return data[:20] + bytes([data[20] & ~0x08]) + data[21:]
+
+
 AS_IT_IS: dict[str, Callable[[], bytes]] = {
     "turned": lambda: jpeg(block(TURNED)),
     "with others": lambda: jpeg(
@@ -67,6 +77,7 @@ AS_IT_IS: dict[str, Callable[[], bytes]] = {
     "PNG, behind the picture": lambda: png((b"eXIf", block(TURNED)[6:]), before=b"IEND"),
     "lossy WebP": lambda: saved("WEBP", quality=95, exif=block(TURNED)),
     "lossless WebP": lambda: saved("WEBP", lossless=True),
+    "WebP that does not say it has a block": webp_without_its_flag,
 }
 AS_PNG: dict[str, Callable[[], bytes]] = {
     "long": lambda: jpeg(block((ORIENTATION, 4, 1, struct.pack(">I", 6)))),
@@ -81,6 +92,7 @@ AS_PNG: dict[str, Callable[[], bytes]] = {
     "PNG with two blocks": lambda: png(*2 * [(b"eXIf", block(TURNED)[6:])]),
     "lossless WebP": lambda: saved("WEBP", lossless=True, exif=block(TURNED)),
     "lossless WebP, upright": lambda: saved("WEBP", lossless=True, exif=block((MAKE, 2, 4, b"abc\0"))),
+    "WebP that only says it has a block": webp_without_its_block,
     "animated WebP": lambda: saved(
         "WEBP", save_all=True, append_images=[Image.new("RGB", (40, SIDE))], lossless=True, exif=block(TURNED)
     ),
