@@ -71,15 +71,22 @@ def is_turned_alike(image_format: str, data: bytes, block: bytes, is_turned: boo
 def _place_of_exif(image_format: str, data: bytes) -> tuple[str, int]:
     """Where DALI finds EXIF blocks: "read", "unread" where it fails, or "ignored"; and how many there are."""
     if image_format == "PNG":
-        return "read", sum(kind == b"eXIf" for kind in png_chunks(data))
+        kinds = list(png_chunks(data))
+        return "ignored" if b"acTL" in kinds else "read", kinds.count(b"eXIf")  # of an animation
     if image_format != "WEBP":
         segments = jpeg_segments(data) if image_format in ("JPEG", "MPO") else ()
         return "read", sum(marker == 0xE1 and data.startswith(_PREFIX, at) for marker, at in segments)
-    kinds = list(webp_chunks(data))
+    return _place_in_webp(data)
+
+
+def _place_in_webp(data: bytes) -> tuple[str, int]:
+    chunks = list(webp_chunks(data))
+    kinds = [kind for kind, _ in chunks]
     num_blocks = kinds.count(b"EXIF")
     if kinds[:1] != [b"VP8X"] or not data[_WEBP_FLAGS] & _WEBP_HAS_EXIF:
         return "ignored", num_blocks
-    if not num_blocks or b"VP8L" in kinds:  # it looks for the block in vain, or can't pass a lossless picture
+    # Looking for the block, DALI goes on behind a chunk of odd length without the byte that fills it up, and gets lost.
+    if not num_blocks or any(length % 2 for _, length in chunks[: kinds.index(b"EXIF")]):
         return "unread", num_blocks
     return "ignored" if b"ANIM" in kinds else "read", num_blocks
 

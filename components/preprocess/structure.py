@@ -70,13 +70,13 @@ def jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
             position += 2 + int.from_bytes(data[position + 2 : position + 4])
 
 
-def webp_chunks(data: bytes) -> Iterator[bytes]:
-    """The kind of each chunk, as far as they are whole."""
+def webp_chunks(data: bytes) -> Iterator[tuple[bytes, int]]:
+    """The kind of each chunk and its bytes, as far as they are whole."""
     position = 12  # after RIFF, a length and WEBP
     while True:
         length = int.from_bytes(data[position + 4 : position + 8], "little")
         end = position + 8 + length
         if position + 8 > len(data) or end > len(data):
             return
-        yield data[position : position + 4]
+        yield data[position : position + 4], length
         position = end + length % 2

@@ -53,6 +53,7 @@ def originals() -> list[bytes]:
             (color, "WEBP", {"quality": 80, "exif": camera}),
             (color, "WEBP", {"lossless": True}),
             (color, "WEBP", {"lossless": True, "exif": exif}),
+            (color.convert("RGBA"), "WEBP", {"quality": 80, "exif": exif}),
             (color, "BMP", {}),
             (color.convert("L"), "BMP", {}),
             (color, "TIFF", {}),

@@ -77,6 +77,8 @@ AS_IT_IS: dict[str, Callable[[], bytes]] = {
     "PNG, behind the picture": lambda: png((b"eXIf", block(TURNED)[6:]), before=b"IEND"),
     "lossy WebP": lambda: saved("WEBP", quality=95, exif=block(TURNED)),
     "lossless WebP": lambda: saved("WEBP", lossless=True),
+    "even WebP": lambda: saved("WEBP", quality=95, icc_profile=b"even", exif=block(TURNED)),
+    "odd WebP without a block": lambda: saved("WEBP", quality=95, icc_profile=b"odd"),
     "WebP that does not say it has a block": webp_without_its_flag,
 }
 AS_PNG: dict[str, Callable[[], bytes]] = {
@@ -90,8 +92,11 @@ AS_PNG: dict[str, Callable[[], bytes]] = {
     "a fraction of another type": lambda: jpeg(block(TURNED, (X_RESOLUTION, 3, 1, struct.pack(">HH", 72, 0)))),
     "ImageMagick's PNG": imagemagick_png,
     "PNG with two blocks": lambda: png(*2 * [(b"eXIf", block(TURNED)[6:])]),
-    "lossless WebP": lambda: saved("WEBP", lossless=True, exif=block(TURNED)),
-    "lossless WebP, upright": lambda: saved("WEBP", lossless=True, exif=block((MAKE, 2, 4, b"abc\0"))),
+    "odd WebP": lambda: saved("WEBP", quality=95, icc_profile=b"odd", exif=block(TURNED)),
+    "odd WebP, upright": lambda: saved("WEBP", quality=95, icc_profile=b"odd", exif=block((MAKE, 2, 4, b"abc\0"))),
+    "animated PNG": lambda: saved(
+        "PNG", save_all=True, append_images=[Image.new("RGB", (40, SIDE))], exif=block(TURNED)
+    ),
     "WebP that only says it has a block": webp_without_its_block,
     "animated WebP": lambda: saved(
         "WEBP", save_all=True, append_images=[Image.new("RGB", (40, SIDE))], lossless=True, exif=block(TURNED)
