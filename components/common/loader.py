@@ -1,7 +1,6 @@
 """Batches of a data set's shards by its TransformSpec, on the CPU or a GPU: for training, calibration, validation."""
 
 import base64
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from pydantic import ValidationError
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.environment import num_cores
-from components.common.errors import EngineryError, UserError
+from components.common.errors import EngineryError
 from components.common.integrity import first_problem
 from components.common.loader_damage import IMAGE_EXTENSIONS, check_indexes, explained
 from components.common.loader_mixing import Mixer
 from components.common.loader_outputs import OwnedOutputs
 from components.common.loader_pipelines import decoder_options, evaluation_pipeline, file_pipeline, training_pipeline
+from components.common.loader_plan import plan_evaluation, plan_training
 from components.common.loader_state import LoaderState
 from components.common.loader_watchdog import Watchdog
 from components.common.records import Split
@@ -33,10 +33,6 @@ STUCK_AFTER_S = 300.0
 # Of the JPEG files, the share that the hardware decoder takes. DALI's own 0.65 is slower on an H200 (see
 # benchmarks/loader.py).
 HW_DECODER_LOAD = 0.9
-# On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other goes on. Each
-# leaves out up to a batch of an epoch, so only where an epoch has many.
-_NUM_PIPELINES = 2
-_MIN_BATCHES_PER_PIPELINE = 16
 
 _Result = TypeVar("_Result")
 
@@ -74,7 +70,7 @@ class Loader:
         num_threads: decoder threads; 0 for one per core.
         hw_decoder_load: share of the JPEG files that a GPU's hardware decoder takes, where it has one; 0..1.
         num_pipelines: of training: DALI pipelines that make batches by turns, each from its share of the part; 0 for
-            two on a GPU, where an epoch has batches enough, and one otherwise.
+            two on a GPU, where an epoch has 32 steps or more, and one otherwise.
         stuck_after_s: seconds without a batch after which reading counts as stuck.
         state: what `state` of a training loader returned: go on behind the batch that was delivered last.
 
@@ -109,21 +105,14 @@ class Loader:
         self._training = augmentation is not None
         self._seed = (seed, shard_id)
         info = dataset.manifest.splits[split]  # type: ignore[index]
-        if not self._training:
-            num_shards, num_pipelines = min(num_shards, info.num_images), 1
-        elif not num_pipelines:
-            enough = info.num_images // num_shards // batch_size >= _NUM_PIPELINES * _MIN_BATCHES_PER_PIPELINE
-            num_pipelines = _NUM_PIPELINES if device_id is not None and enough else 1
-        self.num_images, num_batches = _sizes_of_part(
-            info, batch_size, shard_id, num_shards, num_pipelines, training=self._training
-        )
-        self.num_batches = num_batches // batches_per_step * batches_per_step
-        if self._training and not self.num_batches:
-            raise UserError(_too_few(info.num_images, batch_size * batches_per_step, num_shards))
-        # DALI fills up the last batch of the largest share and gives as many of them to all, so that its epochs end
-        # together everywhere, with a batch. The one in which images are repeated is dropped, and what fills no step.
-        num_read = math.ceil(math.ceil(info.num_images / (num_shards * num_pipelines)) / batch_size)
-        self._num_dropped = num_read * num_pipelines - self.num_batches
+        part = (info.num_images, batch_size, shard_id, num_shards)
+        if augmentation is None:
+            plan = plan_evaluation(*part)
+        else:
+            on_gpu = device_id is not None
+            plan = plan_training(*part, batches_per_step=batches_per_step, num_pipelines=num_pipelines, on_gpu=on_gpu)
+        num_shards, num_pipelines = plan.num_shards, plan.num_pipelines
+        self.num_images, self.num_batches, self._num_dropped = plan.num_images, plan.num_batches, plan.num_dropped
         self.num_classes = len(dataset.manifest.classes)
         self._owned = OwnedOutputs()
         self._mixer = Mixer(augmentation or Augmentation(), self.num_classes)
@@ -150,7 +139,9 @@ class Loader:
             for share in range(num_pipelines)
         ]
         statistics = dataset.manifest.statistics
-        decoder = decoder_options(statistics, batch_size, device_id=device_id, hw_decoder_load=hw_decoder_load)
+        decoder = decoder_options(
+            statistics, batch_size, num_pipelines, device_id=device_id, hw_decoder_load=hw_decoder_load
+        )
         num_threads = max(1, (num_threads or num_cores()) // num_pipelines)
         options = {"batch_size": batch_size, "num_threads": num_threads, "device_id": device_id}
 
@@ -158,7 +149,7 @@ class Loader:
             own = options | {"seed": seed + 1000003 * (shard_id * num_pipelines + share)}
             if augmentation is None:
                 return _evaluation_iterator(evaluation_pipeline(readers[share], spec, decoder, **own))
-            sizes = _size_of_batch(image_sizes, num_read) if image_sizes else None
+            sizes = _size_of_batch(image_sizes, plan.num_read) if image_sizes else None
             checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
             return _training_iterator(
@@ -254,25 +245,6 @@ class Loader:
                 f"{self._stuck_after_s:g} seconds. See whether its storage answers: "
                 f"cat {self._dataset.path}/{self._split}-*.tar > /dev/null"
             ) from error
-
-
-def _sizes_of_part(
-    split: Split, batch_size: int, shard_id: int, num_shards: int, num_pipelines: int, *, training: bool
-) -> tuple[int, int]:
-    """Images of this process's part of a split, and batches of an epoch."""
-    first, last = (split.num_images * shard // num_shards for shard in (shard_id, shard_id + 1))
-    if not training:
-        num_images = last - first if shard_id < num_shards else 0
-        return num_images, math.ceil(num_images / batch_size)
-    # The smallest share decides for all, so that no rank waits for a batch that never comes.
-    return last - first, split.num_images // (num_shards * num_pipelines) // batch_size * num_pipelines
-
-
-def _too_few(num_images: int, step_size: int, num_shards: int) -> str:
-    return (
-        f"{num_images} training images are too few for one batch of {step_size} on each of {num_shards} "
-        f"processes; set train.global_batch_size to {num_images // num_shards * num_shards} or less"
-    )
 
 
 def _reader(folder: Path, split: Split, training: bool, shard_id: int, num_shards: int) -> dict[str, Any]:

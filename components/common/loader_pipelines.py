@@ -21,18 +21,24 @@ _MAX_PREALLOCATION_BYTES = 4 << 30
 
 
 def decoder_options(
-    statistics: DatasetStatistics, batch_size: int, *, device_id: int | None, hw_decoder_load: float
+    statistics: DatasetStatistics,
+    batch_size: int,
+    num_pipelines: int = 1,
+    *,
+    device_id: int | None,
+    hw_decoder_load: float,
 ) -> dict[str, Any]:
     """Arguments of DALI's decoder on this device; those of the hardware JPEG decoder only on a GPU.
 
-    Memory is reserved for a batch of the widest and highest images, up to 4 GiB, so that none is allocated while
-    training runs. Larger images still decode, and cost an allocation each time one is larger than all before.
+    Memory is reserved for a batch of the widest and highest images, up to 4 GiB by all pipelines of a process
+    together, so that none is allocated while training runs. Larger images still decode, and cost an allocation each
+    time one is larger than all before.
     """
     if device_id is None:
         return {"device": "cpu"}
     # Older data sets don't say more than the longest shorter side.
     width, height = (side or statistics.max_side for side in (statistics.max_width, statistics.max_height))
-    scale = min(1.0, math.sqrt(_MAX_PREALLOCATION_BYTES / (3 * batch_size * width * height)))
+    scale = min(1.0, math.sqrt(_MAX_PREALLOCATION_BYTES / (3 * num_pipelines * batch_size * width * height)))
     return {
         "device": "mixed",
         "hw_decoder_load": hw_decoder_load,

@@ -35,10 +35,8 @@ def open_unfinished(output: Path, known: Collection[str] = ()) -> Iterator[Path]
     folder = output / UNFINISHED
     if folder.is_dir() and not (output / MANIFEST).exists():
         (output / FAILURE).unlink(missing_ok=True)
-        for temporary in output.glob(".*"):
-            if temporary.is_file():  # of a process that was killed while it wrote
-                temporary.unlink()
-        foreign = [entry.name for entry in output.iterdir() if entry.name not in (UNFINISHED, *known)]
+        own = {UNFINISHED, *known, *(temporary.name for temporary in _temporaries(output))}
+        foreign = [entry.name for entry in output.iterdir() if entry.name not in own]
         if foreign:
             raise UserError(
                 f"the output directory {output} holds {sorted(foreign)[0]}, which this step did not write; name another"
@@ -48,11 +46,22 @@ def open_unfinished(output: Path, known: Collection[str] = ()) -> Iterator[Path]
         folder.mkdir()
     with (folder / LOCK).open("w") as lock:
         _take(lock.fileno(), output)
+        clear_temporaries(output)
         try:
             yield folder
         finally:
             if folder.is_dir() and all(entry.name == LOCK for entry in folder.iterdir()):
                 shutil.rmtree(folder)
+
+
+def clear_temporaries(output: Path) -> None:
+    """Remove what a process left that was killed while it wrote a file. Only while the output is held: see LOCK."""
+    for temporary in _temporaries(output):
+        temporary.unlink()
+
+
+def _temporaries(output: Path) -> list[Path]:
+    return [entry for entry in output.glob(".*") if entry.is_file()]
 
 
 def earlier_outputs() -> list[Path]:

@@ -5,7 +5,8 @@ import warnings
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from components.preprocess.structure import Rejected, check_exif, check_structure
+from components.preprocess.exif import check_exif, is_turned_alike
+from components.preprocess.structure import Rejected, check_structure
 
 # What Pillow, which checks here, and DALI, which decodes later, read alike: the member name that it gets. The others
 # are packed as PNG, and so are files of which _is_read_alike says no.
@@ -44,10 +45,13 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
             if image.format == "TIFF" and image.mode not in _TIFF_MODES:
                 raise Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
             check_structure(image.format, data)
-            check_exif(image.info.get("exif", b""))
-            extension = _EXTENSIONS[image.format] if _is_read_alike(image) else ""
+            kind, is_alike = image.format, _is_read_alike(image)
             image.load()
+            block = image.info.get("exif", b"")  # of a PNG file it may come behind the picture
+            check_exif(block)
             upright = _upright(image)
+            is_alike &= is_turned_alike(kind, data, block, upright is not image)
+            extension = _EXTENSIONS[kind] if is_alike else ""
             if upright.mode.startswith("I;16"):
                 return extension, _from_16_bit(upright)
             return extension, upright if upright.mode == "RGB" else upright.convert("RGB")

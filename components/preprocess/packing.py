@@ -19,7 +19,7 @@ from components.common.errors import EngineryError, UserError
 from components.common.lifetime import end_with_creator
 from components.common.settings import how_to_set
 from components.common.steplog import StepLog
-from components.common.unfinished import LOCK
+from components.common.unfinished import LOCK, clear_temporaries
 from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.continuing import PLAN, move_finished
@@ -126,6 +126,7 @@ def open_output(output: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process writes {output} at this moment; wait for it, or name another") from None
+        clear_temporaries(output)
         try:
             yield records
         except BaseException:

@@ -4,11 +4,9 @@ What is checked here was found by mutating files of every format (tests/fuzz).
 """
 
 import zlib
+from collections.abc import Callable, Iterator
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_EXIF_PREFIX = b"Exif\x00\x00"
-_IFD_ENTRY_BYTES = 12
-_ORIENTATION = 0x0112
 
 
 class Rejected(Exception):
@@ -25,14 +23,19 @@ def check_structure(image_format: str, data: bytes) -> None:
     Raises:
         Rejected: a part is missing, cut or damaged.
     """
-    if image_format == "PNG":
-        _check_png(data)
-    elif image_format in ("JPEG", "MPO"):
-        _check_jpeg(data)
+    parts: Callable[[bytes], Iterator[object]] | None
+    parts = {"PNG": png_chunks, "JPEG": jpeg_segments, "MPO": jpeg_segments}.get(image_format)
+    if parts is not None:
+        for _ in parts(data):
+            pass
 
 
-def _check_png(data: bytes) -> None:
-    """Every chunk is whole, and its checksum right, up to the end of the picture."""
+def png_chunks(data: bytes) -> Iterator[bytes]:
+    """The kind of each chunk.
+
+    Raises:
+        Rejected: a chunk is cut, or its checksum wrong, before the end of the picture.
+    """
     position = len(_PNG_SIGNATURE)
     while True:
         length, kind = int.from_bytes(data[position : position + 4]), data[position + 4 : position + 8]
@@ -41,13 +44,18 @@ def _check_png(data: bytes) -> None:
             raise Rejected("damaged: the end of the PNG is missing")
         if zlib.crc32(data[position + 4 : position + 8 + length]) != int.from_bytes(checksum):
             raise Rejected(f"damaged: the checksum of the PNG's chunk {kind!r} is wrong")
+        yield kind
         if kind == b"IEND":
             return
         position += 12 + length
 
 
-def _check_jpeg(data: bytes) -> None:
-    """Markers follow each other up to the picture itself."""
+def jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """The marker of each segment before the picture itself, and where its content begins.
+
+    Raises:
+        Rejected: what follows a segment is no marker.
+    """
     position = 2  # after the start-of-image marker
     while data[position : position + 2] != b"\xff\xda":  # start of scan
         if data[position : position + 1] != b"\xff":
@@ -58,26 +66,17 @@ def _check_jpeg(data: bytes) -> None:
         elif marker < b"\xc0":
             raise Rejected(f"damaged: no JPEG marker at byte {position}")
         else:
+            yield marker[0], position + 4
             position += 2 + int.from_bytes(data[position + 2 : position + 4])
 
 
-def check_exif(block: bytes) -> None:
-    """See that the orientation is beyond doubt: of a damaged block, programs read different things.
-
-    Args:
-        block: EXIF data with or without its prefix; empty for none.
-
-    Raises:
-        Rejected: the block is damaged and speaks of an orientation.
-    """
-    tiff = block.removeprefix(_EXIF_PREFIX)
-    order = {b"II*\x00": "little", b"MM\x00*": "big"}.get(tiff[:4])
-    if order is not None:
-        start = int.from_bytes(tiff[4:8], order)  # type: ignore[arg-type]  # one of the two
-        count = int.from_bytes(tiff[start : start + 2], order)  # type: ignore[arg-type]
-        if start >= 8 and start + 2 + count * _IFD_ENTRY_BYTES <= len(tiff):
+def webp_chunks(data: bytes) -> Iterator[tuple[bytes, int]]:
+    """The kind of each chunk and its bytes, as far as they are whole."""
+    position = 12  # after RIFF, a length and WEBP
+    while True:
+        length = int.from_bytes(data[position + 4 : position + 8], "little")
+        end = position + 8 + length
+        if position + 8 > len(data) or end > len(data):
             return
-    if any(_ORIENTATION.to_bytes(2, order) in tiff for order in ("big", "little")):
-        raise Rejected(
-            "damaged: its EXIF block is broken, and programs disagree which side of the picture is up; remove the block"
-        )
+        yield data[position : position + 4], length
+        position = end + length % 2

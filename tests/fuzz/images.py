@@ -35,10 +35,13 @@ def originals() -> list[bytes]:
         color = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
         exif = Image.Exif()
         exif[0x0112] = 6  # orientation
+        camera = Image.Exif()
+        camera.update({0x0112: 6, 0x010F: "a camera", 0x011A: 72.0, 0x0131: "a program"})
         ways: list[tuple[Image.Image, str, dict[str, object]]] = [
             (color, "JPEG", {"quality": 90}),
             (color, "JPEG", {"quality": 75, "progressive": True}),
             (color, "JPEG", {"quality": 90, "restart_marker_blocks": 2, "exif": exif}),
+            (color, "JPEG", {"exif": camera}),
             (color.convert("L"), "JPEG", {}),
             (color.convert("CMYK"), "JPEG", {}),
             (color, "PNG", {}),
@@ -47,7 +50,10 @@ def originals() -> list[bytes]:
             (Image.fromarray((pixels[:, :, 0] * 200).astype(np.uint16)), "PNG", {}),
             (color, "PNG", {"exif": exif}),
             (color, "WEBP", {"quality": 80}),
+            (color, "WEBP", {"quality": 80, "exif": camera}),
             (color, "WEBP", {"lossless": True}),
+            (color, "WEBP", {"lossless": True, "exif": exif}),
+            (color.convert("RGBA"), "WEBP", {"quality": 80, "exif": exif}),
             (color, "BMP", {}),
             (color.convert("L"), "BMP", {}),
             (color, "TIFF", {}),

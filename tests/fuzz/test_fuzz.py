@@ -1,4 +1,4 @@
-"""A few of the fuzz targets' cases; `make test-faults` runs 10,000."""
+"""A few of the fuzz targets' cases; `make test-all` runs 10,000."""
 
 import pytest
 

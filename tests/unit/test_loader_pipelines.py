@@ -54,22 +54,24 @@ def test_hardware_decoder_settings_reach_the_operator_on_gpus_only(training: boo
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "size", "expected"),
+    ("batch_size", "num_pipelines", "size", "expected"),
     [
-        (256, (500, 375), (500, 375)),
-        (256, (9000, 9000), (2364, 2364)),
-        (256, (18000, 4500), (4729, 1182)),
-        (1, (9000, 6000), (9000, 6000)),
-        (256, (0, 0), (375, 375)),
+        (256, 1, (500, 375), (500, 375)),
+        (256, 2, (500, 375), (500, 375)),
+        (256, 1, (9000, 9000), (2364, 2364)),
+        (256, 2, (9000, 9000), (1672, 1672)),
+        (256, 1, (18000, 4500), (4729, 1182)),
+        (1, 1, (9000, 6000), (9000, 6000)),
+        (256, 1, (0, 0), (375, 375)),
     ],
 )
 def test_memory_is_reserved_for_the_largest_image_within_4_gib(
-    batch_size: int, size: tuple[int, int], expected: tuple[int, int]
+    batch_size: int, num_pipelines: int, size: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    options = decoder_options(statistics(*size), batch_size, device_id=0, hw_decoder_load=0.9)
+    options = decoder_options(statistics(*size), batch_size, num_pipelines, device_id=0, hw_decoder_load=0.9)
     width, height = options["preallocate_width_hint"], options["preallocate_height_hint"]
     assert (width, height) == expected
-    assert batch_size * 3 * width * height <= 4 << 30
+    assert num_pipelines * batch_size * 3 * width * height <= 4 << 30
 
 
 def test_statistics_of_older_data_sets_are_read() -> None:

@@ -54,6 +54,7 @@ def test_a_killed_run_is_continued(all_digits: Path, tmp_path: Path, run_preproc
     before = {name: (output / name).stat().st_mtime_ns for name in done}
     assert f"train-{len(done):06d}.tar" not in done
     (output / f"train-{len(done):06d}.tar").write_bytes(b"half a shard")
+    (output / ".data_card.html.1.tmp").write_text("half a card")
     again = start(all_digits, output)
     _, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
@@ -120,10 +121,12 @@ def test_files_that_could_not_be_read_are_read_again_after_a_refusal(
 def test_two_at_once(few_digits: Path, tmp_path: Path, run_preprocess: Preprocess) -> None:
     records = tmp_path / "out" / UNFINISHED
     records.mkdir(parents=True)
+    (tmp_path / "out" / ".half.1.tmp").write_text("what the other one writes")
     with (records / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=r"another process writes .* at this moment; wait for it"):
             run_preprocess(few_digits, tmp_path / "out")
+    assert (tmp_path / "out" / ".half.1.tmp").exists()
 
 
 def times(folder: Path) -> dict[str, int]:

@@ -180,10 +180,12 @@ def test_two_at_once_and_foreign_files(go: Go, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("components.common.unfinished._PATIENCE_S", 0.2)
     folder = tmp_path / "out" / UNFINISHED
     folder.mkdir(parents=True)
+    (tmp_path / "out" / ".half.1.tmp").write_text("what the other one writes")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=r"another process writes .* at this moment; wait for it"):
             go()
+    assert (tmp_path / "out" / ".half.1.tmp").exists()
     (tmp_path / "out" / "train-000000.tar").write_bytes(b"theirs")
     with pytest.raises(UserError, match=r"holds train-000000\.tar, which this step did not write; name another"):
         go()
