@@ -25,7 +25,14 @@ from components.common.disk import explain
 from components.common.errors import EngineryError
 from components.common.holder import user_name
 from components.common.records import AccuracyRow, BenchmarkRow
-from components.common.store import beside_database, prepare_sqlite, without_credentials
+from components.common.store import (
+    beside_database,
+    database_is_gone,
+    database_problem,
+    prepare_sqlite,
+    try_database,
+    without_credentials,
+)
 
 PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
 RUN_TAG = "enginery.run"  # the local run's id, by which its run in MLflow is found again
@@ -38,12 +45,19 @@ _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "R
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether a tracking server is gone, overloaded or lets us in no more, as against a request that was wrong."""
+    """Whether a store's server is gone, overloaded or lets us in no more, as against a request that was wrong."""
+    if database_is_gone(error):
+        return True
     if isinstance(error, RestException):
         return error.get_http_status_code() >= 500 or error.error_code in _REFUSALS
     if isinstance(error, MlflowException):
         return str(error).startswith("API request to ")  # how MLflow tells whatever happens to a request
     return isinstance(error, requests.RequestException)  # of uploads
+
+
+def _be_quiet() -> None:
+    """It logs errors with tracebacks, beside raising them."""
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)
 
 
 @contextmanager
@@ -164,7 +178,16 @@ def step_run(step: str) -> Iterator[StepRun]:
     """The run of a step: the one that KFP's plugin made, or a new one nested in the pipeline's run.
 
     The run ends FINISHED, FAILED or, on an interrupt, KILLED.
+
+    Raises:
+        EngineryError: the store is a database server that can't be reached.
     """
+    _be_quiet()
+    uri = mlflow.get_tracking_uri()
+    try:
+        try_database(uri)
+    except Exception as error:  # of its driver
+        raise _unusable(uri, error, Path.cwd()) from error
     client = MlflowClient()
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
         info = client.get_run(run_id).info
@@ -241,11 +264,12 @@ class PipelineRun:
         Raises:
             EngineryError: the store can't be reached, does not answer in time or refuses.
         """
-        logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it logs errors with tracebacks, beside raising them
+        _be_quiet()
         mlflow.set_tracking_uri(tracking_uri)
         try:
             with _requests(_FIRST_REQUESTS):
                 prepare_sqlite(tracking_uri, _make_tables)
+                try_database(tracking_uri)
                 self.client = MlflowClient()
                 self.experiment_id = _experiment(self.client, experiment)
                 tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": user_name()}
@@ -298,13 +322,15 @@ class PipelineRun:
 
 
 def check_store(uri: str, place: Path) -> None:
-    """Ask a tracking store for something small.
+    """Ask a tracking store for something small, for a command.
 
     Raises:
         EngineryError: it can't be reached, does not answer in time or refuses.
     """
+    _be_quiet()
     try:
         with _requests(_FIRST_REQUESTS):
+            try_database(uri)
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
     except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
         raise _unusable(uri, error, place) from error
@@ -317,6 +343,8 @@ def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
         if told := explain(error, place):
             return told
         fix = "Move the file away if it is no MLflow database, or close what holds it"
+    elif isinstance(error, ModuleNotFoundError):
+        fix = "Install the driver of that database, such as psycopg[binary] for PostgreSQL"
     else:
         fix = "Start the server, or unset MLFLOW_TRACKING_URI to track in a local SQLite file"
     system = re.search(r"\[Errno -?\d+\] ([^'\")]+)", str(error))  # such as "Connection refused", deep in a chain
@@ -324,7 +352,7 @@ def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
         seconds = os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", _FIRST_REQUESTS["MLFLOW_HTTP_REQUEST_TIMEOUT"])
         reason = f"it did not answer within {seconds} s (MLFLOW_HTTP_REQUEST_TIMEOUT)"
     else:
-        reason = system[1] if system else str(error).replace(uri, shown)
+        reason = system[1] if system else database_problem(str(error)).replace(uri, shown)
     return EngineryError(f"MLflow at {shown} can't be used: {reason.rstrip('.')}. {fix}")
 
 
