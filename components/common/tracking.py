@@ -56,7 +56,9 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def _be_quiet() -> None:
-    """It logs errors with tracebacks, beside raising them."""
+    """No lines of MLflow's own between ours: addresses of runs, bars for each download, errors beside raising them."""
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)
 
 
