@@ -84,7 +84,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _short(digest: str) -> str:
+def short_digest(digest: str) -> str:
     """A data set's digest as MLflow keeps it. Metrics and inputs must agree on it for the UI to connect them."""
     return digest.removeprefix("sha256:")[:36]  # MLflow's longest
 
@@ -135,7 +135,7 @@ class StepRun:
         """Record a split as an input of this run: `name` is "train" or "val", `digest` that of its listing."""
         profile = json.dumps({"num_images": num_images})
         source = json.dumps({"digest": digest})
-        dataset = Dataset(name, _short(digest), source_type="enginery", source=source, profile=profile)
+        dataset = Dataset(name, short_digest(digest), source_type="enginery", source=source, profile=profile)
         tags = [InputTag("mlflow.data.context", context)]
         self.client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, tags)])
 
@@ -166,7 +166,7 @@ class StepRun:
             metrics[f"p99_ms_{suffix}"] = row.p99_ms
             metrics[f"images_per_s_{suffix}"] = row.images_per_s
             metrics[f"images_per_s_per_w_{suffix}"] = row.images_per_s_per_w
-        now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": _short(dataset_digest)}
+        now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": short_digest(dataset_digest)}
         known = {key: value for key, value in metrics.items() if value is not None}
         entries = [Metric(key, value, now, 0, model_id=model.model_id, **place) for key, value in known.items()]
         self.client.log_batch(self.run_id, metrics=entries)  # one request: MLflow takes up to 1,000 metrics in it
