@@ -1,5 +1,7 @@
 """The tracking store's address, its SQLite file and its database server, as far as that needs no MLflow."""
 
+import logging
+import os
 import re
 import sqlite3
 from collections.abc import Callable
@@ -108,3 +110,10 @@ def database_problem(text: str) -> str:
     """What a database's driver says, in one line: without SQLAlchemy's link, and what it was doing."""
     text = text.split("\n[SQL: ")[0].split("\n(Background on")[0].split("\n")[0]
     return re.sub(r"^\([\w.]+\) ", "", text).strip().rstrip(".:")
+
+
+def quiet_mlflow() -> None:
+    """No lines of MLflow's own between ours: addresses of runs, bars for each download, errors beside raising them."""
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)

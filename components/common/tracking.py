@@ -6,7 +6,6 @@ ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 """
 
 import json
-import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from components.common.store import (
     database_is_gone,
     database_problem,
     prepare_sqlite,
+    quiet_mlflow,
     try_database,
     without_credentials,
 )
@@ -53,13 +53,6 @@ def is_unreachable(error: Exception) -> bool:
     if isinstance(error, MlflowException):
         return str(error).startswith("API request to ")  # how MLflow tells whatever happens to a request
     return isinstance(error, requests.RequestException)  # of uploads
-
-
-def _be_quiet() -> None:
-    """No lines of MLflow's own between ours: addresses of runs, bars for each download, errors beside raising them."""
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    logging.getLogger("mlflow").setLevel(logging.CRITICAL)
 
 
 @contextmanager
@@ -137,7 +130,13 @@ class StepRun:
         source = json.dumps({"digest": digest})
         dataset = Dataset(name, short_digest(digest), source_type="enginery", source=source, profile=profile)
         tags = [InputTag("mlflow.data.context", context)]
-        self.client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, tags)])
+        inputs = [DatasetInput(dataset, tags)]
+        try:
+            self.client.log_inputs(self.run_id, datasets=inputs)
+        except MlflowException as error:
+            if is_unreachable(error):
+                raise
+            self.client.log_inputs(self.run_id, datasets=inputs)  # another run made the same entry at the same moment
 
     def log_model(
         self,
@@ -184,7 +183,7 @@ def step_run(step: str) -> Iterator[StepRun]:
     Raises:
         EngineryError: the store is a database server that can't be reached.
     """
-    _be_quiet()
+    quiet_mlflow()
     uri = mlflow.get_tracking_uri()
     try:
         try_database(uri)
@@ -266,7 +265,7 @@ class PipelineRun:
         Raises:
             EngineryError: the store can't be reached, does not answer in time or refuses.
         """
-        _be_quiet()
+        quiet_mlflow()
         mlflow.set_tracking_uri(tracking_uri)
         try:
             with _requests(_FIRST_REQUESTS):
@@ -329,7 +328,7 @@ def check_store(uri: str, place: Path) -> None:
     Raises:
         EngineryError: it can't be reached, does not answer in time or refuses.
     """
-    _be_quiet()
+    quiet_mlflow()
     try:
         with _requests(_FIRST_REQUESTS):
             try_database(uri)

@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from mlflow.entities import DatasetInput
+from mlflow.exceptions import MlflowException
 
 from components.common.artifacts import PromotionManifest, ReportManifest, load
 from components.common.changing import champions, explained
 from components.common.errors import EngineryError
 from components.common.ledger import Ledger, chain_problems
 from components.common.registry import Registry
+from components.common.tracking import StepRun
 from pipelines.versions import version_summary
 
 from .chains import make_and_promote, make_chain, promote_chain
@@ -50,6 +53,26 @@ def test_what_mlflow_s_pages_compare(uri: str, registry: Registry, tmp_path: Pat
     model = registry.client.get_logged_model(version.source.removeprefix("models:/"))
     assert {metric.key: metric.value for metric in model.metrics or ()} == run.data.metrics
     assert {metric.dataset_digest for metric in model.metrics or ()} == {"val-one"}
+
+
+def test_two_log_the_same_data_set_at_the_same_moment(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow looks whether it knows a data set and then adds it; of two, one meets the database's constraint."""
+    client = registry.client
+    experiment = client.create_experiment("both")
+    first, second = (StepRun(client, client.create_run(experiment).info.run_id, experiment) for _ in range(2))
+    log_inputs, refused = client.log_inputs, []
+
+    def meet(run_id: str, datasets: list[DatasetInput]) -> None:
+        log_inputs(run_id, datasets=datasets)
+        if run_id == second.run_id and not refused:
+            refused.append(run_id)
+            raise MlflowException('duplicate key value violates unique constraint "dataset_pk"')
+
+    monkeypatch.setattr(client, "log_inputs", meet)
+    for run in (first, second):
+        run.log_dataset("val", "sha256:1", 100, "validation")
+        assert len(client.get_run(run.run_id).inputs.dataset_inputs) == 1
+    assert refused
 
 
 def test_worse_stays_candidate_and_equal_replaces(uri: str, registry: Registry, tmp_path: Path) -> None:
