@@ -13,6 +13,7 @@ from components.common.ledger import Entry, Ledger, chain_problems, entry_json
 from components.common.promotions import CHAMPION
 from components.common.registry import PARTS, RegisteredVersion, Registry
 from components.common.standing import check_log
+from pipelines.promoting import check_files
 
 
 class Link(BaseModel):
@@ -37,11 +38,17 @@ class Audit(BaseModel):
     version: str = Field(description="That the chain is of: the champion, or what was asked for; empty for none.")
     chain: tuple[Link, ...] = Field(description="From the data set to the version.")
     entries: tuple[dict[str, Any], ...] = Field(description="The audit log, oldest first.")
+    files_checked: bool = Field(description="Whether every file of the champion was read; else its manifests alone.")
     problems: tuple[str, ...] = Field(description="What does not fit together; empty where all does.")
 
 
-def trace(registry: Registry, name: str) -> Audit:
+def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
     """The chain of the champion, the log, and what does not fit together.
+
+    Args:
+        registry: of the model.
+        name: the model.
+        files: whether to read every file of the champion, too, which a server sends over the network.
 
     Raises:
         UserError: there is no such model.
@@ -60,6 +67,8 @@ def trace(registry: Registry, name: str) -> Audit:
                 raise EngineryError("it was not registered by enginery, so nothing is known of its data")
             chain = _chain(registry, version, problems)
             check_log(version, entries, {link.name: link.digest for link in chain if link.name in PARTS})
+            if files:
+                check_files(registry, version)
         except EngineryError as error:
             what = "was changed" if chain else "has no chain"
             problems.append(f"the champion, {version.label}, {what}: {error}")
@@ -70,6 +79,7 @@ def trace(registry: Registry, name: str) -> Audit:
         version=champion,
         chain=chain,
         entries=tuple(json.loads(json.dumps(entry_json(entry))) for entry in entries),
+        files_checked=files and bool(chain),
         problems=tuple(problems),
     )
 

@@ -2,17 +2,20 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 from mlflow import pyfunc
-from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import Array
+from mlflow.utils.time import get_current_time_millis
 
-from components.common.tracking import StepRun
+from components.common.registry import patiently
+from components.common.tracking import StepRun, short_digest
 
 MLMODEL = "MLmodel"
 _REQUIREMENTS = "requirements.txt"
@@ -102,3 +105,29 @@ def upload_model(run: StepRun, name: str, folder: Path, parts: Mapping[str, Path
     client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
     client.log_outputs(run.run_id, [LoggedModelOutput(model_id=logged.model_id, step=0)])
     return str(logged.model_id)
+
+
+def log_measured(
+    run: StepRun,
+    model_id: str,
+    metrics: Mapping[str, float],
+    settings: Mapping[str, Mapping[str, Any]],
+    *,
+    split_digest: str,
+) -> None:
+    """Log what was measured of a model on the validation split, as metrics of its run and of its LoggedModel.
+
+    Args:
+        run: that uploaded the model.
+        model_id: of the LoggedModel.
+        metrics: by name.
+        settings: parameters of the run, by step.
+        split_digest: of the validation split.
+    """
+    now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": short_digest(split_digest)}
+    entries = [Metric(key, value, now, 0, model_id=model_id, **place) for key, value in metrics.items()]
+    patiently(lambda: run.client.log_batch(run.run_id, metrics=entries))
+    for step, values in settings.items():
+        patiently(
+            partial(run.log_params, {step: values})
+        )  # one request for each: MLflow takes up to 100 parameters in it

@@ -4,7 +4,6 @@ Nothing here decides anything: components/common/changing.py changes aliases, by
 """
 
 import json
-import logging
 import os
 import re
 import time
@@ -23,7 +22,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from components.common.errors import EngineryError, UserError
-from components.common.store import without_credentials
+from components.common.store import database_is_gone, without_credentials
 from components.common.tracking import REQUEST_LIMITS, check_store, is_unreachable
 
 Part = Literal["bundle", "report", "verdict"]
@@ -65,7 +64,7 @@ def patiently(call: Callable[[], Result]) -> Result:
             return call()
         except MlflowException as error:
             busy = error.error_code == "TEMPORARILY_UNAVAILABLE" and not str(error).startswith("API request to ")
-            if not busy or time.monotonic() > deadline:
+            if not busy or database_is_gone(error) or time.monotonic() > deadline:
                 raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
@@ -90,7 +89,6 @@ class Registry:
             EngineryError: it can't be reached.
             UserError: there is none yet.
         """
-        logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it logs errors with tracebacks, beside raising them
         file = Path(uri.removeprefix("sqlite:///").split("?")[0])
         if uri.startswith("sqlite:///") and not file.exists():
             raise UserError(

@@ -1,9 +1,20 @@
-"""The tracking store's address, and its SQLite file, as far as that needs no MLflow."""
+"""The tracking store's address, its SQLite file and its database server, as far as that needs no MLflow."""
 
+import logging
+import os
+import re
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+
+_CONNECT_S = 15  # a database server may take to answer
+# How drivers name a connection that failed or was cut, as against a transaction that was refused: those have classes
+# of their own below psycopg's and numbers of their own in MySQL.
+_GONE = re.compile(
+    r"\(psycopg2?\.OperationalError\)|\(psycopg2?\.errors\.(AdminShutdown|CrashShutdown|CannotConnectNow)\)|"
+    r"\((pymysql\.err|MySQLdb)\.OperationalError\) \((2002|2003|2006|2013),"
+)
 
 
 def without_credentials(uri: str) -> str:
@@ -70,3 +81,39 @@ def _try_sqlite(file: Path) -> None:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("CREATE TABLE enginery_probe (room)")  # needs pages and a journal, so a full disk shows
         connection.rollback()
+
+
+def try_database(uri: str) -> None:
+    """Connect once to a store that is a database server; MLflow would try ten times in silence, over 100 s and more.
+
+    Args:
+        uri: of the store; one that is none of PostgreSQL's or MySQL's is left alone. A `connect_timeout` in it wins.
+
+    Raises:
+        sqlalchemy.exc.SQLAlchemyError: it can't be reached, or refuses.
+        ModuleNotFoundError: its driver is not installed.
+    """
+    if uri.partition(":")[0].partition("+")[0] not in ("postgresql", "mysql"):
+        return
+    from sqlalchemy import NullPool, create_engine, make_url
+
+    own = {} if "connect_timeout" in make_url(uri).query else {"connect_timeout": _CONNECT_S}
+    create_engine(uri, poolclass=NullPool, connect_args=own).connect().close()
+
+
+def database_is_gone(error: Exception) -> bool:
+    """Whether an error of MLflow or SQLAlchemy says that a database server can't be reached any more."""
+    return _GONE.match(str(error)) is not None
+
+
+def database_problem(text: str) -> str:
+    """What a database's driver says, in one line: without SQLAlchemy's link, and what it was doing."""
+    text = text.split("\n[SQL: ")[0].split("\n(Background on")[0].split("\n")[0]
+    return re.sub(r"^\([\w.]+\) ", "", text).strip().rstrip(".:")
+
+
+def quiet_mlflow() -> None:
+    """No lines of MLflow's own between ours: addresses of runs, bars for each download, errors beside raising them."""
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)

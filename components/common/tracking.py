@@ -6,7 +6,6 @@ ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 """
 
 import json
-import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,7 +24,15 @@ from components.common.disk import explain
 from components.common.errors import EngineryError
 from components.common.holder import user_name
 from components.common.records import AccuracyRow, BenchmarkRow
-from components.common.store import beside_database, prepare_sqlite, without_credentials
+from components.common.store import (
+    beside_database,
+    database_is_gone,
+    database_problem,
+    prepare_sqlite,
+    quiet_mlflow,
+    try_database,
+    without_credentials,
+)
 
 PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
 RUN_TAG = "enginery.run"  # the local run's id, by which its run in MLflow is found again
@@ -38,7 +45,9 @@ _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "R
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether a tracking server is gone, overloaded or lets us in no more, as against a request that was wrong."""
+    """Whether a store's server is gone, overloaded or lets us in no more, as against a request that was wrong."""
+    if database_is_gone(error):
+        return True
     if isinstance(error, RestException):
         return error.get_http_status_code() >= 500 or error.error_code in _REFUSALS
     if isinstance(error, MlflowException):
@@ -68,7 +77,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _short(digest: str) -> str:
+def short_digest(digest: str) -> str:
     """A data set's digest as MLflow keeps it. Metrics and inputs must agree on it for the UI to connect them."""
     return digest.removeprefix("sha256:")[:36]  # MLflow's longest
 
@@ -119,9 +128,15 @@ class StepRun:
         """Record a split as an input of this run: `name` is "train" or "val", `digest` that of its listing."""
         profile = json.dumps({"num_images": num_images})
         source = json.dumps({"digest": digest})
-        dataset = Dataset(name, _short(digest), source_type="enginery", source=source, profile=profile)
+        dataset = Dataset(name, short_digest(digest), source_type="enginery", source=source, profile=profile)
         tags = [InputTag("mlflow.data.context", context)]
-        self.client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, tags)])
+        inputs = [DatasetInput(dataset, tags)]
+        try:
+            self.client.log_inputs(self.run_id, datasets=inputs)
+        except MlflowException as error:
+            if is_unreachable(error):
+                raise
+            self.client.log_inputs(self.run_id, datasets=inputs)  # another run made the same entry at the same moment
 
     def log_model(
         self,
@@ -150,7 +165,7 @@ class StepRun:
             metrics[f"p99_ms_{suffix}"] = row.p99_ms
             metrics[f"images_per_s_{suffix}"] = row.images_per_s
             metrics[f"images_per_s_per_w_{suffix}"] = row.images_per_s_per_w
-        now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": _short(dataset_digest)}
+        now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": short_digest(dataset_digest)}
         known = {key: value for key, value in metrics.items() if value is not None}
         entries = [Metric(key, value, now, 0, model_id=model.model_id, **place) for key, value in known.items()]
         self.client.log_batch(self.run_id, metrics=entries)  # one request: MLflow takes up to 1,000 metrics in it
@@ -164,7 +179,16 @@ def step_run(step: str) -> Iterator[StepRun]:
     """The run of a step: the one that KFP's plugin made, or a new one nested in the pipeline's run.
 
     The run ends FINISHED, FAILED or, on an interrupt, KILLED.
+
+    Raises:
+        EngineryError: the store is a database server that can't be reached.
     """
+    quiet_mlflow()
+    uri = mlflow.get_tracking_uri()
+    try:
+        try_database(uri)
+    except Exception as error:  # of its driver
+        raise _unusable(uri, error, Path.cwd()) from error
     client = MlflowClient()
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
         info = client.get_run(run_id).info
@@ -241,11 +265,12 @@ class PipelineRun:
         Raises:
             EngineryError: the store can't be reached, does not answer in time or refuses.
         """
-        logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it logs errors with tracebacks, beside raising them
+        quiet_mlflow()
         mlflow.set_tracking_uri(tracking_uri)
         try:
             with _requests(_FIRST_REQUESTS):
                 prepare_sqlite(tracking_uri, _make_tables)
+                try_database(tracking_uri)
                 self.client = MlflowClient()
                 self.experiment_id = _experiment(self.client, experiment)
                 tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": user_name()}
@@ -298,13 +323,15 @@ class PipelineRun:
 
 
 def check_store(uri: str, place: Path) -> None:
-    """Ask a tracking store for something small.
+    """Ask a tracking store for something small, for a command.
 
     Raises:
         EngineryError: it can't be reached, does not answer in time or refuses.
     """
+    quiet_mlflow()
     try:
         with _requests(_FIRST_REQUESTS):
+            try_database(uri)
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
     except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
         raise _unusable(uri, error, place) from error
@@ -317,6 +344,8 @@ def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
         if told := explain(error, place):
             return told
         fix = "Move the file away if it is no MLflow database, or close what holds it"
+    elif isinstance(error, ModuleNotFoundError):
+        fix = "Install the driver of that database, such as psycopg[binary] for PostgreSQL"
     else:
         fix = "Start the server, or unset MLFLOW_TRACKING_URI to track in a local SQLite file"
     system = re.search(r"\[Errno -?\d+\] ([^'\")]+)", str(error))  # such as "Connection refused", deep in a chain
@@ -324,7 +353,7 @@ def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
         seconds = os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", _FIRST_REQUESTS["MLFLOW_HTTP_REQUEST_TIMEOUT"])
         reason = f"it did not answer within {seconds} s (MLFLOW_HTTP_REQUEST_TIMEOUT)"
     else:
-        reason = system[1] if system else str(error).replace(uri, shown)
+        reason = system[1] if system else database_problem(str(error)).replace(uri, shown)
     return EngineryError(f"MLflow at {shown} can't be used: {reason.rstrip('.')}. {fix}")
 
 

@@ -18,12 +18,14 @@ from components.common.changing import change_aliases
 from components.common.digests import canonical_json
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.ledger import Entry, entry_json
+from components.common.mlflow_models import log_measured
 from components.common.promotions import CHAMPION
 from components.common.registry import PARTS, Part, Registry
 from components.common.standing import Standing, check_tags, load_standing, standing_of
 from components.common.steplog import StepLog
 from components.promote.config import PromoteConfig
 from components.promote.deciding import Decision, Judgement
+from components.promote.measures import measures, settings
 from components.promote.registering import upload
 
 AUDIT = "audit.json"
@@ -55,6 +57,7 @@ def run(
     if log.run is None:
         raise UserError("promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
     prepare_directory(output)
+    log.dataset("val", standing.split_digest, data.manifest.splits["val"].num_images, "validation")
     name, registry = config.registered_model, Registry(log.run.client)
     unfinished = f"{name} is not registered"
     if log.tracking_lost:
@@ -82,6 +85,9 @@ def _register(
     name, run = config.registered_model, log.run
     parts: dict[Part, Path] = {"bundle": models.path, "report": standing.report.path, "verdict": standing.verdict.path}
     model_id = upload(run, name, models, standing.precision, tags, {PARTS[part]: path for part, path in parts.items()})
+    measured = standing.report.manifest
+    told = measures(measured), settings(models.manifest, measured)
+    log_measured(run, model_id, *told, split_digest=standing.split_digest)
     number = registry.create_version(name, run.run_id, tags, model_id=model_id)
     version = registry.version(config.registered_model, number)
     log.progress("checking what the registry holds", 0, 1)

@@ -2,8 +2,10 @@
 
 import os
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from components.common.artifacts import Artifact, BundleManifest, DatasetManifest
 from components.common.environment import environment
@@ -11,6 +13,7 @@ from components.validate.config import ValidateConfig
 from components.validate.schema import Code, Provenance
 
 COMMIT_VARIABLE = "ENGINERY_COMMIT"  # set in container images, which hold no git checkout
+_PLACES = ("data", "class_names_file", "pretrained", "cache")  # fields that may name a folder or file of a machine
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,9 +37,17 @@ def gather_provenance(
     return Provenance(
         code=code_version(),
         digests=digests,
-        configs={step: configs[step] for step in order},
+        configs={step: _without_folders(configs[step]) for step in order},
         environments={step: machines[step] for step in order},
     )
+
+
+def _without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as it may leave the machine: of a path no more than its last part. URIs stay, which hold no secrets."""
+    return {
+        key: Path(value).name if key in _PLACES and value and "://" not in value else value
+        for key, value in config.items()
+    }
 
 
 def code_version() -> Code:

@@ -22,18 +22,20 @@ _MAX_WHY = 500  # characters
 
 @click.command()
 @click.argument("name")
+@click.option("--files", is_flag=True, help="Read every file of the champion, too; a server sends them all.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def audit(name: str, as_json: bool) -> None:
+def audit(name: str, files: bool, as_json: bool) -> None:
     """Show why the champion of the registered model NAME is it: from its data's digest to every change of an alias.
 
     The exit code is 1 when something does not fit together: an alias that the log does not explain, a change that was
-    begun and not ended, or digests that contradict each other.
+    begun and not ended, or digests that contradict each other. Of the champion the manifests are read, which hold the
+    digests of all other files; those are read with --files, and whenever a version is promoted, loaded or released.
     """
     registry = open_registry()
     from pipelines.lineage import trace
 
     with registry.reached("nothing is shown"):
-        found = trace(registry, name)
+        found = trace(registry, name, files=files)
     if as_json:
         click.echo(found.model_dump_json(indent=1))
     else:
@@ -61,6 +63,16 @@ def _show(console: Console, found: "Audit") -> None:
         console.print("the audit log is empty: no alias was changed by enginery", style="dim")
     for problem in found.problems:
         console.print(f"[yellow]problem:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+    console.print(f"\nchecked: {_checked(found)}", style="dim", soft_wrap=True)
+
+
+def _checked(found: "Audit") -> str:
+    log = "that the log is whole and explains every alias"
+    if not found.chain:
+        return log
+    if found.files_checked:
+        return f"{log}; every file of the champion"
+    return f"{log}; the manifests of the champion, not its other files (--files reads those, too)"
 
 
 def _show_entry(console: Console, entry: dict[str, Any]) -> None:

@@ -136,7 +136,8 @@ def test_runs_are_closed_where_they_are_tracked(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.slow
 def test_a_slow_server_is_waited_for(tmp_path: Path) -> None:
     port = free_port()
-    with server(tmp_path, port), door(port, lambda number: None, lambda: time.sleep(5.0)) as slow:
+    # Less than the 5 s after which uvicorn closes an idle connection, which the client could then meet.
+    with server(tmp_path, port), door(port, lambda number: None, lambda: time.sleep(3.0)) as slow:
         uri = f"http://127.0.0.1:{slow}"
         process = start(tmp_path / "home", tmp_path / "empty", uri)
         text = finish(process, 400)

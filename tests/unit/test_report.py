@@ -314,9 +314,8 @@ def test_an_own_model_has_no_training(written: Written, tmp_path: Path) -> None:
 
 def test_provenance_leads_back(written: Written, chain: Chain) -> None:
     digests = written.report.provenance.digests
-    assert digests["dataset"] == chain.dataset.digest
-    assert digests["model"] == chain.checkpoint.digest
-    assert digests["bundle"] == chain.bundle.digest
+    artifacts = {"dataset": chain.dataset, "model": chain.checkpoint, "bundle": chain.bundle}
+    assert {name: digests[name] for name in artifacts} == {name: entry.digest for name, entry in artifacts.items()}
     assert digests["int8.onnx"] == chain.bundle.manifest.files["int8.onnx"].digest
     for digest in digests.values():
         assert digest in written.page
@@ -324,6 +323,7 @@ def test_provenance_leads_back(written: Written, chain: Chain) -> None:
     assert list(written.report.provenance.configs) == ["preprocess", "train", "export", "validate"]
     assert written.report.provenance.environments["train"].versions["torch"] in written.text
     assert chain.bundle.manifest.engines_missing in written.text
+    assert str(Path(chain.dataset.manifest.config["data"]).parent) not in written.card + written.page  # both travel
 
 
 def test_an_unmeasured_precision_is_a_verdict_without_comparison(chain: Chain, tmp_path: Path) -> None:

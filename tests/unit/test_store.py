@@ -1,12 +1,27 @@
-"""The tracking store's address, and a SQLite store that is made whole or not at all."""
+"""The tracking store's address, a SQLite store that is made whole or not at all, and a database that is not there."""
 
+import socket
 import sqlite3
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import mlflow
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
-from components.common.store import beside_database, prepare_sqlite, without_credentials, without_folders
+from components.common.errors import EngineryError
+from components.common.registry import Registry, patiently
+from components.common.store import (
+    beside_database,
+    database_is_gone,
+    prepare_sqlite,
+    without_credentials,
+    without_folders,
+)
+from components.common.tracking import is_unreachable, step_run
 
 
 @pytest.mark.parametrize(
@@ -63,3 +78,66 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("text " * 1000)
     with pytest.raises(sqlite3.DatabaseError, match="not a database"):
         prepare_sqlite(f"sqlite:///{tmp_path / 'mlflow.db'}", lambda _: None)
+
+
+@pytest.fixture
+def _tracking() -> Iterator[None]:
+    """What a command sets goes back."""
+    before = mlflow.get_tracking_uri()
+    yield
+    mlflow.set_tracking_uri(before)
+
+
+def nothing_there() -> str:
+    """A PostgreSQL URI that leads nowhere."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        return f"postgresql://me:secret@127.0.0.1:{taken.getsockname()[1]}/mlflow"
+
+
+@pytest.mark.usefixtures("_tracking")
+def test_a_database_that_is_not_there_is_told_soon_in_one_line() -> None:
+    uri = nothing_there()
+    started = time.monotonic()
+    with pytest.raises(EngineryError, match=r"Connection refused\. Start the server") as told:
+        Registry.open(uri)
+    with pytest.raises(EngineryError, match=r"Connection refused\. Start the server"), step_run("promote"):
+        pass
+    assert time.monotonic() - started < 10
+    assert "\n" not in str(told.value)
+    assert "sqlalche" not in str(told.value)
+    assert "secret" not in str(told.value)
+
+
+@pytest.mark.usefixtures("_tracking")
+def test_a_database_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.common.store._CONNECT_S", 2)
+    started = time.monotonic()
+    with closing(socket.create_server(("127.0.0.1", 0))) as deaf:
+        uri = f"postgresql://127.0.0.1:{deaf.getsockname()[1]}/mlflow"
+        with pytest.raises(EngineryError, match=r"can't be used: connection .*Start the server") as told:
+            Registry.open(uri)
+    assert time.monotonic() - started < 20
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.usefixtures("_tracking")
+def test_a_driver_that_is_not_there() -> None:
+    with pytest.raises(EngineryError, match=r"No module named 'psycopg2'\. Install the driver"):
+        Registry.open("postgresql+psycopg2://127.0.0.1/mlflow")
+
+
+def test_a_database_that_went_away_is_no_busy_one() -> None:
+    gone = "(psycopg.OperationalError) connection failed: Connection refused\n(Background on this error at: x)"
+    busy = "(psycopg.errors.DeadlockDetected) deadlock detected"
+    assert is_unreachable(MlflowException(gone))
+    assert not is_unreachable(MlflowException(busy))
+    assert not database_is_gone(MlflowException("(sqlite3.OperationalError) database is locked"))
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise MlflowException(gone, error_code=TEMPORARILY_UNAVAILABLE)
+
+    with pytest.raises(MlflowException):
+        patiently(fail)
+    assert len(calls) == 1

@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from mlflow.entities import DatasetInput
+from mlflow.exceptions import MlflowException
 
-from components.common.artifacts import PromotionManifest, load
+from components.common.artifacts import PromotionManifest, ReportManifest, load
 from components.common.changing import champions, explained
 from components.common.errors import EngineryError
 from components.common.ledger import Ledger, chain_problems
 from components.common.registry import Registry
+from components.common.tracking import StepRun
+from pipelines.versions import version_summary
 
 from .chains import make_and_promote, make_chain, promote_chain
 
@@ -33,6 +37,42 @@ def test_the_first_version_is_champion(uri: str, registry: Registry, tmp_path: P
     assert audit["mlflow_run_id"] == promotion.audit_run_id
     assert audit["changes"] == {name: {"before": None, "after": "1"} for name in ("candidate", "champion")}
     assert audit["outcome"]["status"] == "done"
+
+
+def test_what_mlflow_s_pages_compare(uri: str, registry: Registry, tmp_path: Path) -> None:
+    """The run of a version and its LoggedModel have what was measured, on which data, and by which settings."""
+    make_and_promote(uri, tmp_path, "a-070")
+    version = registry.version("m", "1")
+    run = registry.client.get_run(version.run_id)
+    assert run.data.metrics["int8_top1_pct"] == 70
+    assert run.data.metrics == version_summary(registry, "m/1").headline()
+    report = load(tmp_path / "a-070/report", ReportManifest).manifest
+    assert {f"validate.{name}" for name in report.config} <= set(run.data.params)
+    (data,) = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == ("val", "val-one")
+    model = registry.client.get_logged_model(version.source.removeprefix("models:/"))
+    assert {metric.key: metric.value for metric in model.metrics or ()} == run.data.metrics
+    assert {metric.dataset_digest for metric in model.metrics or ()} == {"val-one"}
+
+
+def test_two_log_the_same_data_set_at_the_same_moment(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow looks whether it knows a data set and then adds it; of two, one meets the database's constraint."""
+    client = registry.client
+    experiment = client.create_experiment("both")
+    first, second = (StepRun(client, client.create_run(experiment).info.run_id, experiment) for _ in range(2))
+    log_inputs, refused = client.log_inputs, []
+
+    def meet(run_id: str, datasets: list[DatasetInput]) -> None:
+        log_inputs(run_id, datasets=datasets)
+        if run_id == second.run_id and not refused:
+            refused.append(run_id)
+            raise MlflowException('duplicate key value violates unique constraint "dataset_pk"')
+
+    monkeypatch.setattr(client, "log_inputs", meet)
+    for run in (first, second):
+        run.log_dataset("val", "sha256:1", 100, "validation")
+        assert len(client.get_run(run.run_id).inputs.dataset_inputs) == 1
+    assert refused
 
 
 def test_worse_stays_candidate_and_equal_replaces(uri: str, registry: Registry, tmp_path: Path) -> None:

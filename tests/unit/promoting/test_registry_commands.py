@@ -237,6 +237,25 @@ def test_audit_tells_what_does_not_fit(three: str, registry: Registry) -> None:
     assert "@staging is version 2, by the log it is not set: it was changed without enginery" in done.output
 
 
+def test_audit_says_what_it_read(three: str, registry: Registry, tmp_path: Path) -> None:
+    with registry.files(registry.version("m", "3"), "bundle", "int8.onnx") as model:
+        before = model.read_bytes()
+        model.write_bytes(bytes(len(before)))
+        try:
+            done = enginery("audit", "m")
+            assert done.exit_code == 0
+            assert "the manifests of the champion, not its other files (--files reads those, too)" in done.output
+            done = enginery("audit", "m", "--files")
+            assert done.exit_code == 1
+            assert "int8.onnx was changed after it was sealed" in done.output
+        finally:
+            model.write_bytes(before)
+    done = enginery("audit", "m", "--files")
+    assert done.exit_code == 0
+    assert "checked: that the log is whole and explains every alias; every file of the champion" in done.output
+    assert json.loads(enginery("audit", "m", "--files", "--json").output)["files_checked"] is True
+
+
 def test_compare_of_versions(three: str) -> None:
     for first, second in (("m@champion", "m/1"), ("m:3", "m:1")):
         found = json.loads(enginery("compare", first, second, "--json").output)

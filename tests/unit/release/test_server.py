@@ -22,6 +22,8 @@ from pipelines.commands import cli
 from .making import NAME, promote_parts
 from .test_release import enginery
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 def free_port() -> int:
     with closing(socket.socket()) as probe:
@@ -97,6 +99,27 @@ def test_files_that_are_gone_from_a_server(registry: str, proved, tmp_path: Path
     with pytest.raises(EngineryError, match=r"int8\.onnx is missing"):
         enginery("release", tmp_path / "out", f"{NAME}@candidate")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_mlflow_says_nothing_in_between(registry: str, proved, tmp_path: Path) -> None:
+    """No addresses of runs, no bar for each file that is fetched, no log of MLflow's."""
+    words = [f"--{part}={path}" for part, path in proved.parts.items()]
+    words += [f"--dataset={proved.dataset.path}", f"--registered-model={NAME}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_ENABLE")}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", *command]
+        return subprocess.run(line, check=True, capture_output=True, text=True, env=environment)
+
+    for number in (1, 2):
+        done = run("components.promote", *words, f"--output={tmp_path / str(number)}")
+        assert not done.stdout
+        assert all(line.startswith("promote: ") for line in done.stderr.splitlines()), done.stderr
+    done = run("pipelines.cli", "rollback", NAME)
+    assert done.stdout == f"{NAME}@champion: version 2 -> 1\nentry 3 of the audit log (enginery audit {NAME})\n"
+    assert not done.stderr
 
 
 def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
