@@ -305,3 +305,21 @@ def test_classes_that_are_surely_worse_are_named(reports: dict[str, Report], tmp
         assert row[0] == entry.name
         shown = (str(entry.num_lost), str(entry.num_gained), probability(entry.p_corrected))
         assert row[5:] == (*shown, "yes" if entry.significant else "no")
+
+
+def test_an_interval_that_is_a_point_is_not_the_one_told(reports: dict[str, Report], tmp_path: Path) -> None:
+    """Without lost and gained images the bootstrap says 0 to 0, of 10 images as of 10,000."""
+    report = reports["no disagreement"]
+    assert report.change is not None
+    drawn = report.change
+    page, _ = write(report, tmp_path)
+    ends = f"{signed(drawn.bootstrap_low_points)} and {signed(drawn.bootstrap_high_points)} (paired bootstrap)"
+    assert f"with 95 % confidence between {ends}" in " ".join(Page(page).paragraphs)
+    none = {"num_lost": 0, "num_gained": 0, "bootstrap_low_points": 0.0, "bootstrap_high_points": 0.0}
+    same = drawn.model_copy(update={**none, "low_points": -2.272, "high_points": 2.272})
+    page, card = write(report.model_copy(update={"change": same}), tmp_path)
+    said = (
+        f"with 95 % confidence between {signed(-2.272)} and {signed(2.272)} (Bonett and Price; the bootstrap can draw"
+    )
+    assert said in " ".join(Page(page).paragraphs)
+    assert said in plain(card)
