@@ -206,9 +206,10 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
     num_images = max(row.num_images for row in summary.rows)
     device = next((row.device for row in summary.rows if row.device), "nothing")
     batch_size = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
+    speed = "no speed was measured" if batch_size is None else f"p50 latency at batch 1, images/s at batch {batch_size}"
     lines = [
         f"top-1 on {num_images:,} validation images; delta to FP32 in percentage points",
-        f"p50 latency at batch 1, images/s at batch {batch_size}, on {device}",
+        f"{speed}, on {device}",
     ]
     for line in lines:
         console.print(line, style="dim", highlight=False, soft_wrap=True)

@@ -73,9 +73,14 @@ class Thresholds(StepConfig):
 
 def verdict_note(accuracy: AccuracyReport, precision: Precision) -> str:
     """What a reader of the verdict must know besides: doubts about the runtime, and how much one image is."""
-    own = accuracy.row(precision)
+    own, fp32 = accuracy.row(precision), accuracy.row("fp32")
     doubts = own.note if own.top1_pct is not None else ""
-    return "; ".join(filter(None, (doubts, one_image_note(accuracy))))
+    # What makes FP32 worse makes the precision look better.
+    others = (
+        [part for part in fp32.note.split("; ") if part and part not in doubts] if fp32.top1_pct is not None else []
+    )
+    reference = f"FP32, which it is compared with: {'; '.join(others)}" if others else ""
+    return "; ".join(filter(None, (doubts, reference, one_image_note(accuracy))))
 
 
 def one_image_note(accuracy: AccuracyReport) -> str:
@@ -129,7 +134,8 @@ def recommend(
 
     Speed does not pay where a check on it fails, or where the precision is slower than the one it would be replaced
     by, asked for or not: its fastest repeat below the other's slowest. FP16 must itself be as accurate as asked; FP32
-    is what accuracy is measured against.
+    is what accuracy is measured against. The other must keep to the limits that are set: where it does not, the judged
+    precision stays, if it passes.
 
     Returns:
         None where accuracy does not pass, or where another precision would not help.
@@ -141,9 +147,7 @@ def recommend(
     reasons = [check.explanation for check in checks if check.name in _SPEED and check.verdict == "fail"]
     if slower := _slower_text(benchmark, own, other):
         reasons = [reason for reason in reasons if f"over {other.upper()} " not in reason] + [slower]
-    if reasons:
-        if not slower and not _fits(thresholds, accuracy.row(other), benchmark):
-            return None
+    if reasons and _fits(thresholds, accuracy.row(other), benchmark):
         reason = f"{own.upper()} is accurate enough, but not fast enough: {'; '.join(reasons)}"
         return Recommendation(precision=other, reason=reason)
     if _passes(checks):
@@ -164,11 +168,18 @@ def _passes(checks: list[GateCheck]) -> bool:
 
 
 def _fits(thresholds: Thresholds, row: AccuracyRow, benchmark: BenchmarkReport) -> bool:
-    """Whether a precision that would replace the judged one keeps to the limits of latency and size."""
+    """Whether a precision that would replace the judged one keeps to the limits of top-1, latency and size."""
     too_large = 0 < thresholds.max_size_mb < row.size_bytes / 1e6
-    return not too_large and (
-        thresholds.max_p99_ms == 0 or _p99(thresholds, row.precision, benchmark).verdict == "pass"
+    return (
+        reaches_top1(thresholds, row)
+        and not too_large
+        and (thresholds.max_p99_ms == 0 or _p99(thresholds, row.precision, benchmark).verdict == "pass")
     )
+
+
+def reaches_top1(thresholds: Thresholds, row: AccuracyRow) -> bool:
+    """Whether a precision has the least top-1: all that can be asked of FP32, which the rest is measured against."""
+    return row.top1_pct is not None and round(row.top1_pct, _DIGITS) >= thresholds.min_top1_pct
 
 
 def largest_batch(benchmark: BenchmarkReport) -> int:
@@ -220,7 +231,8 @@ def _class_drop(allowed: float, own: AccuracyRow) -> GateCheck:
     if largest is not None and round(drop, _DIGITS) > allowed:
         return _no_evidence(name, allowed, f"{text}; it may be chance, p = {largest.p_corrected:.2g}", drop)
     if own.num_unseen_classes:
-        return _no_evidence(name, allowed, f"{text}; {own.num_unseen_classes} classes have no validation image", drop)
+        unseen = "1 class has" if own.num_unseen_classes == 1 else f"{own.num_unseen_classes:,} classes have"
+        return _no_evidence(name, allowed, f"{text}; {unseen} no validation image", drop)
     return _check(name, drop, allowed, "pass", text)
 
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from components.common.records import BenchmarkReport, EpochRecord, LayerCost, SelectionEntry, Trial
+from components.common.records import BenchmarkReport, EpochRecord, LayerCost, Precision, SelectionEntry, Trial
 from components.validate.formats import count, signed
 from components.validate.layers import short_names
 
@@ -126,14 +126,14 @@ def top1_chart(history: Sequence[EpochRecord]) -> str:
         return _svg(figure)
 
 
-def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str]) -> str:
+def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], precision: Precision) -> str:
     """Confusion matrix without numbers: a cell per label (row) and prediction (column), in the table's colours."""
     counts = np.asarray(matrix, dtype=float)
     share = np.sqrt(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))  # the root makes rare confusions visible
     diagonal = np.eye(len(counts), dtype=bool)
     cells = np.where(diagonal[..., None], _HIT, _MISS)  # [N, N, 3], 0..1
     opacity = np.where(diagonal, 0.8 * share, np.where(counts > 0, 0.35 + 0.65 * share, 0))
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "confusion", "axes.grid": False}):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"confusion {precision}", "axes.grid": False}):
         figure = Figure(figsize=(5.0, 4.3), layout="constrained")
         axes = figure.add_subplot()
         axes.imshow(np.dstack([cells, opacity]), interpolation="none")

@@ -18,7 +18,7 @@ class ValidateConfig(StepConfig):
     runtime: Literal["auto", "tensorrt", "openvino", "onnxruntime"] = Field(
         "auto",
         description="What runs the models: TensorRT where the bundle has engines for this GPU, else OpenVINO (auto). "
-        "onnxruntime is the numerical reference, also for FP16; its speed says nothing.",
+        "onnxruntime is the numerical reference, also for FP16; its speed says nothing and is not measured.",
     )
     batch_size: int = Field(
         0,

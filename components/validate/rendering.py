@@ -58,8 +58,9 @@ def write_report(report: Report, pictures: Mapping[int, str], output: Path) -> N
 
 def _charts(report: Report) -> dict[str, str]:
     history = report.training.history if report.training else ()
-    matrix = report.confusion.matrix if report.confusion else None
-    drawn = matrix is not None and len(matrix) > _MAX_NUMBERED
+    classes, precision = report.model.classes, report.verdict.precision
+    matrix, others = (report.confusion.matrix, report.confusion.others) if report.confusion else (None, {})
+    matrices = {precision: matrix, **others} if matrix is not None and len(matrix) > _MAX_NUMBERED else {}
     calibration = report.calibration
     selection = calibration.selection
     ranking = selection.ranking if selection else ()
@@ -69,7 +70,7 @@ def _charts(report: Report) -> dict[str, str]:
         "top1": top1_chart(history) if history else "",
         "trials": trials_chart(selection, calibration.chosen) if selection and selection.trials else "",
         "layers": layers_chart(ranking, calibration.excluded, _MAX_LAYERS) if ranking else "",
-        "confusion": confusion_picture(matrix, report.model.classes) if matrix is not None and drawn else "",
+        **{f"confusion {name}": confusion_picture(entry, classes, name) for name, entry in matrices.items()},
     }
 
 

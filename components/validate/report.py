@@ -11,7 +11,7 @@ import numpy as np
 from components.common.artifacts import Artifact, BundleManifest, DatasetManifest
 from components.common.errors import EngineryError
 from components.common.evaluation import Predictions
-from components.common.records import AccuracyReport, BenchmarkReport, EngineLayer
+from components.common.records import PRECISIONS, AccuracyReport, BenchmarkReport, EngineLayer, Precision
 from components.common.verdict import Thresholds, recommend, run_checks, verdict_note
 from components.validate.comparison import class_changes, compare
 from components.validate.config import ValidateConfig
@@ -55,7 +55,7 @@ def gather_report(
         benchmark=benchmark,
         change=change(*compared) if compared else None,
         disagreements=_disagreements(data, *compared) if compared else (),
-        confusion=_confusion(classes, *compared) if compared else None,
+        confusion=_confusion(classes, *compared, _others(predictions, config.gate.precision)) if compared else None,
         class_changes=class_changes(classes, *compared) if compared else (),
         calibration=Calibration(
             **bundle.manifest.calibration.model_dump(),
@@ -155,14 +155,21 @@ def _pair_counts(predictions: Predictions, num_classes: int) -> Counter[tuple[in
     return Counter(dict(zip(pairs, counts.tolist(), strict=True)))
 
 
-def _confusion(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> Confusion:
+def _others(predictions: Mapping[str, Predictions], judged: Precision) -> dict[Precision, Predictions]:
+    return {name: predictions[name] for name in PRECISIONS if name in predictions and name != judged}
+
+
+def _confusion(
+    classes: tuple[str, ...], fp32: Predictions, own: Predictions, others: Mapping[Precision, Predictions] | None = None
+) -> Confusion:
     counts, counts_fp32 = (_pair_counts(entry, len(classes)) for entry in (own, fp32))
     per_label = np.bincount(own.labels, minlength=len(classes)).tolist()
     wrong = sorted((pair for pair in counts if pair[0] != pair[1]), key=lambda pair: (-counts[pair], pair))
-    indices = range(len(classes))
     small = len(classes) <= MAX_MATRIX_CLASSES
+    found = {name: _pair_counts(entry, len(classes)) for name, entry in (others or {}).items()} if small else {}
     return Confusion(
-        matrix=tuple(tuple(counts[row, column] for column in indices) for row in indices) if small else None,
+        matrix=_matrix(counts, len(classes)) if small else None,
+        others={name: _matrix(entry, len(classes)) for name, entry in found.items()},
         pairs=tuple(
             ConfusedPair(
                 label=classes[label],
@@ -174,6 +181,10 @@ def _confusion(classes: tuple[str, ...], fp32: Predictions, own: Predictions) ->
             for label, predicted in wrong[:MAX_PAIRS]
         ),
     )
+
+
+def _matrix(counts: Counter[tuple[int, int]], num_classes: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(counts[row, column] for column in range(num_classes)) for row in range(num_classes))
 
 
 def _data(data: DatasetManifest) -> Data:

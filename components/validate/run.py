@@ -113,11 +113,21 @@ def _benchmark(
     accuracy: AccuracyReport,
     log: StepLog,
 ) -> BenchmarkReport:
-    runners = [(serving.precision, serving.runner) for serving in servings if serving.runner is not None]
+    max_batch = models.manifest.shapes.max_batch
+    if too_large := [str(size) for size in config.benchmark_batch_sizes if size > max_batch]:
+        log.warning(
+            f"the speed of batch {', '.join(too_large)} is not measured: the models take up to {max_batch} images"
+        )
+    # The speed of a numerical reference says nothing, so that no check and no recommendation may rest on it.
+    runners = [
+        (serving.precision, serving.runner)
+        for serving in servings
+        if serving.runner is not None and serving.runner.runtime != "onnxruntime"
+    ]
     rows = measure_speed(
         config,
         runners,
-        models.manifest.shapes.max_batch,
+        max_batch,
         lambda done, total, now: log.progress("measuring speed", done, total, now),
     )
     budget_ms = config.latency_budget_ms

@@ -76,6 +76,9 @@ class Confusion(_Record):
     matrix: tuple[tuple[int, ...], ...] | None = Field(
         description="Images by [label][prediction], in the order of `model.classes`; None for more than 200 classes."
     )
+    others: dict[Precision, tuple[tuple[int, ...], ...]] = Field(
+        {}, description="The same matrix of every other precision that was measured; empty for more than 200 classes."
+    )
     pairs: tuple[ConfusedPair, ...] = Field(description="The most frequent confusions, at most 20.")
 
 

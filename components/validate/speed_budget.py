@@ -1,7 +1,7 @@
 """The fastest way to run a model whose latency stays within a budget."""
 
 from components.common.records import AccuracyReport, BenchmarkRow, LatencyBudget, OperatingPoint, Precision
-from components.common.verdict import Thresholds, accuracy_checks
+from components.common.verdict import Thresholds, accuracy_checks, reaches_top1
 
 
 def within_budget(
@@ -32,9 +32,9 @@ def within_budget(
 
 
 def is_accurate(accuracy: AccuracyReport, precision: Precision, thresholds: Thresholds) -> bool:
-    """Whether a precision passes the gate's checks on accuracy; FP32, which it is compared with, always does."""
+    """Whether a precision passes the gate's checks on accuracy; FP32, which it is compared with, needs its top-1."""
     if precision == "fp32":
-        return True
+        return reaches_top1(thresholds, accuracy.row("fp32"))
     checks = accuracy_checks(thresholds, accuracy.row("fp32"), accuracy.row(precision))
     return all(check.verdict == "pass" for check in checks)
 
@@ -57,7 +57,7 @@ def budget_text(budget: LatencyBudget) -> str:
     if budget.nearest is not None:
         over = budget.nearest.p99_ms - budget.budget_ms
         return f"nothing within {limit}: nearest is {point_text(budget.nearest)}, {over:,.3g} ms too long{reason}"
-    return f"nothing within {limit}: no speed was measured{reason}"
+    return f"nothing within {limit}{reason or ': no speed was measured'}"
 
 
 def point_text(point: OperatingPoint) -> str:

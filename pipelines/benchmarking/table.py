@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from components.common.artifacts import write_atomically
 
@@ -21,6 +21,7 @@ _PUBLISHED = Path(__file__).with_name("whitepaper.csv")
 # The whitepaper's names of networks, by ours.
 _NAMES = {"alexnet": "AlexNet", "googlenet": "GoogLeNet", "resnet50": "ResNet-50", "vgg19": "VGG-19"}
 _HEADINGS = ("device", "precision", "network", "batch", "images/s", "W", "images/s/W", "ms", "per million images")
+_DECADE = 10.0
 _NAME_SIZE = 7  # points, of the names at grey lines
 _JOULES_PER_KWH = 3.6e6
 _SECONDS_PER_HOUR = 3600.0
@@ -150,7 +151,9 @@ def write_picture(measured: Sequence[Row], published: Sequence[Row], path: Path)
             axes.xaxis.set_major_locator(FixedLocator(sorted({row.batch for row in measured})))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            axes.yaxis.set_major_locator(_round_numbers(axes))
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_formatter(FuncFormatter(_rate))
             axes.grid(visible=True, color="0.9", linewidth=0.6)
             handles |= {str(line.get_label()): line for line in axes.get_lines() if line.get_color() != "0.65"}
             _name_devices(axes, [row for row in published if row.network == network])
@@ -158,6 +161,19 @@ def write_picture(measured: Sequence[Row], published: Sequence[Row], path: Path)
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=150)
     write_atomically(path, image.getvalue())
+
+
+def _round_numbers(axes: Axes) -> Locator:
+    """1, 2 and 5 times powers of ten within the limits of the vertical axis; more where a single power spans it."""
+    low, high = axes.get_ylim()
+    digits = (1, 2, 5) if high / low > _DECADE else range(1, 10)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    ticks = [tick for power in powers for digit in digits if low <= (tick := digit * 10.0**power) <= high]
+    return FixedLocator(ticks) if len(ticks) > 1 else MaxNLocator(4, steps=[1, 2, 5, 10])
+
+
+def _rate(value: float, _: int) -> str:
+    return f"{value:,.0f}" if value >= _DECADE else f"{value:g}"
 
 
 def _name_devices(axes: Axes, published: Sequence[Row]) -> None:

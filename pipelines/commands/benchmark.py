@@ -145,10 +145,11 @@ def _notes(image_size: int, seconds: float) -> str:
     here = environment()
     gpu = here.gpus[0] if here.gpus else None
     machine = f"{gpu.name}, driver {gpu.driver}" if gpu else f"{here.cpu}, {here.num_cores} cores"
-    engine = "openvino" if why_no_tensorrt() else "tensorrt"
-    version = load_tensorrt().__version__ if engine == "tensorrt" else here.versions[engine]
-    return (
-        f"{datetime.now(UTC).date().isoformat()}, {machine}, {engine} {version}. Images of {image_size} x "
-        f"{image_size} pixels and random weights. Throughput and median latency of a batch over {seconds:g} s, "
-        "copies included, as trtexec defines them; power of the board by NVML's energy counter."
-    )
+    size = f"Images of {image_size} x {image_size} pixels and random weights. Throughput and median latency of a batch"
+    if why_no_tensorrt():
+        version, how = f"openvino {here.versions['openvino']}", "Nothing tells the power, and FP16 needs TensorRT."
+        over = f"over {seconds:g} s, latency as the time of the call."
+    else:
+        version, how = f"tensorrt {load_tensorrt().__version__}", "Power of the board by NVML's energy counter."
+        over = f"over {seconds:g} s, copies included, as trtexec defines them."
+    return f"{datetime.now(UTC).date().isoformat()}, {machine}, {version}. {size} {over} {how}"

@@ -1,25 +1,33 @@
 """Speed: what is measured by default and on demand, by the real CPU runners, and what a latency budget leads to."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from rich.console import Console
 
 from components.common.errors import UserError
 from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow, LatencyBudget
 from components.common.runners import Runner
 from components.common.runners.onnxruntime import OnnxRuntimeRunner
 from components.common.runners.openvino import OpenVINORunner
+from components.common.serving import Serving
 from components.common.settings import resolve
 from components.common.shapes import ShapeSpec
+from components.common.steplog import StepLog
 from components.common.verdict import Thresholds
 from components.validate.config import ValidateConfig
+from components.validate.run import _benchmark
 from components.validate.speed import measure_speed, planned_loads, runs
 from components.validate.speed_budget import budget_metrics, budget_text, within_budget
+from pipelines.rendering import _print_legend
 
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=4, max_batch=8)
 TIMES = {"warmup_s": 0.0, "duration_s": 0.02, "min_iterations": 5}
@@ -249,7 +257,9 @@ ROWS = (
 )
 
 
-def budget(budget_ms: float, *, int8_pct: float = 79.9, fp16_pct: float | None = 80.0) -> LatencyBudget:
+def budget(
+    budget_ms: float, *, int8_pct: float = 79.9, fp16_pct: float | None = 80.0, min_top1_pct: float = 0
+) -> LatencyBudget:
     measured = {"fp32": 80.0, "fp16": fp16_pct, "int8": int8_pct}
     accuracy = AccuracyReport(
         dataset_digest="d",
@@ -260,7 +270,8 @@ def budget(budget_ms: float, *, int8_pct: float = 79.9, fp16_pct: float | None =
             for name, pct in measured.items()
         ),
     )
-    return within_budget(budget_ms, ROWS, accuracy, Thresholds(max_top1_drop_points=0.5, min_relative_top1_pct=99))
+    thresholds = Thresholds(max_top1_drop_points=0.5, min_relative_top1_pct=99, min_top1_pct=min_top1_pct)
+    return within_budget(budget_ms, ROWS, accuracy, thresholds)
 
 
 def test_the_fastest_within_the_budget_is_chosen() -> None:
@@ -301,3 +312,43 @@ def test_without_speed_there_is_nothing_to_choose() -> None:
     accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=())
     found = within_budget(7, (), accuracy, Thresholds())
     assert budget_text(found) == "nothing within 7 ms: no speed was measured"
+
+
+@pytest.mark.parametrize(("least", "left_out"), [(80.0, ()), (80.5, ("fp32", "fp16", "int8"))])
+def test_fp32_needs_the_least_top1_too(least: float, left_out: tuple[str, ...]) -> None:
+    found = budget(0.5, min_top1_pct=least, int8_pct=80.0)
+    assert found.left_out == left_out
+    said = "; FP32 and FP16 and INT8 left out: do not pass the checks on accuracy"
+    assert budget_text(found).endswith("1.5 ms too long" if not left_out else f"nothing within 0.5 ms{said}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "measured", "said"),
+    [
+        (OpenVINORunner, (1, 8, 16, 64), {1, 8}, "the speed of batch 16, 64 is not measured: the models take up to 8"),
+        (OnnxRuntimeRunner, (1, 8), set(), ""),  # a numerical reference, on whose speed no check may rest
+    ],
+)
+def test_what_is_not_measured(
+    kind: type[OpenVINORunner], sizes: tuple[int, ...], measured: set[int], said: str, model: Path, capsys: Any
+) -> None:
+    settings = {"benchmark_batch_sizes": sizes, "benchmark_seconds": 0.01, "benchmark_warmup_seconds": 0}
+    config = resolve(ValidateConfig, "validate", settings)
+    serving = Serving(precision="fp32", file=model, runner=kind(model, SHAPES), note="")
+    bundle: Any = SimpleNamespace(digest="b", manifest=SimpleNamespace(shapes=SHAPES))
+    accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=())
+    found = _benchmark(config, [serving], bundle, accuracy, StepLog("validate"))
+    assert {entry.batch_size for entry in found.rows} == measured
+    told = capsys.readouterr().err
+    assert said in told
+    assert ("is not measured" in told) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "said"), [(None, "no speed was measured, on CPU"), (16, "images/s at batch 16, on")]
+)
+def test_the_summary_of_a_run_without_speed(batch_size: int | None, said: str) -> None:
+    line = SimpleNamespace(num_images=120, device="CPU", throughput_batch_size=batch_size)
+    console = Console(file=io.StringIO())
+    _print_legend(console, SimpleNamespace(rows=[line]))  # type: ignore[arg-type]
+    assert said in console.file.getvalue()  # type: ignore[attr-defined]

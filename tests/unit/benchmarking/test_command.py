@@ -30,6 +30,9 @@ def test_table_of_a_cpu(tmp_path: Path) -> None:
     text = (tmp_path / "new" / "table.md").read_text()
     assert text.strip() in result.output
     assert text.count("squeezenet1_1") == 4
+    notes = text.splitlines()[0]
+    assert "latency as the time of the call. Nothing tells the power, and FP16 needs TensorRT." in notes
+    assert "NVML" not in notes
     assert (tmp_path / "new" / "throughput.png").stat().st_size > 10_000
 
 

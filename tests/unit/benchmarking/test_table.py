@@ -3,8 +3,10 @@
 import csv
 import io
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from components.common.records import BenchmarkRow
@@ -155,3 +157,23 @@ def test_picture(tmp_path):
     with Image.open(tmp_path / "t.png") as picture:
         assert picture.size[0] > 500
         assert len(set(picture.convert("RGB").getdata())) > 50
+
+
+@pytest.mark.parametrize(
+    ("rates", "labels"),
+    [
+        ((199, 400), ["200", "300", "400"]),
+        ((19, 45_000), ["20", "50", "100", "200", "500", "1,000", "2,000", "5,000", "10,000", "20,000", "50,000"]),
+        ((211, 238), ["210", "220", "230"]),
+        ((0.6, 3), ["0.6", "0.7", "0.8", "0.9", "1", "2", "3"]),
+    ],
+)
+def test_speeds_are_round_numbers_without_powers(rates: tuple[float, float], labels: list[str], tmp_path: Path) -> None:
+    measured = [row(batch=batch, images_per_s=rate) for batch, rate in zip((1, 8), rates, strict=True)]
+    with patch.object(Figure, "savefig", autospec=True, side_effect=Figure.savefig) as saved:
+        write_picture(measured, [], tmp_path / "t.png")
+    axes = saved.call_args.args[0].axes[0]
+    low, high = axes.get_ylim()
+    write = axes.yaxis.get_major_formatter()
+    ticks = [write(value, 0) for value in axes.get_yticks() if low <= value <= high]
+    assert (ticks, list(axes.get_yticks(minor=True))) == (labels, [])

@@ -263,7 +263,7 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
             )
             for index in different
         ),
-        confusion=gathering._confusion(classes, fp32, int8),
+        confusion=gathering._confusion(classes, fp32, int8, {"fp32": fp32, "fp16": fp16}),
         class_changes=class_changes(classes, fp32, int8),
         calibration=Calibration(
             method="percentile",

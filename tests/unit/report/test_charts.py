@@ -178,4 +178,4 @@ def test_short_names_keep_layers_apart() -> None:
 def test_a_name_is_no_formula() -> None:
     ranking = [LayerCost(name=r"/$a_{$/$\frac$", operator="Conv", cost_nats=0.1)]
     assert r"$a_{$ $\frac$" in texts(layers_chart(ranking, (), 20))
-    assert r"$\frac$" in texts(confusion_picture([[1, 0], [0, 1]], [r"$\frac$", "b"]))
+    assert r"$\frac$" in texts(confusion_picture([[1, 0], [0, 1]], [r"$\frac$", "b"], "int8"))

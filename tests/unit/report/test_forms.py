@@ -161,7 +161,7 @@ NOT_SHOWN = re.compile(
     r"verdict\.(passed|precision|thresholds|checks\.\d+\.(name|measured|threshold))|schema_version|created"
     r"|benchmark\.(bundle_digest|rows\.\d+\.(num_iterations|runtime))|accuracy\.(bundle_digest|rows\.\d+\.file)"
     r"|model\.(classes|shapes\.(output_name|opt_batch))|model\.engines\.\d+\.precision"
-    r"|disagreements\.\d+\.index|confusion\.matrix|class_changes\.(2\d|[3-9]\d|\d{3})|calibration\.(seconds|cached)"
+    r"|disagreements\.\d+\.index|confusion\.(matrix|others)|class_changes\.(2\d|[3-9]\d|\d{3})|calibration\.(seconds|cached)"
     r"|class_changes\.\d+\.(p_corrected|significant)"
     r"|calibration\.selection\.(out_of_time|trials\.\d+\.(excluded|within_budget))|training\.environment|code\.modified"
 )
@@ -211,6 +211,25 @@ def test_a_matrix_is_a_table_then_a_picture_then_nothing(reports: dict[str, Repo
         assert ('<table class="heat' in page, "<image " in page) == (table, picture), name
         assert "data:image/png;base64" in page or not picture
     assert "A matrix of 1,000 classes could not be read" in page
+
+
+def test_every_precision_has_a_matrix(reports: dict[str, Report], tmp_path: Path) -> None:
+    """FP16 differs from FP32 in what is not the judged precision's business, and both are shown folded."""
+    for name, start in (("ten classes", '<table class="heat'), ("a hundred classes", "<image ")):
+        page, _ = write(reports[name], tmp_path)
+        assert page.count(start) == 3
+        assert re.findall("<summary>The same of (.+)</summary>", page) == ["FP32", "FP16"]
+    confusion = reports["ten classes"].confusion
+    assert confusion is not None
+    for other, matrix in confusion.others.items():
+        row = reports["ten classes"].accuracy.row(other)
+        assert row.top1_pct is not None
+        right = sum(matrix[index][index] for index in range(10))
+        assert right == round(row.num_images * row.top1_pct / 100)
+        assert sum(map(sum, matrix)) == row.num_images
+    thousand = reports["a thousand classes"].confusion
+    assert thousand is not None
+    assert (thousand.matrix, thousand.others) == (None, {})
 
 
 def test_key_figures_are_the_judged_precision(reports: dict[str, Report], tmp_path: Path) -> None:
@@ -305,3 +324,21 @@ def test_classes_that_are_surely_worse_are_named(reports: dict[str, Report], tmp
         assert row[0] == entry.name
         shown = (str(entry.num_lost), str(entry.num_gained), probability(entry.p_corrected))
         assert row[5:] == (*shown, "yes" if entry.significant else "no")
+
+
+def test_an_interval_that_is_a_point_is_not_the_one_told(reports: dict[str, Report], tmp_path: Path) -> None:
+    """Without lost and gained images the bootstrap says 0 to 0, of 10 images as of 10,000."""
+    report = reports["no disagreement"]
+    assert report.change is not None
+    drawn = report.change
+    page, _ = write(report, tmp_path)
+    ends = f"{signed(drawn.bootstrap_low_points)} and {signed(drawn.bootstrap_high_points)} (paired bootstrap)"
+    assert f"with 95 % confidence between {ends}" in " ".join(Page(page).paragraphs)
+    none = {"num_lost": 0, "num_gained": 0, "bootstrap_low_points": 0.0, "bootstrap_high_points": 0.0}
+    same = drawn.model_copy(update={**none, "low_points": -2.272, "high_points": 2.272})
+    page, card = write(report.model_copy(update={"change": same}), tmp_path)
+    said = (
+        f"with 95 % confidence between {signed(-2.272)} and {signed(2.272)} (Bonett and Price; the bootstrap can draw"
+    )
+    assert said in " ".join(Page(page).paragraphs)
+    assert said in plain(card)
