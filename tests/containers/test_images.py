@@ -133,3 +133,21 @@ def test_a_secret_in_the_context_is_in_no_layer(tmp_path: Path) -> None:
         assert found.stdout.strip() == "0"
     finally:
         docker("rmi", tag)
+
+
+@pytest.mark.slow
+def test_the_same_sources_give_the_same_files() -> None:
+    """Bytes, modes and times of all that we add, in a build that takes nothing from the cache of layers."""
+    again = f"{image('promote')}-again"
+    build = [REPOSITORY / "containers/build", "--no-cache", "-f", "containers/promote/Dockerfile", "-t", again]
+    subprocess.run([*build, "--build-arg", f"BASE_IMAGE={os.environ['SLIM']}", "."], cwd=REPOSITORY, check=True)
+    script = "cd /opt/enginery && find . -printf '%p %m %T@ %l\\n' | sort && find . -type f -exec sha256sum {} + | sort"
+    try:
+        first, second = (
+            docker("run", "--rm", "--user", "0", "--entrypoint", "sh", reference, "-c", script).stdout.splitlines()
+            for reference in (image("promote"), again)
+        )
+        assert len(first) > 1000
+        assert set(first) ^ set(second) == set()
+    finally:
+        docker("rmi", again)
