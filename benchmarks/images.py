@@ -41,20 +41,24 @@ def build_seconds(image: str, *options: str) -> float:
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--cold", is_flag=True, help="Without the cache of layers, too; pip keeps what it has downloaded.")
+@click.option("--built", nargs=2, metavar="REGISTRY TAG", help="Only the sizes of images that are there already.")
 @click.option("--notes", default="", help="What a reader must know of the run.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(machine: str, cold: bool, notes: str, results: Path) -> None:
+def main(machine: str, cold: bool, built: tuple[str, str] | None, notes: str, results: Path) -> None:
     """Build each image, and write images.json."""
     measures: dict[str, float] = {}
+    registry, tag = built or ("enginery-measured", "0")
     for image in _IMAGES:
         if cold:
             measures[f"build_seconds_cold_{image}"] = build_seconds(image, "--no-cache")
-        build_seconds(image)
-        measures[f"build_seconds_warm_{image}"] = build_seconds(image)
-        measures[f"added_mb_{image}"] = size_mb(f"enginery-measured/{image}:0") - size_mb(base_of(image))
+        if not built:
+            build_seconds(image)
+            measures[f"build_seconds_warm_{image}"] = build_seconds(image)
+        measures[f"added_mb_{image}"] = size_mb(f"{registry}/{image}:{tag}") - size_mb(base_of(image))
         click.echo(f"{image}: {measures[f'added_mb_{image}']:.0f} MB")
     measures["base_mb_pytorch"], measures["base_mb_slim"] = size_mb(os.environ["PYTORCH"]), size_mb(os.environ["SLIM"])
-    text = "Stand-in bases, not NGC's. Warm: nothing changed. Cold: no layer cached; pip's downloads were."
+    text = "Stand-in bases, not NGC's. MB of 10^6 bytes, uncompressed."
+    text += "" if built else " Warm: nothing changed. Cold: no layer cached; pip's downloads were."
     write_result(machine, "images", measures=measures, runs=[], notes=f"{text} {notes}".strip(), directory=results)
 
 
