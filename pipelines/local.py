@@ -35,6 +35,7 @@ from pipelines.caching import (
     step_keys,
     unfinished_outputs,
 )
+from pipelines.containers import Containers, check_images
 from pipelines.interrupts import Interrupts
 from pipelines.parameters import STEP_ORDER, PipelineFile
 from pipelines.record import RUN_LOG, RunRecord, as_error
@@ -57,6 +58,7 @@ def run_locally(
     console: Console,
     summary_path: Path | None,
     reuse: bool = True,
+    in_containers: bool = False,
 ) -> RunSummary:
     """Run the whole pipeline, show it, record it.
 
@@ -67,6 +69,7 @@ def run_locally(
         console: where a person reads.
         summary_path: where to write the summary as JSON, too.
         reuse: take over finished steps whose inputs, settings, code and machine are the same.
+        in_containers: run each step in its image. Nothing is taken over there: what an image holds is in no key.
 
     Returns:
         The summary; its exit_code is what the process should end with.
@@ -77,6 +80,8 @@ def run_locally(
         SystemExit: interrupted before there was a run.
     """
     _refuse_python3(arguments)
+    if in_containers:
+        check_images(file)
     state = StateDirectory.current()
     started = time.time()
     with Interrupts(on_second=end_children) as interrupts:
@@ -87,6 +92,9 @@ def run_locally(
             console.print("\n[yellow]interrupted[/] before the first step")
             raise SystemExit(EXIT_INTERRUPTED) from None
         chain = _Chain(file=file, arguments=arguments, state=state, record=record, console=console)
+        if in_containers:
+            chain.containers = Containers(run_directory=record.directory, state=state, arguments=arguments)
+            reuse = False
         try:
             status = chain.run(interrupts, reuse=reuse)
         except OSError:  # of the terminal: nobody reads any more
@@ -109,6 +117,7 @@ class _Chain:
     state: StateDirectory
     record: RunRecord
     console: Console
+    containers: Containers | None = None  # None: each step is a process here
     keys: dict[str, str] = field(default_factory=dict)
     reused: list[CachedStep] = field(default_factory=list)
     builder: SummaryBuilder = field(default_factory=lambda: SummaryBuilder(time.time()))
@@ -126,7 +135,7 @@ class _Chain:
 
             def on_step_event(event: dict[str, Any]) -> None:
                 interrupts.check()
-                if event["event"] == "started":
+                if event["event"] == "started" and self.containers is None:
                     end_orphans_of(event["pid"])
                 elif event["event"] == "finished" and event["digest"]:
                     root = self.record.directory / CACHE
@@ -136,11 +145,14 @@ class _Chain:
             try:
                 with interrupts.raising():
                     self._run_steps(EventStream(log, on_step_event), log, renderer, reuse=reuse)
-                return "done"
+                return "failed" if self.containers and self.builder.failure else "done"
             except KeyboardInterrupt:
                 with contextlib.suppress(OSError):  # the terminal may be gone
                     self.console.print("stopping the running step (again: at once)", style="dim", highlight=False)
-                end_children(_GRACE_S if interrupts.num_signals < 2 else 0.0)
+                grace_s = _GRACE_S if interrupts.num_signals < 2 else 0.0
+                if self.containers:
+                    self.containers.stop(int(grace_s))
+                end_children(grace_s)
                 return "killed"
             except Exception as error:  # KFP says only that a task failed; what failed came as an event
                 end_children()  # such as the workers of a step that was killed
@@ -165,14 +177,17 @@ class _Chain:
         cache = offer(self.reused, self.record.directory)
         note_begun(self.file, self.keys, cache)
         with _environment(variables), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(log):
+            here = kfp.local.SubprocessRunner(use_venv=False)
             kfp.local.init(
-                kfp.local.SubprocessRunner(use_venv=False),
+                self.containers.runner(variables) if self.containers else here,
                 pipeline_root=str(self.record.directory / "artifacts"),
                 workspace_root=str(self.record.directory / "workspace"),
                 enable_caching=True,
                 cache_root=str(cache),
             )
             self.file.pipeline(**self.arguments)
+            if self.containers:
+                self.containers.check_manifests(self.file)
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """The failure of a step whose event did not arrive: what it wrote beside its output, or what is likely."""

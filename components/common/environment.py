@@ -19,7 +19,7 @@ _DISTRIBUTIONS = {
     "onnxruntime": ("onnxruntime",),
     "openvino": ("openvino",),
     "tensorrt": ("tensorrt-cu13", "tensorrt-cu12", "tensorrt"),
-    "mlflow": ("mlflow",),
+    "mlflow": ("mlflow", "mlflow-skinny"),
     "kfp": ("kfp",),
     "numpy": ("numpy",),
     "pillow": ("pillow",),

@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from components.common.loader import Batch
 from components.common.runners import Runner, to_numpy
+
+if TYPE_CHECKING:  # torch and DALI, which the image of promote has not
+    from components.common.loader import Batch
 
 TOP_K = 5
 NUM_BINS = 15  # of confidence, as in Guo et al. (2017)
@@ -109,7 +112,7 @@ class Predictions:
 
 
 def predict(
-    runners: Mapping[str, Runner], batches: Iterable[Batch], num_images: int, progress: Callable[[int, int], None]
+    runners: Mapping[str, Runner], batches: Iterable["Batch"], num_images: int, progress: Callable[[int, int], None]
 ) -> dict[str, Predictions]:
     """Run every runner over the same images, decoding each once. Logits are not kept: see `Predictions` for what is.
 
@@ -152,7 +155,7 @@ def predict(
 
 
 def predict_in_parts(
-    parts: Sequence[tuple[Mapping[str, Runner], Iterable[Batch]]],
+    parts: Sequence[tuple[Mapping[str, Runner], Iterable["Batch"]]],
     num_images: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, Predictions]:
@@ -169,7 +172,7 @@ def predict_in_parts(
     """
     done, lock, stop = [0] * len(parts), threading.Lock(), threading.Event()
 
-    def until_stopped(batches: Iterable[Batch]) -> Iterator[Batch]:
+    def until_stopped(batches: Iterable["Batch"]) -> Iterator["Batch"]:
         for batch in batches:
             if stop.is_set():
                 return

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import select
@@ -12,6 +13,7 @@ import time
 import psutil
 
 PARENT_VARIABLE = "ENGINERY_PARENT_PID"
+PARENT_LOCK_VARIABLE = "ENGINERY_PARENT_LOCK"  # a file that the run holds locked, for steps in containers
 _TIDYING_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -20,9 +22,13 @@ def end_with_parent() -> None:
     """Kill this process and its children as soon as the process named in ENGINERY_PARENT_PID is gone.
 
     KFP starts a step through a shell, so the kernel's parent-death signal would watch the wrong process. A pidfd stays
-    with one process and can't be fooled by a reused number. Does nothing where no parent is named (containers,
-    a step typed by hand).
+    with one process and can't be fooled by a reused number. In a container the run's processes have no numbers, and
+    the lock of its directory says the same. Does nothing where no parent is named (a cluster, a step typed by hand).
     """
+    if lock := os.environ.get(PARENT_LOCK_VARIABLE):
+        handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        threading.Thread(target=_watch_lock, args=(handle,), name="end-with-parent", daemon=True).start()
+        return
     parent = os.environ.get(PARENT_VARIABLE)
     if not parent:
         return
@@ -104,6 +110,11 @@ def _end_with(handle: int) -> None:
 
 def _watch(handle: int) -> None:
     _wait_for_end(handle)
+    _end_now()
+
+
+def _watch_lock(handle: int) -> None:
+    fcntl.flock(handle, fcntl.LOCK_SH)  # free once the run has ended, however it did
     _end_now()
 
 

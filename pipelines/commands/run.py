@@ -94,7 +94,9 @@ def command_for(path: Path) -> click.Command:
     """
     file = load_pipeline(path)
 
-    def execute(arguments: dict[str, Any], summary: Path | None, experiment: str | None, reuse: bool) -> None:
+    def execute(
+        arguments: dict[str, Any], summary: Path | None, experiment: str | None, reuse: bool, in_containers: bool
+    ) -> None:
         if summary is not None and not summary.absolute().parent.is_dir():
             raise UserError(f"--summary {summary}: the folder {summary.absolute().parent} does not exist; make it")
         if summary is not None and summary.is_dir():
@@ -112,6 +114,7 @@ def command_for(path: Path) -> click.Command:
             console=new_console(),
             summary_path=summary,
             reuse=reuse,
+            in_containers=in_containers,
         )
         sys.exit(result.exit_code)
 
@@ -123,6 +126,11 @@ def command_for(path: Path) -> click.Command:
             ["--reuse/--no-reuse"],
             default=True,
             help="Take over finished steps that nothing changed for.  [default: reuse]",
+        ),
+        click.Option(
+            ["--in-containers"],
+            is_flag=True,
+            help="Run each step in its image by this machine's Docker engine; nothing is taken over.",
         ),
         click.Option(["--experiment"], metavar="NAME", help="MLflow experiment.  [default: the pipeline's name]"),
     ]

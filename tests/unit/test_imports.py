@@ -82,6 +82,14 @@ def test_compiling_needs_no_engine_room() -> None:
     assert done.stdout.strip() == f"imported {len(LIGHT)}"
 
 
+def test_promote_and_gate_need_no_engine_room() -> None:
+    """Their image is slim: MLflow, and nothing that trains or runs a model."""
+    heavy, light = tuple(set(HEAVY) - {"mlflow"}), ["components.promote.run", "components.gate.run"]
+    script = IMPORT_BLOCKED.format(heavy=heavy, light=light)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_imports_no_other_step_and_no_pipeline(step: str) -> None:
     others = [f"components.{other}" for other in STEPS if other not in (step, BUILDS_ON.get(step))]

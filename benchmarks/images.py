@@ -1,0 +1,66 @@
+"""Measure the images that containers/smoke builds: sizes above their bases, and times to build them.
+
+eval "$(containers/stand-in/build)"; export PYTORCH SLIM
+python -m benchmarks.images --machine cpu-2core --cold
+"""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import click
+
+from benchmarks.results import RESULTS, write_result
+
+_BUILD = Path(__file__).resolve().parents[1] / "containers/build"
+_ON_SLIM = ("promote", "serve", "mlflow")
+_IMAGES = ("preprocess", "train", "export", "validate", *_ON_SLIM)
+
+
+def base_of(image: str) -> str:
+    """The stand-in base of an image, as containers/stand-in/build names it."""
+    return os.environ["SLIM" if image in _ON_SLIM else "PYTORCH"]
+
+
+def size_mb(reference: str) -> float:
+    """Uncompressed size, in MB of 10^6 bytes."""
+    command = ["docker", "image", "inspect", "--format", "{{.Size}}", reference]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1e6
+
+
+def build_seconds(image: str, *options: str) -> float:
+    """Wall time of one build."""
+    started = time.perf_counter()
+    arguments = ["-f", f"containers/{image}/Dockerfile", "--build-arg", f"BASE_IMAGE={base_of(image)}"]
+    command = [_BUILD, *arguments, *options, "-t", f"enginery-measured/{image}:0", "."]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=_BUILD.parents[1])
+    return time.perf_counter() - started
+
+
+@click.command()
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--cold", is_flag=True, help="Without the cache of layers, too; pip keeps what it has downloaded.")
+@click.option("--built", nargs=2, metavar="REGISTRY TAG", help="Only the sizes of images that are there already.")
+@click.option("--notes", default="", help="What a reader must know of the run.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(machine: str, cold: bool, built: tuple[str, str] | None, notes: str, results: Path) -> None:
+    """Build each image, and write images.json."""
+    measures: dict[str, float] = {}
+    registry, tag = built or ("enginery-measured", "0")
+    for image in _IMAGES:
+        if cold:
+            measures[f"build_seconds_cold_{image}"] = build_seconds(image, "--no-cache")
+        if not built:
+            build_seconds(image)
+            measures[f"build_seconds_warm_{image}"] = build_seconds(image)
+        measures[f"added_mb_{image}"] = size_mb(f"{registry}/{image}:{tag}") - size_mb(base_of(image))
+        click.echo(f"{image}: {measures[f'added_mb_{image}']:.0f} MB")
+    measures["base_mb_pytorch"], measures["base_mb_slim"] = size_mb(os.environ["PYTORCH"]), size_mb(os.environ["SLIM"])
+    text = "Stand-in bases, not NGC's. MB of 10^6 bytes, uncompressed."
+    text += "" if built else " Warm: nothing changed. Cold: no layer cached; pip's downloads were."
+    write_result(machine, "images", measures=measures, runs=[], notes=f"{text} {notes}".strip(), directory=results)
+
+
+if __name__ == "__main__":
+    main()

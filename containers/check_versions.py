@@ -1,0 +1,136 @@
+"""Whether the images fit together: one release, one TensorRT, a driver as documented.
+
+`python containers/check_versions.py` compares what the repository says. With `--images REGISTRY TAG` it asks built
+images, too; with `--release` it wants every base pinned by digest.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ("preprocess", "train", "export", "validate", "promote", "serve", "mlflow")
+# CUDA's major version -> oldest driver that runs it (NVIDIA, CUDA Toolkit release notes, minor version compatibility).
+OLDEST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
+_VARIABLE = re.compile(r'^variable "(\w+)" \{ default = "([^"]*)" \}$', re.MULTILINE)
+_BASE = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def read_versions(text: str) -> dict[str, str]:
+    """The variables of versions.hcl."""
+    return dict(_VARIABLE.findall(text))
+
+
+def driver_number(version: str) -> tuple[int, ...]:
+    """A driver's version in the order of time: "580.65.06" is (580, 65, 6)."""
+    return tuple(int(part) for part in version.split("."))
+
+
+def said_problems(versions: Mapping[str, str], *, release: bool = False) -> list[str]:
+    """What versions.hcl says that can't be, one line each."""
+    found = []
+    export, serve = versions["PYTORCH_TENSORRT"], versions["TRITON_TENSORRT"]
+    if export != serve:
+        found.append(
+            f"export has TensorRT {export} and serve {serve}, and a plan runs only on the TensorRT that built it: "
+            "take the release where they agree"
+        )
+    found += _driver_problems(versions["CUDA"], versions["MIN_DRIVER"], "the bases' CUDA")
+    for name in ("PYTORCH_DIGEST", "TRITON_DIGEST", "PYTHON_DIGEST"):
+        if versions[name] and not _DIGEST.fullmatch(versions[name]):
+            found.append(f"{name} is {versions[name]!r}, no digest such as sha256:...; write it with containers/pin")
+        if release and not versions[name]:
+            found.append(f"{name} is empty, and a release is built on pinned bases only: run containers/pin")
+    found += [
+        f"{image.upper()}_BUDGET_MB is missing" for image in IMAGES if f"{image.upper()}_BUDGET_MB" not in versions
+    ]
+    return found
+
+
+def default_problems(versions: Mapping[str, str], dockerfiles: Mapping[str, str]) -> list[str]:
+    """Dockerfiles (by image) whose own default base is another than the release's."""
+    pytorch = f"nvcr.io/nvidia/pytorch:{versions['NGC_RELEASE']}-py3"
+    bases = dict.fromkeys(("preprocess", "train", "export", "validate"), pytorch)
+    bases |= dict.fromkeys(("promote", "mlflow"), f"python:{versions['PYTHON_TAG']}")
+    bases["serve"] = f"nvcr.io/nvidia/tritonserver:{versions['NGC_RELEASE']}-py3"
+    found = []
+    for image, text in dockerfiles.items():
+        default = _BASE.findall(text)
+        if default != [bases[image]]:
+            found.append(f"containers/{image}/Dockerfile has the base {default}, and versions.hcl says {bases[image]}")
+    return found
+
+
+def document_problems(versions: Mapping[str, str], documents: Mapping[str, str]) -> list[str]:
+    """Documents (by name) that name another driver branch than the images need."""
+    branch = f"R{versions['MIN_DRIVER'].split('.')[0]}"
+    return [
+        f"{name} does not name the driver branch {branch}" for name, text in documents.items() if branch not in text
+    ]
+
+
+def image_problems(versions: Mapping[str, str], variables: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """What built images of export and serve carry, by the variables that NVIDIA sets in its bases.
+
+    Args:
+        versions: of versions.hcl.
+        variables: of the images "export" and "serve".
+    """
+    found = []
+    for image, name in (("export", "PYTORCH_TENSORRT"), ("serve", "TRITON_TENSORRT")):
+        carried = variables[image].get("TRT_VERSION", "")
+        if not f"{carried}.".startswith(f"{versions[name]}."):
+            found.append(f"{image} carries TensorRT {carried or 'of no known version'}, and {name} is {versions[name]}")
+        cuda = variables[image].get("CUDA_VERSION", "")
+        found += _driver_problems(cuda, versions["MIN_DRIVER"], f"{image}'s CUDA")
+    carried_by = [variables[image].get("TRT_VERSION", "") for image in ("export", "serve")]
+    if carried_by[0] != carried_by[1]:
+        found.append(f"export carries TensorRT {carried_by[0]} and serve {carried_by[1]}: plans would not load")
+    return found
+
+
+def _driver_problems(cuda: str, documented: str, what: str) -> list[str]:
+    needed = OLDEST_DRIVER.get(cuda.split(".")[0])
+    if needed is None:
+        return [
+            f"{what} is {cuda or 'of no known version'}, whose driver is not in OLDEST_DRIVER of {Path(__file__).name}"
+        ]
+    if driver_number(needed) > driver_number(documented):
+        return [f"{what} {cuda} needs the driver {needed}, and {documented} is documented (MIN_DRIVER)"]
+    return []
+
+
+def _variables(reference: str) -> dict[str, str]:
+    command = ["docker", "image", "inspect", "--format", "{{json .Config.Env}}", reference]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"can't look into {reference}: {done.stderr.strip()}. Build it: make images")
+    return dict(entry.split("=", 1) for entry in json.loads(done.stdout) or ())
+
+
+def main() -> None:
+    """Print what does not fit, and end with 1 if anything does not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--release", action="store_true", help="every base must be pinned by digest")
+    parser.add_argument("--images", nargs=2, metavar=("REGISTRY", "TAG"), help="look into built images, too")
+    arguments = parser.parse_args()
+    versions = read_versions((ROOT / "containers/versions.hcl").read_text(encoding="utf-8"))
+    dockerfiles = {image: (ROOT / f"containers/{image}/Dockerfile").read_text(encoding="utf-8") for image in IMAGES}
+    documents = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/containers.md")}
+    found = said_problems(versions, release=arguments.release)
+    found += default_problems(versions, dockerfiles) + document_problems(versions, documents)
+    if arguments.images:
+        registry, tag = arguments.images
+        found += image_problems(versions, {i: _variables(f"{registry}/{i}:{tag}") for i in ("export", "serve")})
+    if found:
+        sys.exit("\n".join(found))
+    print(f"NGC {versions['NGC_RELEASE']}, TensorRT {versions['PYTORCH_TENSORRT']}, driver {versions['MIN_DRIVER']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The images that containers/smoke has built, and how a careful user runs them. Nothing here is skipped."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS = ("preprocess", "train", "export", "validate", "promote")
+IMAGES = (*STEPS, "serve", "mlflow")
+UID = 54_321  # of nobody
+HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
+HARDENED_ALONE = (*HARDENED, "--network", "none", "--user", f"{UID}:{UID}")
+
+
+def image(name: str) -> str:
+    return f"{os.environ['REGISTRY']}/{name}:{os.environ['TAG']}"
+
+
+def base_of(name: str) -> str:
+    return os.environ["SLIM" if name in ("promote", "serve", "mlflow") else "PYTORCH"]
+
+
+def docker(*arguments: str, timeout_s: float = 300, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout_s)
+    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done
+
+
+def inspect(reference: str) -> dict[str, Any]:
+    found = json.loads(docker("image", "inspect", reference).stdout)
+    assert len(found) == 1
+    return found[0]
+
+
+def mount(path: Path, *, read_only: bool) -> tuple[str, str]:
+    return "--volume", f"{path}:{path}:{'ro' if read_only else 'rw'}"
+
+
+def open_folder(path: Path) -> Path:
+    """A folder that any UID may write to, as a volume of a cluster is."""
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+def run_step(name: str, arguments: Sequence[str], *options: str) -> "subprocess.CompletedProcess[str]":
+    return docker("run", "--rm", *HARDENED_ALONE, *options, image(name), *arguments, check=False)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in digits, readable for every UID."""
+    folder = tmp_path_factory.mktemp("data") / "digits"
+    command = [sys.executable, "-m", "pipelines.cli", "data", "digits", str(folder)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    for parent in (folder, folder.parent, folder.parent.parent, folder.parent.parent.parent):
+        parent.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the preprocess image made of them, as a UID without a name, on a read-only root, without a network."""
+    output = open_folder(tmp_path_factory.mktemp("dataset") / "output") / "dataset"
+    output.parent.parent.chmod(0o755)
+    limits = ("--memory", "1500m", *mount(digits, read_only=True), *mount(output.parent, read_only=False))
+    done = run_step("preprocess", ["--data", str(digits), "--output", str(output)], *limits)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output

@@ -1,0 +1,153 @@
+"""Every image, on the stand-in bases, as a real engine runs it."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.containers.conftest import (
+    HARDENED_ALONE,
+    IMAGES,
+    REPOSITORY,
+    STEPS,
+    UID,
+    base_of,
+    docker,
+    image,
+    inspect,
+    mount,
+    open_folder,
+    run_step,
+)
+
+SECRET = "enginery-test-secret-4f9c2e"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_help_as_anybody(step: str) -> None:
+    done = run_step(step, ["--help"], "--memory", "1g")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith(f"Usage: python -m components.{step} [OPTIONS]")
+
+
+@pytest.mark.parametrize("module", ["components.gate.run", "components.promote.run", "kfp.dsl.executor_main"])
+def test_what_the_slim_image_must_import(module: str) -> None:
+    docker("run", "--rm", *HARDENED_ALONE, "--entrypoint", "python", "--env", "_KFP_RUNTIME=true", image("promote"),
+           "-c", f"import {module}")  # fmt: skip
+
+
+def test_a_step_as_a_uid_without_a_name(dataset: Path) -> None:
+    manifest = dataset / "manifest.json"
+    assert json.loads(manifest.read_bytes())["schema_version"] >= 1
+    assert manifest.stat().st_uid == UID
+
+
+def test_too_little_memory_leaves_no_manifest(digits: Path, tmp_path: Path) -> None:
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    output = open_folder(tmp_path / "output") / "dataset"
+    limits = ("--memory", "32m", "--memory-swap", "32m")
+    mounts = (*mount(digits, read_only=True), *mount(output.parent, read_only=False))
+    done = run_step("preprocess", ["--data", str(digits), "--output", str(output)], *limits, *mounts)
+    assert done.returncode == 137
+    assert not (output / "manifest.json").exists()
+
+
+def test_sigterm_ends_training_with_75(dataset: Path, tmp_path: Path) -> None:
+    """As the container's first process, which the kernel spares every signal that it does not handle."""
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    output = open_folder(tmp_path / "output") / "checkpoint"
+    settings = ["--image-size", "32", "--epochs", "500", "--global-batch-size", "32", "--num-processes", "1"]
+    name = f"enginery-sigterm-{os.getpid()}"
+    mounts = (*mount(dataset, read_only=True), *mount(output.parent, read_only=False))
+    arguments = ["--dataset", str(dataset), "--output", str(output), *settings]
+    docker("run", "--detach", "--name", name, *HARDENED_ALONE, *mounts, image("train"), *arguments)
+    try:
+        deadline = time.monotonic() + 180
+        while "train: training" not in (told := docker("logs", name)).stderr and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert "train: training" in told.stderr, told.stderr[-2000:]
+        docker("stop", "--time", "60", name)
+        state = json.loads(docker("inspect", "--format", "{{json .State}}", name).stdout)
+        assert state["ExitCode"] == 75, docker("logs", name).stderr[-2000:]
+    finally:
+        docker("rm", "--force", name)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_what_an_image_says_of_itself(name: str) -> None:
+    config = inspect(image(name))["Config"]
+    assert config["User"] == "10001:0"
+    entry = {"serve": ["tritonserver"], "mlflow": ["/opt/enginery/start"]}
+    assert config["Entrypoint"] == entry.get(name, ["python", "-m", f"components.{name}"])
+    labels = {key.removeprefix("org.opencontainers.image."): value for key, value in config["Labels"].items()}
+    assert labels["title"] == f"enginery {name}"
+    assert {"description", "licenses", "base.name", "revision", "version"} <= set(labels)
+    assert ("Healthcheck" in config) == (name in ("serve", "mlflow"))
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_size_above_the_base(name: str) -> None:
+    text = (REPOSITORY / "containers/versions.hcl").read_text()
+    budget_mb = int(text.split(f'"{name.upper()}_BUDGET_MB" {{ default = "')[1].split('"')[0])
+    added_mb = (inspect(image(name))["Size"] - inspect(base_of(name))["Size"]) / 1e6
+    print(f"{name}: {added_mb:.0f} MB above its base")
+    assert added_mb <= budget_mb
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_tool_of_the_build_is_left(step: str) -> None:
+    """No installers and caches that the base has not, and our code is what is installed, not what was copied."""
+    script = "find /opt/enginery -maxdepth 2 -name 'setuptools*' -o -maxdepth 2 -name 'pip*'; find /root/.cache -type f"
+    assert (
+        docker("run", "--rm", "--user", "0", "--entrypoint", "sh", image(step), "-c", script, check=False).stdout == ""
+    )
+    script = "import components; print(components.__file__)"
+    done = docker("run", "--rm", *HARDENED_ALONE, "--entrypoint", "python", image(step), "-c", script)
+    assert done.stdout.strip() == "/opt/enginery/code/components/__init__.py"
+
+
+def test_a_secret_in_the_context_is_in_no_layer(tmp_path: Path) -> None:
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    context = tmp_path / "context"
+    for name in filter(None, files.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, context / name)
+    for place in (".env", "id_rsa", "components/.netrc", "components/common/registry.key", "components/notes.txt"):
+        (context / place).write_text(SECRET)
+    tag = f"{image('promote')}-secret"
+    build = [context / "containers/build", "-f", "containers/promote/Dockerfile", "-t", tag]
+    subprocess.run([*build, "--build-arg", f"BASE_IMAGE={os.environ['SLIM']}", "."], cwd=context, check=True)
+    try:
+        with subprocess.Popen(["docker", "save", tag], stdout=subprocess.PIPE) as saved:
+            found = subprocess.run(
+                ["grep", "--text", "--count", SECRET], stdin=saved.stdout, capture_output=True, text=True
+            )
+        assert saved.returncode == 0
+        assert found.stdout.strip() == "0"
+    finally:
+        docker("rmi", tag)
+
+
+@pytest.mark.slow
+def test_the_same_sources_give_the_same_files() -> None:
+    """Bytes, modes and times of all that we add, in a build that takes nothing from the cache of layers."""
+    again = f"{image('promote')}-again"
+    build = [REPOSITORY / "containers/build", "--no-cache", "-f", "containers/promote/Dockerfile", "-t", again]
+    subprocess.run([*build, "--build-arg", f"BASE_IMAGE={os.environ['SLIM']}", "."], cwd=REPOSITORY, check=True)
+    script = "cd /opt/enginery && find . -printf '%p %m %T@ %l\\n' | sort && find . -type f -exec sha256sum {} + | sort"
+    try:
+        first, second = (
+            docker("run", "--rm", "--user", "0", "--entrypoint", "sh", reference, "-c", script).stdout.splitlines()
+            for reference in (image("promote"), again)
+        )
+        assert len(first) > 1000
+        assert set(first) ^ set(second) == set()
+    finally:
+        docker("rmi", again)
