@@ -203,8 +203,9 @@ def test_the_server_is_killed_in_the_middle(tmp_path: Path) -> None:
             with door(port, at, lambda: None) as entrance:
                 hit = promoter(f"http://127.0.0.1:{entrance}", tmp_path, [f"hit{place}-{60 + place:03d}"])
                 text = hit.communicate(timeout=200)[0]
-            assert "can't be reached any more" in text or "API request to" in text
-            num_failed += hit.returncode != 0  # it is not where all that counts was done
+            if hit.returncode != 0:  # it is 0 where all that counts was done before
+                assert "can't be reached any more" in text or "API request to" in text
+                num_failed += 1
         with server(tmp_path, port):
             again = promoter(uri, tmp_path, [f"again{place}-{60 + place:03d}"])
             text = again.communicate(timeout=300)[0]
@@ -212,5 +213,5 @@ def test_the_server_is_killed_in_the_middle(tmp_path: Path) -> None:
             assert "waiting for it" not in text
             check(registry_at(uri), [])
             assert registry_at(uri).aliases(MODEL)[CHAMPION] == registry_at(uri).versions(MODEL)[0].number
-    assert num_failed >= 3
+    assert num_failed >= 3, f"{num_failed} of {len(moments)}"
     shutil.rmtree(tmp_path / "files")

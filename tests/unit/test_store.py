@@ -83,9 +83,8 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
 @pytest.fixture
 def _tracking() -> Iterator[None]:
     """What a command sets goes back."""
-    before = mlflow.get_tracking_uri()
     yield
-    mlflow.set_tracking_uri(before)
+    mlflow.set_tracking_uri(None)  # what was there before would stay in the environment of every process from now on
 
 
 def nothing_there() -> str:
