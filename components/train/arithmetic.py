@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from components.common.environment import num_cores
+from components.common.errors import UserError
 from components.common.steplog import StepLog
 from components.train.config import TrainConfig
 
@@ -27,12 +28,20 @@ def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def pick_compile_mode(config: TrainConfig, device: torch.device, log: StepLog) -> str:
-    """The mode of torch.compile; empty for none. A CPU run is over before compiling would pay."""
-    if config.compile != "auto":
-        return "" if config.compile == "off" else config.compile
-    if device.type != "cuda":
+    """The mode of torch.compile; empty for none. A CPU run is over before compiling would pay.
+
+    Raises:
+        UserError: a mode is asked for that this machine lacks the tools for.
+    """
+    on_gpu = device.type == "cuda"
+    if config.compile == "off" or (config.compile == "auto" and not on_gpu):
         return ""
-    if missing := _missing_for_triton():
+    missing = _missing_for_triton() if on_gpu else ""
+    if config.compile != "auto":
+        if missing:
+            raise UserError(f"train.compile is {config.compile}, and this machine has no {missing}; or set it to off")
+        return config.compile
+    if missing:
         log.warning(f"training is not compiled and so is slower, because this machine has no {missing}")
         return ""
     return "default"

@@ -33,6 +33,10 @@ def plan_batches(config: TrainConfig, world_size: int, *, num_train_images: int,
         below, above = wanted // together * together, (wanted // together + 1) * together
         each = f" with train.per_gpu_batch_size {per_gpu}" if per_gpu else ""
         fewer = ", or num_processes to one of its divisors" if world_size > 1 else ""
+        if per_gpu and not wanted % world_size:
+            own = wanted // world_size
+            fits = max(size for size in range(1, min(per_gpu, own) + 1) if not own % size)
+            fewer = f", or per_gpu_batch_size to {fits}" if fits > 1 else ""
         raise UserError(
             f"train.global_batch_size is {wanted}, which {_processes(world_size)}{each} can't share evenly; "
             f"set global_batch_size to {f'{below} or ' if below else ''}{above}{fewer}"

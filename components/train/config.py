@@ -30,6 +30,7 @@ class TrainConfig(StepConfig):
         (),
         description="Side of training images in pixels, epoch by epoch, the last one for all that follow; empty for "
         "always image_size. Validation and the model in use see image_size.",
+        examples=["128", "160", "192"],
     )
     resize_ratio: float = Field(
         256 / 224, ge=1, le=2, description="Shorter side before the central crop of evaluation, over image_size."
@@ -132,7 +133,10 @@ class TrainConfig(StepConfig):
         300, gt=0, description="Seconds without a batch after which reading the data set counts as stuck."
     )
     checkpoint_epochs: int = Field(
-        1, ge=1, description="Epochs between two checkpoints that a stopped run goes on from."
+        1,
+        ge=1,
+        description="Epochs between two checkpoints that a stopped run goes on from. An epoch that is the best so far "
+        "has one, too.",
     )
     checkpoint_minutes: float = Field(
         0, ge=0, description="Minutes between two checkpoints inside an epoch; 0 for none but at SIGTERM."

@@ -17,25 +17,36 @@ from components.train.config import TrainConfig
 _SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
-def starting_model(config: TrainConfig, num_classes: int, log: StepLog) -> nn.Module:
+def starting_model(config: TrainConfig, num_classes: int, log: StepLog, *, goes_on: bool = False) -> nn.Module:
     """The model as training begins: fresh or pretrained, all of it or its head alone to be trained.
+
+    Args:
+        config: of the training.
+        num_classes: outputs of the last layer.
+        log: told when the last layer starts fresh.
+        goes_on: the weights will come from a checkpoint, so pretrained ones are not read; they may be gone by now.
 
     Raises:
         UserError: no such architecture or weights, or the weights are of another architecture.
     """
     model = build_model(config.architecture, num_classes)
-    head = head_names(config.architecture)
-    if config.pretrained:
-        _begin_with(model, _read(config), head, config, log)
+    if config.pretrained and not goes_on:
+        _begin_with(model, _read(config), head_names(config.architecture), config, log)
     if config.freeze_backbone:
         if not config.pretrained:
             raise UserError(
                 "train.freeze_backbone keeps all layers but the last as they are, and they are random: name weights in "
                 'train.pretrained, such as "default" or a file'
             )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in head)
+        freeze_backbone(model, config.architecture)
     return model
+
+
+def freeze_backbone(model: nn.Module, architecture: str) -> None:
+    """Leave only a model's head to be trained."""
+    head = head_names(architecture)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in head)
 
 
 def head_names(architecture: str) -> set[str]:

@@ -1,6 +1,7 @@
 """When a GPU's memory does not hold a batch: a batch that it does hold, found by trying smaller ones."""
 
 import gc
+import time
 
 import torch
 from torch import nn
@@ -11,9 +12,12 @@ from components.train.arithmetic import pick_precision
 from components.train.batches import BatchPlan
 from components.train.config import TrainConfig
 from components.train.distributed import World
+from components.train.fine_tuning import freeze_backbone, keep_frozen_statistics
 from components.train.optimization import build_ema, build_optimizer
 
 _NUM_STEPS = 2  # the optimizer's own tensors come with the first
+# Of the search: a GPU is paid for meanwhile, and other processes wait no longer than train.collective_timeout_s.
+_LIMIT_S = 60.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -26,7 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, num_classes: int) -> str:
     """What the user should read: the setting, and the largest batch that was seen to fit. Nothing else may use memory.
 
-    Tries forward, backward and optimizer step on batches that divide a process's share of global_batch_size.
+    Tries forward, backward and optimizer step on batches that divide a process's share of global_batch_size. After a
+    minute the largest one so far is taken.
     """
     gc.collect()
     if world.device.type == "cuda":
@@ -65,8 +70,11 @@ def _where(world: World) -> str:
 
 def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_classes: int) -> int | None:
     """By halving the list, which is in order: what fits leaves room for all that are smaller."""
+    # Each trial would measure the algorithms of every convolution anew, and speed is not what is asked for.
+    torch.backends.cudnn.benchmark = False
     best, low, high = None, 0, len(sizes) - 1
-    while low <= high:
+    ends = time.monotonic() + _LIMIT_S
+    while low <= high and (best is None or time.monotonic() < ends):
         middle = (low + high) // 2
         if _fits(sizes[middle], config, world, num_classes):
             best, low = sizes[middle], middle + 1
@@ -97,6 +105,9 @@ def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_clas
     """Steps as training makes them, but for torch.compile, with which they take less memory."""
     device, side = world.device, _side(config)
     model = build_model(config.architecture, num_classes).to(device).to(memory_format=torch.channels_last).train()
+    if config.freeze_backbone:  # what is not trained keeps nothing for the way back
+        freeze_backbone(model, config.architecture)
+        keep_frozen_statistics(model)
     averages = build_ema(model, config)
     optimizer = build_optimizer(model, config, device)
     dtype = pick_precision(config, device)
@@ -104,7 +115,7 @@ def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_clas
     images = torch.zeros(batch_size, side, side, 3, dtype=loaded, device=device).permute(0, 3, 1, 2)
     labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
     # What DistributedDataParallel keeps beside the gradients.
-    buckets = [torch.empty_like(one) for one in model.parameters()] if world.world_size > 1 else []
+    buckets = [torch.empty_like(one) for one in model.parameters() if one.requires_grad] if world.world_size > 1 else []
     for _ in range(_NUM_STEPS):
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

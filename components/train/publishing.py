@@ -17,7 +17,6 @@ from components.common.artifacts import (
     write_atomically,
 )
 from components.common.environment import num_cores
-from components.common.errors import EngineryError
 from components.common.records import EpochRecord
 from components.common.transforms import TransformSpec
 from components.train.checkpointing import WEIGHTS, write_safetensors
@@ -30,8 +29,7 @@ from components.train.trainer import EpochResult, Trainer
 def publish(trainer: Trainer, data: Artifact[DatasetManifest], spec: TransformSpec, output: Path) -> str:
     """Write and seal the Checkpoint, then remove what was kept to go on from. Returns one line on it."""
     config = trainer.config
-    number = trainer.best_epoch if config.publish == "best" else len(trainer.history) - 1
-    assert number is not None  # a finished training has epochs
+    number = trainer.published_epoch
     write_safetensors(output / WEIGHTS, _weights(trainer, number))
     for name in (MLLOG, TRACE):
         _keep(trainer, name, output)
@@ -79,10 +77,7 @@ def _weights(trainer: Trainer, number: int) -> dict[str, torch.Tensor]:
     if number == len(trainer.history) - 1:
         return trainer.published().state_dict()
     assert trainer.checkpoints is not None and trainer.best_num_steps is not None  # noqa: PT018
-    saved = trainer.checkpoints.at(trainer.best_num_steps)
-    if not math.isfinite(trainer.history[number].val_loss):
-        raise EngineryError("the best epoch's loss on validation images is not finite; lower train.learning_rate")
-    return saved.group("model" if trainer.ema is None else "ema")
+    return trainer.checkpoints.at(trainer.best_num_steps).group("model" if trainer.ema is None else "ema")
 
 
 def _record(epoch: EpochResult) -> EpochRecord:

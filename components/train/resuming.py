@@ -13,6 +13,7 @@ from nvidia import dali
 
 from components.common.artifacts import Artifact, DatasetManifest, write_atomically
 from components.common.digests import canonical_json, digest_json
+from components.common.settings import how_to_set
 from components.common.steplog import StepLog
 from components.common.unfinished import earlier_outputs, held
 from components.train.checkpointing import CheckpointFolder
@@ -35,10 +36,11 @@ def choose_folder(
     others = [other for other in unfinished.glob(f"*/{_IDENTITY}") if other.parent != folder]
     if not checkpoints.steps() and others:
         newest = max(others, key=lambda path: path.stat().st_mtime)
-        differing = _differences(json.loads(newest.read_bytes()), identity)
+        found = json.loads(newest.read_bytes())
+        differing = ", ".join(_differences(found, identity))
         log.warning(
-            f"starting anew: the unfinished training in {unfinished.parent} is of {', '.join(differing)}. It stays "
-            "there until one has finished"
+            f"starting anew: the unfinished training in {unfinished.parent} is of {differing}. It stays there until "
+            f"one has finished; {_way_back(found, identity)}"
         )
     folder.mkdir(exist_ok=True)
     write_atomically(folder / _IDENTITY, canonical_json(identity))
@@ -63,6 +65,20 @@ def identity_of(config: TrainConfig, data: Artifact[DatasetManifest], world: Wor
         "dali": dali.__version__,  # of another version, the reader's place in the data is not to be understood
     }
     return {**settings, **others}
+
+
+def _way_back(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """What makes a training go on that this one is not."""
+    number, here = found.get("world_size"), wanted["world_size"]
+    if number == here:
+        return "to go on with it, stop this one and set what differs as it was"
+    # Each process has its own part of the data, place in it and random numbers.
+    what = "GPU" if found.get("device") == "cuda" else "process"
+    count = f"one {what}" if number == 1 else f"{number} {what}{'s' if what == 'GPU' else 'es'}"
+    return (
+        f"to go on with it, stop this one and train on {count} again, by "
+        f"{how_to_set('train', 'num_processes', str(number))} or torchrun --nproc-per-node"
+    )
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

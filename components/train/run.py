@@ -1,5 +1,6 @@
 """train: Dataset -> Checkpoint."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
 from components.common.environment import torchrun_rank
-from components.common.errors import UserError
+from components.common.errors import EngineryError, UserError
 from components.common.loader import Loader
 from components.common.steplog import StepLog
 from components.common.transforms import TransformSpec, transform_for
@@ -18,7 +19,7 @@ from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, par
 from components.train.config import TrainConfig
 from components.train.distributed import World, find_world, from_main, joined
 from components.train.fine_tuning import starting_model
-from components.train.launching import launch, num_processes
+from components.train.launching import check_alone, launch, num_processes
 from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.mllog import NAME as MLLOG
 from components.train.profiling import NUM_SKIPPED, TRACE
@@ -28,6 +29,7 @@ from components.train.sizes import check_sizes
 from components.train.state import loader_state, restore
 from components.train.stopping import StopRequest
 from components.train.topology import describe_links
+from components.train.train_job import JOB_VARIABLE, TrainJobRequest
 from components.train.trainer import Trainer
 
 
@@ -35,8 +37,13 @@ def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> st
     """Train on all GPUs of this machine, or as one process of a torchrun's. See the package's docstring."""
     if torchrun_rank() is not None:
         return train(config, log, dataset=dataset, output=output)
+    check_alone()
     if config.verify:
         load(dataset, DatasetManifest, verify=ALL_FILES)
+    if request := os.environ.get(JOB_VARIABLE):
+        from components.train.nodes import train_on_nodes  # brings Kubernetes' client, which nothing else needs
+
+        return train_on_nodes(TrainJobRequest.model_validate_json(request), config, log, dataset, output)
     number = num_processes(config)
     if number > 1:
         return launch(config, log, number, dataset=dataset, output=output)
@@ -72,7 +79,8 @@ def _train(
     checkpoints = None if folder is None else choose_folder(config, data, world, folder, log)
     saved = _saved(checkpoints, world, log)
     torch.manual_seed(config.seed)  # the same weights in all processes
-    model = starting_model(config, len(data.manifest.classes), log)
+    num_classes = len(data.manifest.classes)
+    model = starting_model(config, num_classes, log, goes_on=saved is not None)
     torch.manual_seed(config.seed + 1000003 * world.rank)  # and of its own each what a layer drops
     splits = data.manifest.splits
     num_val_images = splits["val"].num_images
@@ -81,15 +89,25 @@ def _train(
     )
     check_sizes(model, config, plan)
     spec = _transform(config, data)
-    loaders = _loaders(config, data, spec, plan, world, saved)
-    trainer = Trainer(model, config, plan, *loaders, world=world, log=log, checkpoints=checkpoints, stop=stop)
+    try:
+        loaders = _loaders(config, data, spec, plan, world, saved)
+        trainer = Trainer(model, config, plan, *loaders, world=world, log=log, checkpoints=checkpoints, stop=stop)
+        if saved is not None:
+            restore(trainer, saved)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        trainer = loaders = None  # type: ignore[assignment]
+    if trainer is None:  # behind the except, because the error keeps the frames that hold tensors
+        del model
+        raise _out_of_memory(config, plan, world, num_classes, log)
+    _warn_of_unseen_sizes(log, config)
     _tell(log, data, trainer)
     if saved is not None:
-        restore(trainer, saved)
         log.note(f"going on after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped")
     del model, saved  # both would stay in memory
     trainer.mllog.begin(_mlperf_facts(trainer, data))
-    _fit(trainer, len(data.manifest.classes))
+    _fit(trainer, num_classes)
     trainer.mllog.end("run_stop", status="success")
     if world.is_main and config.profile_steps and trainer.profiler.record is None:
         log.warning(
@@ -106,20 +124,32 @@ def _saved(checkpoints: CheckpointFolder | None, world: World, log: StepLog) -> 
 
 
 def _fit(trainer: Trainer, num_classes: int) -> None:
+    config = trainer.config
     try:
         trainer.fit()
         return
     except (RuntimeError, MemoryError) as error:
         if "does not have a deterministic implementation" in str(error):
             raise UserError(
-                f"train.deterministic can't be had with {trainer.config.architecture} on this device: "
+                f"train.deterministic can't be had with {config.architecture} on this device: "
                 f"{str(error).split('. ')[0]}. Set deterministic to false, or take another architecture"
             ) from None
         if not is_out_of_memory(error):
+            if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                raise EngineryError(
+                    f"torch.compile failed on {config.architecture} (train.compile {config.compile}): "
+                    f"{' '.join(str(error).split())[:300]}. Set train.compile to off, which trains more slowly, or to "
+                    "another mode"
+                ) from error
             raise
     # Behind the except, because the error keeps the frames that hold tensors.
     trainer.release()
-    raise UserError(explain_out_of_memory(trainer.config, trainer.plan, trainer.world, num_classes))
+    raise _out_of_memory(config, trainer.plan, trainer.world, num_classes, trainer.log)
+
+
+def _out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, num_classes: int, log: StepLog) -> UserError:
+    log.note(f"memory ran out with batches of {plan.per_gpu_batch_size} images; trying smaller ones, to name one")
+    return UserError(explain_out_of_memory(config, plan, world, num_classes))
 
 
 def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> TransformSpec:
@@ -202,6 +232,17 @@ def _tell(log: StepLog, data: Artifact[DatasetManifest], trainer: Trainer) -> No
         where = f" on {machines} machines" if machines > 1 else ""
         spread = f"{plan.per_gpu_batch_size} images each, {plan.num_accumulated} times a step"
         log.note(f"{world.world_size} processes{where}, {spread}{_links(world)}")
+
+
+def _warn_of_unseen_sizes(log: StepLog, config: TrainConfig) -> None:
+    """Of a recipe with fewer epochs than it was made for, say."""
+    sizes, epochs = config.image_sizes, config.epochs
+    if len(sizes) > epochs:
+        log.warning(
+            f"train.image_sizes lists {len(sizes)} epochs' sizes, and train.epochs is {epochs}: training ends with "
+            f"images of {sizes[epochs - 1]} px and never sees {', '.join(f'{side} px' for side in sizes[epochs:])}. "
+            f"List {epochs} sizes or fewer"
+        )
 
 
 def _links(world: World) -> str:

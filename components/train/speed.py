@@ -24,7 +24,7 @@ class EpochSpeed:
     data_wait_pct: float  # of the time, mean
     gpu_utilization_pct: float | None = None  # mean
     gpu_memory_bytes: int | None = None  # in use at most, by whatever runs there, on the GPU with the most
-    gpu_power_w: float | None = None  # sum
+    gpu_power_w: float | None = None  # sum; of all GPUs or of none
     tflops_per_s: float | None = None  # sum
     peak_pct: float | None = None  # share of what the GPUs' data sheets say
 
@@ -164,7 +164,7 @@ class SpeedMeter:
             data_wait_pct=100 * sum(one.wait_share for one in every) / len(every),
             gpu_utilization_pct=sum(utilizations) / len(utilizations) if utilizations else None,
             gpu_memory_bytes=max((one.memory_bytes for one in every if one.memory_bytes is not None), default=None),
-            gpu_power_w=sum(powers) if powers else None,
+            gpu_power_w=sum(powers) if len(powers) == len(every) else None,
             tflops_per_s=tflops,
             peak_pct=peak,
         )

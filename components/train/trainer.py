@@ -101,7 +101,7 @@ class Trainer:
         """Train for all epochs that are left, and return the last one's result.
 
         Raises:
-            EngineryError: the loss is not finite, in training or after the last epoch on validation images.
+            EngineryError: the loss is not finite, in training or on validation images in the epoch that is the result.
             Preempted: SIGTERM came, and all is saved.
         """
         while len(self.history) < self.config.epochs:
@@ -118,13 +118,13 @@ class Trainer:
             self._close_epoch(
                 EpochResult(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
             )
-        result = self.history[-1]
+        result = self.history[self.published_epoch]
         if not math.isfinite(result.val_loss):
             raise EngineryError(
                 f"the trained model is of no use: its loss on validation images is {result.val_loss}, though that of "
                 f"training was {result.train_loss:.2f}. Lower train.learning_rate, or raise train.warmup_fraction"
             )
-        return result
+        return self.history[-1]
 
     def go_on(self, num_steps: int, history: list[dict[str, Any]], epoch_seconds: float, loss_sum: float) -> None:
         """Take over what an earlier process had counted."""
@@ -142,6 +142,12 @@ class Trainer:
         """The epoch, from 0, with the highest top-1 on validation images, the first of equals; None before any."""
         top1 = [epoch.val_top1_pct for epoch in self.history]
         return top1.index(max(top1)) if top1 else None
+
+    @property
+    def published_epoch(self) -> int:
+        """The epoch, from 0, whose weights are the result, once all are done."""
+        best = self.best_epoch if self.config.publish == "best" else None
+        return len(self.history) - 1 if best is None else best
 
     @property
     def best_num_steps(self) -> int | None:
@@ -183,8 +189,9 @@ class Trainer:
                 loss: torch.Tensor = self._loss(self._parallel(images), labels)
             return loss
 
-        # Beyond its limit of graphs per function torch would go on without compiling; each image size is one.
-        torch._dynamo.config.recompile_limit = 8 + len(set(self.config.image_sizes))
+        # Beyond its limit of graphs per function torch would go on without compiling; each image size is one, and with
+        # several processes and accumulated batches two: one of them leaves out the all-reduce.
+        torch._dynamo.config.recompile_limit = 8 + 2 * len(set(self.config.image_sizes))
         torch._dynamo.config.optimize_ddp = self.config.split_graph
         # Model and loss together: as one graph they take fewer kernels.
         return compiled(objective, pick_compile_mode(self.config, self.world.device, self.log))
@@ -273,9 +280,10 @@ class Trainer:
 
     def _leave(self) -> NoReturn:
         add_up(torch.zeros(()), self.world)  # none ends before rank 0 has written
+        again = "" if self.world.world_size == 1 else f", with {self.world.world_size} processes again"
         raise Preempted(
             f"stopped by SIGTERM after step {self.num_steps_done} of {self.num_steps}, and saved; the same command "
-            "goes on from there"
+            f"goes on from there{again}"
         )
 
     def _close_epoch(self, result: EpochResult) -> None:
@@ -285,8 +293,8 @@ class Trainer:
         if not math.isfinite(result.train_loss):
             raise self._diverged(epoch)
         done = len(self.history)
-        is_published = done == self.config.epochs or (self.config.publish == "best" and self.best_epoch == epoch)
-        if is_published or done % self.config.checkpoint_epochs == 0:
+        # The best so far too, whatever is to be published: a run that goes on may ask for it.
+        if epoch == self.best_epoch or done == self.config.epochs or done % self.config.checkpoint_epochs == 0:
             self.save()
 
     def _diverged(self, epoch: int) -> EngineryError:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,15 +60,25 @@ def start(dataset: Artifact[DatasetManifest], tmp_path: Path) -> Start:
         command = [sys.executable, "-m", "components.train", "--dataset", str(dataset.path)]
         command += ["--output", str(tmp_path / "out"), "--config", str(config)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+        environment["PYTHONFAULTHANDLER"] = "1"  # see `said_by`
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
     return begin
 
 
+def said_by(process: "subprocess.Popen[str]") -> str:
+    """What a process says until it ends. Of one that does not end in time: where each of its threads is."""
+    try:
+        return process.communicate(timeout=TIMEOUT_S)[1]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        pytest.fail(f"it did not end within {TIMEOUT_S} s:\n{process.communicate()[1]}")
+
+
 def history(process: "subprocess.Popen[str]", output: Path) -> tuple[EpochRecord, ...]:
     """Of a training that ends well."""
-    _, said = process.communicate(timeout=TIMEOUT_S)
+    said = said_by(process)
     assert process.returncode == 0, said
     return load(output, CheckpointManifest).manifest.history
 
@@ -114,19 +125,22 @@ def test_a_preempted_training_goes_on(start: Start, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
-    _, said = process.communicate(timeout=TIMEOUT_S)
+    said = said_by(process)
     assert process.returncode == EXIT_PREEMPTED, said
     again = start(**settings)
-    _, said = again.communicate(timeout=TIMEOUT_S)
+    said = said_by(again)
     assert again.returncode == 0, said
     assert "going on after step" in said
     assert len(load(tmp_path / "out", CheckpointManifest).manifest.history) == 40
 
 
 def test_memory_that_runs_out_names_a_batch_that_fits(start: Start) -> None:
-    too_much = {"architecture": "resnet50", "image_size": 1024, "global_batch_size": 1024, "num_processes": 1}
+    """1,024 images of 224 px take 44 GB (benchmarks/results/h200/train_resnet50.json), so of 512 px over 200 GB."""
+    too_much = {"architecture": "resnet50", "image_size": 512, "global_batch_size": 1024, "num_processes": 1}
     process = start(**too_much)
-    _, said = process.communicate(timeout=TIMEOUT_S)
+    said = said_by(process)
     assert process.returncode == EXIT_USER_ERROR, said
-    assert "per_gpu_batch_size" in said
-    assert "memory" in said
+    assert "memory ran out with batches of 1024 images" in said
+    fits = re.search(r"(\d+) were tried here and fit: set train\.per_gpu_batch_size to \1", said)
+    assert fits is not None, said
+    assert 16 <= int(fits[1]) < 1024

@@ -12,6 +12,7 @@ from components.train.config import TrainConfig
 from components.train.optimization import build_optimizer, build_schedule
 from pipelines.parameters import STEP_CONFIGS
 
+CLUSTER = "cluster"  # for --settings: what a cluster gives the steps
 CONFIGS = Path(__file__).resolve().parents[3] / "pipelines" / "configs"
 STEPS_PER_EPOCH = 100
 
@@ -34,7 +35,7 @@ def rates(config: TrainConfig) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {CLUSTER}))
 def test_every_recipe_is_valid(name: str) -> None:
     config = recipe(name)
     assert len(config.image_sizes) <= config.epochs

@@ -20,16 +20,19 @@ from components.common.models import build_model
 from components.common.records import EpochRecord
 from components.common.settings import resolve
 from components.common.steplog import StepLog
+from components.train import memory, speed
 from components.train.arithmetic import pick_compile_mode, pick_precision
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.distributed import World
 from components.train.divergence import LossWatch
 from components.train.flops import flops_per_image, peak_tflops
-from components.train.memory import is_out_of_memory
+from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.mllog import NAME as MLLOG
+from components.train.optimization import build_optimizer
 from components.train.profiling import TRACE
-from components.train.run import run
+from components.train.run import _fit, run
+from components.train.speed import SpeedMeter, _Own
 from components.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -167,6 +170,45 @@ def test_out_of_memory_where_nothing_fits(train: Run, limited_memory: Callable[[
         train(per_gpu_batch_size=8)
 
 
+def search(**settings: Any) -> str:
+    config = resolve(TrainConfig, "train", {"architecture": "resnet18", "image_size": 32, **settings})
+    plan = plan_batches(config, 1, num_train_images=64, num_val_images=8)
+    return explain_out_of_memory(config, plan, World(device=CPU), 10)
+
+
+def test_the_search_for_a_batch_that_fits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_fits", lambda size, *_: size <= 10)
+    assert ". 8 were tried here and fit" in search(global_batch_size=64)
+    monkeypatch.setattr(memory, "_LIMIT_S", 0.0)
+    assert ". 4 were tried here and fit" in search(global_batch_size=64)  # the first that does
+
+
+def test_the_search_trains_what_training_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a frozen backbone there are gradients of the head alone."""
+    trained: list[int] = []
+
+    def build(model: nn.Module, *arguments: Any) -> torch.optim.Optimizer:
+        trained.append(sum(parameter.requires_grad for parameter in model.parameters()))
+        return build_optimizer(model, *arguments)
+
+    monkeypatch.setattr(memory, "build_optimizer", build)
+    search(global_batch_size=2, freeze_backbone=True, pretrained="default")
+    search(global_batch_size=2)
+    assert set(trained) == {2, 62}
+
+
+def test_memory_that_runs_out_before_the_first_step(
+    train: Run, limited_memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Can't allocate 805306368 bytes on device 0.")
+
+    monkeypatch.setattr("components.train.run.Loader", full)
+    limited_memory(5)
+    with pytest.raises(UserError, match=r"does not hold a batch of 16 images .* set train\.per_gpu_batch_size to 4"):
+        train()
+
+
 @pytest.mark.parametrize("said", ["Can't allocate 805306368 bytes on device 0.", "CUDA allocation failed"])
 def test_memory_that_runs_out_while_decoding_is_no_damaged_image(
     tiny_dataset: Artifact[DatasetManifest], said: str
@@ -208,7 +250,20 @@ def test_what_compiling_lacks_is_said(
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert pick_compile_mode(auto, gpu, log) == ""
     assert "no C compiler" in capsys.readouterr().err
-    assert pick_compile_mode(resolve(TrainConfig, "train", {"compile": "tuned"}), gpu, log) == "tuned"
+    tuned = resolve(TrainConfig, "train", {"compile": "tuned"})
+    with pytest.raises(UserError, match=r"train\.compile is tuned, and this machine has no C compiler .*set it to off"):
+        pick_compile_mode(tuned, gpu, log)
+    assert pick_compile_mode(tuned, CPU, log) == "tuned"
+    assert pick_compile_mode(resolve(TrainConfig, "train", {"compile": "off"}), gpu, log) == ""
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
+    with pytest.raises(EngineryError, match=r"torch\.compile failed on resnet50 \(train\.compile default\): .*to off"):
+        _fit(small_trainer(Batches(1), compile="default"), 4)
 
 
 class Recorder(StepLog):
@@ -277,6 +332,21 @@ def test_time_that_waits_for_a_slow_loader() -> None:
     _, speed = trainer.train_epoch()
     assert speed.data_wait_pct > 50
     assert speed.train_images_per_s < 80
+
+
+def test_power_is_of_all_gpus_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two spans was too short to tell: the other's power alone would pass for the sum."""
+    meter = SpeedMeter(nn.Linear(2, 2), World(device=CPU), torch.float32, tf32=False)
+    for powers, told in (((300.0, 350.0), 650.0), ((300.0, None), None)):
+        others = [_Own(wait_share=0, utilization_pct=50, memory_bytes=1, power_w=power) for power in powers]
+        monkeypatch.setattr(speed, "to_main", lambda own, world, others=others: others)
+        assert meter.end(8, 1.0).gpu_power_w == told
+
+
+def test_sizes_that_no_epoch_sees_are_told(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    train(epochs=1, image_sizes=[24, 32, 32], architecture="squeezenet1_1")
+    told = capsys.readouterr().err
+    assert "lists 3 epochs' sizes, and train.epochs is 1: training ends with images of 24 px and never sees 32" in told
 
 
 def test_epochs_of_earlier_versions_are_read() -> None:
