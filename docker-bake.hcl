@@ -5,7 +5,7 @@ variable "REGISTRY" { default = "ghcr.io/enginery" }
 variable "VERSION" { default = "0.1.0" }
 variable "SOURCE" { default = "unknown" }
 variable "REVISION" { default = "unknown" }
-variable "SOURCE_DATE_EPOCH" { default = "0" }
+variable "SOURCE_DATE_EPOCH" { default = "315532800" } # 1980-01-01: no zip file can hold an earlier time
 variable "PYTORCH_BASE" { default = "" }
 variable "TRITON_BASE" { default = "" }
 variable "PYTHON_BASE" { default = "" }
@@ -51,7 +51,7 @@ target "steps" {
 target "slim" {
   inherits = ["_shared"]
   matrix = {
-    image = ["promote", "mlflow"]
+    image = ["promote", "mlflow", "cli"]
   }
   name = image
   dockerfile = "containers/${image}/Dockerfile"

@@ -1,6 +1,6 @@
 """Measure the images that containers/smoke builds: sizes above their bases, and times to build them.
 
-eval "$(containers/stand-in/build)"; export PYTORCH SLIM
+eval "$(containers/stand-in/build)"; export PYTORCH SLIM TRITON
 python -m benchmarks.images --machine cpu-2core --cold
 """
 
@@ -14,13 +14,13 @@ import click
 from benchmarks.results import RESULTS, write_result
 
 _BUILD = Path(__file__).resolve().parents[1] / "containers/build"
-_ON_SLIM = ("promote", "serve", "mlflow")
-_IMAGES = ("preprocess", "train", "export", "validate", *_ON_SLIM)
+_ON_SLIM = ("promote", "mlflow", "cli")
+IMAGES = ("preprocess", "train", "export", "validate", "promote", "serve", "mlflow", "cli")
 
 
 def base_of(image: str) -> str:
     """The stand-in base of an image, as containers/stand-in/build names it."""
-    return os.environ["SLIM" if image in _ON_SLIM else "PYTORCH"]
+    return os.environ["TRITON" if image == "serve" else "SLIM" if image in _ON_SLIM else "PYTORCH"]
 
 
 def size_mb(reference: str) -> float:
@@ -42,20 +42,28 @@ def build_seconds(image: str, *options: str) -> float:
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--cold", is_flag=True, help="Without the cache of layers, too; pip keeps what it has downloaded.")
 @click.option("--built", nargs=2, metavar="REGISTRY TAG", help="Only the sizes of images that are there already.")
+@click.option("--image", "images", multiple=True, type=click.Choice(IMAGES), help="Only this one; may be repeated.")
 @click.option("--notes", default="", help="What a reader must know of the run.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(machine: str, cold: bool, built: tuple[str, str] | None, notes: str, results: Path) -> None:
+def main(
+    machine: str, cold: bool, built: tuple[str, str] | None, images: tuple[str, ...], notes: str, results: Path
+) -> None:
     """Build each image, and write images.json."""
     measures: dict[str, float] = {}
     registry, tag = built or ("enginery-measured", "0")
-    for image in _IMAGES:
+    for image in images or IMAGES:
         if cold:
             measures[f"build_seconds_cold_{image}"] = build_seconds(image, "--no-cache")
         if not built:
             build_seconds(image)
             measures[f"build_seconds_warm_{image}"] = build_seconds(image)
         measures[f"added_mb_{image}"] = size_mb(f"{registry}/{image}:{tag}") - size_mb(base_of(image))
-        click.echo(f"{image}: {measures[f'added_mb_{image}']:.0f} MB")
+        seconds = "".join(
+            f", {way} {measures[key]:.0f} s"
+            for way in ("cold", "warm")
+            if (key := f"build_seconds_{way}_{image}") in measures
+        )
+        click.echo(f"{image}: {measures[f'added_mb_{image}']:.0f} MB{seconds}")
     measures["base_mb_pytorch"], measures["base_mb_slim"] = size_mb(os.environ["PYTORCH"]), size_mb(os.environ["SLIM"])
     text = "Stand-in bases, not NGC's. MB of 10^6 bytes, uncompressed."
     text += "" if built else " Warm: nothing changed. Cold: no layer cached; pip's downloads were."

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-IMAGES = ("preprocess", "train", "export", "validate", "promote", "serve", "mlflow")
+IMAGES = ("preprocess", "train", "export", "validate", "promote", "serve", "mlflow", "cli")
 # CUDA's major version -> oldest driver that runs it (NVIDIA, CUDA Toolkit release notes, minor version compatibility).
 OLDEST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
 _VARIABLE = re.compile(r'^variable "(\w+)" \{ default = "([^"]*)" \}$', re.MULTILINE)
@@ -56,7 +56,7 @@ def default_problems(versions: Mapping[str, str], dockerfiles: Mapping[str, str]
     """Dockerfiles (by image) whose own default base is another than the release's."""
     pytorch = f"nvcr.io/nvidia/pytorch:{versions['NGC_RELEASE']}-py3"
     bases = dict.fromkeys(("preprocess", "train", "export", "validate"), pytorch)
-    bases |= dict.fromkeys(("promote", "mlflow"), f"python:{versions['PYTHON_TAG']}")
+    bases |= dict.fromkeys(("promote", "mlflow", "cli"), f"python:{versions['PYTHON_TAG']}")
     bases["serve"] = f"nvcr.io/nvidia/tritonserver:{versions['NGC_RELEASE']}-py3"
     found = []
     for image, text in dockerfiles.items():
@@ -83,15 +83,20 @@ def image_problems(versions: Mapping[str, str], variables: Mapping[str, Mapping[
     """
     found = []
     for image, name in (("export", "PYTORCH_TENSORRT"), ("serve", "TRITON_TENSORRT")):
-        carried = variables[image].get("TRT_VERSION", "")
+        carried = _tensorrt(variables[image])
         if not f"{carried}.".startswith(f"{versions[name]}."):
             found.append(f"{image} carries TensorRT {carried or 'of no known version'}, and {name} is {versions[name]}")
         cuda = variables[image].get("CUDA_VERSION", "")
         found += _driver_problems(cuda, versions["MIN_DRIVER"], f"{image}'s CUDA")
-    carried_by = [variables[image].get("TRT_VERSION", "") for image in ("export", "serve")]
+    carried_by = [_tensorrt(variables[image]) for image in ("export", "serve")]
     if carried_by[0] != carried_by[1]:
         found.append(f"export carries TensorRT {carried_by[0]} and serve {carried_by[1]}: plans would not load")
     return found
+
+
+def _tensorrt(variables: Mapping[str, str]) -> str:
+    """The version alone: some images add the CUDA that it was built for, such as "11.2.1.2+cuda13.3"."""
+    return variables.get("TRT_VERSION", "").partition("+")[0]
 
 
 def _driver_problems(cuda: str, documented: str, what: str) -> list[str]:

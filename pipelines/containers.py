@@ -6,7 +6,7 @@ running when the run that started it is interrupted; so success is read from man
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +65,12 @@ def images_of(file: PipelineFile) -> list[str]:
     return sorted({str(executor["container"]["image"]) for executor in executors.values()})
 
 
-def check_images(file: PipelineFile) -> None:
+def check_images(file: PipelineFile, tell: Callable[[str], None]) -> None:
     """See that every image is here, or fetch it, before the first step runs.
+
+    Args:
+        file: the pipeline.
+        tell: shows a line to a person, before something that takes minutes.
 
     Raises:
         UserError: no Docker engine answers, or an image is neither here nor to be had.
@@ -76,6 +80,7 @@ def check_images(file: PipelineFile) -> None:
             try:
                 client.images.get(image)
             except ImageNotFound:
+                tell(f"fetching {image}")
                 _pull(client, image)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ("preprocess", "train", "export", "validate", "promote")
-IMAGES = (*STEPS, "serve", "mlflow")
+IMAGES = (*STEPS, "serve", "mlflow", "cli")
 UID = 54_321  # of nobody
 HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
 HARDENED_ALONE = (*HARDENED, "--network", "none", "--user", f"{UID}:{UID}")
@@ -23,7 +23,7 @@ def image(name: str) -> str:
 
 
 def base_of(name: str) -> str:
-    return os.environ["SLIM" if name in ("promote", "serve", "mlflow") else "PYTORCH"]
+    return os.environ["TRITON" if name == "serve" else "SLIM" if name in ("promote", "mlflow", "cli") else "PYTORCH"]
 
 
 def docker(*arguments: str, timeout_s: float = 300, check: bool = True) -> "subprocess.CompletedProcess[str]":

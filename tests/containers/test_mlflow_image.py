@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.containers.conftest import HARDENED, UID, docker, image
+from tests.containers.conftest import HARDENED, HARDENED_ALONE, UID, docker, image
 
 NAME = f"enginery-mlflow-{os.getpid()}"
 ASK = (
@@ -57,3 +57,21 @@ def test_healthy_guarded_and_ended(server: str) -> None:
     docker("stop", "--time", "60", server)
     assert time.monotonic() - started < 45
     assert state()["ExitCode"] in (0, 143)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    """Instead of a server that starts and loses the first upload."""
+    variables = {
+        "MLFLOW_BACKEND_STORE_URI": "sqlite:////tmp/mlflow.db",
+        "MLFLOW_ARTIFACTS_DESTINATION": "s3://mlflow/artifacts",
+        "MLFLOW_S3_ENDPOINT_URL": "http://127.0.0.1:8333",
+        "AWS_ACCESS_KEY_ID": "a-key",
+        "AWS_SECRET_ACCESS_KEY": "a-secret-of-the-test",
+        "ENGINERY_MAKE_BUCKET": "true",
+        "ENGINERY_STORE_PATIENCE_S": "1",
+    }
+    given = [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
+    done = docker("run", "--rm", *HARDENED_ALONE, *given, image("mlflow"), check=False)
+    assert done.returncode == 1
+    assert "the store http://127.0.0.1:8333 gives no bucket 'mlflow'" in done.stderr
+    assert "a-secret-of-the-test" not in done.stdout + done.stderr

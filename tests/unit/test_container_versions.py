@@ -23,7 +23,14 @@ def module(name: str) -> ModuleType:
 
 CHECK = module("check_versions")
 VERSIONS = CHECK.read_versions((CONTAINERS / "versions.hcl").read_text())
-SAME = {"TRT_VERSION": f"{VERSIONS['PYTORCH_TENSORRT']}.0.9", "CUDA_VERSION": "13.4.1.003"}
+SAME = {"TRT_VERSION": f"{VERSIONS['PYTORCH_TENSORRT']}.2", "CUDA_VERSION": "13.4.1.012"}
+# What NGC's PyTorch 26.08 says to importlib.metadata; DALI as in PyTorch 26.07 and Triton 26.08.
+OF_NGC = {
+    "numpy": "2.1.0",
+    "nvidia-dali-cuda130": "2.2.0",
+    "torch": "2.14.0a0+4fdf77b940.nv26.8.63802676",
+    "torchvision": "0.29.0a0+0bc41e67.nv26.8.63802676",
+}
 
 
 def test_the_repository_passes() -> None:
@@ -35,7 +42,7 @@ def test_the_repository_passes() -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"TRITON_TENSORRT": "10.16"}, "export has TensorRT 11.2 and serve 10.16"),
+        ({"TRITON_TENSORRT": "10.16"}, "export has TensorRT 11.2.1 and serve 10.16"),
         ({"MIN_DRIVER": "575.51.03"}, "needs the driver 580.65.06, and 575.51.03 is documented"),
         ({"CUDA": "14.0"}, "CUDA is 14.0, whose driver is not in OLDEST_DRIVER"),
         ({"PYTORCH_DIGEST": "sha256:123"}, "PYTORCH_DIGEST is 'sha256:123', no digest"),
@@ -86,6 +93,22 @@ def test_images_that_carry_something_else(serve: dict[str, str], word: str) -> N
     assert any(word in problem for problem in problems)
 
 
+def test_the_version_of_tensorrt_is_what_counts() -> None:
+    built_for = {**SAME, "TRT_VERSION": f"{SAME['TRT_VERSION']}+cuda13.3"}
+    assert CHECK.image_problems(VERSIONS, {"export": SAME, "serve": built_for}) == []
+
+
+def test_the_pinned_release_brings_what_base_txt_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = module("check_base")
+    monkeypatch.setattr(base.metadata, "version", OF_NGC.__getitem__)
+    assert VERSIONS["NGC_RELEASE"] == "26.08"  # with another one, look up OF_NGC anew
+    assert base.problems((CONTAINERS / "base.txt").read_text()) == []
+
+
+def test_the_repository_can_be_released() -> None:
+    assert CHECK.said_problems(VERSIONS, release=True) == []
+
+
 def test_a_base_that_lacks_something() -> None:
     base = module("check_base")
     assert base.problems("# comment\n\nnumpy>=2\ntorch>=2.11\n") == []
@@ -99,4 +122,4 @@ def test_the_drivers_are_those_of_the_doctor() -> None:
     from pipelines.diagnosis import gpu
 
     for major, driver in CHECK.OLDEST_DRIVER.items():
-        assert gpu._OLDEST_DRIVER[int(major)] == driver
+        assert gpu.OLDEST_DRIVER[int(major)] == driver

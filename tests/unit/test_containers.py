@@ -45,7 +45,7 @@ def test_without_an_engine_the_fix_is_named(
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
     with pytest.raises(UserError, match="needs a Docker engine, and none answers"):
-        check_images(file)
+        check_images(file, print)
 
 
 def test_the_command_says_so_before_anything_is_made(tmp_path: Path) -> None:
