@@ -31,6 +31,7 @@ from components.common.integrity import (
 from components.common.promotions import ChampionComparison
 from components.common.records import (
     AccuracyReport,
+    Batching,
     BenchmarkReport,
     CalibrationEntry,
     DatasetStatistics,
@@ -154,6 +155,22 @@ class PromotionManifest(Manifest):
     why: str = Field("", description="Why, or why not.")
     comparison: ChampionComparison | None = Field(None, description="None where there was nothing to compare with.")
     audit_run_id: str = Field("", description="MLflow run of the entry in the audit log.")
+
+
+class RepositoryManifest(Manifest):
+    """A model repository for Triton: one promoted precision of a bundle."""
+
+    kind: Literal["repository"] = "repository"
+    name: str = Field(description="Of the ensemble that takes encoded images; the other models' names begin with it.")
+    version: str = Field(description="Of the registered model; empty for a bundle that came from no registry.")
+    precision: Precision
+    classes: tuple[str, ...]
+    transform: TransformSpec
+    shapes: ShapeSpec
+    top_k: int = Field(description="How many classes the ensemble names for each image.")
+    cpu_model: str = Field(description="The ONNX file that OpenVINO runs where there is no GPU.")
+    engines: tuple[EngineEntry, ...] = Field(description="The TensorRT plans; `file` is the path in the repository.")
+    batching: dict[Literal["gpu", "cpu"], Batching] = Field(description="By what serves; no gpu without plans.")
 
 
 AnyManifest = TypeVar("AnyManifest", bound=Manifest)

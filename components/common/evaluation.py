@@ -246,6 +246,20 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return shares
 
 
+def most_likely(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest classes of one image and their probabilities, the likeliest first, ties in the order of classes.
+
+    Args:
+        logits: [classes] float, without NaN.
+        top_k: 1 or more.
+
+    Returns:
+        Indices, [k] int64, and probabilities, [k] float64; k is at most the number of classes.
+    """
+    best = np.argsort(-logits, kind="stable")[:top_k]
+    return best, probabilities(logits)[best]
+
+
 def _are_probabilities(logits: np.ndarray) -> bool:
     """Whether one image's output ([classes] float) is that of a softmax already."""
     return bool(logits.min() >= 0 and abs(logits.sum(dtype=np.float64) - 1) < _SUM_TOLERANCE)

@@ -12,12 +12,15 @@ _TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "
 _ACCEPTED = "take a JPEG, PNG, WebP, BMP or TIFF of 8 bits per channel"
 
 
-def check_encoded(data: bytes, name: str) -> None:
+def check_encoded(data: bytes, name: str) -> int:
     """Refuse what DALI stops at without a word that helps, or reads in another way than preprocess has it.
 
     Args:
         data: a file's content.
         name: what to call it: a path, or which one of several images it is.
+
+    Returns:
+        How many pixels it has.
 
     Raises:
         UserError: it is not an image that preprocess takes.
@@ -29,6 +32,7 @@ def check_encoded(data: bytes, name: str) -> None:
             if image.format == "TIFF" and image.mode not in _TIFF_MODES:
                 raise UserError(f"{name} is a TIFF of mode {image.mode}, which is not supported; {_ACCEPTED}")
             image.load()
+            return image.width * image.height
     except UserError:
         raise
     except UnidentifiedImageError:

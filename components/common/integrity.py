@@ -24,11 +24,15 @@ _STEPS = {
 
 def writer_of(kind: str) -> str:
     """The command of the step that writes a kind of artifact."""
+    if kind == "repository":
+        return "`enginery serve export`"
     return f"`python -m components.{_STEPS.get(kind, kind)}`"
 
 
 def how_to_renew(kind: str) -> str:
     """What to do about an artifact that is of no use."""
+    if kind == "repository":
+        return f"write it again with {writer_of(kind)}"
     return f"write it again with {writer_of(kind)} (in a pipeline: enginery run ... --no-reuse)"
 
 

@@ -354,3 +354,13 @@ class Recommendation(Record):
 
     precision: Precision
     reason: str
+
+
+class Batching(Record):
+    """How a served model puts requests together into batches, and when it refuses them."""
+
+    preferred_batch_size: int | None = Field(description="Images; None where nothing was measured.")
+    queue_delay_us: int = Field(ge=0, description="Longest wait of the first request in a queue for others.")
+    max_queue_size: int = Field(ge=1, description="Requests that may wait; what is more is refused.")
+    num_instances: int = Field(ge=1, description="Batches that run at the same time.")
+    reason: str = Field(description="Where the values come from, for a person.")

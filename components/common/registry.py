@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,6 +295,15 @@ class Registry:
             yield Path(path)
 
 
+def download(uri: str, folder: Path) -> Path:
+    """Files at any URI that MLflow has a client for (s3://, gs://, mlflow-artifacts:/ and others), below a folder.
+
+    Raises:
+        Exception: whatever that client raises.
+    """
+    return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri.rstrip("/"), dst_path=str(folder)))
+
+
 def _named(name: str) -> str:
     """MLflow's filter of one model's versions."""
     quote = '"' if "'" in name else "'"
@@ -311,3 +320,42 @@ def _version(found: ModelVersion, aliases: tuple[str, ...]) -> RegisteredVersion
         source=found.source or "",
         tags=dict(found.tags),
     )
+
+
+def aliased_versions(uri: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Every alias of a store's registry: (label for a person, "name/version", ids and names of the runs behind it)."""
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    token = None
+    while True:
+        page = client.search_registered_models(page_token=token)
+        for model in page:
+            for alias, number in model.aliases.items():
+                run_id = client.get_model_version(model.name, str(number)).run_id
+                label = f"{model.name}@{alias} (version {number})"
+                yield label, f"{model.name}/{number}", _run_and_parents(client, run_id)
+        token = page.token
+        if not token:
+            return
+
+
+def known_runs(uri: str, run_ids: Collection[str]) -> set[str]:
+    """Which of the runs a store has."""
+    if not run_ids:
+        return set()
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    return {run_id for run_id in run_ids if _run_and_parents(client, run_id)}
+
+
+def _run_and_parents(client: MlflowClient, run_id: str | None) -> list[str]:
+    """Ids and names of a run and of the runs it is nested in. A run deleted for good has none."""
+    names: list[str] = []
+    while run_id:
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            break
+        names += [run_id, str(run.info.run_name)]
+        run_id = run.data.tags.get("mlflow.parentRunId")
+    return names

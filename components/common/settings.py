@@ -2,7 +2,7 @@
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -106,15 +106,20 @@ def allowed_values(field: FieldInfo) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping of {', '.join(annotation.model_fields)}"
     kinds = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    bounds = [
-        f"{words} {value:g}" if isinstance(value, float) else f"{words} {value}"
-        for attribute, words in _BOUNDS.items()
-        for entry in field.metadata
-        if (value := getattr(entry, attribute, None)) is not None
-    ]
+    bounds = _bounds(field.metadata)
     example = f"such as {field.examples[0]}" if field.examples else ""
     kind = kinds.get(annotation, f"a value of type {type_label(field)}")
-    return " ".join(filter(None, (kind, " and ".join(bounds), example)))
+    return " ".join(filter(None, (kind, bounds, example)))
+
+
+def _bounds(constraints: Sequence[Any]) -> str:
+    """What pydantic's constraints say, such as "of at least 16 and at most 1024"; empty for none."""
+    return " and ".join(
+        f"{words} {value:g}" if isinstance(value, float) else f"{words} {value}"
+        for attribute, words in _BOUNDS.items()
+        for entry in constraints
+        if (value := getattr(entry, attribute, None)) is not None
+    )
 
 
 def _allowed_list(annotation: Any, field: FieldInfo) -> str:
@@ -125,7 +130,9 @@ def _allowed_list(annotation: Any, field: FieldInfo) -> str:
     if kinds[0] is str:
         return f"a list of texts, such as [{', '.join(field.examples or ('FIRST', 'SECOND'))}]"
     if Ellipsis in kinds:
-        return "a list of numbers, such as [1, 8]"
+        bounds = _bounds([entry for part in get_args(kinds[0])[1:] for entry in getattr(part, "metadata", ())])
+        example = f"such as [{', '.join(field.examples or ('1', '8'))}]"
+        return " ".join(filter(None, ("a list of numbers", bounds, example)))
     return f"a list of {len(kinds)} numbers, such as {show_value(field.get_default())}"
 
 

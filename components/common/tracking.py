@@ -8,8 +8,8 @@ ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,9 @@ from components.common.store import (
 )
 
 PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
-RUN_TAG = "enginery.run"  # the local run's id, by which its run in MLflow is found again
+KFP_RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"  # on a cluster
+RUN_TAG = "enginery.run"  # the local or KFP run's id, by which its runs in MLflow are found again
+_STEP_TAG, _ADOPTED_TAG = "enginery.step", "enginery.adopted"
 _MAX_PARAM_LENGTH = 500
 # How long one request may take: MLflow's own defaults try for many minutes in silence. The steps inherit these.
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -85,10 +87,11 @@ def short_digest(digest: str) -> str:
 class StepRun:
     """The MLflow run of one step."""
 
-    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str) -> None:
+    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str, prefix: str = "") -> None:
         self.client = client
         self.run_id = run_id
         self.experiment_id = experiment_id
+        self._prefix = prefix  # of parameters
 
     @classmethod
     def nowhere(cls) -> "StepRun":
@@ -106,7 +109,7 @@ class StepRun:
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Log parameters, nested mappings flattened with dots."""
-        params = [Param(key, value) for key, value in _flatten(values).items()]
+        params = [Param(key, value) for key, value in _flatten(values, self._prefix).items()]
         self.client.log_batch(self.run_id, params=params)
 
     def log_metrics(self, values: Mapping[str, float], position: int) -> None:
@@ -191,13 +194,15 @@ def step_run(step: str) -> Iterator[StepRun]:
         raise _unusable(uri, error, Path.cwd()) from error
     client = MlflowClient()
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
-        info = client.get_run(run_id).info
-        yield StepRun(client, run_id, info.experiment_id)
-        return  # whoever made the run ends it
+        with _adopted(client, run_id, step) as run:
+            yield run
+        return
     experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, "enginery")
-    tags = {"enginery.step": step, "mlflow.source.name": f"components.{step}", "mlflow.user": user_name()}
+    tags = {_STEP_TAG: step, "mlflow.source.name": f"components.{step}", "mlflow.user": user_name()}
     if parent := os.environ.get(PARENT_RUN_VARIABLE):
         tags["mlflow.parentRunId"] = parent
+    if kfp_run := os.environ.get(KFP_RUN_VARIABLE):
+        tags[RUN_TAG] = kfp_run
     run = client.create_run(experiment_id, run_name=step, tags=tags)
     status = "FAILED"
     message = ""
@@ -205,14 +210,37 @@ def step_run(step: str) -> Iterator[StepRun]:
         yield StepRun(client, run.info.run_id, experiment_id)
         status = "FINISHED"
     except Exception as error:
-        problem = error if isinstance(error, EngineryError) else explain(error, Path.cwd()) or error
-        message = str(problem)[:5000]
+        message = _told(error)
         raise
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
         _end_step_run(client, run.info.run_id, status, message)
+
+
+@contextmanager
+def _adopted(client: MlflowClient, run_id: str, step: str) -> Iterator[StepRun]:
+    """The run that somebody else made for this step, and ends: KFP's plugin, or the pod that started a TrainJob.
+
+    At its end the plugin logs the step's inputs by their plain names and as JSON, and MLflow refuses a second value of
+    a parameter. So ours are then named after the step, too.
+    """
+    run = client.get_run(run_id)
+    is_foreign = _STEP_TAG not in run.data.tags or _ADOPTED_TAG in run.data.tags
+    if is_foreign:
+        StepRun(client, run_id, run.info.experiment_id).set_tags({_STEP_TAG: step, _ADOPTED_TAG: "true"})
+    try:
+        yield StepRun(client, run_id, run.info.experiment_id, f"{step}." if is_foreign else "")
+    except Exception as error:
+        with suppress(Exception):  # what the step died of counts
+            client.set_tag(run_id, "enginery.message", _told(error))
+        raise
+
+
+def _told(error: Exception) -> str:
+    problem = error if isinstance(error, EngineryError) else explain(error, Path.cwd()) or error
+    return str(problem)[:5000]
 
 
 def _end_step_run(client: MlflowClient, run_id: str, status: str, message: str) -> None:
@@ -355,42 +383,3 @@ def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
     else:
         reason = system[1] if system else database_problem(str(error)).replace(uri, shown)
     return EngineryError(f"MLflow at {shown} can't be used: {reason.rstrip('.')}. {fix}")
-
-
-def aliased_versions(uri: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Every alias of a store's registry: (label for a person, "name/version", ids and names of the runs behind it)."""
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    token = None
-    while True:
-        page = client.search_registered_models(page_token=token)
-        for model in page:
-            for alias, number in model.aliases.items():
-                run_id = client.get_model_version(model.name, str(number)).run_id
-                label = f"{model.name}@{alias} (version {number})"
-                yield label, f"{model.name}/{number}", _run_and_parents(client, run_id)
-        token = page.token
-        if not token:
-            return
-
-
-def known_runs(uri: str, run_ids: Collection[str]) -> set[str]:
-    """Which of the runs a store has."""
-    if not run_ids:
-        return set()
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    return {run_id for run_id in run_ids if _run_and_parents(client, run_id)}
-
-
-def _run_and_parents(client: MlflowClient, run_id: str | None) -> list[str]:
-    """Ids and names of a run and of the runs it is nested in. A run deleted for good has none."""
-    names: list[str] = []
-    while run_id:
-        try:
-            run = client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            break
-        names += [run_id, str(run.info.run_name)]
-        run_id = run.data.tags.get("mlflow.parentRunId")
-    return names

@@ -1,8 +1,6 @@
-"""The report's charts as inline SVG whose colours are the page's CSS variables, so that both schemes are readable."""
+"""The report's charts."""
 
-import io
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,27 +8,15 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from components.common.records import BenchmarkReport, EpochRecord, LayerCost, Precision, SelectionEntry, Trial
+from components.common.svg_charts import GROUND, MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
 from components.validate.formats import count, signed
 from components.validate.layers import short_names
 
-# Matplotlib knows no CSS: it draws in these colours, which stand for nothing else, and they are replaced in the SVG.
-_CSS = {
-    "#010101": "currentColor",
-    "#010102": "var(--line)",
-    "#010103": "var(--fp32)",
-    "#010104": "var(--fp16)",
-    "#010105": "var(--int8)",
-    "#010106": "var(--ground)",
-}
-_TEXT, _LINE, _GROUND = "#010101", "#010102", "#010106"
-_SERIES = {"fp32": "#010103", "fp16": "#010104", "int8": "#010105"}
-_MARKERS = {"fp32": "o", "fp16": "^", "int8": "s"}  # told apart without colour too, as in a black and white print
 _HIT, _MISS = (22 / 255, 163 / 255, 74 / 255), (220 / 255, 38 / 255, 38 / 255)  # --hit and --miss of the page
 _MAX_MARKERS = 30  # points of a curve, above which only its line is drawn
-_MAX_TICKS = 9  # of a logarithmic axis
 _MAX_BATCHES = 4  # batch sizes written at their points
 _MAX_NAMED = 20  # classes named beside a picture of a confusion matrix
 _MAX_NAME = 18  # characters
@@ -41,25 +27,6 @@ _PLACES: dict[str, dict[str, Any]] = {
     "fp32": {"xytext": (5, -11), "ha": "left"},
     "fp16": {"xytext": (7, -7), "ha": "left"},
     "int8": {"xytext": (-6, 3), "ha": "right"},
-}
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "text.parse_math": False,  # in a name a dollar is a dollar
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": _TEXT,
-    "axes.labelcolor": _TEXT,
-    "axes.edgecolor": _LINE,
-    "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": _LINE,
-    "grid.linewidth": 0.5,
-    "xtick.color": _LINE,
-    "ytick.color": _LINE,
-    "xtick.labelcolor": _TEXT,
-    "ytick.labelcolor": _TEXT,
-    "legend.frameon": False,
 }
 
 
@@ -73,27 +40,27 @@ def speed_chart(benchmark: BenchmarkReport) -> str:
     if not shown:
         return ""
     named = _named_batches([row.batch_size for row in benchmark.plain_rows])
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "speed"}):
-        figure, axes = _axes("median latency of a batch in ms", "images per second")
-        for precision, color in _SERIES.items():
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "speed"}):
+        figure, axes = new_axes("median latency of a batch in ms", "images per second")
+        for precision, color in SERIES.items():
             streams = [row for row in shown if row.precision == precision and row.num_streams > 1]
-            hollow: dict[str, Any] = {"linestyle": "", "markerfacecolor": _GROUND, "markersize": 5, "zorder": 3}
+            hollow: dict[str, Any] = {"linestyle": "", "markerfacecolor": GROUND, "markersize": 5, "zorder": 3}
             x, y = [row.p50_ms for row in streams], [row.images_per_s for row in streams]
-            axes.plot(x, y, color=color, marker=_MARKERS[precision], **hollow)
+            axes.plot(x, y, color=color, marker=MARKERS[precision], **hollow)
             rows = sorted(
                 (row for row in benchmark.plain_rows if row.precision == precision), key=lambda row: row.batch_size
             )
             if not rows:
                 continue
             x, y = [row.p50_ms for row in rows], [row.images_per_s for row in rows]
-            axes.plot(x, y, color=color, marker=_MARKERS[precision], label=precision.upper())
+            axes.plot(x, y, color=color, marker=MARKERS[precision], label=precision.upper())
             for row in rows:
                 place, text = (row.p50_ms, row.images_per_s), str(row.batch_size) if row.batch_size in named else ""
                 axes.annotate(text, place, textcoords="offset points", fontsize=9, **_PLACES[precision])
-        _logarithmic(axes, "x", [row.p50_ms for row in shown])
-        _logarithmic(axes, "y", [row.images_per_s for row in shown])
+        logarithmic(axes, "x", [row.p50_ms for row in shown])
+        logarithmic(axes, "y", [row.images_per_s for row in shown])
         figure.legend(loc="outside upper center", ncols=3)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def _named_batches(batch_sizes: Sequence[int]) -> set[int]:
@@ -106,24 +73,24 @@ def _named_batches(batch_sizes: Sequence[int]) -> set[int]:
 
 def loss_chart(history: Sequence[EpochRecord]) -> str:
     """Loss of training and validation by epoch."""
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "loss"}):
-        figure, axes = _axes("epoch", "loss")
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "loss"}):
+        figure, axes = new_axes("epoch", "loss")
         _curve(axes, [entry.train_loss for entry in history], "fp32", "training", "{:.3f}")
         _curve(axes, [entry.val_loss for entry in history], "int8", "validation", "{:.3f}")
         axes.set_ylim(0, 1.12 * max(max(entry.train_loss, entry.val_loss or 0.0) for entry in history))
         figure.legend(loc="outside upper center", ncols=2)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def top1_chart(history: Sequence[EpochRecord]) -> str:
     """Top-1 on the validation split by epoch."""
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "top1"}):
-        figure, axes = _axes("epoch", "top-1 in %")
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "top1"}):
+        figure, axes = new_axes("epoch", "top-1 in %")
         _curve(axes, [entry.val_top1_pct for entry in history], "int8", "validation", "{:.2f}")
         if len(history) == 1:
             axes.set_ylim(0, 108)
         figure.legend(loc="outside upper center")
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], precision: Precision) -> str:
@@ -133,7 +100,7 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
     diagonal = np.eye(len(counts), dtype=bool)
     cells = np.where(diagonal[..., None], _HIT, _MISS)  # [N, N, 3], 0..1
     opacity = np.where(diagonal, 0.8 * share, np.where(counts > 0, 0.35 + 0.65 * share, 0))
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"confusion {precision}", "axes.grid": False}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"confusion {precision}", "axes.grid": False}):
         figure = Figure(figsize=(5.0, 4.3), layout="constrained")
         axes = figure.add_subplot()
         axes.imshow(np.dstack([cells, opacity]), interpolation="none")
@@ -142,7 +109,7 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
         axes.set_xticks([])
         axes.set_xlabel("prediction, in the same order")
         axes.set_ylabel("label")
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
@@ -160,12 +127,12 @@ def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
     low = min(low, *(trial.low_points for trial in near), *([-budget] if -budget >= reach else []))
     high = max(high, *(trial.high_points for trial in near))
     margin = 0.06 * (high - low)
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "trials"}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "trials"}):
         figure, axes = _rows([_trial_name(trial) for trial in trials], "top-1 against FP32, in points")
         axes.set_xlim(low - margin, high + margin)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 1 if high - low > 1 else 2)))
-        axes.axvline(0, color=_SERIES["fp32"], linewidth=1, zorder=1.5)
+        axes.axvline(0, color=SERIES["fp32"], linewidth=1, zorder=1.5)
         for row, trial in enumerate(trials):
             _draw_trial(axes, row, trial, is_chosen=trial == chosen, is_near=trial in near)
         # What the legend names is drawn once more, out of sight: its order and marks are then always the same.
@@ -175,9 +142,9 @@ def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
         beyond = "" if -budget >= low else ", off the axis"
         name = f"budget: {signed(-budget)} points{beyond}"
         dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 1.5}  # below the points
-        axes.axvline(-budget if not beyond else math.nan, color=_TEXT, label=name, **dashes)
+        axes.axvline(-budget if not beyond else math.nan, color=TEXT, label=name, **dashes)
         figure.legend(loc="outside upper center", ncols=2, fontsize=9)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def layers_chart(ranking: Sequence[LayerCost], excluded: Sequence[str], max_layers: int) -> str:
@@ -186,11 +153,11 @@ def layers_chart(ranking: Sequence[LayerCost], excluded: Sequence[str], max_laye
     costs = [layer.cost_nats for layer in ranking[:max_layers]]
     in_float = [layer.name in excluded for layer in ranking[:max_layers]]
     positive = [cost for cost in costs if cost > 0]
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "layers", "hatch.linewidth": 1.2}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "layers", "hatch.linewidth": 1.2}):
         figure, axes = _rows(names, "cost in nats")
         if positive and max(positive) > _MAX_RATIO * min(positive):
             # What costs less than a ten thousandth of the costliest has no bar: the scale is for the others.
-            _logarithmic(axes, "x", [max(cost, max(positive) / 1e4) for cost in positive], max_ticks=5)
+            logarithmic(axes, "x", [max(cost, max(positive) / 1e4) for cost in positive], max_ticks=5)
             axes.set_xlabel("cost in nats, on a logarithmic scale")
         else:
             axes.set_xlim(0, 1.05 * max(costs) or 1)
@@ -199,18 +166,18 @@ def layers_chart(ranking: Sequence[LayerCost], excluded: Sequence[str], max_laye
         for label, color, hatch, wanted in (("in INT8", "int8", "", False), ("kept in float", "fp16", "////", True)):
             rows = [row for row, is_float in enumerate(in_float) if is_float == wanted]
             if rows:
-                widths, edge = [costs[row] for row in rows], _SERIES[color]
+                widths, edge = [costs[row] for row in rows], SERIES[color]
                 face = "none" if hatch else edge
                 axes.barh(rows, widths, height=0.62, facecolor=face, edgecolor=edge, hatch=hatch, label=label)
         figure.legend(loc="outside upper center", ncols=2, fontsize=9)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def _curve(axes: Axes, values: Sequence[float | None], series: str, label: str, form: str) -> None:
     """A value by epoch. A single epoch has no curve: its point gets its value."""
     points = [float("nan") if value is None else value for value in values]
-    marker = _MARKERS[series] if len(points) <= _MAX_MARKERS else None
-    axes.plot(range(1, len(points) + 1), points, color=_SERIES[series], marker=marker, label=label)
+    marker = MARKERS[series] if len(points) <= _MAX_MARKERS else None
+    axes.plot(range(1, len(points) + 1), points, color=SERIES[series], marker=marker, label=label)
     if len(points) == 1:
         axes.set_xlim(0.5, 1.5)
         axes.set_xticks([1])
@@ -236,10 +203,10 @@ def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near:
     look: Literal["chosen", "within", "outside"] = "within" if trial.within_budget else "outside"
     if is_chosen:
         look = "chosen"
-        axes.axhspan(row - 0.5, row + 0.5, color=_SERIES["int8"], alpha=0.15, linewidth=0)
+        axes.axhspan(row - 0.5, row + 0.5, color=SERIES["int8"], alpha=0.15, linewidth=0)
         axes.get_yticklabels()[row].set_fontweight("bold")
     if is_near:
-        color = _SERIES["int8" if is_chosen else "fp32"]
+        color = SERIES["int8" if is_chosen else "fp32"]
         ends = (trial.low_points, trial.high_points)
         axes.plot(ends, (row, row), color=color, marker="|", markersize=5, linewidth=1.4)
         _point(axes, (trial.delta_top1_points, row), look)
@@ -254,27 +221,10 @@ def _point(
     axes: Axes, place: tuple[float, float], look: Literal["chosen", "within", "outside"], label: str | None = None
 ) -> None:
     """A candidate: what is chosen by form and colour, what is outside the budget hollow."""
-    color, marker = (_SERIES["int8"], "s") if look == "chosen" else (_SERIES["fp32"], "o")
-    face = _GROUND if look == "outside" else color
+    color, marker = (SERIES["int8"], "s") if look == "chosen" else (SERIES["fp32"], "o")
+    face = GROUND if look == "outside" else color
     x, y = place
     axes.plot([x], [y], color=color, marker=marker, markerfacecolor=face, linestyle="", markersize=6, label=label)
-
-
-def _logarithmic(axes: Axes, name: Literal["x", "y"], values: Sequence[float], max_ticks: int = _MAX_TICKS) -> None:
-    """A logarithmic scale from one round number to another around the values, with round numbers in plain digits."""
-    low, high = min(values) / 1.15, max(values) * 1.15
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    numbers = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
-    first = max(number for number in numbers if number <= low)
-    last = min(number for number in numbers if number >= high)
-    ticks = [number for number in numbers if first <= number <= last]
-    if len(ticks) > max_ticks:
-        ticks = [number for number in ticks if f"{number:e}".startswith("1")]
-    axes.set(**{f"{name}scale": "log", f"{name}lim": (first, last)})
-    axis = axes.xaxis if name == "x" else axes.yaxis
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def _shortened(name: str) -> str:
@@ -298,27 +248,3 @@ def _rows(names: Sequence[str], x_label: str) -> tuple[Figure, Axes]:
     axes.grid(visible=False, axis="y")
     axes.set_axisbelow(True)
     return figure, axes
-
-
-def _axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(4.6, 3.1), layout="constrained")  # inches; as SVG the page scales it
-    axes = figure.add_subplot()
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    return figure, axes
-
-
-def _svg(figure: Figure) -> str:
-    """The <svg> element alone: no XML head, no metadata, no namespaces (HTML knows them), no fixed size."""
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text)
-    text = re.sub(r'<g id="[a-z0-9]+(?:\.[a-z]+)?_\d+"(/?)>', r"<g\1>", text)  # the same in every chart of a page
-    for color, css in _CSS.items():
-        text = text.replace(color, css)
-    return text

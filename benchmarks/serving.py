@@ -1,0 +1,350 @@
+"""What Triton costs over the runner, what dynamic batching gains, and how a server fares under load.
+
+    python -m benchmarks.serving --source digits-resnet50@champion --bundle DIR --dataset DIR --machine cpu-2core
+
+Server and load generator each have a core of their own; the runner is measured on the server's, in turns with it.
+benchmarks/soak.py holds 80 % of the knee that is found here.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from benchmarks.results import RESULTS, write_result
+from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load, write_atomically
+from components.common.errors import EngineryError
+from components.common.runners.openvino import OpenVINORunner
+from components.common.serving import serving_runner
+from components.common.steplog import StepLog
+from components.validate.config import ValidateConfig
+from components.validate.predicting import predict_validation
+from pipelines.client.client import AsyncClient, Client
+from pipelines.client.retries import Patience
+from pipelines.loadtest import payloads
+from pipelines.loadtest.generator import bind
+from pipelines.loadtest.knee import find_knee
+from pipelines.loadtest.measuring import Plan, run_load_test
+from pipelines.loadtest.page import page
+from pipelines.loadtest.record import LoadTest
+
+_HTTP, _GRPC, _METRICS = 18300, 18301, 18302
+URL = f"http://127.0.0.1:{_HTTP}"
+_CLIENTS = 32
+_BATCH = 16
+_BATCH_CLIENTS = 4  # so that a request waits whenever one is done
+_NAME = "digits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    source: str
+    bundle: Artifact[BundleManifest]
+    server_core: int
+    client_core: int
+    seconds: float
+    turns: int
+    budget_ms: float
+
+
+@click.command()
+@click.option("--source", required=True, help="What `enginery serve` takes.")
+@click.option("--bundle", required=True, type=click.Path(exists=True, path_type=Path), help="Of the same model.")
+@click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="Whose validation images.")
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--server-core", default=0, show_default=True)
+@click.option("--client-core", default=1, show_default=True)
+@click.option("--seconds", default=4.0, show_default=True, help="Of each measurement.")
+@click.option("--turns", default=3, show_default=True, help="Of all measurements.")
+@click.option("--budget", "budget_ms", default=100.0, show_default=True, help="For p99, in milliseconds.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(
+    source: str,
+    bundle: Path,
+    dataset: Path,
+    machine: str,
+    server_core: int,
+    client_core: int,
+    seconds: float,
+    turns: int,
+    budget_ms: float,
+    results: Path,
+) -> None:
+    setup = Setup(
+        source=source,
+        bundle=load(bundle, BundleManifest),
+        server_core=server_core,
+        client_core=client_core,
+        seconds=seconds,
+        turns=turns,
+        budget_ms=budget_ms,
+    )
+    bind([client_core])
+    runs: list[Any] = []
+    with served(source, server_core):
+        version = _triton_version()
+        measures = _speed(setup, runs)
+        test = _load_test(setup)
+        write_atomically(results / machine / "serving_loadtest.json", test.model_dump_json(indent=1).encode())
+        write_atomically(results / machine / "serving_loadtest.html", page(test).encode())
+        measures |= _knees(test)
+        measures |= _equality(setup, load(dataset, DatasetManifest))
+    measures |= _killed(setup, runs)
+    notes = (
+        f"{setup.bundle.manifest.architecture} at {setup.bundle.manifest.shapes.height} px, INT8 by OpenVINO. Server "
+        f"(Triton {version}) on core {server_core}, load generator on core {client_core}, runner on core "
+        f"{server_core} in turns with the server; medians of {turns} turns of {seconds:g} s. serve_over_runner: "
+        f"requests of {_BATCH} tensors from {_BATCH_CLIENTS} clients, each computed alone, over the runner at batch "
+        f"{_BATCH}. "
+        f"dynamic_batching_over_runner_gain: what {_CLIENTS} clients with one tensor each get with dynamic batching "
+        f"over what they get without, divided by the runner's gain from batch 1 to {_BATCH}. Latency budget: p99 of "
+        f"{budget_ms:g} ms. kill -9 came under 8 clients, and the server was started anew at once by hand."
+    )
+    write_result(machine, "serving", measures=measures, runs=runs, notes=notes, directory=results)
+
+
+@contextmanager
+def served(source: str, core: int, *, wait: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+    """`enginery serve` on its core, by default ready."""
+    ports = ["--http-port", str(_HTTP), "--grpc-port", str(_GRPC), "--metrics-port", str(_METRICS)]
+    command = [sys.executable, "-m", "pipelines.cli", "serve", source, "--name", _NAME, "--allow-loading", *ports]
+    process = subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, [core]))
+    try:
+        if wait:
+            _wait_until_ready(process)
+        yield process
+    finally:
+        process.terminate()
+        process.wait(90)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes]) -> None:
+    with Client(URL, patience=Patience(timeout_s=5, retry_s=0)) as client:
+        while process.poll() is None:
+            try:
+                if client.is_ready():
+                    return
+            except EngineryError:
+                time.sleep(0.05)
+    raise SystemExit("the server did not start")
+
+
+def _measure_runner(path: Path, bundle: Path, batch_size: int, seconds: float) -> dict[str, float]:
+    shapes = load(bundle, BundleManifest).manifest.shapes
+    runner = OpenVINORunner(path, shapes)
+    timing = runner.measure(batch_size, warmup_s=0.5, duration_s=seconds, min_iterations=10)
+    return {"images_per_s": timing.images_per_s, "p50_ms": timing.percentile_ms(50), "p99_ms": timing.percentile_ms(99)}
+
+
+def _speed(setup: Setup, runs: list[Any]) -> dict[str, float]:
+    onnx = setup.bundle.file(setup.bundle.manifest.models["int8"])
+    found: dict[str, list[float]] = {}
+
+    def note(turn: int, what: str, measured: dict[str, Any]) -> None:
+        runs.append({"turn": turn, "what": what, **measured})
+        print(turn, what, {key: value for key, value in measured.items() if key in _SHOWN}, flush=True)
+        for key, value in measured.items():
+            if isinstance(value, float):
+                found.setdefault(f"{what}_{key}", []).append(value)
+
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=bind, initargs=([setup.server_core],)) as pool:
+        for turn in range(setup.turns):
+            for batch in (1, _BATCH):
+                arguments = (onnx, setup.bundle.path, batch, setup.seconds)
+                note(turn, f"runner_b{batch}", pool.submit(_measure_runner, *arguments).result())
+            note(turn, "served_dynamic", _closed(setup, _CLIENTS, 1))
+            with _no_batching():
+                note(turn, "served_single", _closed(setup, _CLIENTS, 1))
+                note(turn, f"served_b{_BATCH}", _closed(setup, _BATCH_CLIENTS, _BATCH))
+    median = {key: statistics.median(values) for key, values in found.items()}
+    served, runner = median[f"served_b{_BATCH}_images_per_s"], median[f"runner_b{_BATCH}_images_per_s"]
+    dynamic, single = median["served_dynamic_images_per_s"], median["served_single_images_per_s"]
+    gain = runner / median["runner_b1_images_per_s"]
+    return {
+        **{key: value for key, value in median.items() if key.endswith(("images_per_s", "p50_ms", "p99_ms"))},
+        "serve_over_runner": served / runner,
+        "runner_gain": gain,
+        "dynamic_batching_gain": dynamic / single,
+        "dynamic_batching_over_runner_gain": dynamic / single / gain,
+        f"dynamic_batching_over_runner_b{_BATCH}": dynamic / runner,
+        "latency_budget_ms": setup.budget_ms,
+        "served_dynamic_within_budget": float(median["served_dynamic_p99_ms"] <= setup.budget_ms),
+    }
+
+
+_SHOWN = ("images_per_s", "p50_ms", "p99_ms", "mean_batch", "errors")
+
+
+@contextmanager
+def _no_batching() -> Iterator[None]:
+    """Without dynamic batching, by the server's own interface, until the end."""
+
+    async def loaded_with(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        async with AsyncClient(URL, patience=Patience(timeout_s=60)) as client:
+            network = await client.network()
+            if config:
+                await client.load(network.name, config)
+                assert (await client.network()).batches == ("dynamic_batching" in config)
+            return network.config
+
+    before = asyncio.run(loaded_with({}))
+    asyncio.run(loaded_with({key: value for key, value in before.items() if key != "dynamic_batching"}))
+    try:
+        yield
+    finally:
+        asyncio.run(loaded_with(before))
+
+
+def _closed(setup: Setup, clients: int, images: int) -> dict[str, Any]:
+    """Tensors from clients that wait for their answers. This process is on the load generator's core."""
+    plan = _plan(setup, concurrencies=(clients,), rates=(), images=images)
+    level = _run(setup, plan).series[0].closed[0]
+    return {**level.model_dump(), "mean_batch": level.mean_batch}
+
+
+def _plan(setup: Setup, *, concurrencies: tuple[int, ...], rates: tuple[float, ...] | None, images: int = 1) -> Plan:
+    return Plan(
+        concurrencies=concurrencies,
+        rates=rates,
+        seconds=setup.seconds,
+        latency_budget_ms=setup.budget_ms,
+        compare_batching=rates is None,
+        num_processes=1,
+        cores=(setup.client_core,),
+        timeout_s=5.0,
+        tensors=True,
+        images_per_request=images,
+    )
+
+
+def _run(setup: Setup, plan: Plan) -> LoadTest:
+    def client() -> AsyncClient:
+        return AsyncClient(URL, patience=Patience(timeout_s=60))
+
+    def make(about: Any) -> payloads.Payload:
+        return payloads.tensors(client().address, about.network, plan.images_per_request)
+
+    return run_load_test(client, plan, make, lambda _: None)
+
+
+def _load_test(setup: Setup) -> LoadTest:
+    test = _run(setup, _plan(setup, concurrencies=(1, 2, 4, 8, 16, 32, 64), rates=None))
+    for series in test.series:
+        print(series.name, series.knee, flush=True)
+    return test
+
+
+def _knees(test: LoadTest) -> dict[str, float]:
+    knees = [find_knee(series.open, test.latency_budget_ms) for series in test.series]
+    if knees[0] is None or knees[1] is None:
+        raise SystemExit("a server without a knee: was the machine quiet?")
+    return {
+        "knee_requests_per_s": knees[0].request_rate,
+        "knee_images_per_s": knees[0].images_per_s,
+        "knee_p99_ms": knees[0].p99_ms,
+        "knee_images_per_s_without_batching": knees[1].images_per_s,
+    }
+
+
+def _equality(setup: Setup, data: Artifact[DatasetManifest]) -> dict[str, float]:
+    """Every validation image as a file to the server, against the prediction that validation makes of it."""
+    serving = serving_runner(setup.bundle, "int8", "openvino")
+    validated = predict_validation(ValidateConfig(), [serving], setup.bundle, data, StepLog("validate"))["int8"]
+    classes = setup.bundle.manifest.classes
+    expected = [tuple(classes[index] for index in row) for row in validated.top.tolist()]
+    encoded = []
+    for shard in data.manifest.splits["val"].shards:
+        with tarfile.open(data.file(shard)) as tar:
+            members = [tar.extractfile(member) for member in tar if not member.name.endswith((".cls", ".json"))]
+            encoded += [member.read() for member in members if member is not None]
+    assert len(encoded) == len(expected) == data.manifest.splits["val"].num_images
+    with Client(URL, patience=Patience(timeout_s=30)) as client:
+        answers = client.classify_all(encoded, top_k=len(expected[0]))
+    if failed := [answer for answer in answers if isinstance(answer, EngineryError)]:
+        raise failed[0]
+    same = [answer.labels == labels for answer, labels in zip(answers, expected, strict=True)]  # type: ignore[union-attr]
+    first = [answer.labels[0] == labels[0] for answer, labels in zip(answers, expected, strict=True)]  # type: ignore[union-attr]
+    print("equal", sum(first), sum(same), len(same), flush=True)
+    return {
+        "equality_images": float(len(same)),
+        "equality_top1": float(sum(first)),
+        "equality_top5_in_order": float(sum(same)),
+    }
+
+
+def _killed(setup: Setup, runs: list[Any]) -> dict[str, float]:
+    """kill -9 of Triton under load: what the clients see, and how long it takes until all is well again."""
+    with served(setup.source, setup.server_core) as process:
+        address = AsyncClient(URL).address
+        image = _an_image(setup)
+
+        async def go() -> dict[str, float]:
+            answers: list[float] = []
+            failures: list[str] = []
+            stop = asyncio.Event()
+
+            async def ask(client: AsyncClient) -> None:
+                while not stop.is_set():
+                    try:
+                        await client.classify(image)
+                        answers.append(time.monotonic())
+                    except EngineryError as error:
+                        failures.append(str(error))
+
+            async with AsyncClient(str(address), patience=Patience(timeout_s=5, retry_s=120)) as client:
+                asking = [asyncio.create_task(ask(client)) for _ in range(8)]
+                await asyncio.sleep(3)
+                triton = next(p for p in psutil.Process(process.pid).children() if "tritonserver" in p.name())
+                killed = time.monotonic()
+                triton.send_signal(signal.SIGKILL)
+                await asyncio.to_thread(process.wait)
+                with served(setup.source, setup.server_core, wait=False) as second:
+                    while not answers or answers[-1] < killed + 1:
+                        await asyncio.sleep(0.05)
+                        assert second.poll() is None
+                    first_again = next(when for when in answers if when > killed + 1)
+                    await asyncio.sleep(3)
+                    stop.set()
+                    await asyncio.gather(*asking)
+                    return {
+                        "kill_answers": float(len(answers)),
+                        "kill_failures": float(len(failures)),
+                        "kill_retries": float(client.num_retries),
+                        "kill_seconds_to_answer": first_again - killed,
+                    }
+
+        result = asyncio.run(go())
+    runs.append({"what": "kill -9", **result})
+    print(result, flush=True)
+    return result
+
+
+def _an_image(setup: Setup) -> bytes:
+    return payloads.random_images(1, setup.bundle.manifest.shapes.height, setup.bundle.manifest.shapes.width)[0]
+
+
+def _triton_version() -> str:
+    async def ask() -> str:
+        async with AsyncClient(URL, patience=Patience(retry_s=0)) as client:
+            return (await client.server())["version"]
+
+    return asyncio.run(ask())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Load on a model server, and what it does to throughput and latency."""

@@ -1,0 +1,1 @@
+"""A promoted model behind Triton: the model repository, and a server on this machine."""

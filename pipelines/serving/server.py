@@ -1,0 +1,202 @@
+"""A running Triton: started on a model repository, watched, and ended."""
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import components
+from components.common.errors import EngineryError, UserError
+from components.common.triton.opening import CPU
+from pipelines.serving.installation import Triton
+
+DRAIN_S = 30  # time for requests in progress when the server is told to stop
+_POLL_S = 0.1
+_SHARED = "enginery_"  # how the Python backend's files in /dev/shm begin; then comes the number of our process
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# A failed model's reason in Triton's log: an exception of its Python, without the frames, or words of Triton.
+_REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n\\nAt:|"$|$)""")
+# Of each thread, reserved and not used. Triton 2.51 puts the body of an HTTP request on the stack where it is said to
+# be a form, which is what curl says of any --data; with the usual 8 MiB a body of 7 ended the server.
+_STACK_BYTES = 1 << 30
+METRICS_VARIABLE = "ENGINERY_METRICS_URL"  # as components/common/triton/pending.py reads it
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Where the server listens."""
+
+    host: str = "127.0.0.1"
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+    def check(self) -> None:
+        """Say before any work that a port can't be had.
+
+        Raises:
+            UserError: it is taken, or the host is none of this machine's addresses.
+        """
+        given = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
+        if len(set(given.values())) < len(given):
+            raise UserError(
+                f"the ports for HTTP, gRPC and metrics must differ, got {', '.join(map(str, given.values()))}"
+            )
+        for name, port in given.items():
+            with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.host, port))
+                except OSError as error:
+                    raise UserError(
+                        f"can't listen on {self.host}:{port}: {error.strerror}. End what uses the port, or choose "
+                        f"another with --{name}-port"
+                    ) from None
+
+    def urls(self) -> dict[str, str]:
+        """By protocol, for a person."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return {
+            "HTTP": f"http://{host}:{self.http}",
+            "gRPC": f"{host}:{self.grpc}",
+            "metrics": f"http://{host}:{self.metrics}/metrics",
+        }
+
+    @property
+    def own_metrics(self) -> str:
+        """The metrics' address for the server's own models."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104  # not to bind to
+        return Ports(host=host, metrics=self.metrics).urls()["metrics"]
+
+
+@dataclass(kw_only=True)
+class Server:
+    """A process of Triton's. Ends with the process that made it."""
+
+    ports: Ports
+    process: subprocess.Popen[str]
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=400))
+    echo: Callable[[str], None] | None = None  # for lines of the log, once the server is ready
+
+    @classmethod
+    def start(cls, triton: Triton, repository: Path, ports: Ports, *, allow_loading: bool = False) -> "Server":
+        """Start it on a repository that was checked, without a GPU. Returns at once: see `wait_until_ready`.
+
+        `allow_loading`: whether clients may load models with other settings, as a load test does.
+        """
+        _remove_shared_memory()
+        command = [
+            str(triton.binary),
+            f"--model-repository={repository.absolute()}",
+            f"--backend-directory={triton.backends}",
+            f"--model-config-name={CPU}",
+            "--disable-auto-complete-config",
+            *(f"--{name}-address={ports.host}" for name in ("http", "grpc", "metrics")),
+            f"--http-port={ports.http}",
+            f"--grpc-port={ports.grpc}",
+            f"--metrics-port={ports.metrics}",
+            "--allow-gpu-metrics=false",
+            "--pinned-memory-pool-byte-size=0",
+            f"--exit-timeout-secs={DRAIN_S}",
+            f"--backend-config=python,shm-region-prefix-name={_SHARED}{os.getpid()}_",
+            "--log-info=false",
+            *(("--model-control-mode=explicit", "--load-model=*") if allow_loading else ()),
+        ]
+        process = subprocess.Popen(
+            command,
+            env={
+                **triton.environment(Path(components.__file__).absolute().parents[1]),
+                METRICS_VARIABLE: ports.own_metrics,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,  # Ctrl-C in a terminal is ours to hand on
+            preexec_fn=_prepare,
+        )
+        server = cls(ports=ports, process=process)
+        threading.Thread(target=server._read, name="triton-log", daemon=True).start()
+        return server
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(line.rstrip("\n"))
+            if self.echo is not None:
+                self.echo(line.rstrip("\n"))
+
+    def wait_until_ready(self) -> None:
+        """Return when the server takes requests.
+
+        Raises:
+            EngineryError: it ended before.
+        """
+        url = f"{self.ports.urls()['HTTP']}/v2/health/ready"
+        while self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(url, timeout=2):  # noqa: S310
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # the log's last lines
+        raise EngineryError(f"the server did not start: {self.reason()}")
+
+    def reason(self) -> str:
+        """Why it ended, as far as its log tells."""
+        lines = list(self.log)
+        for line in lines:
+            if found := _REASON.search(line):
+                told = re.sub(r"^(EngineryError|UserError|RuntimeError|RuntimeUnavailable): ", "", found[1])
+                return " ".join(told.replace("\\n", " ").replace('\\"', '"').split())
+        errors = [line for line in lines if line.startswith(("E", "error"))]
+        return (errors or lines or [f"it ended with {self.process.returncode}"])[-1]
+
+    def stop(self) -> None:
+        """Let it finish the requests in progress, then end it."""
+        self.process.terminate()
+        try:
+            self.process.wait(DRAIN_S + 5)
+            _remove_shared_memory()
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once; its Python models end by themselves."""
+        self.process.kill()
+        self.wait()
+
+    def wait(self) -> int:
+        """Until it ends by itself. Returns its exit status, negative for a signal."""
+        status = self.process.wait()
+        _remove_shared_memory()
+        return status
+
+
+def _remove_shared_memory() -> None:
+    """What servers left behind whose `enginery serve` is gone: one that was killed could not tidy up."""
+    for file in Path("/dev/shm").glob(f"{_SHARED}*"):
+        owner = file.name.removeprefix(_SHARED).partition("_")[0]
+        if owner == str(os.getpid()) or not Path("/proc", owner).exists():
+            file.unlink(missing_ok=True)
+
+
+def _prepare() -> None:
+    """In the new process, before it becomes Triton."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))

@@ -1,0 +1,121 @@
+"""What a person names to have it served: a registered version, a release, or a bundle."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from components.common.artifacts import ALL_FILES, MANIFEST, Artifact, BundleManifest, ReportManifest, load
+from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.records import EngineEntry, Precision
+from pipelines.release.chain import Chain, contradictions, load_chain
+from pipelines.release.layout import BUNDLE, REPORT, SUMS, VERDICT
+from pipelines.versions import find_version, is_reference, open_registry
+
+_PARTS = (BUNDLE, REPORT, VERDICT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One precision of a bundle, and what is known of it."""
+
+    name: str
+    version: str  # empty where it came from no registry
+    precision: Precision
+    bundle: Artifact[BundleManifest]
+    report: Artifact[ReportManifest] | None  # None where nothing was measured
+    digests: dict[str, str] = field(default_factory=dict)  # of bundle, report and verdict
+
+    @property
+    def measured_engines(self) -> tuple[EngineEntry, ...]:
+        """The plans of the precision that the report has measured; others are not served."""
+        rows = self.report.manifest.accuracy.rows if self.report is not None else ()
+        measured = {row.file for row in rows if row.runtime == "tensorrt"}
+        engines = self.bundle.manifest.engines
+        return tuple(entry for entry in engines if entry.precision == self.precision and entry.file in measured)
+
+
+@contextmanager
+def find_source(text: str, precision: Precision | None) -> Iterator[Source]:
+    """What `text` means, with every file checked, as long as the context lasts.
+
+    Args:
+        text: NAME@alias, NAME/3, or the folder of a release or of a bundle.
+        precision: None for what the verdict says to ship; of a bundle alone INT8.
+
+    Raises:
+        UserError: it means nothing that can be served.
+        GateFailed: the version did not pass its gate, and nobody overruled that.
+        EngineryError: files are gone or were changed.
+    """
+    folder = Path(text).expanduser()
+    if is_reference(text):
+        with _registered(text, precision) as source:
+            yield source
+    elif (folder / SUMS).is_file():
+        yield _released(folder, precision)
+    elif (folder / MANIFEST).is_file():
+        yield _bundle_alone(folder, precision)
+    else:
+        raise UserError(
+            f"{text!r} is nothing that can be served. Name a registered version, such as classifier@champion (see "
+            "`enginery models`), or the folder of a release, of a bundle, or of what `enginery serve export` wrote"
+        )
+
+
+@contextmanager
+def _registered(text: str, precision: Precision | None) -> Iterator[Source]:
+    from components.common.ledger import Ledger
+    from components.common.registry import PARTS
+    from components.common.standing import check_log, check_tags
+    from pipelines.promoting import FORCED_TAG
+
+    registry = open_registry()
+    version = find_version(registry, text)
+    with ExitStack() as stack:
+        stack.enter_context(registry.reached("nothing is served"))
+        chain = load_chain(*(stack.enter_context(registry.files(version, part)) for part in PARTS))
+        digests = {part: chain.digests[part] for part in _PARTS}
+        if any(f"{part}_digest" in version.tags for part in _PARTS):  # of other origin: only the verdict counts
+            check_tags(version, digests)
+        check_log(version, Ledger(registry.client, version.name).read(), digests)
+        if not chain.verdict.manifest.passed and FORCED_TAG not in version.tags:
+            raise GateFailed(
+                f"{version.label} did not pass its gate, and nobody is recorded to have overruled it: it is not served"
+            )
+        yield _of_chain(chain, version.name, version.number, precision)
+
+
+def _released(folder: Path, precision: Precision | None) -> Source:
+    from pipelines.release.verifying import verify
+
+    checked = verify(folder)
+    if checked.problems or checked.record is None:
+        raise EngineryError(f"the release {folder} is not served: {'; '.join(checked.problems)}")
+    chain = load_chain(*(folder / part for part in _PARTS))
+    return _of_chain(chain, checked.record.name, checked.record.version, precision)
+
+
+def _of_chain(chain: Chain, name: str, version: str, precision: Precision | None) -> Source:
+    for problem in contradictions(chain):
+        raise EngineryError(f"this is not served: {problem}")
+    return Source(
+        name=name,
+        version=version,
+        precision=precision or chain.verdict.manifest.served_precision,
+        bundle=chain.bundle,
+        report=chain.report,
+        digests={part: chain.digests[part] for part in _PARTS},
+    )
+
+
+def _bundle_alone(folder: Path, precision: Precision | None) -> Source:
+    bundle = load(folder, BundleManifest, verify=ALL_FILES)
+    return Source(
+        name=bundle.manifest.architecture,
+        version="",
+        precision=precision or "int8",
+        bundle=bundle,
+        report=None,
+        digests={"bundle": bundle.digest},
+    )

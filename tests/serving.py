@@ -1,0 +1,63 @@
+"""A small HTTP server for what a test says."""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@contextmanager
+def serving(state: Any, with_query: bool = False) -> Iterator[Any]:
+    """An HTTP server for `state`, which answers requests (method, path, body) and gets its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_any(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            path = self.path if with_query else self.path.split("?")[0]
+            token, cookie = self.headers.get("authorization"), self.headers.get("Cookie")
+            state.tokens.add(token)
+            state.cookies.add(cookie)
+            state.requests.append((self.command, path, body))
+            if state.wanted_token is not None and token != f"Bearer {state.wanted_token}":
+                self.reply(401, b'{"message": "who are you?"}')
+            elif state.wanted_cookie is not None and cookie != state.wanted_cookie:
+                self.send_response(302)
+                self.send_header("Location", "/dex/auth")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+            else:
+                headers: dict[str, str] = {}
+                try:
+                    status, told, *more = state.answer(self.command, path, body)
+                    headers = more[0] if more else headers
+                except Exception as error:  # an assertion on the request, too: the client tells it
+                    status, told = 400, {"message": f"the test's server: {type(error).__name__}: {error}"}
+                self.reply(status, told if isinstance(told, bytes) else json.dumps(told).encode(), headers)
+
+        do_GET = do_POST = do_DELETE = do_PATCH = do_HEAD = handle_any
+
+        def reply(self, status: int, data: bytes, headers: Mapping[str, str] = {}) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    state.endpoint = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

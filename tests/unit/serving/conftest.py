@@ -1,0 +1,139 @@
+"""A real Triton on the CPU, serving what was proved."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.common.artifacts import Artifact, RepositoryManifest
+from pipelines.release.chain import load_chain
+from pipelines.serving.installation import find_triton, triton_folder
+from pipelines.serving.repository import RepositoryConfig, write_repository
+from pipelines.serving.sources import Source
+from tests.pipelines.servers import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+NAME = "digits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Of an HTTP request."""
+
+    status: int
+    body: Any
+
+    @property
+    def error(self) -> str:
+        return self.body["error"]
+
+    def output(self, name: str) -> list[Any]:
+        return next(output["data"] for output in self.body["outputs"] if output["name"] == name)
+
+
+@dataclass(kw_only=True)
+class Running:
+    """`enginery serve`, ready."""
+
+    process: subprocess.Popen[str]
+    http: int
+    grpc: int
+    metrics: int
+    log: Path
+
+    def get(self, path: str, port: int | None = None) -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port or self.http}/{path}", timeout=20) as response:
+            return response.read()
+
+    def infer(self, images: Sequence[bytes], model: str = NAME) -> Answer:
+        """Encoded images, as binary data of KServe's protocol."""
+        return self.send("IMAGE", "BYTES", [len(images), 1], encoded(images), model)
+
+    def send(self, name: str, datatype: str, shape: list[int], data: bytes, model: str = NAME) -> Answer:
+        tensor = {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
+        head = json.dumps({"inputs": [tensor]}).encode()
+        return self.post(model, head + data, {"Inference-Header-Content-Length": str(len(head))})
+
+    def post(self, model: str, body: bytes, headers: dict[str, str]) -> Answer:
+        url = f"http://127.0.0.1:{self.http}/v2/models/{model}/infer"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as response:
+                return Answer(status=response.status, body=json.load(response))
+        except urllib.error.HTTPError as error:
+            return Answer(status=error.code, body=json.load(error))
+
+
+def encoded(images: Sequence[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(image)) + image for image in images)
+
+
+def start_serving(source: Path | str, folder: Path, *options: str, **environment: str) -> Running:
+    """The command itself; it is not waited for."""
+    ports = [free_port() for _ in range(3)]
+    names = ("--http-port", "--grpc-port", "--metrics-port")
+    log = folder / "serve.log"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipelines.cli", "serve", str(source), *options]
+        + [text for name, port in zip(names, ports, strict=True) for text in (name, str(port))],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "ENGINERY_HOME": str(folder / "home"), **environment},
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return Running(process=process, http=ports[0], grpc=ports[1], metrics=ports[2], log=log)
+
+
+def wait_until_ready(running: Running) -> None:
+    deadline = time.monotonic() + 90
+    while "ready: " not in running.log.read_text():
+        assert running.process.poll() is None, running.log.read_text()
+        assert time.monotonic() < deadline, running.log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def triton() -> None:
+    """The one place where tests with a real server are skipped."""
+    if find_triton() is None:
+        pytest.skip(f"Triton's server is not in {triton_folder()}: `make install-serve` (Python 3.11 or 3.12)")
+
+
+@pytest.fixture(scope="session")
+def source(proved) -> Source:
+    chain = load_chain(*proved.parts.values())
+    return Source(
+        name=NAME,
+        version="1",
+        precision="int8",
+        bundle=chain.bundle,
+        report=chain.report,
+        digests={part: chain.digests[part] for part in proved.parts},
+    )
+
+
+@pytest.fixture(scope="session")
+def exported(source, tmp_path_factory: pytest.TempPathFactory) -> Artifact[RepositoryManifest]:
+    # A busy machine is no overload here: that has a test of its own.
+    return write_repository(source, tmp_path_factory.mktemp("served") / "models", RepositoryConfig(max_wait_s=60))
+
+
+@pytest.fixture(scope="session")
+def served(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One server for all tests that leave it as it is."""
+    running = start_serving(exported.path, tmp_path_factory.mktemp("server"))
+    try:
+        wait_until_ready(running)
+        yield running
+    finally:
+        running.process.terminate()
+        running.process.wait(60)

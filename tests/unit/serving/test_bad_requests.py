@@ -1,0 +1,200 @@
+"""What a client can do wrong, against a real Triton: one clear answer, and the server goes on."""
+
+import io
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+
+from .conftest import NAME, Running, encoded, start_serving, wait_until_ready
+
+
+def picture(size: tuple[int, int] = (40, 30), form: str = "JPEG", colour: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, form)
+    return buffer.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _goes_on(served) -> Iterator[None]:
+    """After each test the server answers, and its log holds no trace and none of the bytes that were sent."""
+    before = served.log.stat().st_size
+    yield
+    assert served.infer([picture()]).status == 200
+    assert served.process.poll() is None
+    assert served.log.read_bytes()[before:] == b""
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"hello", "image 0 is not an image; take a JPEG, PNG, WebP, BMP or TIFF"),
+        (b"", "image 0 is not an image"),
+        (picture()[:300], "image 0 is damaged"),
+        (picture(form="GIF"), "image 0 is a GIF, which is not supported"),
+        (b"\xff\xd8" + b"\xa5" * 1000, "image 0 is not an image"),
+    ],
+)
+def test_no_image(served, data, message) -> None:
+    answer = served.infer([data])
+    assert (answer.status, message in answer.error) == (400, True), answer
+
+
+def test_the_bad_one_of_a_batch_is_named(served) -> None:
+    answer = served.infer([picture(), picture(form="PNG"), b"text"])
+    assert answer.status == 400
+    assert "image 2 is not an image" in answer.error
+
+
+def test_a_bad_image_fails_nobody_else(served) -> None:
+    """Requests that the server puts together into batches are answered each on its own."""
+    data = [b"bad" if index % 3 == 0 else picture() for index in range(90)]
+    with ThreadPoolExecutor(30) as pool:
+        answers = list(pool.map(lambda image: served.infer([image]), data))
+    expected = [400 if index % 3 == 0 else 200 for index in range(90)]
+    assert [answer.status for answer in answers] == expected, {str(a.body)[:300] for a in answers if a.status > 400}
+    formed = served.get("metrics", served.metrics).decode()
+    count, executions = (
+        float(line.split()[-1])
+        for name in ("nv_inference_count", "nv_inference_exec_count")
+        for line in formed.splitlines()
+        if line.startswith(f'{name}{{model="{NAME}_preprocess"')
+    )
+    assert executions < count  # batches did form
+
+
+def test_200_megabytes(served) -> None:
+    answer = served.infer([b"\xff\xd8" + bytes(200_000_000)])
+    assert answer.status == 400
+    assert "image 0 has 200,000,002 bytes, and 67,108,864 are taken at most; make it smaller" in answer.error
+
+
+def test_a_small_file_that_decodes_to_gigabytes(served) -> None:
+    bomb = bomb_png(30_000, 30_000)
+    assert len(bomb) < 10_000
+    answer = served.infer([bomb])
+    assert answer.status == 400
+    assert "image 0 is too large" in answer.error
+
+
+def bomb_png(width: int, height: int) -> bytes:
+    """A PNG whose header alone says how large it is: it is to be refused before anything is decoded."""
+    import zlib
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "datatype", "shape", "data", "message"),
+    [
+        ("IMAGE", "FP32", [1, 1], bytes(4), "data-type is 'FP32', but model 'digits' expects 'BYTES'"),
+        ("IMAGE", "BYTES", [1], encoded([b"abc"]), "Expected [-1,1], got [1]"),
+        ("IMAGE", "BYTES", [200, 1], encoded([b"abc"] * 200), "batch-size must be <= 128"),
+        ("PICTURE", "BYTES", [1, 1], encoded([b"abc"]), "unexpected inference input 'PICTURE'"),
+        ("IMAGE", "BYTES", [1, 1], struct.pack("<I", 1000) + b"abc", "expecting string of length 1000"),
+        ("IMAGE", "BYTES", [1, 1], b"ab", "incomplete string length indicator"),
+        ("IMAGE", "BYTES", [2, 1], encoded([b"abc"]), "expected 2 string elements"),
+    ],
+)
+def test_wrong_tensors(served, name, datatype, shape, data, message) -> None:
+    answer = served.send(name, datatype, shape, data)
+    assert (answer.status, message in answer.error) == (400, True), answer
+
+
+def test_wrong_tensors_for_the_network(served) -> None:
+    answer = served.send("images", "FP32", [1, 3, 16, 16], bytes(4 * 3 * 16 * 16), f"{NAME}_model")
+    assert (answer.status, "Expected [-1,3,32,32], got [1,3,16,16]" in answer.error) == (400, True)
+    answer = served.send("logits", "FP32", [1, 10], struct.pack("<10f", *[float("nan")] * 10), f"{NAME}_labels")
+    assert (answer.status, answer.error) == (
+        400,
+        "the model's answer to image 0 is not a number (NaN): it names no class",
+    )
+
+
+def test_an_unknown_model(served) -> None:
+    answer = served.infer([picture()], "nobody")
+    assert answer.status == 404
+    assert "unknown model: 'nobody'" in answer.error
+
+
+def test_no_json(served) -> None:
+    answer = served.post(NAME, b"{", {})
+    # Triton's own answer, though the client is at fault.
+    assert (answer.status, "failed to parse the request JSON" in answer.error) == (500, True), answer
+
+
+def test_a_client_that_goes_away(served) -> None:
+    """In the middle of its request, and before the answer."""
+    body = encoded([picture((3000, 3000))])
+    head = b'{"inputs":[{"name":"IMAGE","datatype":"BYTES","shape":[1,1],"parameters":{"binary_data_size":%d}}]}' % len(
+        body
+    )
+    request = b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n" % len(head)
+    request += b"Content-Length: %d\r\n\r\n" % (len(head) + len(body)) + head + body
+
+    def leave(length: int) -> None:
+        with socket.create_connection(("127.0.0.1", served.http)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, no goodbye
+            client.sendall(request[:length])
+
+    threads = [threading.Thread(target=leave, args=(length,)) for length in (50, len(request) // 2, len(request)) * 5]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_overload_is_refused_at_once_and_ends(triton, proved, tmp_path: Path) -> None:
+    """More than the 128 that may wait: some are answered, the rest gets a 503 that says so, and then all is well."""
+    running = start_serving(proved.parts["bundle"], tmp_path, "--name", NAME, "--max-wait", "60")
+    large = picture((2000, 2000))
+    try:
+        wait_until_ready(running)
+        decoder = decoding_process(running)
+        with ThreadPoolExecutor(300) as pool:
+            decoder.suspend()  # so that all of them wait, however fast this machine decodes
+            sent = pool.map(lambda _: running.infer([large]), range(300))
+            try:
+                wait_until_pending(running, 250)
+            finally:
+                decoder.resume()
+            answers = list(sent)
+        refused = [answer for answer in answers if answer.status != 200]
+        assert 0 < len(refused) < 200
+        assert {answer.status for answer in refused} == {503}
+        assert all("the server is overloaded, try again later" in answer.error for answer in refused)
+        assert running.infer([large]).status == 200
+        assert re.findall(r"^[EW]\d{4}.*|Traceback", running.log.read_text(), re.M) == []
+    finally:
+        running.process.terminate()
+        running.process.wait(60)
+
+
+def decoding_process(running: Running) -> psutil.Process:
+    """The process of Triton's Python backend that decodes images."""
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    (decoder,) = (child for child in children if any(f"{NAME}_preprocess" in word for word in child.cmdline()))
+    return decoder
+
+
+def wait_until_pending(running: Running, num: int) -> None:
+    """Until Triton says that as many requests wait for the decoder."""
+    series = re.compile(rf'^nv_inference_pending_request_count\{{model="{NAME}_preprocess".*\}} (\d+)$', re.M)
+    deadline = time.monotonic() + 60
+    while (pending := sum(map(int, series.findall(running.get("metrics", running.metrics).decode())))) < num:
+        assert time.monotonic() < deadline, f"{pending} requests wait"
+        time.sleep(0.05)

@@ -1,0 +1,237 @@
+"""Client, `enginery predict`, load test and metrics against a real server."""
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from components.common.errors import EngineryError, UserError
+from components.common.serving import serving_runner
+from pipelines.commands import cli
+from pipelines.loadtest.record import LoadTest
+
+from .conftest import NAME, Running
+
+pytest.importorskip("tritonclient.http", reason="`pip install 'enginery[serve]'`")
+
+from pipelines.client.client import AsyncClient, Client
+from pipelines.client.failures import AnswerLate, RequestRefused, ServerUnreachable
+from pipelines.client.retries import Patience
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+ONCE = Patience(timeout_s=20, retry_s=0)
+
+
+@pytest.fixture(params=["http", "grpc"])
+def url(request: pytest.FixtureRequest, served: Running) -> str:
+    return f"{request.param}://127.0.0.1:{getattr(served, request.param)}"
+
+
+@pytest.fixture(scope="module")
+def images(proved, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder, files = tmp_path_factory.mktemp("images"), []
+    for shard in proved.dataset.manifest.splits["val"].shards:
+        with tarfile.open(proved.dataset.file(shard)) as tar:
+            for member in tar:
+                if not member.name.endswith(".cls"):
+                    files.append(folder / member.name)
+                    files[-1].write_bytes(tar.extractfile(member).read())
+    assert len(files) > 5
+    return files
+
+
+def predict(*arguments: object, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(cli, ["predict", *map(str, arguments)], input=stdin)
+
+
+def test_both_protocols_give_the_validated_answer(url: str, images: list[Path], source) -> None:
+
+    with Client(url, patience=ONCE) as client:
+        assert client.is_ready()
+        answers = client.classify_all([file.read_bytes() for file in images], top_k=2)
+    from components.promote.pyfunc import BundleModel
+
+    model = BundleModel(source.bundle, "int8", "openvino")
+    table = model.predict([file.read_bytes() for file in images], {"top_k": 2})
+    assert [answer.labels for answer in answers] == [tuple(labels) for labels in table["labels"]]
+    shares = np.array([answer.probabilities for answer in answers])
+    assert np.allclose(shares, np.array(table["probabilities"].tolist()), atol=1e-6)
+
+
+def test_tensors_give_the_runners_logits(url: str, source) -> None:
+    shapes = source.bundle.manifest.shapes
+    tensors = np.random.default_rng(0).standard_normal(shapes.input_shape(3), dtype=np.float32)
+    with Client(url, patience=ONCE) as client:
+        logits = client.logits(tensors)
+        with pytest.raises(RequestRefused):
+            client.logits(tensors[:, :, :-1])
+    serving = serving_runner(source.bundle, "int8", "openvino")
+    assert serving.runner is not None
+    assert np.allclose(logits, serving.runner.infer(tensors), atol=1e-5)
+
+
+def test_a_bad_image_among_good_ones_is_said_and_the_others_are_answered(
+    url: str, images: list[Path], tmp_path: Path
+) -> None:
+    bad, empty = tmp_path / "bad.jpg", tmp_path / "empty.jpg"
+    bad.write_text("no image")
+    empty.touch()
+    done = predict("--url", url, "--json", "--top-k", 1, images[0], tmp_path, images[1])
+    assert isinstance(done.exception, UserError)
+    assert str(done.exception) == "2 of 4 images have no answer"
+    results = json.loads(done.stdout)["results"]
+    assert [Path(entry["image"]).name for entry in results] == [images[0].name, "bad.jpg", "empty.jpg", images[1].name]
+    assert "not an image" in results[1]["error"]
+    assert "is empty" in results[2]["error"]
+    assert [len(results[index]["labels"]) for index in (0, 3)] == [1, 1]
+
+
+def test_the_table_and_the_standard_input(url: str, images: list[Path]) -> None:
+    done = predict("--url", url, "-", images[1], stdin=images[0].read_bytes())
+    assert done.exception is None, done.output
+    assert "standard input" in done.output
+    assert len(re.findall(r"\d+\.\d\d %", done.output)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "word"),
+    [
+        ([], UserError, "one or more images"),
+        (["nowhere.jpg"], UserError, "no file or folder nowhere.jpg"),
+        (["-", "-"], UserError, "name it once"),
+        (["--url", "ftp://x", "."], UserError, "scheme 'ftp'"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_sent(
+    arguments: list[str], kind: type[EngineryError], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    done = predict(*arguments)
+    assert isinstance(done.exception, kind)
+    assert word in str(done.exception)
+
+
+def test_what_the_server_does_not_have(url: str, images: list[Path]) -> None:
+    unknown = predict("--url", url, "--model", "cats", images[0])
+    assert isinstance(unknown.exception, RequestRefused)
+    assert "'cats' is not found" in str(unknown.exception)
+    network = predict("--url", url, "--model", f"{NAME}_model", images[0])
+    assert isinstance(network.exception, UserError)
+    assert "does not take image files" in str(network.exception)
+
+
+def test_nobody_there_and_nobody_in_time(served: Running, images: list[Path]) -> None:
+    with (
+        Client("http://127.0.0.1:1", patience=ONCE) as client,
+        pytest.raises(ServerUnreachable, match="enginery serve"),
+    ):
+        client.classify(b"")
+    hasty = Patience(timeout_s=0.001, retry_s=0)
+    url = f"http://127.0.0.1:{served.http}"
+    with Client(url, model=NAME, patience=hasty) as client, pytest.raises(AnswerLate, match=r"within 0\.001 s"):
+        client.classify(images[0].read_bytes())
+    wrong = predict("--url", f"http://127.0.0.1:{served.grpc}", "--retry", 0, images[0])
+    assert f"write grpc://127.0.0.1:{served.grpc}" in str(wrong.exception)
+
+
+def test_a_load_test_counts_what_the_server_did(url: str, tmp_path: Path, images: list[Path]) -> None:
+    output = tmp_path / "out"
+    arguments = ["--seconds", "1", "--concurrency", "1,8", "--rates", "20,60", "--data", images[0].parent]
+    done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", *map(str, [output, *arguments])])
+    assert done.exception is None, done.output
+    result = LoadTest.model_validate_json((output / "loadtest.json").read_text())
+    (series,) = result.series
+    assert [level.concurrency for level in series.closed] == [1, 8]
+    assert [level.request_rate for level in series.open] == [20, 60]
+    for level in (*series.closed, *series.open):
+        assert level.num_errors == 0
+        assert level.p50_ms is not None
+        assert level.p99_ms is not None
+        assert 0 < level.p50_ms <= level.p99_ms
+        # The server counts the warm-up, too, so it saw at least what was answered in the measured time.
+        served_images = sum(size * count for size, count in level.batches.items())
+        assert served_images >= level.images_per_s * level.duration_s
+    assert "<svg" in (output / "loadtest.html").read_text()
+    again = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(output)])
+    assert isinstance(again.exception, UserError)
+
+
+def test_comparing_without_the_servers_leave_is_refused_with_the_way_to_it(served: Running, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{served.http}"
+    options = ["--seconds", "0.2", "--concurrency", "1", "--rates", "20", "--tensors", "--compare-batching"]
+    done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
+    assert isinstance(done.exception, UserError)
+    assert "enginery serve --allow-loading" in str(done.exception)
+
+
+def metrics(served: Running) -> dict[str, float]:
+    lines = served.get("metrics", served.metrics).decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
+def test_predictions_are_counted_by_label_and_confidence(served: Running, images: list[Path]) -> None:
+    def predictions() -> dict[str, float]:
+        return {key: value for key, value in metrics(served).items() if key.startswith("enginery_prediction")}
+
+    def settled() -> dict[str, float]:
+        time.sleep(1.5)  # counts are handed on once a second
+        return predictions()
+
+    before = settled()
+    with Client(f"http://127.0.0.1:{served.http}", patience=ONCE) as client:
+        answers = client.classify_all([file.read_bytes() for file in images])
+    after = settled()
+    change = {key: value - before.get(key, 0) for key, value in after.items()}
+    labels = [answer.label for answer in answers]
+    for label in set(labels):
+        counted = [value for key, value in change.items() if f'label="{label}"' in key]
+        assert counted == [labels.count(label)]
+    best = [answer.probabilities[0] for answer in answers]
+    buckets = {
+        float(found[1]): value for key, value in change.items() if (found := re.search(r'_bucket\{le="([^"]+)"', key))
+    }
+    assert buckets[float("inf")] == len(images)
+    for bound, count in buckets.items():
+        assert count == sum(share <= bound for share in best)
+    (total,) = (value for key, value in change.items() if key.startswith("enginery_prediction_confidence_sum"))
+    assert total == pytest.approx(sum(best), rel=1e-5)
+
+
+def test_alerts_name_metrics_that_are_there(served: Running) -> None:
+    text = (REPOSITORY / "containers/serve/alerts.yaml").read_text()
+    rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
+    names = {name for rule in rules for name in re.findall(r"\b(?:nv|enginery)_\w+", rule["expr"])}
+    assert len(names) > 5
+    there = {re.split(r"[{ ]", key)[0] for key in metrics(served)}
+    assert names <= there
+    assert all("action" in rule["annotations"] for rule in rules if "alert" in rule)
+
+
+def test_importing_the_client_does_not_import_the_engine_room() -> None:
+    script = (
+        "import sys, pipelines.client.client, pipelines.commands.predict\n"
+        "sys.exit(', '.join({'torch', 'mlflow', 'openvino', 'tritonclient', 'kfp'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_client_of_asyncio_counts_its_retries(served: Running) -> None:
+    import asyncio
+
+    async def go() -> int:
+        async with AsyncClient("http://127.0.0.1:1", patience=Patience(retry_s=0.5, first_pause_s=0.05)) as client:
+            with pytest.raises(ServerUnreachable):
+                await client.classifier()
+            return client.num_retries
+
+    assert asyncio.run(go()) >= 2

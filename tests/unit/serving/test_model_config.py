@@ -1,0 +1,116 @@
+"""The generated config.pbtxt files: as Triton's own schema reads them, and the same as ever."""
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+
+from components.common.records import Batching
+from components.common.shapes import ShapeSpec
+from pipelines.serving.model_config import (
+    ModelNames,
+    cpu_network_config,
+    ensemble_config,
+    gpu_network_config,
+    labels_config,
+    pbtxt,
+    preprocess_config,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ModelNames(ensemble="classifier")
+SHAPES = ShapeSpec(height=224, width=224)
+BATCHING = Batching(
+    preferred_batch_size=48,
+    queue_delay_us=1250,
+    max_queue_size=900,
+    num_instances=2,
+    reason="within 7 ms",
+)
+UNMEASURED = BATCHING.model_copy(update={"preferred_batch_size": None, "queue_delay_us": 0, "num_instances": 1})
+CONFIGS = {
+    "ensemble": ensemble_config(NAMES, SHAPES, 5, {"bundle_digest": "sha256:12", "version": "3"}),
+    "preprocess": preprocess_config(NAMES, SHAPES, BATCHING, 4),
+    "labels": labels_config(NAMES, SHAPES, 1000, 5),
+    "cpu": cpu_network_config(NAMES, SHAPES, 1000, UNMEASURED, "labels.txt"),
+    "gpu": gpu_network_config(
+        NAMES, SHAPES, 1000, BATCHING, "labels.txt", {"9.0": "int8-9.0.plan", "8.0": "int8-8.0.plan"}
+    ),
+}
+
+
+def parsed(config: dict[str, object]) -> ModelConfig:
+    return text_format.Parse(pbtxt(config), ModelConfig())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_golden(name, request: pytest.FixtureRequest) -> None:
+    text, file = pbtxt(CONFIGS[name]), GOLDEN / f"{name}.pbtxt"
+    if request.config.getoption("--update-golden"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text(), "run `make golden` and read the diff"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tritons_schema_reads_all_of_it(name) -> None:
+    config = parsed(CONFIGS[name])
+    assert config.max_batch_size == 128
+    assert list(config.version_policy.specific.versions) == [1]
+    again = text_format.Parse(text_format.MessageToString(config), ModelConfig())
+    assert again == config
+
+
+def test_the_network_on_a_gpu() -> None:
+    config = parsed(CONFIGS["gpu"])
+    assert (config.name, config.backend, config.platform) == ("classifier_model", "tensorrt", "tensorrt_plan")
+    assert dict(config.cc_model_filenames) == {"9.0": "int8-9.0.plan", "8.0": "int8-8.0.plan"}
+    assert config.default_model_filename not in config.cc_model_filenames.values()
+    assert [(tensor.name, list(tensor.dims)) for tensor in config.input] == [("images", [3, 224, 224])]
+    assert [(tensor.name, list(tensor.dims)) for tensor in config.output] == [("logits", [1000])]
+    batcher = config.dynamic_batching
+    assert (list(batcher.preferred_batch_size), batcher.max_queue_delay_microseconds) == ([48], 1250)
+    assert not batcher.HasField("default_queue_policy")  # with one, Triton sleeps between batches
+    assert [(group.kind, group.count) for group in config.instance_group] == [(ModelInstanceGroup.KIND_GPU, 2)]
+    assert [warmup.batch_size for warmup in config.model_warmup] == [1, 48]
+    assert config.optimization.cuda.graphs
+
+
+def test_cuda_graphs_leave_no_batch_out() -> None:
+    """Every size up to the preferred one belongs to just one graph, which is at most twice as large."""
+    graphs = parsed(CONFIGS["gpu"]).optimization.cuda.graph_spec
+    covered = [(graph.graph_lower_bound.batch_size, graph.batch_size) for graph in graphs]
+    assert covered == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 48)]
+    assert all(list(graph.input["images"].dim) == [3, 224, 224] for graph in graphs)
+    assert all(list(graph.graph_lower_bound.input["images"].dim) == [3, 224, 224] for graph in graphs)
+
+
+def test_without_measurements_nobody_waits() -> None:
+    config = parsed(CONFIGS["cpu"])
+    assert list(config.dynamic_batching.preferred_batch_size) == []
+    assert config.dynamic_batching.max_queue_delay_microseconds == 0
+    assert not config.dynamic_batching.HasField("default_queue_policy")
+    assert config.parameters["max_pending_requests"].string_value == "900"
+    assert config.instance_group[0].kind == ModelInstanceGroup.KIND_CPU
+
+
+def test_the_tensors_of_the_ensemble_fit_together() -> None:
+    models = {config["name"]: parsed(config) for config in (CONFIGS[key] for key in ("preprocess", "gpu", "labels"))}
+    ensemble = parsed(CONFIGS["ensemble"])
+    known = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in ensemble.input}
+    for step in ensemble.ensemble_scheduling.step:
+        model = models[step.model_name]
+        for tensor in model.input:
+            assert known[step.input_map[tensor.name]] == (tensor.data_type, list(tensor.dims))
+        for tensor in model.output:
+            known[step.output_map[tensor.name]] = (tensor.data_type, list(tensor.dims))
+    for tensor in ensemble.output:
+        assert known[tensor.name] == (tensor.data_type, list(tensor.dims))
+    assert ensemble.parameters["bundle_digest"].string_value == "sha256:12"
+
+
+def test_text_that_needs_quoting_is_read_back() -> None:
+    odd = 'a "quoted" name \\ with ünïcode\n'
+    config = parsed(ensemble_config(NAMES, SHAPES, 1, {"model": odd}))
+    assert config.parameters["model"].string_value == odd

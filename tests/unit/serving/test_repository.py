@@ -1,0 +1,291 @@
+"""The exported model repository: what it holds, where it comes from, and what is refused."""
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+import components
+from components.common.artifacts import Artifact, RepositoryManifest, VerdictManifest, load
+from components.common.digests import digest_file
+from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.records import AccuracyRow, EngineEntry
+from components.common.triton.opening import open_from, open_repository
+from pipelines.commands import cli
+from pipelines.serving.installation import find_triton
+from pipelines.serving.repository import RepositoryConfig, write_repository
+from pipelines.serving.sources import Source, find_source
+
+from .conftest import NAME, start_serving
+
+
+def run(*arguments: str | Path):
+    return CliRunner().invoke(cli, ["serve", *map(str, arguments)])
+
+
+def config(file: Path) -> ModelConfig:
+    return text_format.Parse(file.read_text(), ModelConfig())
+
+
+def plan(precision: str, capability: str) -> EngineEntry:
+    return EngineEntry(
+        file=f"{precision}-{capability}.plan",
+        precision=precision,
+        source_onnx=f"{precision}.onnx",
+        tensorrt_version="10.16.0",
+        gpu_name="NVIDIA H200",
+        compute_capability=capability,
+        driver_version="580.65",
+        build_seconds=1.0,
+    )
+
+
+@pytest.fixture
+def on_gpu(source, tmp_path: Path) -> Source:
+    """The same as if plans had been built, and one of INT8 measured: two files that no TensorRT would take."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(source.bundle.path, folder)
+    engines = (plan("int8", "9.0"), plan("fp16", "9.0"), plan("int8", "8.0"))
+    for entry in engines:
+        (folder / entry.file).write_bytes(entry.file.encode())
+    bundle = source.bundle.manifest.model_copy(update={"engines": engines})
+    accuracy = source.report.manifest.accuracy
+    measured = AccuracyRow(precision="int8", runtime="tensorrt", file="int8-9.0.plan")
+    accuracy = accuracy.model_copy(update={"rows": (*accuracy.rows, measured)})
+    report = source.report.manifest.model_copy(update={"accuracy": accuracy})
+    return dataclasses.replace(
+        source,
+        bundle=dataclasses.replace(source.bundle, path=folder, manifest=bundle),
+        report=dataclasses.replace(source.report, manifest=report),
+    )
+
+
+# --- what it holds
+
+
+def test_a_repository_for_cpus(exported, source) -> None:
+    files = {path.relative_to(exported.path).as_posix() for path in exported.path.rglob("*") if path.is_file()}
+    assert files == {
+        "manifest.json",
+        "digits/config.pbtxt",
+        "digits/1/README",
+        "digits_labels/config.pbtxt",
+        "digits_labels/1/model.py",
+        "digits_model/config.pbtxt",
+        "digits_model/labels.txt",
+        "digits_model/1/int8.onnx",
+        "digits_model/1/model.py",
+        "digits_preprocess/config.pbtxt",
+        "digits_preprocess/1/model.py",
+    }
+    served = exported.file("digits_model/1/int8.onnx")
+    assert digest_file(served) == source.bundle.manifest.files["int8.onnx"].digest
+    assert (exported.path / "digits_model/labels.txt").read_text().split("\n") == [*"0123456789", ""]
+    assert exported.manifest.inputs == source.digests
+    for name in ("digits", "digits_labels", "digits_model", "digits_preprocess"):
+        assert config(exported.path / name / "config.pbtxt").name == name
+
+
+def test_a_repository_for_gpus_and_cpus_holds_the_measured_plans_alone(on_gpu, tmp_path: Path) -> None:
+    repository = write_repository(on_gpu, tmp_path / "models", RepositoryConfig())
+    network = repository.path / "digits_model"
+    assert sorted(path.name for path in (network / "1").iterdir()) == ["int8-9.0.plan", "int8.onnx", "model.py"]
+    gpu, cpu = config(network / "config.pbtxt"), config(network / "configs/cpu.pbtxt")
+    assert (gpu.backend, cpu.backend) == ("tensorrt", "python")
+    assert dict(gpu.cc_model_filenames) == {"9.0": "int8-9.0.plan"}
+    told = [
+        config(repository.path / "digits" / file).parameters["runtime"].string_value
+        for file in ("config.pbtxt", "configs/cpu.pbtxt")
+    ]
+    assert told == ["tensorrt", "openvino"]
+    decoders = [
+        config(repository.path / "digits_preprocess" / file).instance_group[0].count
+        for file in ("config.pbtxt", "configs/cpu.pbtxt")
+    ]
+    assert decoders == [4, 1]
+    assert [entry.file for entry in repository.manifest.engines] == ["digits_model/1/int8-9.0.plan"]
+
+
+def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has(
+    on_gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = write_repository(on_gpu, tmp_path / "models", RepositoryConfig())
+    for name in ("TRT_VERSION", "TENSORRT_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    open_from(repository.path / "digits_preprocess")
+    monkeypatch.setenv("TRT_VERSION", "10.16.0.72+cuda13.1")
+    open_from(repository.path / "digits_preprocess")
+    monkeypatch.setenv("TRT_VERSION", "11.2.0.1")
+    with pytest.raises(EngineryError, match=r"plans were built by TensorRT 10\.16\.0, and this image has 11\.2"):
+        open_from(repository.path / "digits_preprocess")
+
+
+def test_a_bundle_alone_has_no_measured_plans(on_gpu, tmp_path: Path) -> None:
+    repository = write_repository(dataclasses.replace(on_gpu, report=None), tmp_path / "models", RepositoryConfig())
+    assert repository.manifest.engines == ()
+    assert list(repository.path.rglob("*.plan")) == []
+
+
+# --- where it comes from
+
+
+def test_from_the_registry(promoted, proved, exported, tmp_path: Path) -> None:
+    options = ("--top-k", "3", "--name", "other", "--precision", "int8")
+    result = run("export", f"{NAME}@candidate", tmp_path / "models", *options)
+    assert result.exit_code == 0, result.exception
+    assert f"wrote {tmp_path / 'models'}\n  model    other version 1, INT8, bundle sha256:" in result.output
+    repository = load(tmp_path / "models", RepositoryManifest)
+    assert (repository.manifest.version, repository.manifest.top_k) == ("1", 3)
+    assert repository.manifest.inputs == exported.manifest.inputs
+    assert config(tmp_path / "models/other/config.pbtxt").output[0].dims == [3]
+    with find_source(f"{NAME}/1", None) as source:
+        verdict = load(proved.parts["verdict"], VerdictManifest).manifest
+        assert (source.name, source.precision) == (NAME, verdict.served_precision)
+
+
+def test_from_a_release(promoted, exported, tmp_path: Path) -> None:
+    assert CliRunner().invoke(cli, ["release", str(tmp_path / "release"), f"{NAME}@candidate"]).exit_code == 0
+    with find_source(str(tmp_path / "release"), "int8") as source:
+        assert (source.name, source.version, source.precision) == (NAME, "1", "int8")
+        assert source.digests == exported.manifest.inputs
+    (tmp_path / "release/bundle/int8.onnx").write_bytes(b"another")
+    with pytest.raises(EngineryError, match=r"the release .* is not served: bundle/int8\.onnx"):
+        find_source(str(tmp_path / "release"), None).__enter__()
+
+
+def test_from_a_bundle(proved, tmp_path: Path) -> None:
+    result = run("export", proved.parts["bundle"], tmp_path / "models", "--precision", "fp32")
+    assert result.exit_code == 0, result.exception
+    assert "no speed of FP32 by openvino was measured" in result.output
+    repository = load(tmp_path / "models", RepositoryManifest)
+    assert (repository.manifest.version, repository.manifest.precision) == ("", "fp32")
+    assert repository.manifest.cpu_model.endswith("_model/1/fp32.onnx")
+
+
+# --- what is refused
+
+
+def test_what_did_not_pass_its_gate(store, refused, tmp_path: Path) -> None:
+    from tests.unit.release.making import promote_parts
+
+    with pytest.raises(GateFailed):
+        promote_parts(refused.parts, refused.dataset.path, tmp_path / "promotion")
+    result = run("export", f"{NAME}/1", tmp_path / "models")
+    assert isinstance(result.exception, (GateFailed, UserError))
+    assert not (tmp_path / "models").exists()
+
+
+MISTAKES = [
+    (["nothing"], "'nothing' is nothing that can be served. Name a registered version, such as classifier@champion"),
+    ([f"{NAME}@nobody"], f"{NAME} has no alias nobody"),
+    ([f"{NAME}/7"], "7"),
+    ([f"{NAME}@candidate", "--name", "a/b"], "'a/b' can't be a model's name in Triton"),
+    ([f"{NAME}@candidate", "--top-k", "0"], "serve.top_k"),
+    ([f"{NAME}@candidate", "--max-wait", "0"], "serve.max_wait_s"),
+]
+
+
+def test_mistakes(promoted, tmp_path: Path) -> None:
+    for arguments, message in MISTAKES:
+        result = run("export", arguments[0], tmp_path / "models", *arguments[1:])
+        assert isinstance(result.exception, UserError), result.output
+        assert message in str(result.exception)
+        assert list(tmp_path.glob("*models*")) == []
+
+
+def test_nothing_is_overwritten(proved, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    result = run("export", proved.parts["bundle"], tmp_path / "models")
+    assert "exists already, and a model repository is never overwritten" in str(result.exception)
+    result = run("export", proved.parts["bundle"], tmp_path / "no" / "models")
+    assert f"there is no folder {tmp_path / 'no'}" in str(result.exception)
+
+
+def test_a_full_disk_leaves_nothing(source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pipelines.serving.repository.shutil.copyfile", full)
+    with pytest.raises(OSError, match="No space"):
+        write_repository(source, tmp_path / "models", RepositoryConfig())
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- a corrupted repository
+
+
+def damage_network(root: Path) -> str:
+    file = root / "digits_model/1/int8.onnx"
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    return "int8.onnx"
+
+
+def remove_labels(root: Path) -> str:
+    (root / "digits_model/labels.txt").unlink()
+    return "labels.txt"
+
+
+def edit_config(root: Path) -> str:
+    file = root / "digits_model/config.pbtxt"
+    file.write_text(file.read_text().replace("max_batch_size: ", "max_batch_size: 9"))
+    return "config.pbtxt"
+
+
+def edit_manifest(root: Path) -> str:
+    file = root / "manifest.json"
+    file.write_text(file.read_text().replace('"precision":"int8"', '"precision":"fp32"'))
+    return "manifest.json was edited after it was sealed"
+
+
+def add_model(root: Path) -> str:
+    shutil.copytree(root / "digits_labels", root / "more")
+    return "is not named in"
+
+
+@pytest.mark.parametrize("damage", [damage_network, remove_labels, edit_config, edit_manifest, add_model])
+def test_a_corrupted_repository_is_refused(damage, exported, tmp_path: Path) -> None:
+    shutil.copytree(exported.path, tmp_path / "models")
+    message = damage(tmp_path / "models")
+    with pytest.raises(EngineryError, match=message) as refused:
+        open_repository(tmp_path / "models")
+    assert "`enginery serve export`" in str(refused.value) or "export anew" in str(refused.value)
+
+
+def test_the_command_refuses_it_before_anything_starts(triton, exported, tmp_path: Path) -> None:
+    shutil.copytree(exported.path, tmp_path / "models")
+    damage_network(tmp_path / "models")
+    running = start_serving(tmp_path / "models", tmp_path)
+    assert running.process.wait(60) == 1
+    text = running.log.read_text()
+    assert text.startswith("error: ")
+    assert "int8.onnx" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_triton_itself_refuses_it_too(triton, exported: Artifact[RepositoryManifest], tmp_path: Path) -> None:
+    """As in a container, where Triton is started on the repository without our command."""
+    shutil.copytree(exported.path, tmp_path / "models")
+    damage_network(tmp_path / "models")
+    found = find_triton()
+    done = subprocess.run(
+        [
+            found.binary,
+            f"--model-repository={tmp_path / 'models'}",
+            f"--backend-directory={found.backends}",
+            *(f"--allow-{service}=false" for service in ("http", "grpc", "metrics")),
+        ],
+        env=found.environment(Path(components.__file__).parents[1]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "failed to load 'digits_preprocess' version 1: Internal: EngineryError: " in done.stderr
+    assert "int8.onnx" in done.stderr

@@ -1,0 +1,172 @@
+"""A real Triton on the CPU: the validated predictions, both protocols, and how it starts and ends."""
+
+import json
+import os
+import signal
+import socket
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from components.common.artifacts import BundleManifest, load
+from components.common.evaluation import most_likely
+from components.common.image_batches import ImageBatches
+from components.common.runners.openvino import OpenVINORunner
+from pipelines.commands import cli
+
+from .conftest import NAME, start_serving, wait_until_ready
+
+
+@pytest.fixture(scope="module")
+def images(proved) -> list[bytes]:
+    """Of the validation split, in the order of its listing, from the shards themselves."""
+    found = []
+    for shard in proved.dataset.manifest.splits["val"].shards:
+        with tarfile.open(proved.dataset.path / shard) as tar:
+            found += [tar.extractfile(member).read() for member in tar if not member.name.endswith(".cls")]
+    return found
+
+
+def names_of(proved) -> list[list[str]]:
+    """What `validate` recorded, by image."""
+    recorded = np.load(proved.parts["report"] / "predictions.npz")["int8"]
+    return [[proved.dataset.manifest.classes[index] for index in row] for row in recorded]
+
+
+def test_the_server_gives_the_validated_predictions_image_by_image(served, proved, images) -> None:
+    """One request each from many threads, so that batches form as they come."""
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda image: served.infer([image]), images))
+    assert [answer.output("LABELS") for answer in answers] == names_of(proved)
+    assert len(answers) == 120
+
+
+def test_the_server_gives_them_in_batches_too(served, proved, images) -> None:
+    labels = []
+    for start in range(0, len(images), 50):
+        answer = served.infer(images[start : start + 50])
+        labels += np.reshape(answer.output("LABELS"), (-1, 5)).tolist()
+    assert labels == names_of(proved)
+
+
+def test_pixels_and_probabilities_are_those_of_validation(served, proved, images) -> None:
+    bundle = load(proved.parts["bundle"], BundleManifest)
+    expected = ImageBatches(bundle.manifest.transform, 8).load(images[:8], list("abcdefgh"))
+    pixels = served.infer(images[:8], f"{NAME}_preprocess").output("images")
+    np.testing.assert_array_equal(np.array(pixels, np.float32).reshape(expected.shape), expected)  # bit for bit
+    logits = OpenVINORunner(bundle.file("int8.onnx"), bundle.manifest.shapes).infer(expected)
+    answer = served.send("images", "FP32", list(expected.shape), expected.tobytes(), f"{NAME}_model")
+    np.testing.assert_allclose(np.reshape(answer.output("logits"), logits.shape), logits, rtol=1e-5, atol=1e-5)
+    shares = [most_likely(row, 5)[1] for row in logits]
+    found = np.reshape(served.infer(images[:8]).output("PROBABILITIES"), (8, 5))
+    np.testing.assert_allclose(found, shares, rtol=1e-4, atol=1e-6)
+
+
+def test_grpc_answers_the_same(served, images) -> None:
+    from tritonclient import grpc
+
+    client = grpc.InferenceServerClient(f"127.0.0.1:{served.grpc}")
+    assert client.is_server_ready()
+    tensor = grpc.InferInput("IMAGE", [3, 1], "BYTES")
+    tensor.set_data_from_numpy(np.array(images[:3], dtype=object).reshape(3, 1))
+    found = client.infer(NAME, [tensor]).as_numpy("LABELS")
+    expected = served.infer(images[:3]).output("LABELS")
+    assert [label.decode() for label in found.reshape(-1)] == expected
+    tensor = grpc.InferInput("IMAGE", [1, 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([b"no image"], dtype=object).reshape(1, 1))
+    with pytest.raises(grpc.InferenceServerException) as refused:
+        client.infer(NAME, [tensor])
+    assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert "image 0 is not an image" in refused.value.message()
+
+
+def test_health_metrics_and_what_is_served(served, exported) -> None:
+    assert served.get("v2/health/live") == served.get("v2/health/ready") == b""
+    parameters = json.loads(served.get(f"v2/models/{NAME}/config"))["parameters"]
+    told = {key: value["string_value"] for key, value in parameters.items()}
+    assert told["bundle_digest"] == exported.manifest.inputs["bundle"]
+    assert (told["precision"], told["runtime"], told["version"]) == ("int8", "openvino", "1")
+    metrics = served.get("metrics", served.metrics).decode()
+    assert f'nv_inference_request_success{{model="{NAME}",version="1"}}' in metrics
+    assert "nv_inference_queue_duration_us" in metrics
+
+
+def test_the_start_is_told(served) -> None:
+    text = served.log.read_text()
+    assert f"ready: Triton serves {NAME} on this machine's CPU; Ctrl-C ends it\n" in text
+    for line in (f"http://127.0.0.1:{served.http}\n", f"127.0.0.1:{served.grpc}\n", f":{served.metrics}/metrics\n"):
+        assert line in text
+    assert "digits version 1, INT8, bundle sha256:" in text
+
+
+def test_a_port_in_use_is_named(exported, triton) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli, ["serve", str(exported.path), "--grpc-port", str(port)])
+    assert f"can't listen on 127.0.0.1:{port}: Address already in use" in str(result.exception)
+    assert "--grpc-port" in str(result.exception)
+
+
+def begun_then(number: int, running, images: list[bytes]) -> None:
+    """Signal the command with a request in progress, and see everything of it end."""
+    processes = psutil.Process(running.process.pid).children(recursive=True)
+    assert any("tritonserver" in process.name() for process in processes)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(running.infer, images)
+        time.sleep(0.1)
+        running.process.send_signal(number)
+        assert begun.result().status == 200
+    assert running.process.wait(40) == 0
+    psutil.wait_procs(processes, timeout=5)
+    assert [process for process in processes if process.is_running()] == []
+    assert list(Path("/dev/shm").glob(f"enginery_{running.process.pid}_*")) == []
+    assert "Traceback" not in running.log.read_text()
+
+
+def test_sigterm_answers_what_has_begun(triton, promoted, images, tmp_path: Path) -> None:
+    """The model comes from the registry, by its alias, into a folder that is gone afterwards."""
+    running = start_serving(f"{NAME}@candidate", tmp_path, MLFLOW_TRACKING_URI=promoted)
+    try:
+        wait_until_ready(running)
+        begun_then(signal.SIGTERM, running, images)
+    finally:
+        running.process.kill()
+    assert list((tmp_path / "home/serve").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_answers_what_has_begun(triton, exported, images, tmp_path: Path) -> None:
+    running = start_serving(exported.path, tmp_path)
+    try:
+        wait_until_ready(running)
+        begun_then(signal.SIGINT, running, images)
+    finally:
+        running.process.kill()
+
+
+@pytest.mark.slow
+def test_the_server_ends_with_its_killed_parent(triton, exported, tmp_path: Path) -> None:
+    running = start_serving(exported.path, tmp_path)
+    try:
+        wait_until_ready(running)
+        processes = psutil.Process(running.process.pid).children(recursive=True)
+    finally:
+        running.process.kill()
+    _, left = psutil.wait_procs(processes, timeout=10)
+    assert left == []
+    running.process.wait()
+    again = start_serving(exported.path, tmp_path)
+    try:
+        wait_until_ready(again)
+        assert list(Path("/dev/shm").glob(f"enginery_{running.process.pid}_*")) == []  # what the killed one left
+    finally:
+        os.kill(again.process.pid, signal.SIGTERM)
+        again.process.wait(40)
