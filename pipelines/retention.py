@@ -113,7 +113,7 @@ def in_use(state: StateDirectory, past: Sequence[PastRun] = ()) -> InUse:
     # Two retries of ten seconds: a person waits. MLflow's own defaults take many minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    from components.common.tracking import aliased_versions, known_runs  # MLflow takes seconds to import
+    from components.common.registry import aliased_versions, known_runs  # MLflow takes seconds to import
 
     runs: dict[str, str] = {}
     versions: dict[str, str] = {}

@@ -30,7 +30,7 @@ Preprocess = Callable[..., Artifact[DatasetManifest]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="Write tests/pipelines/golden/ anew.")
+    parser.addoption("--update-golden", action="store_true", help="Write the folders golden/ anew.")
 
 
 @pytest.fixture(scope="session")

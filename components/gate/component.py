@@ -6,7 +6,7 @@ from components.common.images import image_for
 
 
 # The gate needs nothing but Python, so it shares the slim image of promote.
-@dsl.component(base_image=image_for("promote"), packages_to_install=[], install_kfp_package=False)
+@dsl.component(base_image=image_for("gate"), packages_to_install=[], install_kfp_package=False)
 def gate(
     report: dsl.Input[dsl.Artifact],
     max_top1_drop_points: float,

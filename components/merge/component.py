@@ -5,7 +5,7 @@ from kfp import dsl
 from components.common.images import image_for
 
 
-@dsl.component(base_image=image_for("preprocess"), packages_to_install=[], install_kfp_package=False)
+@dsl.component(base_image=image_for("merge"), packages_to_install=[], install_kfp_package=False)
 def merge(parts: dsl.Input[list[dsl.Dataset]], dataset: dsl.Output[dsl.Dataset]) -> None:
     """Parts of a data set -> the data set."""
     from components.merge.__main__ import STEP

@@ -13,7 +13,7 @@ import pandas as pd
 
 from components.common.artifacts import ALL_FILES, Artifact, BundleManifest, load
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.evaluation import probabilities
+from components.common.evaluation import most_likely
 from components.common.records import Precision
 from components.common.serving import Runtime, Serving, serving_runner
 from components.promote.images_in import encoded_images, image_name
@@ -107,8 +107,7 @@ def table(logits: np.ndarray, classes: Sequence[str], top_k: int) -> pd.DataFram
         if np.isnan(row).any():
             rows.append((None, float("nan"), [], []))
             continue
-        shares = probabilities(row)  # [classes] float64
-        best = np.argsort(-row, kind="stable")[:top_k]
+        best, shares = most_likely(row, top_k)
         labels = [classes[index] for index in best]
-        rows.append((labels[0], float(shares[best[0]]), labels, [float(shares[index]) for index in best]))
+        rows.append((labels[0], float(shares[0]), labels, shares.tolist()))
     return pd.DataFrame(rows, columns=["label", "probability", "labels", "probabilities"])

@@ -46,6 +46,20 @@ def num_processes(config: TrainConfig) -> int:
     return config.num_processes or max(1, num_gpus)
 
 
+def check_alone() -> None:
+    """See that this process was not meant to be one of several machines.
+
+    Raises:
+        UserError: Kubeflow Trainer says that there are more, and torchrun, which reads that, was left out.
+    """
+    number = os.environ.get("PET_NNODES", "1")
+    if number not in ("", "1", "1:1"):
+        raise UserError(
+            f"this is one of {number} nodes (PET_NNODES), and each would train for itself: start the step by torchrun, "
+            "which reads the PET_ variables, as in: python -m torch.distributed.run -m components.train ..."
+        )
+
+
 def launch(config: TrainConfig, log: StepLog, number: int, *, dataset: Path, output: Path) -> str:
     """Train in `number` processes. Returns the outcome.
 

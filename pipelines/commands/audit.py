@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelines.comparison import short
-from pipelines.local import new_console
+from pipelines.console import new_console
 from pipelines.versions import open_registry
 
 if TYPE_CHECKING:

@@ -97,7 +97,7 @@ def benchmark(
     """
     from pipelines.benchmarking import measuring
     from pipelines.benchmarking.table import Row, as_csv, markdown, network_name, published_rows, write_picture
-    from pipelines.local import new_console
+    from pipelines.console import new_console
 
     measuring.check_networks(models, image_size)
     measuring.check_precisions(precisions)

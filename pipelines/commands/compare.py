@@ -11,9 +11,9 @@ from rich.table import Table
 from components.common.errors import UserError
 from pipelines.comparison import MIXED, NOTHING, Comparison
 from pipelines.comparison import compare as compare_runs
+from pipelines.console import new_console
 from pipelines.formats import number, verdict_text
 from pipelines.history import find_summary
-from pipelines.local import new_console
 from pipelines.state import StateDirectory
 from pipelines.versions import is_reference, open_registry, version_summary
 

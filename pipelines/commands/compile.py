@@ -6,7 +6,35 @@ import click
 from kfp import compiler
 
 from components.common.errors import UserError
-from pipelines.parameters import load_pipeline
+from pipelines.cluster.settings import ClusterSettings, load_settings
+from pipelines.parameters import PipelineFile, load_pipeline
+from pipelines.resources import on_cluster
+
+SETTINGS_OPTION = click.option(
+    "--settings",
+    type=click.Path(path_type=Path),
+    metavar="FILE.yaml",
+    help="What the cluster gives the steps: images, GPUs, volumes, secrets (docs/submit.md).",
+)
+NODES_OPTION = click.option(
+    "--num-nodes", type=click.IntRange(min=1), metavar="N", help="Nodes to train on, instead of the settings' number."
+)
+
+
+def load_for_cluster(file: Path, path: Path | None, num_nodes: int | None) -> tuple[PipelineFile, ClusterSettings]:
+    """A pipeline file with what a settings file gives its steps.
+
+    Raises:
+        UserError: the file is no pipeline, or the settings can't be.
+    """
+    if path is None and num_nodes is None:
+        return load_pipeline(file), ClusterSettings()
+    settings = load_settings(path, num_nodes=num_nodes)
+    with on_cluster(settings):
+        loaded = load_pipeline(file)
+    if num_nodes is not None and "train" not in loaded.steps:
+        raise UserError(f"--num-nodes: {file} does not train; it has {', '.join(loaded.steps)}")
+    return loaded, settings
 
 
 @click.command()
@@ -17,9 +45,13 @@ from pipelines.parameters import load_pipeline
     metavar="FILE.yaml",
     help="Where to write.  [default: FILE.yaml in this folder]",
 )
-def compile(file: Path, output: Path | None) -> None:  # the command's name
-    """Compile a pipeline file for a cluster; the stock `kfp dsl compile` gives the same."""
-    loaded = load_pipeline(file)
+@SETTINGS_OPTION
+@NODES_OPTION
+def compile(  # the command's name
+    file: Path, output: Path | None, settings: Path | None, num_nodes: int | None
+) -> None:
+    """Compile a pipeline file for a cluster; without --settings the stock `kfp dsl compile` gives the same."""
+    loaded = load_for_cluster(file, settings, num_nodes)[0]
     target = output or Path(f"{file.stem}.yaml")
     if target.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(f"--output {target}: KFP takes .yaml or .json")

@@ -1,15 +1,20 @@
 """`enginery doctor`: what this machine can do."""
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from components.common.errors import UserError
 from pipelines.diagnosis.checks import Check
 from pipelines.diagnosis.report import Diagnosis, diagnose
 
+_FILE = click.Path(path_type=Path)
 _MARKS = {
     "ok": "[green]ok[/]",
     "warning": "[yellow]warning[/]",
@@ -20,19 +25,52 @@ _MARKS = {
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
-    """Say what this machine can do, and how to fix what is missing.
+@click.option("--cluster", is_flag=True, help="Look at the cluster of KUBECONFIG instead of this machine.")
+@click.option("--settings", type=_FILE, metavar="FILE.yaml", help="With --cluster: what `enginery submit` gets.")
+@click.option("--num-nodes", type=click.IntRange(min=1), metavar="N", help="With --cluster: nodes to train on.")
+@click.option("--endpoint", envvar="KF_PIPELINES_ENDPOINT", metavar="URL", help="With --cluster: where KFP answers.")
+@click.option("--token-file", type=_FILE, metavar="FILE", help="With --cluster: KFP's bearer token.")
+@click.option("--cookie-file", type=_FILE, metavar="FILE", help="With --cluster: cookie of KFP's login page.")
+@click.option("--ca-file", type=_FILE, metavar="FILE", help="With --cluster: certificates that sign KFP's.")
+@click.option("--namespace", metavar="NAME", help="With --cluster: namespace of runs, instead of the settings'.")
+def doctor(as_json: bool, cluster: bool, **of_cluster: Any) -> None:
+    """Say what this machine can do, and how to fix what is missing; or, with --cluster, a cluster.
 
     The exit code is 1 when something that every run needs is missing.
     """
+    given = [name for name, value in of_cluster.items() if value is not None and name != "endpoint"]
+    if given and not cluster:
+        raise UserError(f"--{given[0].replace('_', '-')} goes with --cluster; add it")
+    look = _at_cluster(**of_cluster) if cluster else diagnose
     if as_json:
-        diagnosis = diagnose()
+        diagnosis = look()
         click.echo(diagnosis.model_dump_json(indent=1))
     else:
         with Console(stderr=True).status("looking; about 10 seconds"):
-            diagnosis = diagnose()
+            diagnosis = look()
         _show(Console(file=sys.stdout), diagnosis)
     sys.exit(diagnosis.exit_code)
+
+
+def _at_cluster(
+    settings: Path | None,
+    num_nodes: int | None,
+    endpoint: str | None,
+    token_file: Path | None,
+    cookie_file: Path | None,
+    ca_file: Path | None,
+    namespace: str | None,
+) -> Callable[[], Diagnosis]:
+    """What looks at a cluster; mistakes in the settings are told before it does."""
+    from pipelines.cluster.server import Login
+    from pipelines.cluster.settings import load_settings
+    from pipelines.diagnosis.cluster import View, diagnose_cluster
+
+    placed = load_settings(settings, num_nodes=num_nodes)
+    if namespace:
+        placed = placed.model_copy(update={"namespace": namespace})
+    view = View(placed, endpoint or "", Login.find(token_file, cookie_file), ca_file)
+    return lambda: diagnose_cluster(view)
 
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:

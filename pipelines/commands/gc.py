@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from components.common.errors import UserError
+from pipelines.console import new_console
 from pipelines.formats import size_text
 from pipelines.history import PastRun, past_runs
-from pipelines.local import new_console
 from pipelines.retention import Plan, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
 from pipelines.state import StateDirectory
 

@@ -15,8 +15,8 @@ from components.common.artifacts import BundleManifest, load, write_atomically
 from components.common.disk import out_of_space
 from components.common.errors import UserError
 from pipelines.bundles import bundle_of_run, latest_bundle
+from pipelines.console import new_console
 from pipelines.formats import number
-from pipelines.local import new_console
 from pipelines.state import StateDirectory
 
 if TYPE_CHECKING:

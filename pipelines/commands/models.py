@@ -9,8 +9,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from pipelines.console import new_console
 from pipelines.formats import age_text, number, verdict_text
-from pipelines.local import new_console
 from pipelines.versions import list_versions, open_registry
 
 if TYPE_CHECKING:

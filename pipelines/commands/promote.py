@@ -4,7 +4,7 @@ import click
 
 from components.common.promotions import CHAMPION, check_alias
 from pipelines.commands.audit import changed_text, why_option
-from pipelines.local import new_console
+from pipelines.console import new_console
 from pipelines.versions import open_registry
 
 

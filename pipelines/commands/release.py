@@ -8,6 +8,7 @@ import click
 from components.common.disk import explain
 from components.common.errors import UserError
 from pipelines.commands.verify import show
+from pipelines.new_folders import check_new
 from pipelines.versions import find_version, open_registry
 
 _PARTS = ("bundle", "report", "verdict")
@@ -44,9 +45,9 @@ def release(
     from components.common.ledger import Ledger
     from components.common.registry import PARTS
     from components.common.store import without_folders
-    from pipelines.release.writing import check_output, write_release
+    from pipelines.release.writing import write_release
 
-    check_output(directory)
+    check_new(directory, "a release")
     try:
         with ExitStack() as stack:
             if named:

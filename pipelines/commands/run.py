@@ -105,7 +105,8 @@ def command_for(path: Path) -> click.Command:
         if warning := check_memory(arguments):
             click.secho("warning: ", fg="yellow", nl=False, err=True)
             click.echo(warning, err=True)
-        from pipelines.local import new_console, run_locally
+        from pipelines.console import new_console
+        from pipelines.local import run_locally
 
         result = run_locally(
             file,

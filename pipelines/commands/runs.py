@@ -8,9 +8,9 @@ import click
 from rich import box
 from rich.table import Table
 
+from pipelines.console import new_console
 from pipelines.formats import age_text, number, size_text, verdict_text
 from pipelines.history import PastRun, past_runs
-from pipelines.local import new_console
 from pipelines.state import StateDirectory
 
 _WIDE = 100  # columns from which on the pipeline has a column of its own; a run's id begins with it

@@ -1,32 +1,28 @@
 """`enginery submit`: a pipeline file on a Kubeflow Pipelines server."""
 
-import contextlib
-import io
-import json
-import os
+import re
+import shlex
 import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
-import kfp_server_api  # type: ignore[import-untyped]
-import urllib3
 from kfp import compiler
 
-from components.common.errors import EXIT_FAILURE, EngineryError, UserError
+from components.common.errors import UserError
+from pipelines.cluster.following import Following
+from pipelines.cluster.pods import PodLogs
+from pipelines.cluster.server import Server, login_options, quiet
+from pipelines.cluster.settings import ClusterSettings, settings_rows
+from pipelines.commands.compile import NODES_OPTION, SETTINGS_OPTION, load_for_cluster
 from pipelines.commands.run import FILE_FIRST, pipeline_command
 from pipelines.parameters import PipelineFile, load_pipeline
 
-TOKEN_VARIABLE = "KFP_TOKEN"  # noqa: S105  # the name of a variable, no token
-_TIMEOUT_S = 10.0
-_ENDED = {"SUCCEEDED": 0, "SKIPPED": 0, "FAILED": EXIT_FAILURE, "CANCELED": EXIT_FAILURE}
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.5, 15.0
-_MAX_LOST_POLLS = 20  # in a row, before the server counts as gone
+KFP_NAMESPACE = "kubeflow"  # where runs are if KFP serves one user
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
@@ -35,13 +31,40 @@ _MAX_LOST_POLLS = 20  # in a row, before the server counts as gone
 def submit(ctx: click.Context, file: Path) -> None:
     """Submit a pipeline file to a Kubeflow Pipelines server.
 
-    The options are the pipeline's own, and some more: `enginery submit FILE.py --help` lists them. Paths among them
-    are the cluster's. A bearer token is taken from the environment variable KFP_TOKEN.
+    The options are the pipeline's own, and some more: `enginery submit FILE.py --help` lists them, and `enginery submit
+    --settings-help` the keys of the settings file. Paths among them are the cluster's. A bearer token is taken from
+    the environment variable KFP_TOKEN, a login page's cookie from KFP_COOKIE.
     """
     if str(file) in ("-h", "--help"):
         click.echo(ctx.get_help())
         return
+    if str(file) == "--settings-help":
+        _show_settings()
+        return
     command_for(file).main(args=ctx.args, prog_name=f"enginery submit {file}", standalone_mode=True)
+
+
+def _show_settings() -> None:
+    formatter = click.HelpFormatter(width=100)
+    with formatter.section("Keys of the settings file (docs/submit.md; an example: pipelines/configs/cluster.yaml)"):
+        formatter.write_dl(
+            [(key, f"{text}  [default: {default}]" if default else text) for key, default, text in settings_rows()],
+            col_max=34,
+        )
+    click.echo(formatter.getvalue().rstrip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to submit, and how."""
+
+    arguments: dict[str, Any]
+    settings: ClusterSettings
+    experiment: str
+    run_name: str
+    namespace: str
+    cron: str  # of a recurring run, in KFP's six fields; "" for none
+    every_s: int  # 0 for none
 
 
 def command_for(path: Path) -> click.Command:
@@ -52,152 +75,174 @@ def command_for(path: Path) -> click.Command:
     """
     file = load_pipeline(path)
 
-    def execute(arguments: dict[str, Any], wait: bool, **where: Any) -> None:
-        sys.exit(_submit(file, arguments, wait=wait, **where))
+    def execute(
+        arguments: dict[str, Any], settings: Path | None, num_nodes: int | None, wait: bool, **values: Any
+    ) -> None:
+        logs, server = values.pop("logs"), _server(values)
+        placed, of_cluster = load_for_cluster(path, settings, num_nodes)
+        request = _request(file, arguments, of_cluster, **values)
+        if wait and (request.cron or request.every_s):
+            raise UserError("--wait follows one run, and --cron and --every make many; leave --wait out")
+        sys.exit(_submit(placed, request, server, wait=wait, logs=logs))
 
     options = [
-        click.Option(
-            ["--endpoint"],
-            required=True,
-            envvar="KF_PIPELINES_ENDPOINT",
-            show_envvar=True,
-            metavar="URL",
-            help="Where Kubeflow Pipelines answers, such as http://localhost:8080 behind a port-forward.",
-        ),
+        *login_options(),
+        *_option(SETTINGS_OPTION),
+        *_option(NODES_OPTION),
         click.Option(["--experiment"], metavar="NAME", help="KFP experiment.  [default: the pipeline's name]"),
         click.Option(["--run-name"], metavar="NAME", help="Name of the run.  [default: the pipeline's, and the time]"),
         click.Option(["--namespace"], metavar="NAME", help="Your namespace, where KFP serves several users."),
-        click.Option(["--wait"], is_flag=True, help="Follow the run to its end; exit code 1 if it fails."),
+        click.Option(
+            ["--wait"],
+            is_flag=True,
+            help="Follow the run to its end; exit code 3 if its gate said no, 1 if it failed otherwise.",
+        ),
+        *log_options(),
+        click.Option(["--cron"], metavar="TIMES", help="Run again and again: minute, hour, day, month, weekday."),
+        click.Option(["--every"], metavar="TIME", help="Run again and again, such as every 6h or 1d."),
     ]
     return pipeline_command(file, execute, options, local=False)
 
 
-def _submit(
+def _option(decorator: Any) -> list[click.Parameter]:
+    """What a decorator adds to a command."""
+    holder = decorator(click.Command("holder", callback=lambda: None))
+    return list(holder.params)
+
+
+def log_options() -> list[click.Parameter]:
+    """Options of the verbs that follow a run."""
+    return [
+        click.Option(
+            ["--logs/--no-logs"],
+            default=True,
+            help="While following, show what the steps print, by a KUBECONFIG.  [default: logs]",
+        )
+    ]
+
+
+def _server(values: dict[str, Any]) -> Server:
+    return Server.find(*(values.pop(name) for name in ("endpoint", "token_file", "cookie_file", "ca_file")))
+
+
+def _request(
     file: PipelineFile,
     arguments: dict[str, Any],
+    settings: ClusterSettings,
     *,
-    endpoint: str,
     experiment: str | None,
     run_name: str | None,
     namespace: str | None,
-    wait: bool,
-) -> int:
-    endpoint = _checked_endpoint(endpoint)
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    cron: str | None,
+    every: str | None,
+) -> Request:
+    if cron and every:
+        raise UserError("--cron and --every can't be had together")
+    recurs = bool(cron or every)
+    return Request(
+        arguments=arguments,
+        settings=settings,
+        experiment=experiment or file.name,
+        run_name=run_name or (file.name if recurs else f"{file.name} {datetime.now():%Y-%m-%d %H:%M:%S}"),
+        namespace=namespace or settings.namespace,
+        cron=_cron(cron) if cron else "",
+        every_s=_every_s(every) if every else 0,
+    )
+
+
+def _cron(text: str) -> str:
+    """KFP counts seconds, too; crontab's five fields begin with minutes."""
+    fields = text.split()
+    if len(fields) not in (5, 6) or not all(re.fullmatch(r"[0-9A-Za-z*/,?-]+", field) for field in fields):
+        raise UserError(
+            f"--cron takes five fields (minute, hour, day, month, weekday), such as '0 3 * * 1' for Mondays at 3, or "
+            f"six with seconds before them; got {text!r}"
+        )
+    return " ".join(fields if len(fields) == 6 else ["0", *fields])
+
+
+def _every_s(text: str) -> int:
+    match = re.fullmatch(r"([1-9][0-9]*)([smhd])", text.strip())
+    if match is None:
+        raise UserError(f"--every takes a number and s, m, h or d, such as 6h; got {text!r}")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def _submit(file: PipelineFile, request: Request, server: Server, *, wait: bool, logs: bool) -> int:
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, f"{file.name}.yaml")
         compiler.Compiler().compile(file.pipeline, str(package))
-        _check_server(endpoint, token)
-        with _explained(endpoint), _quiet():
-            from kfp.client import Client
-
-            client = Client(host=endpoint, existing_token=token or None)
-            result = client.create_run_from_pipeline_package(
-                str(package),
-                arguments=arguments,
-                run_name=run_name or f"{file.name} {datetime.now():%Y-%m-%d %H:%M:%S}",
-                experiment_name=experiment or file.name,
-                namespace=namespace,
-            )
-    click.echo(f"run         {result.run_id}")
-    click.echo(f"look at it  {endpoint}/#/runs/details/{result.run_id}")
-    return _follow(client, result.run_id, endpoint) if wait else 0
-
-
-def _checked_endpoint(endpoint: str) -> str:
-    """The base URL, from what people copy out of a browser."""
-    url = endpoint.split("#")[0].rstrip("/")
-    if not url.startswith(("http://", "https://")) or url.count("/") < 2 or not url.split("/")[2]:
-        raise UserError(f"--endpoint must be a URL such as http://localhost:8080 or https://kfp.example.org/pipeline, "
-                        f"got {endpoint!r}")  # fmt: skip
-    return url
+        client = server.client()
+        with server.explained(), quiet():
+            if request.cron or request.every_s:
+                lines = _recurring(client, package, request, server)
+                run_id = ""
+            else:
+                run_id = _once(client, package, request)
+                lines = [f"run         {run_id}", f"look at it  {server.link(run_id)}"]
+    for line in lines:
+        click.echo(line)
+    if not wait:
+        return 0
+    of_pods = PodLogs(request.namespace or KFP_NAMESPACE, run_id) if logs else None
+    return Following(server, client, run_id, of_pods, request.namespace).to_the_end()
 
 
-def _check_server(endpoint: str, token: str) -> None:
-    """Ask for the server's health once. KFP's own client would retry for half a minute, logging tracebacks."""
-    config = kfp_server_api.Configuration(host=endpoint)
-    config.retries = urllib3.Retry(1, backoff_factor=0.5, redirect=False)
-    if token:
-        config.api_key["authorization"] = token
-        config.api_key_prefix["authorization"] = "Bearer"
-    api = kfp_server_api.HealthzServiceApi(kfp_server_api.ApiClient(config))
-    with _explained(endpoint):
-        response = api.healthz_service_get_healthz(_preload_content=False, _request_timeout=_TIMEOUT_S)
-        try:
-            answer = json.loads(response.data)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise UserError(
-                f"{endpoint} answers, but not as Kubeflow Pipelines does (a login page?). Give the URL that serves "
-                f"KFP's API (.../apis/v2beta1), and a token in {TOKEN_VARIABLE} if it asks for one"
-            )
+def _once(client: Any, package: Path, request: Request) -> str:
+    result = client.create_run_from_pipeline_package(
+        str(package),
+        arguments=request.arguments,
+        run_name=request.run_name,
+        experiment_name=request.experiment,
+        namespace=request.namespace or None,
+        pipeline_root=request.settings.pipeline_root or None,
+        service_account=request.settings.service_account or None,
+    )
+    return str(result.run_id)
 
 
-@contextlib.contextmanager
-def _explained(endpoint: str) -> Iterator[None]:
-    """Turn what the client raises into one message."""
-    try:
-        yield
-    except kfp_server_api.ApiException as error:
-        if error.status in (301, 302, 303, 307, 308, 401, 403):
-            given = "the token in it was refused" if os.environ.get(TOKEN_VARIABLE) else "it is not set"
-            raise UserError(
-                f"{endpoint} refuses this request ({error.status} {error.reason}). A bearer token is taken from "
-                f"{TOKEN_VARIABLE}; {given}. Where several users share KFP, --namespace must be yours"
-            ) from None
-        if error.status == 404:
-            raise UserError(f"{endpoint} serves no KFP API (404 {error.reason}). Give the URL above /apis") from None
-        raise EngineryError(f"{endpoint} answers {error.status} {error.reason}: {_message_of(error)}") from None
-    except (urllib3.exceptions.HTTPError, TimeoutError) as error:
-        reason = getattr(error, "reason", None) or error
+def _recurring(client: Any, package: Path, request: Request, server: Server) -> list[str]:
+    """Have KFP start the pipeline again and again. Returns what to say.
+
+    Raises:
+        UserError: there is one of this name already, and two would do everything twice.
+    """
+    experiment = client.create_experiment(request.experiment, namespace=request.namespace or None)
+    same = _of_name(client, request.run_name, experiment.experiment_id)
+    kfp = f"kfp --endpoint {shlex.quote(server.endpoint)} recurring-run"
+    if same is not None:
         raise UserError(
-            f"can't reach Kubeflow Pipelines at {endpoint}: {str(reason).split(': ', 1)[-1]}. Check the URL; for a "
-            "cluster's own service: kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80, then "
-            "--endpoint http://localhost:8080"
-        ) from None
+            f"the experiment {request.experiment} has a recurring run {request.run_name!r} already: "
+            f"{same.recurring_run_id}. Remove it ({kfp} delete {same.recurring_run_id}), or give this one another "
+            "--run-name"
+        )
+    made = client.create_recurring_run(
+        experiment.experiment_id,
+        request.run_name,
+        interval_second=request.every_s or None,
+        cron_expression=request.cron or None,
+        max_concurrency=1,  # two at a time would fight over the GPUs and the champion
+        no_catchup=True,
+        params=request.arguments,
+        pipeline_package_path=str(package),
+        pipeline_root=request.settings.pipeline_root or None,
+        service_account=request.settings.service_account or None,
+    )
+    return [
+        f"recurring   {made.recurring_run_id}",
+        f"look at it  {server.endpoint}/#/recurringrun/details/{made.recurring_run_id}",
+        f"list        {kfp} list",
+        f"stop        {kfp} disable {made.recurring_run_id}",
+    ]
 
 
-def _message_of(error: Any) -> str:
-    try:
-        return str(json.loads(error.body)["message"])
-    except (ValueError, KeyError, TypeError):
-        return " ".join(str(error.body).split())[:300]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """KFP's client prints links and warns of what does not concern us."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _follow(client: Any, run_id: str, endpoint: str) -> int:
-    """Poll until the run ends. Returns the exit code. Ctrl-C stops the watching, not the run."""
-    # KFP's wait_for_run_completion never ends for a cancelled run and gives up at the first lost connection.
-    seen, pause_s, lost = "", _SHORTEST_POLL_S, 0
+def _of_name(client: Any, name: str, experiment_id: str) -> Any:
+    token = ""
     while True:
-        try:
-            run = client.get_run(run_id)
-            lost = 0
-        except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
-            lost += 1
-            if lost >= _MAX_LOST_POLLS:
-                with _explained(endpoint):
-                    raise
-        else:
-            state = str(run.state or "PENDING").upper()
-            if state != seen:
-                click.echo(f"state       {state.lower()}")
-                seen = state
-            if state in _ENDED:
-                if run.error is not None and run.error.message:
-                    click.echo(f"reason      {run.error.message}")
-                return _ENDED[state]
-        try:
-            time.sleep(pause_s)
-        except SystemExit:  # which pipelines.cli makes of Ctrl-C
-            click.echo(f"\nno longer waiting; run {run_id} goes on")
-            return 130
-        pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
+        page = client.list_recurring_runs(page_token=token, page_size=100, experiment_id=experiment_id)
+        for run in page.recurring_runs or []:
+            if run.display_name == name:
+                return run
+        token = page.next_page_token
+        if not token:
+            return None

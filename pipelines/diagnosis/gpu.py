@@ -12,7 +12,7 @@ from pipelines.diagnosis.probes import ProbeError, Probes
 from pipelines.formats import size_text
 
 # CUDA major version -> oldest driver that runs it (NVIDIA, CUDA Toolkit release notes, minor version compatibility).
-_OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _INSTALL_DRIVER = (
     "install NVIDIA's driver, branch R580 or newer (Ubuntu: sudo ubuntu-drivers install; else "
@@ -112,7 +112,7 @@ class GpuChecks:
         found = self.nvml.driver
         if cuda is None:
             return ok(f"{found}; PyTorch here is not built for CUDA")
-        oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+        oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
         if oldest is None:
             return warning(f"{found}; not known what CUDA {cuda} needs", "see NVIDIA's CUDA Toolkit release notes")
         if driver_number(found) >= driver_number(oldest):

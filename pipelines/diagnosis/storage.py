@@ -57,7 +57,7 @@ def tracking() -> Finding:
     if parts.scheme == "sqlite":
         return _sqlite(Path(uri.removeprefix("sqlite:///")))
     if parts.scheme in ("http", "https"):
-        return _server(uri)
+        return server(uri)
     if parts.scheme.partition("+")[0] in _PORTS:
         return _database(uri)
     return ok(f"{_shown(uri)} (not tried)")
@@ -89,7 +89,8 @@ def _sqlite(path: Path) -> Finding:
     return ok(f"{path} is writable")
 
 
-def _server(uri: str) -> Finding:
+def server(uri: str) -> Finding:
+    """Whether an MLflow server answers."""
     url = f"{_shown(uri).rstrip('/')}/health"
     try:
         with urllib.request.urlopen(url, timeout=_LIMIT_S) as answer:  # noqa: S310  # http or https, as checked

@@ -12,11 +12,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import ValidationError
 
 from components.common.artifacts import MANIFEST, Manifest
-from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.errors import EngineryError, GateFailed
 from components.common.ledger import Entry
 from components.common.registry import RegisteredVersion
 from components.common.standing import check_log, check_tags
 from components.promote.packaging import write_model
+from pipelines.new_folders import check_new, give_name, to_disk
 from pipelines.promoting import FORCED_TAG
 from pipelines.release.bom import bill_of_materials
 from pipelines.release.chain import Chain, contradictions, load_chain
@@ -38,18 +39,6 @@ from pipelines.release.sums import write_sums
 from pipelines.release.verifying import Verification, verify
 
 PARTS = (BUNDLE, REPORT, VERDICT)
-
-
-def check_output(output: Path) -> None:
-    """Say before any work that a release can't be written there.
-
-    Raises:
-        UserError: it exists, or the folder that it is to be in does not.
-    """
-    if output.exists() or output.is_symlink():
-        raise UserError(f"{output} exists already, and a release is never overwritten; name a new folder")
-    if not output.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {output.absolute().parent}; make it first")
 
 
 def write_release(
@@ -78,7 +67,7 @@ def write_release(
         EngineryError: the three are not what they were, or don't belong together.
         UserError: `output` exists.
     """
-    check_output(output)
+    check_new(output, "a release")
     chain = load_chain(*(parts[part] for part in PARTS))
     if version is not None:
         digests = {part: chain.digests[part] for part in PARTS}
@@ -98,8 +87,8 @@ def write_release(
         checked = verify(temporary, key.public_key() if key is not None else None)
         if checked.problems:
             raise EngineryError(f"this can't be released: {'; '.join(checked.problems)}")
-        _to_disk(temporary)
-        _give_name(temporary, output)
+        to_disk(temporary)
+        give_name(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
     return checked
@@ -167,25 +156,3 @@ def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Ed25519P
     (folder / SUMS).write_bytes(listed)
     if key is not None:
         (folder / SIGNATURE).write_bytes(key.sign(listed))
-
-
-def _to_disk(folder: Path) -> None:
-    """So that a power cut leaves a whole release or none."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _give_name(temporary: Path, output: Path) -> None:
-    try:
-        temporary.rename(output)  # fails where something that is not an empty folder has come there meanwhile
-    except OSError as error:
-        raise UserError(f"can't write {output}: {error.strerror}; name a new folder") from None
-    descriptor = os.open(output.absolute().parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -35,18 +35,31 @@ def documents(text: str) -> list[dict[str, Any]]:
     return specs
 
 
-def compiled(name: str, tmp_path: Path) -> str:
+def compiled(name: str, tmp_path: Path, *options: str) -> str:
     output = tmp_path / f"{name}.yaml"
-    arguments = [str(REPOSITORY / f"pipelines/{name}.py"), "--output", str(output)]
+    arguments = [str(REPOSITORY / f"pipelines/{name}.py"), "--output", str(output), *options]
     result = CliRunner().invoke(compile_command, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     return output.read_text()
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_compiled_pipeline_is_the_golden_file(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    text = compiled(name, tmp_path)
-    golden = GOLDEN / f"{name}.yaml"
+CLUSTER = ("--settings", str(REPOSITORY / "pipelines/configs/cluster.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "golden_name", "options"),
+    [
+        *((name, name, ()) for name in PIPELINES),
+        ("resnet50", "resnet50_cluster", CLUSTER),
+        ("resnet50", "resnet50_nodes", (*CLUSTER, "--num-nodes", "4")),
+        ("quantize", "quantize_cluster", CLUSTER),
+    ],
+)
+def test_compiled_pipeline_is_the_golden_file(
+    name: str, golden_name: str, options: tuple[str, ...], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    text = compiled(name, tmp_path, *options)
+    golden = GOLDEN / f"{golden_name}.yaml"
     if pytestconfig.getoption("--update-golden"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)

@@ -1,147 +1,18 @@
-"""`enginery submit` against an HTTP server that answers as Kubeflow Pipelines does."""
+"""`enginery submit` and `enginery watch` against a server that answers in the models of KFP's OpenAPI."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from click.testing import CliRunner
 
-from pipelines.commands.compile import compile as compile_command
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-RUN_ID = "0f5c4a1e-run"
-
-
-@dataclass
-class Cluster:
-    """What the server was asked, and how it is to answer."""
-
-    requests: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path without query, body
-    tokens: set[str | None] = field(default_factory=set)
-    experiments: list[str] = field(default_factory=list)
-    states: list[str] = field(default_factory=lambda: ["SUCCEEDED"])  # of the run, one per question
-    error: str = ""  # of the run
-    wanted_token: str | None = None
-    refuse_run: str = ""  # why no run is created
-    lose: int = 0  # questions about the run that get no answer
-    endpoint: str = ""
-
-    def body_of(self, method: str, path: str) -> Any:
-        (body,) = [entry[2] for entry in self.requests if entry[:2] == (method, path)]
-        return body
-
-    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        path = path.removeprefix("/apis/v2beta1")
-        if path == "/healthz":
-            return 200, {"multi_user": False}
-        if path == "/experiments" and method == "GET":
-            return 200, {"experiments": [experiment(name) for name in self.experiments]}
-        if path == "/experiments" and method == "POST":
-            self.experiments.append(body["display_name"])
-            return 200, experiment(body["display_name"])
-        if path == "/runs" and method == "POST":
-            if self.refuse_run:
-                return 400, {"error": "bad", "code": 3, "message": self.refuse_run}
-            return 200, {"run_id": RUN_ID, "display_name": body["display_name"]}
-        if path == f"/runs/{RUN_ID}":
-            if self.lose > 0:
-                self.lose -= 1
-                return 503, {"message": "starting"}
-            state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-            error = {"code": 9, "message": self.error} if self.error and state == "FAILED" else None
-            return 200, {"run_id": RUN_ID, "state": state, "error": error}
-        return 404, {"message": f"no {path}"}
-
-
-def experiment(name: str) -> dict[str, str]:
-    return {"experiment_id": f"id-of-{name}", "display_name": name}
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    state = Cluster()
-
-    class Handler(BaseHTTPRequestHandler):
-        def handle_any(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            path = self.path.split("?")[0]
-            token = self.headers.get("authorization")
-            state.tokens.add(token)
-            state.requests.append((self.command, path, body))
-            if state.wanted_token is not None and token != f"Bearer {state.wanted_token}":
-                self.reply(401, b'{"message": "who are you?"}')
-                return
-            status, answer = state.answer(self.command, path, body)
-            self.reply(status, json.dumps(answer).encode())
-
-        do_GET = do_POST = handle_any
-
-        def reply(self, status: int, data: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    state.endpoint = f"http://127.0.0.1:{server.server_port}"
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Submit = Callable[..., Done]
-
-
-@pytest.fixture
-def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Submit:
-    """`submit(endpoint, *options, name, **environment)` in this process."""
-    from kfp.client import Client
-
-    from pipelines.cli import main
-
-    monkeypatch.setattr(Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "no-context.json"))
-    monkeypatch.delenv("KF_PIPELINES_ENDPOINT", raising=False)
-
-    def submitted(endpoint: str, *options: str, name: str = "resnet50", **variables: str) -> Done:
-        file = str(REPOSITORY / f"pipelines/{name}.py")
-        with monkeypatch.context() as patch:
-            for variable, value in variables.items():
-                patch.setenv(variable, value)
-            before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-            with pytest.raises(SystemExit) as left:
-                main(["submit", file, "--endpoint", endpoint, *options])
-            for number, handler in before.items():
-                signal.signal(number, handler)  # the tests go on in this process
-        captured = capsys.readouterr()
-        return Done(int(left.value.code or 0), captured.out, captured.err)
-
-    return submitted
+from tests.pipelines.kfp_api import RUN_ID, SCHEDULE_ID, Cluster
+from tests.pipelines.submission import CLUSTER_YAML, REPOSITORY, Done, Submit, compiled, one_message
 
 
 def submit_in_a_process(endpoint: str, *options: str, home: Path, **variables: str) -> Done:
@@ -152,13 +23,6 @@ def submit_in_a_process(endpoint: str, *options: str, home: Path, **variables: s
         [*command, *options], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60
     )
     return Done(done.returncode, done.stdout, done.stderr)
-
-
-def compiled(name: str, folder: Path) -> list[dict[str, Any]]:
-    output = folder / "compiled.yaml"
-    arguments = [str(REPOSITORY / f"pipelines/{name}.py"), "--output", str(output)]
-    assert CliRunner().invoke(compile_command, arguments).exit_code == 0
-    return list(yaml.safe_load_all(output.read_text()))
 
 
 def test_the_compiled_pipeline_and_typed_arguments_arrive(cluster: Cluster, tmp_path: Path) -> None:
@@ -226,15 +90,6 @@ def test_wait_follows_to_the_end(
     assert ("task gate failed" in done.stdout) == (states[-1] == "FAILED")
 
 
-def one_message(done: Done, code: int) -> str:
-    """The error. Checks the exit code, and that a person sees this one line alone."""
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
-
-
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
@@ -259,9 +114,11 @@ def test_what_is_no_url(submit: Submit, endpoint: str) -> None:
 def test_a_token_that_is_missing_or_wrong(cluster: Cluster, submit: Submit) -> None:
     cluster.wanted_token = "right"
     message = one_message(submit(cluster.endpoint, "--data", "d"), 2)
-    assert "refuses this request (401 Unauthorized). A bearer token is taken from KFP_TOKEN; it is not set" in message
+    assert (
+        "refuses this request (401 Unauthorized): nothing was sent. A bearer token is taken from KFP_TOKEN" in message
+    )
     message = one_message(submit(cluster.endpoint, "--data", "d", KFP_TOKEN="wrong"), 2)
-    assert "the token in it was refused" in message
+    assert "the token in KFP_TOKEN was refused" in message
     assert "wrong" not in message
     assert submit(cluster.endpoint, "--data", "d", KFP_TOKEN="right").returncode == 0
 
@@ -282,4 +139,152 @@ def test_arguments_are_checked_before_anything_is_sent(cluster: Cluster, submit:
     assert "train.epochs: got '0', needs an integer of at least 1" in message
     message = one_message(submit(cluster.endpoint), 2)
     assert "--data is required" in message
+    assert cluster.requests == []
+
+
+def test_a_token_from_a_file_is_read_again_for_each_request(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    cluster.wanted_token = "first"
+    cluster.states = ["RUNNING", "RUNNING", "SUCCEEDED"]
+    answered = cluster.answer
+
+    def renew(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path.endswith(RUN_ID):  # the token ends while the run is followed, as a pod's does
+            token.write_text("second\n")
+            cluster.wanted_token = "second"
+        return answered(method, path, body)
+
+    cluster.answer = renew  # type: ignore[method-assign]
+    done = submit(cluster.endpoint, "--data", "d", "--token-file", str(token), "--wait", "--no-logs")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert cluster.tokens == {"Bearer first", "Bearer second"}
+    assert "first" not in done.stdout
+
+
+def test_the_token_of_a_pod(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("of-the-pod")
+    cluster.wanted_token = "of-the-pod"
+    assert submit(cluster.endpoint, "--data", "d", KF_PIPELINES_SA_TOKEN_PATH=str(token)).returncode == 0
+
+
+def test_a_cookie_of_a_login_page(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+    cluster.wanted_cookie = "oauth2_proxy_kubeflow=abc"
+    message = one_message(submit(cluster.endpoint, "--data", "d"), 2)
+    assert "refuses this request (302 Found): nothing was sent" in message
+    assert "a login page's cookie from KFP_COOKIE or --cookie-file" in message
+    cookie = tmp_path / "cookie"
+    cookie.write_text("oauth2_proxy_kubeflow=abc\n")
+    assert submit(cluster.endpoint, "--data", "d", "--cookie-file", str(cookie)).returncode == 0
+    assert submit(cluster.endpoint, "--data", "d", KFP_COOKIE="oauth2_proxy_kubeflow=abc").returncode == 0
+    message = one_message(submit(cluster.endpoint, "--data", "d", KFP_COOKIE="oauth2_proxy_kubeflow=old"), 2)
+    assert "the cookie in KFP_COOKIE was refused" in message
+    assert "=old" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, "can't be read: No such file or directory"), ("", "must hold one line"), ("a\nb", "must hold one line")],
+)
+def test_token_files_that_are_none(
+    cluster: Cluster, submit: Submit, tmp_path: Path, content: str | None, told: str
+) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+    message = one_message(submit(cluster.endpoint, "--data", "d", "--token-file", str(file)), 2)
+    assert f"--token-file {file} {told}" in message
+
+
+def test_wait_shows_the_steps(cluster: Cluster, submit: Submit) -> None:
+    begun = [("resnet50-x7k2p", "RUNNING"), ("root-driver", "SUCCEEDED"), ("preprocess", "RUNNING")]
+    later = [("preprocess", "SUCCEEDED"), ("executor", "SUCCEEDED"), ("train-driver", "SUCCEEDED"), ("train", "FAILED")]
+    cluster.states, cluster.tasks = ["RUNNING", "RUNNING", "FAILED"], [begun, later, later]
+    cluster.error = "the run failed"
+    done = submit(cluster.endpoint, "--data", "d", "--wait", "--no-logs")
+    assert done.returncode == 1
+    lines = [line.split() for line in done.stdout.splitlines()]
+    steps = [words[1:] for words in lines if words[0] == "step"]
+    assert steps == [["preprocess", "running"], ["preprocess", "succeeded"], ["train", "failed"]]
+    assert ["failed", "train;", "its", "log:"] in [words[:4] for words in lines]
+
+
+def test_a_failed_gate_has_its_own_exit_code(cluster: Cluster, submit: Submit) -> None:
+    cluster.states, cluster.tasks = ["FAILED"], [[("validate", "SUCCEEDED"), ("gate", "FAILED")]]
+    assert submit(cluster.endpoint, "--data", "d", "--wait", "--no-logs").returncode == 3
+    cluster.tasks = [[("validate", "FAILED"), ("gate", "SKIPPED")]]
+    assert submit(cluster.endpoint, "--data", "d", "--wait", "--no-logs").returncode == 1
+
+
+def test_parts_are_counted(cluster: Cluster, submit: Submit) -> None:
+    parts = [("preprocess-part", "SUCCEEDED"), ("preprocess-part", "RUNNING"), ("preprocess-part", "PENDING")]
+    cluster.states, cluster.tasks = ["RUNNING", "SUCCEEDED"], [parts, [("preprocess-part", "SUCCEEDED")] * 3]
+    done = submit(cluster.endpoint, "--data", "d", "--wait", "--no-logs", name="resnet50_parts")
+    assert "preprocess-part  running, 1 of 3 succeeded" in done.stdout
+    assert "preprocess-part  succeeded" in done.stdout
+
+
+def test_watch_comes_back_to_a_run(cluster: Cluster, submit: Submit) -> None:
+    cluster.states, cluster.tasks = ["RUNNING", "FAILED"], [[("gate", "RUNNING")], [("gate", "FAILED")]]
+    done = submit(cluster.endpoint, "--no-logs", watch=RUN_ID)
+    assert done.returncode == 3
+    assert "gate             failed" in done.stdout
+    message = one_message(submit(cluster.endpoint, "--no-logs", watch="another"), 2)
+    assert "does not have this (404 Not Found): no /runs/another" in message
+
+
+def test_ctrl_c_leaves_the_run_and_says_how_to_come_back(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.states = ["RUNNING"]
+    command = [sys.executable, "-m", "pipelines.cli", "submit", "pipelines/resnet50.py", "--data", "d", "--wait"]
+    process = subprocess.Popen(
+        [*command, "--endpoint", cluster.endpoint, "--no-logs", "--namespace", "mine"],
+        cwd=REPOSITORY,
+        env={**os.environ, "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any(path.endswith(RUN_ID) for _, path, _ in cluster.requests) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    shown, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "")
+    assert (
+        f"run {RUN_ID} goes on. To come back: enginery watch {RUN_ID} --endpoint {cluster.endpoint} --namespace mine"
+        in shown
+    )
+    assert {method for method, _, _ in cluster.requests} == {"GET", "POST"}  # nothing was stopped or removed
+
+
+def test_a_recurring_run(cluster: Cluster, submit: Submit) -> None:
+    done = submit(cluster.endpoint, "--data", "d", "--cron", "0 3 * * 1", "--settings", CLUSTER_YAML)
+    assert (done.returncode, done.stderr) == (0, "")
+    body = cluster.body_of("POST", "/apis/v2beta1/recurringruns")
+    assert body["trigger"] == {"cron_schedule": {"cron": "0 0 3 * * 1"}}
+    assert (body["display_name"], body["mode"], body["max_concurrency"]) == ("resnet50", "ENABLE", 1)
+    assert (body["no_catchup"], body["service_account"]) == (True, "pipeline-runner")
+    assert body["runtime_config"]["parameters"]["data"] == "d"
+    assert body["pipeline_spec"]["platform_spec"]["platforms"]["kubernetes"]
+    assert f"kfp --endpoint {cluster.endpoint} recurring-run disable {SCHEDULE_ID}" in done.stdout
+    message = one_message(submit(cluster.endpoint, "--data", "d", "--every", "6h"), 2)
+    assert f"has a recurring run 'resnet50' already: {SCHEDULE_ID}" in message
+    done = submit(cluster.endpoint, "--data", "d", "--every", "6h", "--run-name", "other")
+    assert done.returncode == 0, done.stderr
+    bodies = [body for method, path, body in cluster.requests if (method, path[-14:]) == ("POST", "/recurringruns")]
+    assert bodies[1]["trigger"] == {"periodic_schedule": {"interval_second": 21600}}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--cron", "3 o'clock"), "--cron takes five fields"),
+        (("--every", "0h"), "--every takes a number and s, m, h or d"),
+        (("--cron", "0 3 * * 1", "--every", "1d"), "--cron and --every can't be had together"),
+        (("--every", "1d", "--wait"), "--wait follows one run"),
+    ],
+)
+def test_times_that_can_not_be(cluster: Cluster, submit: Submit, options: tuple[str, ...], told: str) -> None:
+    assert told in one_message(submit(cluster.endpoint, "--data", "d", *options), 2)
     assert cluster.requests == []

@@ -221,7 +221,7 @@ def test_paths_become_absolute_and_uris_stay(
 def test_python3_in_a_value_is_refused_before_anything_runs(
     resnet50: PipelineFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipelines.local import new_console
+    from pipelines.console import new_console
 
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     values = resolve_arguments(

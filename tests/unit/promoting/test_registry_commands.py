@@ -33,26 +33,6 @@ def enginery(*arguments: str) -> Result:
     return done
 
 
-@pytest.fixture(scope="module")
-def made_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with champions 1 and 3 of m, and 2, which is worse."""
-    folder = tmp_path_factory.mktemp("three")
-    file = folder / "mlflow.db"
-    shutil.copy(empty_store, file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
-        for name in ("a-050", "b-040", "c-060"):
-            make_and_promote(f"sqlite:///{file}", folder, name)
-    return file
-
-
-@pytest.fixture
-def three(made_once: Path, uri: str) -> str:
-    """A copy of that store; the files that it knows are the same."""
-    shutil.copy(made_once, uri.removeprefix("sqlite:///"))
-    return uri
-
-
 def register_failed(registry: Registry, folder: Path) -> str:
     """A version whose gate did not pass, as nobody but the API of MLflow can register one."""
     paths = make_chain(folder, 99, passed=False)

@@ -291,7 +291,7 @@ def test_two_releases_to_one_folder(proved, tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "out").mkdir()
         (tmp_path / "out/first").touch()
 
-    monkeypatch.setattr(writing, "_to_disk", late)
+    monkeypatch.setattr(writing, "to_disk", late)
     with pytest.raises(UserError, match=r"can't write .*out: Directory not empty"):
         enginery("release", tmp_path / "out", *by_paths(proved.parts))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

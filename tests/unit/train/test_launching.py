@@ -177,7 +177,11 @@ def test_batches(world_size: int, global_size: int, per_gpu: int, expected: tupl
     ("world_size", "settings", "told"),
     [
         (3, {"global_batch_size": 256}, r"is 256, which 3 processes can't share evenly; .*to 255 or 258"),
-        (1, {"global_batch_size": 256, "per_gpu_batch_size": 100}, r"one process with train\.per_gpu.* 200 or 300"),
+        (
+            1,
+            {"global_batch_size": 256, "per_gpu_batch_size": 100},
+            r"one process with train\.per_gpu.* 200 or 300, or per_gpu_.*to 64",
+        ),
         (4, {"global_batch_size": 8, "per_gpu_batch_size": 8}, r"set global_batch_size to 32"),
         (
             1,

@@ -1,0 +1,191 @@
+"""Training on several nodes: this process starts a TrainJob of Kubeflow Trainer, waits, and takes over its result.
+
+The nodes read the data set from a volume that all of them see, and write the Checkpoint there; KFP has given both to
+this pod alone. The volume keeps the data set for later runs, and what is unfinished for another try of this one.
+"""
+
+import json
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from components.common.artifacts import (
+    ALL_FILES,
+    FAILURE,
+    MANIFEST,
+    Artifact,
+    CheckpointManifest,
+    DatasetManifest,
+    load,
+    prepare_directory,
+    write_atomically,
+)
+from components.common.digests import digest_json
+from components.common.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, UserError
+from components.common.steplog import StepLog
+from components.train.config import TrainConfig
+from components.train.kubernetes_job import Job, JobFailed, Pod, connect, this_pod
+from components.train.train_job import GRACE_S, TrainJobRequest, train_job
+
+_RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"
+_POLL_S = 5.0
+_GOING_S = 20.0  # to wait for pods when this one is asked to go: Kubernetes gives it 30 seconds
+_TRACKING = "MLFLOW_"
+
+
+def train_on_nodes(
+    request: TrainJobRequest,
+    config: TrainConfig,
+    log: StepLog,
+    dataset: Path,
+    output: Path,
+    *,
+    poll_s: float = _POLL_S,
+) -> str:
+    """Train as a TrainJob. Returns the outcome.
+
+    Raises:
+        EngineryError: what rank 0 said if the job failed, with the last lines of the pods that did.
+        UserError: the cluster can't do this, or the settings do not fit it.
+        Preempted: SIGTERM came; the job is deleted, and its pods have been asked to save.
+    """
+    data = load(dataset, DatasetManifest)
+    prepare_directory(output)
+    api = connect()
+    pod = this_pod(api)
+    run_id = os.environ.get(_RUN_VARIABLE) or pod.uid
+    key = digest_json([run_id, data.digest, config.model_dump(mode="json")]).removeprefix("sha256:")[:10]
+    own = _own_folder(request, f"{run_id}-{key}")
+    shared = _share(data, Path(request.shared), own, log)
+    checkpoint, settings = own / "checkpoint", own / "config.yaml"
+    write_atomically(settings, yaml.safe_dump(config.model_dump(mode="json")).encode())
+    body = train_job(
+        request,
+        name=f"enginery-train-{key}",
+        arguments=["--dataset", str(shared), "--output", str(checkpoint), "--config", str(settings)],
+        env=_tracking(pod, log),
+        owner=pod.reference,
+        run_id=run_id,
+    )
+    job = Job(api, pod.namespace, body["metadata"]["name"])
+    (checkpoint / FAILURE).unlink(missing_ok=True)  # an earlier try's
+    _start(job, body, log)
+    log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
+    try:
+        job.wait(log.note, _show, poll_s)
+    except JobFailed as failed:
+        raise _explained(failed, checkpoint) from None
+    finally:
+        _remove(job, log)
+    return _take_over(checkpoint, own, output, request)
+
+
+def _own_folder(request: TrainJobRequest, name: str) -> Path:
+    root = Path(request.shared)
+    if not root.is_dir():
+        raise UserError(f"the volume of train_job is not there: {root} is no folder of this pod; see its mount_path")
+    folder = root / "enginery/runs" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except PermissionError:
+        raise UserError(
+            f"this step may not write to the volume of train_job at {root}: it runs as user {os.getuid()} and group "
+            f"{os.getgid()}; make the volume writable for that group"
+        ) from None
+    return folder
+
+
+def _share(data: Artifact[DatasetManifest], root: Path, own: Path, log: StepLog) -> Path:
+    """The data set where all nodes see it: as it is, or a copy, which an earlier run may have made."""
+    if data.path.resolve().is_relative_to(root.resolve()):
+        return data.path
+    target = root / "enginery/datasets" / data.digest.removeprefix("sha256:")[:32]
+    if (target / MANIFEST).exists():
+        if load(target, DatasetManifest).digest != data.digest:
+            raise EngineryError(f"{target} holds another data set than its name says; remove it")
+        log.note(f"the data set is in the shared volume already: {target}")
+        return target
+    half = own / "dataset"  # what a killed try left of it goes
+    shutil.rmtree(half, ignore_errors=True)
+    files = [path for path in sorted(data.path.rglob("*")) if path.is_file()]
+    for number, file in enumerate(files):
+        copy = half / file.relative_to(data.path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+        log.progress("copying to the shared volume", number + 1, len(files))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # another run has just put the same there
+        half.rename(target)
+    shutil.rmtree(half, ignore_errors=True)
+    if load(target, DatasetManifest).digest != data.digest:
+        raise EngineryError(f"the data set changed while it was copied to {target}; remove that folder and try again")
+    return target
+
+
+def _tracking(pod: Pod, log: StepLog) -> list[dict[str, Any]]:
+    """What rank 0 needs to log into this step's run, secrets by reference as this pod has them."""
+    env = {entry["name"]: entry for entry in pod.env if entry["name"].startswith(_TRACKING)}
+    if log.run is not None and log.run.run_id:
+        env["MLFLOW_RUN_ID"] = {"name": "MLFLOW_RUN_ID", "value": log.run.run_id}
+        env["MLFLOW_EXPERIMENT_ID"] = {"name": "MLFLOW_EXPERIMENT_ID", "value": log.run.experiment_id}
+    return list(env.values())
+
+
+def _start(job: Job, body: dict[str, Any], log: StepLog) -> None:
+    if job.create(body):
+        return
+    log.note(f"an earlier try of this step left the TrainJob {job.name}; it goes before a new one starts")
+    if not job.delete(GRACE_S + 60) or not job.create(body):
+        raise EngineryError(
+            f"the TrainJob {job.name} of an earlier try does not go; see what its pods do: kubectl -n "
+            f"{job.namespace} describe trainjob {job.name}"
+        )
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _remove(job: Job, log: StepLog) -> None:
+    """Whatever happened. Where it can't be done, the job goes with this pod, to which it belongs."""
+    try:
+        if not job.delete(_GOING_S):
+            log.warning(f"the pods of the TrainJob {job.name} are still going")
+    except EngineryError as error:
+        log.warning(f"{error}; the TrainJob {job.name} goes when this pod is deleted")
+
+
+def _explained(failed: JobFailed, checkpoint: Path) -> EngineryError:
+    """What rank 0 left of the reason, or else what the pods wrote last."""
+    message, code = "", EXIT_FAILURE
+    with suppress(OSError, ValueError, KeyError):
+        failure = json.loads((checkpoint / FAILURE).read_bytes())
+        message, code = str(failure["message"]), int(failure["exit_code"])
+    text = f"{message} ({failed})" if message else str(failed)
+    if failed.last_words and code in (EXIT_FAILURE, EXIT_PREEMPTED):
+        text += f". What the pods wrote last:\n{failed.last_words}"
+    error = EngineryError(text)
+    error.exit_code = code
+    return error
+
+
+def _take_over(checkpoint: Path, own: Path, output: Path, request: TrainJobRequest) -> str:
+    """Copy the Checkpoint to where KFP expects it, the manifest last, and tidy up."""
+    trained = load(checkpoint, CheckpointManifest, verify=ALL_FILES)
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
+    for file in (*files, checkpoint / MANIFEST):
+        copy = output / file.relative_to(checkpoint)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+    load(output, CheckpointManifest, verify=ALL_FILES)
+    shutil.rmtree(own, ignore_errors=True)
+    manifest = trained.manifest
+    return (
+        f"{manifest.architecture} at {manifest.metrics['val_top1_pct']:.2f} % top-1 after {len(manifest.history)} "
+        f"epochs on {request.num_nodes} nodes"
+    )

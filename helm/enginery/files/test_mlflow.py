@@ -1,0 +1,56 @@
+"""Whether the tracking server takes a run with a file, and gives the same back. Leaves nothing but a deleted run."""
+
+import os
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import mlflow
+from mlflow import MlflowClient
+
+EXPERIMENT = "enginery-helm-test"
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+
+
+def check(what: str, seen: object, wanted: object) -> None:
+    if seen != wanted:
+        sys.exit(f"FAILED {what}: got {seen!r}, wanted {wanted!r}")
+    print(f"ok {what}", flush=True)
+
+
+def experiment(client: MlflowClient) -> str:
+    found = client.get_experiment_by_name(EXPERIMENT)
+    if found is None:
+        return client.create_experiment(EXPERIMENT)
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    return found.experiment_id
+
+
+def main() -> None:
+    client = MlflowClient()
+    run_id = client.create_run(experiment(client)).info.run_id
+    try:
+        value, data = uuid.uuid4().hex, os.urandom(1 << 20)
+        client.log_param(run_id, "value", value)
+        client.log_metric(run_id, "top1_pct", 98.6, timestamp=int(1000 * time.time()))
+        run = client.get_run(run_id)
+        check("a parameter is read as it was written", run.data.params.get("value"), value)
+        check("a metric is read as it was written", run.data.metrics.get("top1_pct"), 98.6)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "artifact.bin")
+            file.write_bytes(data)
+            client.log_artifact(run_id, str(file))
+            uri = f"{client.get_run(run_id).info.artifact_uri}/artifact.bin"
+            check("artifacts go through the server", uri.split(":", 1)[0], "mlflow-artifacts")
+            back = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder + "/back"))
+            check("an uploaded file of 1 MiB comes back", back.read_bytes() == data, True)
+        client.set_terminated(run_id)
+    finally:
+        client.delete_run(run_id)
+
+
+main()

@@ -1,0 +1,166 @@
+{{/* What all parts share: names, labels, images, security contexts. */}}
+
+{{- define "enginery.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 46 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 46 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that select pods of a part: list of root and part. They never change. */}}
+{{- define "enginery.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{/* All labels of a resource of a part: list of root and part. */}}
+{{- define "enginery.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "enginery.selector" . }}
+app.kubernetes.io/part-of: enginery
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of pods: no versions, so that an upgrade of the chart alone restarts nothing. List of root and part. */}}
+{{- define "enginery.podLabels" -}}
+{{ include "enginery.selector" . }}
+app.kubernetes.io/part-of: enginery
+{{- with (index . 0).Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Reference of one of enginery's images: list of root and name. */}}
+{{- define "enginery.image" -}}
+{{- $root := index . 0 -}}
+{{- $images := $root.Values.images -}}
+{{- $name := index . 1 -}}
+{{- $digest := index $images.digests $name -}}
+{{- if $digest -}}
+{{- printf "%s/%s@%s" $images.registry $name $digest -}}
+{{- else -}}
+{{- printf "%s/%s:%s" $images.registry $name (default $root.Chart.AppVersion $images.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "enginery.pullSecrets" -}}
+{{- with .Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* As the PodSecurity standard "restricted" wants it. */}}
+{{- define "enginery.podSecurityContext" -}}
+runAsNonRoot: true
+{{- with .Values.security }}
+{{- if not (kindIs "invalid" .runAsUser) }}
+runAsUser: {{ .runAsUser | int64 }}
+{{- end }}
+{{- if not (kindIs "invalid" .runAsGroup) }}
+runAsGroup: {{ .runAsGroup | int64 }}
+{{- end }}
+{{- if not (kindIs "invalid" .fsGroup) }}
+fsGroup: {{ .fsGroup | int64 }}
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
+{{- end }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "enginery.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+privileged: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* Where a pod may run: a part's values. */}}
+{{- define "enginery.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Requests and limits of small helpers: init containers and tests. */}}
+{{- define "enginery.smallResources" -}}
+requests: {cpu: 100m, memory: 256Mi}
+limits: {memory: 1Gi}
+{{- end -}}
+
+{{- define "enginery.tmpVolume" -}}
+- name: tmp
+  emptyDir:
+    sizeLimit: 2Gi
+{{- end -}}
+
+{{/* The port of a URL: its own, else that of the scheme. */}}
+{{- define "enginery.portOf" -}}
+{{- $url := urlParse . -}}
+{{- $port := regexFind ":[0-9]+$" $url.host | trimPrefix ":" -}}
+{{- default (ternary "443" "80" (eq $url.scheme "https")) $port -}}
+{{- end -}}
+
+{{/* An Ingress to the port "http" of a part's Service: dict of root, part, name and ingress. */}}
+{{- define "enginery.ingress" -}}
+apiVersion: networking.k8s.io/v1
+kind: Ingress
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "enginery.labels" (list .root .part) | nindent 4 }}
+  {{- with .ingress.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- with .ingress.className }}
+  ingressClassName: {{ . }}
+  {{- end }}
+  {{- if .ingress.tlsSecret }}
+  tls:
+    - hosts: [{{ .ingress.host | quote }}]
+      secretName: {{ .ingress.tlsSecret }}
+  {{- end }}
+  rules:
+    - host: {{ .ingress.host | quote }}
+      http:
+        paths:
+          - path: /
+            pathType: Prefix
+            backend:
+              service:
+                name: {{ .name }}
+                port:
+                  name: http
+{{- end -}}

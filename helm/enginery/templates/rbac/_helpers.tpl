@@ -1,0 +1,3 @@
+{{- define "enginery.trainjobs.name" -}}
+{{- printf "%s-trainjobs" (include "enginery.fullname" .) -}}
+{{- end -}}

@@ -1,0 +1,171 @@
+{{- define "enginery.serve.name" -}}
+{{- printf "%s-serve" (include "enginery.fullname" .) -}}
+{{- end -}}
+
+{{/* Values that contradict each other, each with the way out. */}}
+{{- define "enginery.serve.check" -}}
+{{- $serve := .Values.serve -}}
+{{- if not (and $serve.model.name $serve.model.digest) -}}
+{{- fail "serve.model.name and serve.model.digest say what is served. Let `enginery deploy --env ENV NAME@champion` write them, or set serve.enabled to false" -}}
+{{- end -}}
+{{- if and $serve.model.uri $serve.model.existingClaim -}}
+{{- fail "serve.model.uri and serve.model.existingClaim are both set. The model comes from one of them: leave one out" -}}
+{{- end -}}
+{{- if not (or $serve.model.uri $serve.model.existingClaim) -}}
+{{- fail "serve.model.uri and serve.model.existingClaim are both empty. Name the store of model repositories, such as s3://bucket/models, or a PersistentVolumeClaim" -}}
+{{- end -}}
+{{- if and (eq $serve.kind "InferenceService") $serve.autoscaling.enabled -}}
+{{- fail "serve.autoscaling is for the kinds Deployment and Rollout. KServe scales an InferenceService itself, between serve.autoscaling.minReplicas and maxReplicas: set serve.autoscaling.enabled to false" -}}
+{{- end -}}
+{{- if and $serve.test.image (not $serve.test.label) -}}
+{{- fail "serve.test.image is set and serve.test.label is empty. Say which label the model must answer" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The folder of this version's model repository. */}}
+{{- define "enginery.serve.source" -}}
+{{- $model := .Values.serve.model -}}
+{{- $folder := trimPrefix "sha256:" $model.digest -}}
+{{- if $model.existingClaim -}}
+{{- printf "/store/%s" $folder -}}
+{{- else -}}
+{{- printf "%s/%s" (trimSuffix "/" $model.uri) $folder -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The pod: dict of root and container, the container's name. */}}
+{{- define "enginery.serve.podSpec" -}}
+{{- $root := .root -}}
+{{- $serve := $root.Values.serve -}}
+{{- $gpus := int $serve.gpu.count -}}
+{{- $tolerations := $serve.tolerations -}}
+{{- if $gpus -}}
+{{- $tolerations = append $tolerations (dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule") -}}
+{{- end -}}
+serviceAccountName: {{ include "enginery.serve.name" $root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- include "enginery.pullSecrets" $root }}
+{{- if and $gpus $serve.gpu.runtimeClassName }}
+runtimeClassName: {{ $serve.gpu.runtimeClassName }}
+{{- end }}
+securityContext:
+  {{- include "enginery.podSecurityContext" $root | nindent 2 }}
+terminationGracePeriodSeconds: {{ add 10 (int $serve.terminationSeconds) }}
+{{- include "enginery.placement" (dict "nodeSelector" $serve.nodeSelector "affinity" $serve.affinity "tolerations" $tolerations) }}
+initContainers:
+  # Copies the model repository and checks every file of it by digest; nothing else reaches Triton.
+  - name: fetch
+    image: {{ include "enginery.image" (list $root "cli") }}
+    imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+    args:
+      - fetch
+      - {{ include "enginery.serve.source" $root | quote }}
+      - /models/repository
+      - --digest
+      - {{ $serve.model.digest }}
+      {{- with $serve.model.repositoryDigest }}
+      - --digest
+      - {{ . }}
+      {{- end }}
+    env:
+      {{- include "enginery.storage.env" $root | nindent 6 }}
+    securityContext:
+      {{- include "enginery.containerSecurityContext" $root | nindent 6 }}
+    resources:
+      {{- include "enginery.smallResources" $root | nindent 6 }}
+    volumeMounts:
+      - name: models
+        mountPath: /models
+      - name: tmp
+        mountPath: /tmp
+      {{- if $serve.model.existingClaim }}
+      - name: store
+        mountPath: /store
+        {{- with $serve.model.path }}
+        subPath: {{ . }}
+        {{- end }}
+        readOnly: true
+      {{- end }}
+      {{- include "enginery.storage.mounts" $root | nindent 6 }}
+containers:
+  - name: {{ .container }}
+    image: {{ include "enginery.image" (list $root "serve") }}
+    imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+    args:
+      {{- if not $gpus }}
+      - --model-config-name=cpu # as `enginery serve export` calls the configurations for servers without a GPU
+      {{- end }}
+      - --exit-timeout-secs={{ $serve.terminationSeconds }}
+      {{- range $serve.extraArgs }}
+      - {{ . | quote }}
+      {{- end }}
+    ports:
+      - {name: http, containerPort: 8000, protocol: TCP}
+      {{- if ne $serve.kind "InferenceService" }}
+      - {name: grpc, containerPort: 8001, protocol: TCP}
+      - {name: metrics, containerPort: 8002, protocol: TCP}
+      {{- end }}
+    startupProbe:
+      httpGet: {path: /v2/health/ready, port: http}
+      periodSeconds: 5
+      timeoutSeconds: 5
+      failureThreshold: {{ div (add (int $serve.startupSeconds) 4) 5 }}
+    readinessProbe:
+      httpGet: {path: /v2/health/ready, port: http}
+      periodSeconds: 5
+      timeoutSeconds: 5
+    livenessProbe:
+      httpGet: {path: /v2/health/live, port: http}
+      periodSeconds: 10
+      timeoutSeconds: 10
+      failureThreshold: 6
+    lifecycle:
+      preStop: # while endpoints still send requests here
+        exec: {command: [sleep, "5"]}
+    securityContext:
+      {{- include "enginery.containerSecurityContext" $root | nindent 6 }}
+    resources:
+      requests:
+        {{- toYaml $serve.resources.requests | nindent 8 }}
+      limits:
+        {{- with $serve.resources.limits }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+        {{- if $gpus }}
+        {{ $serve.gpu.resource }}: {{ $gpus | quote }}
+        {{- end }}
+    volumeMounts:
+      - name: models # where the image's start looks
+        mountPath: /models
+        subPath: repository
+        readOnly: true
+      - name: shm
+        mountPath: /dev/shm
+      - name: tmp
+        mountPath: /tmp
+volumes:
+  - name: models
+    emptyDir: {sizeLimit: {{ $serve.model.sizeLimit }}}
+  - name: shm
+    emptyDir: {medium: Memory, sizeLimit: {{ $serve.sharedMemory }}}
+  {{- include "enginery.tmpVolume" $root | nindent 2 }}
+  {{- with $serve.model.existingClaim }}
+  - name: store
+    persistentVolumeClaim:
+      claimName: {{ . }}
+      readOnly: true
+  {{- end }}
+  {{- include "enginery.storage.volumes" $root | nindent 2 }}
+{{- end -}}
+
+{{/* Labels and annotations of the pod. */}}
+{{- define "enginery.serve.podMetadata" -}}
+labels:
+  {{- include "enginery.podLabels" (list . "serve") | nindent 2 }}
+annotations:
+  enginery/model: {{ printf "%s/%s" .Values.serve.model.name .Values.serve.model.version | quote }}
+  {{- with .Values.serve.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}

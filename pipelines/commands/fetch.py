@@ -1,0 +1,38 @@
+"""`enginery fetch`: an artifact from a store, checked by digest."""
+
+from pathlib import Path
+
+import click
+
+from components.common.disk import explain
+from components.common.errors import UserError
+from pipelines.deploying.environments import is_digest
+
+
+def _digests(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not is_digest(value):
+            raise click.BadParameter(f"a digest is sha256: and 64 hexadecimal digits; got {value!r}")
+    return values
+
+
+@click.command()
+@click.argument("source", metavar="SOURCE")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--digest", "digests", multiple=True, required=True, callback=_digests, metavar="sha256:...",
+              help="Of the artifact, or of the bundle that it was made from; with two, both must fit.")  # fmt: skip
+def fetch(source: str, directory: Path, digests: tuple[str, ...]) -> None:
+    """Fetch an artifact, such as a model repository, from SOURCE into the new folder DIR, and check every file.
+
+    SOURCE is a folder or a URI such as s3://bucket/path. Files that the artifact's manifest does not list are left
+    out. Where DIR holds the right artifact already, nothing is done.
+    """
+    from pipelines.fetching import fetch as bring
+
+    try:
+        found = bring(source, directory, digests)
+    except OSError as error:
+        if told := explain(error, directory.absolute().parent):
+            raise told from None
+        raise UserError(f"can't write {directory}: {error}") from None
+    click.echo(f"{directory}: {found.kind} {found.digest}, {len(found.files)} files, all as sealed")

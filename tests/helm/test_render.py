@@ -1,0 +1,231 @@
+"""The chart over a matrix of values: Helm's linter, strict schemas of Kubernetes, golden files."""
+
+import functools
+import itertools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.helm.rendering import CASES, CHART, NOTES, case, named, render_files, rendered_case, resources
+
+VERSIONS = ("1.30", "1.37")
+# Objects of operators that Kubernetes itself has no schema of; tests/helm/test_crds.py.
+FOREIGN = ("argoproj.io/", "monitoring.coreos.com/", "serving.kserve.io/")
+GOLDEN = Path(__file__).parent / "golden"
+
+# It reads the same 1.5 MB of definitions for every object.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+
+
+def test_the_matrix() -> None:
+    wanted = {"minimal", "bundled", "external", "full", "gpus", "restricted", "rollout", "kserve"}
+    assert set(CASES) == wanted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lint(name: str) -> None:
+    for version in VERSIONS:
+        report = helm_python.lint(CHART, case(name), strict=True, kube_version=f"v{version}.0")
+        assert report["errors"] == []
+        assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize(("name", "version"), itertools.product(CASES, VERSIONS))
+def test_strict_schemas(name: str, version: str) -> None:
+    checked = 0
+    for entry in resources(rendered_case(name)):
+        if not entry["apiVersion"].startswith(FOREIGN):
+            kubernetes_validate.validate(entry, version, strict=True)
+            checked += 1
+    assert checked >= 2
+
+
+def test_the_schemas_are_strict() -> None:
+    entry = named(rendered_case("minimal"), "Deployment")
+    entry["spec"]["template"]["spec"]["containers"][0]["resource"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="resource"):
+        kubernetes_validate.validate(entry, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name: str, request: pytest.FixtureRequest) -> None:
+    files = rendered_case(name)
+    text = "".join(f"# {file.removeprefix('enginery/')}\n{body.strip()}\n" for file, body in files.items())
+    path = GOLDEN / f"{name}.yaml"
+    if request.config.getoption("--update-golden"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"the chart renders {name} anew; `make golden`, then read the diff"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_object_is_found_by_its_labels(name: str) -> None:
+    files = rendered_case(name)
+    seen = set()
+    for entry in resources(files):
+        labels = entry["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "demo"
+        assert labels["app.kubernetes.io/part-of"] == "enginery"
+        key = (entry["kind"], entry["metadata"].get("namespace"), entry["metadata"]["name"])
+        assert key not in seen
+        seen.add(key)
+    for service in (entry for entry in resources(files) if entry["kind"] == "Service"):
+        wanted = service["spec"]["selector"].items()
+        owners = [
+            entry
+            for entry in resources(files)
+            if "template" in entry.get("spec", {}) and wanted <= entry["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        assert len(owners) == 1, service["metadata"]["name"]
+        ports = {port["name"] for port in owners[0]["spec"]["template"]["spec"]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+
+
+def environment(container: dict[str, Any]) -> dict[str, Any]:
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+
+
+def test_mlflow_is_set_as_the_compose_file_sets_it() -> None:
+    services = yaml.safe_load((CHART.parents[1] / "mlflow/compose.yaml").read_text(encoding="utf-8"))["services"]
+    (container,) = named(rendered_case("external"), "Deployment")["spec"]["template"]["spec"]["containers"]
+    # A cluster's bucket is there before the chart is.
+    assert set(services["mlflow"]["environment"]) - {"ENGINERY_MAKE_BUCKET"} <= set(environment(container))
+
+
+def test_mlflow_answers_to_its_service_and_its_ingress() -> None:
+    (container,) = named(rendered_case("external"), "Deployment")["spec"]["template"]["spec"]["containers"]
+    variables = environment(container)
+    hosts = variables["MLFLOW_SERVER_ALLOWED_HOSTS"].split(",")
+    service = "demo-enginery-mlflow.team-vision"
+    assert {service, f"{service}:80", "tracking.example.com", "tracking.internal:8443"} <= set(hosts)
+    assert variables["MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"] == "https://tracking.example.com"
+    assert variables["MLFLOW_BACKEND_STORE_URI"] == {"secretKeyRef": {"name": "mlflow-database", "key": "url"}}
+    notes = rendered_case("external")[NOTES]
+    assert "MLFLOW_TRACKING_URI=https://tracking.example.com" in notes
+
+
+def test_the_database_is_migrated_once_and_before_its_server() -> None:
+    job = named(rendered_case("external"), "Job")
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"] == ["migrate"]
+    assert "initContainers" not in named(rendered_case("external"), "Deployment")["spec"]["template"]["spec"]
+    bundled = named(rendered_case("bundled"), "Deployment")["spec"]
+    assert bundled["template"]["spec"]["initContainers"][0]["args"] == ["migrate"]
+    assert bundled["strategy"] == {"type": "Recreate"}
+    assert not [entry for entry in resources(rendered_case("bundled")) if entry["kind"] == "Job"]
+    for name in ("external", "bundled"):
+        (container,) = named(rendered_case(name), "Deployment")["spec"]["template"]["spec"]["containers"]
+        assert container["args"][0] == "serve"
+
+
+def test_images_by_digest_tag_and_version() -> None:
+    digest = case("full")["images"]["digests"]["serve"]
+    (triton,) = named(rendered_case("full"), "Deployment", "serve")["spec"]["template"]["spec"]["containers"]
+    assert triton["image"] == f"ghcr.io/enginery/serve@{digest}"
+    (tagged,) = named(rendered_case("external"), "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert tagged["image"] == "registry.example.com/team/enginery/mlflow:1.2"
+    (default,) = named(rendered_case("minimal"), "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert default["image"] == "ghcr.io/enginery/mlflow:0.1.0"
+
+
+def test_the_model_is_fetched_by_digest() -> None:
+    pod = named(rendered_case("full"), "Deployment", "serve")["spec"]["template"]["spec"]
+    model = case("full")["serve"]["model"]
+    folder = model["digest"].removeprefix("sha256:")
+    source = f"{model['uri']}/{folder}"
+    digests = ["--digest", model["digest"], "--digest", model["repositoryDigest"]]
+    assert pod["initContainers"][0]["args"] == ["fetch", source, "/models/repository", *digests]
+    gpus = named(rendered_case("gpus"), "Deployment")["spec"]["template"]["spec"]
+    assert gpus["initContainers"][0]["args"][1] == f"/store/{folder}"
+    store = next(mount for mount in gpus["initContainers"][0]["volumeMounts"] if mount["name"] == "store")
+    assert (store["subPath"], store["readOnly"]) == ("team/repositories", True)
+    (triton,) = gpus["containers"]
+    (models,) = (mount for mount in triton["volumeMounts"] if mount["name"] == "models")
+    assert models == {"name": "models", "mountPath": "/models", "subPath": "repository", "readOnly": True}
+    assert "store" not in {mount["name"] for mount in triton["volumeMounts"]}
+
+
+def test_gpu_pods_get_what_they_need_without_being_asked() -> None:
+    pod = named(rendered_case("gpus"), "Deployment")["spec"]["template"]["spec"]
+    (triton,) = pod["containers"]
+    assert triton["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+    assert len(pod["tolerations"]) == 2
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in triton["volumeMounts"]
+    cpu = named(rendered_case("restricted"), "Deployment", "serve")["spec"]["template"]["spec"]
+    assert "tolerations" not in cpu
+    assert "--model-config-name=cpu" in cpu["containers"][0]["args"]
+    assert not any("config-name" in argument for argument in triton["args"])
+    assert "nvidia.com/gpu" not in cpu["containers"][0]["resources"]["limits"]
+
+
+def test_canaries_are_objects_of_argo_and_kserve() -> None:
+    rollout = named(rendered_case("rollout"), "Rollout")
+    assert rollout["spec"]["strategy"]["canary"]["steps"][0] == {"setWeight": 20}
+    target = named(rendered_case("rollout"), "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": "argoproj.io/v1alpha1", "kind": "Rollout", "name": rollout["metadata"]["name"]}
+    assert "replicas" not in rollout["spec"]
+    predictor = named(rendered_case("kserve"), "InferenceService")["spec"]["predictor"]
+    assert predictor["canaryTrafficPercent"] == 10
+    assert predictor["containers"][0]["name"] == "kserve-container"
+    assert not [entry for entry in resources(rendered_case("kserve")) if entry["kind"] == "Service"]
+
+
+def test_submission_says_what_it_submits() -> None:
+    cron = named(rendered_case("full"), "CronJob")["spec"]
+    (container,) = cron["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    options = ["--data", "/data/images", "--epochs", "90", "--global-batch-size", "1000000", "--learning-rate", "0.001"]
+    assert container["args"][:2] == ["submit", "pipelines/resnet50.py"]
+    assert container["args"][-9:] == [*options, "--pretrained"]
+    settings = yaml.safe_load(named(rendered_case("full"), "ConfigMap")["data"]["settings.yaml"])
+    assert settings == case("full")["submit"]["settings"]
+    binding = named(rendered_case("full"), "RoleBinding", "submit")
+    assert binding["metadata"]["namespace"] == "team-vision"
+
+
+def test_a_job_is_named_by_what_it_submits() -> None:
+    def job(**changed: Any) -> dict[str, Any]:
+        values = case("restricted")
+        values["submit"] |= changed
+        found = [entry for entry in resources(render_files(values)) if entry["kind"] == "Job"]
+        (submit,) = (entry for entry in found if "helm.sh/hook" not in entry["metadata"].get("annotations", {}))
+        return submit
+
+    first = job()
+    assert "--wait" in first["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert job() == first
+    names = {job(**changed)["metadata"]["name"] for changed in ({}, {"wait": False}, {"settings": {"a": 1}})}
+    assert len(names) == 3
+
+
+def test_steps_may_make_trainjobs_where_they_run() -> None:
+    objects = resources(rendered_case("full"))
+    assert not [entry for entry in objects if entry["kind"].startswith("ClusterRole")]
+    roles = [entry for entry in objects if entry["kind"] == "Role"]
+    assert {role["metadata"]["namespace"] for role in roles} == {"kubeflow", "team-vision"}
+    for role in roles:
+        rule = next(rule for rule in role["rules"] if rule["resources"] == ["trainjobs"])
+        assert {"create", "get", "watch", "delete"} <= set(rule["verbs"])
+        assert "*" not in str(role["rules"])
+
+
+def test_a_packaged_chart_renders_the_same(tmp_path: Path) -> None:
+    archive = Path(helm_python.package(CHART, destination=tmp_path))
+    assert archive.name == "enginery-0.1.0.tgz"
+    with helm_python.Chart.load(archive) as chart:
+        files = chart.render(case("minimal"), name="demo", namespace="team-vision")
+        packed = {entry["name"] for entry in chart.files}
+    assert {name: text for name, text in files.items() if name in rendered_case("minimal")} == rendered_case("minimal")
+    assert {"files/test_mlflow.py", "files/test_serve.py", "README.md"} <= packed
+
+
+def test_the_chart_has_the_version_of_the_project() -> None:
+    project = tomllib.loads((CHART.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert chart["version"] == chart["appVersion"] == project["version"]

@@ -1,0 +1,166 @@
+"""The scripts of `helm test`, and the start of the tracking server as the chart asks for it, in real processes."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import requests
+
+from tests.helm.rendering import CHART, REPOSITORY
+from tests.pipelines.servers import free_port
+
+START = REPOSITORY / "containers/mlflow/start"
+
+
+def run(script: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", (CHART / "files" / script).read_text(encoding="utf-8")]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=400)
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """As the image does, with the interpreter of the tests."""
+    (folder / "python").unlink(missing_ok=True)
+    (folder / "python").symlink_to(sys.executable)
+    variables = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}",
+        "MLFLOW_ARTIFACTS_DESTINATION": str(folder / "artifacts"),
+    }
+    return subprocess.Popen(
+        ["/bin/sh", str(START), *arguments],
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The server on a database that was migrated before it: its address and folder."""
+    folder = tmp_path_factory.mktemp("tracking")
+    migration = start(folder, "migrate")
+    told, _ = migration.communicate(timeout=120)
+    assert migration.returncode == 0, told
+    with sqlite3.connect(folder / "mlflow.db") as database:
+        (revision,) = database.execute("SELECT version_num FROM alembic_version").fetchone()
+    assert revision
+    port = free_port()
+    server = start(folder, "serve", "--workers", "1", "--host", "127.0.0.1", "--port", str(port))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            with suppress(requests.RequestException):
+                if requests.get(f"{url}/health", timeout=2).ok:
+                    break
+            time.sleep(0.2)
+        yield url, folder
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        said, _ = server.communicate(timeout=60)
+    assert "Updating database tables" not in said, "`start serve` must leave the schema alone"
+
+
+@pytest.mark.slow
+def test_the_tracking_server_is_really_asked(tracking: tuple[str, Path]) -> None:
+    url, folder = tracking
+    for _ in range(2):  # once more after an upgrade: the experiment is there already
+        done = run("test_mlflow.py", MLFLOW_TRACKING_URI=url)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("ok ") == 4
+    artifacts = folder / "artifacts"
+    assert len(list(artifacts.rglob("artifact.bin"))) == 2
+    artifacts.rename(folder / "gone")
+    artifacts.write_text("a volume that takes no files")
+    try:
+        done = run("test_mlflow.py", MLFLOW_TRACKING_URI=url, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    finally:
+        artifacts.unlink()
+        (folder / "gone").rename(artifacts)
+    assert done.returncode == 1, done.stdout
+
+
+class Triton(BaseHTTPRequestHandler):
+    """Answers as the KServe protocol says: metadata, and a label for the bytes that came as a tensor."""
+
+    labels: ClassVar[dict[bytes, str]] = {b"the known image": "7"}
+    outputs: ClassVar[list[dict[str, Any]]] = [
+        {"name": "probability", "datatype": "FP32", "shape": [-1, 5]},
+        {"name": "label", "datatype": "BYTES", "shape": [-1, 5]},
+    ]
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def _answer(self, content: Any, status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if self.path == "/v2/models/classifier/ready":
+            self._answer({})
+        elif self.path == "/v2/models/classifier":
+            inputs = [{"name": "image", "datatype": "BYTES", "shape": [-1, 1]}]
+            self._answer({"name": "classifier", "inputs": inputs, "outputs": self.outputs})
+        else:
+            self._answer({"error": "unknown model"}, 400)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        split = int(self.headers["Inference-Header-Content-Length"])
+        (tensor,) = json.loads(body[:split])["inputs"]
+        data = body[split:]
+        assert tensor["shape"] == [1, 1]
+        assert tensor["parameters"]["binary_data_size"] == len(data)
+        assert int.from_bytes(data[:4], "little") == len(data) - 4
+        label = self.labels.get(data[4:], "0")
+        self._answer({"outputs": [{"name": "label", "datatype": "BYTES", "shape": [1, 5], "data": [label, "3"]}]})
+
+
+@pytest.fixture
+def triton() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Triton)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def ask(url: str, image: bytes = b"the known image", label: str = "7", model: str = "classifier") -> tuple[int, str]:
+    done = run("test_serve.py", TRITON_URL=url, MODEL=model, IMAGE=b64encode(image).decode(), LABEL=label)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_known_image_must_get_its_label(triton: str) -> None:
+    assert ask(triton) == (0, "ok classifier says '7'\n")
+    code, told = ask(triton, b"another image")
+    assert (code, "the known image is '7', and the model says '0'" in told) == (1, True)
+
+
+def test_what_triton_may_answer_besides(triton: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, told = ask(triton, model="lost")
+    assert (code, "/v2/models/lost/ready answers 400" in told) == (1, True)
+    code, told = ask("http://127.0.0.1:1")
+    assert (code, "refused" in told) == (1, True)
+    monkeypatch.setattr(Triton, "outputs", Triton.outputs[:1])
+    code, told = ask(triton)
+    assert (code, "outputs of type BYTES: []; exactly one is needed" in told) == (1, True)

@@ -1,0 +1,155 @@
+"""What values.yaml, values.schema.json and README.md say fits together, and wrong values are refused with a reason."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+from tests.helm.rendering import CHART, REPOSITORY, case, render_files
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+# Whose keys are the user's own: labels and the like, what others read, and named claims.
+OPEN = {"stringMap", "quantities", "affinity", "/submit/arguments", "/submit/settings", "/claims"}
+
+
+def levels(schema: dict[str, Any], values: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Every object of the chart's own in the schema, with the default values there."""
+    if schema.get("type") != "object" or path in OPEN:
+        return
+    yield path, schema, values
+    for name, child in schema["properties"].items():
+        if name != "global":
+            yield from levels(child, values.get(name, {}), f"{path}/{name}")
+
+
+def test_every_key_is_in_the_schema_and_no_other() -> None:
+    found = list(levels(SCHEMA, VALUES))
+    assert len(found) > 25
+    for path, schema, values in found:
+        assert schema["additionalProperties"] is False, path
+        assert set(values) == set(schema["properties"]) - {"global"}, path
+    for name, definition in SCHEMA["$defs"].items():
+        if definition.get("type") == "object" and name not in OPEN:
+            assert definition["additionalProperties"] is False or "propertyNames" in definition, name
+
+
+def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of values with one changed."""
+    copy = json.loads(json.dumps(values))
+    *parents, last = path.split(".")
+    level = copy
+    for parent in parents:
+        level = level.setdefault(parent, {})
+    level[last] = value
+    return copy
+
+
+@pytest.mark.parametrize("path", [".".join(path) for path, *_ in (
+    (tuple(part for part in place.split("/") if part),) for place, _, _ in levels(SCHEMA, VALUES)
+)])  # fmt: skip
+def test_a_misspelled_key_is_refused_at_every_level(path: str) -> None:
+    values = changed(case("full"), f"{path}.replcas".lstrip("."), 1)
+    with pytest.raises(helm_python.HelmValuesError, match="replcas"):
+        render_files(values)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("images.tag", "latest"),
+        ("images.digests.serve", "sha256:123"),
+        ("images.pullPolicy", "Sometimes"),
+        ("security.runAsUser", 0),
+        ("objectStore.endpointUrl", "seaweedfs:8333"),
+        ("networkPolicy.egressPorts", [443, 70000]),
+        ("mlflow.replicas", "3"),
+        ("mlflow.artifacts.type", "azure"),
+        ("mlflow.artifacts.uri", "https://bucket"),
+        ("mlflow.auth.defaultPermission", "ADMIN"),
+        ("mlflow.resources", {"request": {"memory": "4Gi"}}),
+        ("mlflow.resources.requests.cpu", "two"),
+        ("mlflow.tolerations", [{"key": "a", "operater": "Exists"}]),
+        ("mlflow.service.type", "External"),
+        ("serve.kind", "DaemonSet"),
+        ("serve.model.digest", "3b3b"),
+        ("serve.model.version", "champion"),
+        ("serve.model.uri", "/models"),
+        ("serve.gpu.count", -1),
+        ("serve.gpu.resource", "gpu"),
+        ("serve.test.image", "not base64"),
+        ("serve.disruptionBudget.maxUnavailable", 0),
+        ("serve.canary.trafficPercent", 101),
+        ("submit.schedule", "every monday"),
+        ("submit.pipeline", "resnet50.yaml"),
+        ("submit.arguments", {"data": ["a", "b"]}),
+        ("submit.arguments", {"Data": "a"}),
+        ("trainJobs.namespaces", []),
+        ("claims", {"images": {"storageClass": "shared"}}),
+        ("claims", {"images": {"size": "2 TB"}}),
+    ],
+)
+def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
+    with pytest.raises(helm_python.HelmValuesError, match=f"{path.split('.')[0]}|propertyName"):
+        render_files(changed(case("full"), path, value))
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "value", "words"),
+    [
+        ("minimal", "mlflow.auth.existingSecret", "", "mlflow.auth.existingSecret is empty. Name a Secret"),
+        ("minimal", "mlflow.database.existingSecret", "", "MLflow has no database"),
+        ("minimal", "postgresql.enabled", True, "MLflow has two databases"),
+        ("minimal", "mlflow.replicas", 2, "Set it to ReadWriteMany, or use s3 or gcs"),
+        ("bundled", "mlflow.replicas", 2, "mlflow.replicas is 2, and the bundled PostgreSQL is for one pod"),
+        ("bundled", "postgresql.existingSecret", "", "postgresql.existingSecret is empty"),
+        ("external", "mlflow.artifacts.uri", "gs://bucket", "With mlflow.artifacts.type s3 it must begin with s3://"),
+        ("external", "mlflow.ingress.host", "", "mlflow.ingress.host is empty"),
+        ("full", "serve.model.digest", "", "Let `enginery deploy --env ENV NAME@champion` write them"),
+        ("full", "serve.model.uri", "", "are both empty. Name the store"),
+        ("full", "serve.model.existingClaim", "models", "are both set"),
+        ("full", "serve.ingress.host", "", "serve.ingress.host is empty"),
+        ("full", "serve.test.label", "", "Say which label the model must answer"),
+        ("full", "serve.autoscaling.maxReplicas", 1, "serve.autoscaling.minReplicas is 2 and maxReplicas 1"),
+        ("full", "submit.namespace", "", "submit.clusterRole is set and submit.namespace is empty"),
+        ("kserve", "serve.autoscaling.enabled", True, "KServe scales an InferenceService itself"),
+        ("kserve", "serve.ingress", {"enabled": True, "host": "a.example"}, "KServe makes the route"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused_with_the_way_out(
+    base: str, path: str, value: Any, words: str
+) -> None:
+    with pytest.raises(helm_python.HelmError) as caught:
+        render_files(changed(case(base), path, value))
+    assert words in str(caught.value).replace('\\"', '"')
+
+
+def test_the_default_values_want_secrets_and_nothing_else() -> None:
+    with pytest.raises(helm_python.HelmError, match=r"mlflow\.auth\.existingSecret is empty"):
+        render_files({})
+
+
+def test_readme_is_made_from_the_values(request: pytest.FixtureRequest) -> None:
+    command = [sys.executable, REPOSITORY / "helm/document_values.py", CHART]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    path = CHART / "README.md"
+    if request.config.getoption("--update-golden"):
+        path.write_text(done.stdout, encoding="utf-8")
+    assert done.stdout == path.read_text(encoding="utf-8"), "`make golden` writes helm/enginery/README.md anew"
+    for leaf in ("mlflow.auth.existingSecret", "serve.model.digest", "claims", "serve.gpu.count"):
+        assert f"| `{leaf}` |" in done.stdout
+
+
+def test_a_value_without_a_comment_is_found(tmp_path: Any) -> None:
+    (tmp_path / "Chart.yaml").write_text((CHART / "Chart.yaml").read_text())
+    (tmp_path / "values.yaml").write_text("# -- Said.\nsaid: 1\npart:\n  unsaid: 2\n")
+    command = [sys.executable, REPOSITORY / "helm/document_values.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "part.unsaid" in done.stderr

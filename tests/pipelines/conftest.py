@@ -1,0 +1,45 @@
+"""A KFP server and `enginery submit` in this process."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.kfp_api import Cluster
+from tests.pipelines.submission import REPOSITORY, Done, Submit
+from tests.serving import serving
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with serving(Cluster()) as state:
+        yield state
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Submit:
+    """`submit(endpoint, *options, name, **environment)` in this process."""
+    from kfp.client import Client
+
+    from pipelines.cli import main
+
+    monkeypatch.setattr(Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "no-context.json"))
+    for variable in ("KF_PIPELINES_ENDPOINT", "KFP_COOKIE", "KF_PIPELINES_SA_TOKEN_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
+
+    def submitted(endpoint: str, *options: str, name: str = "resnet50", watch: str = "", **variables: str) -> Done:
+        command = ["watch", watch] if watch else ["submit", str(REPOSITORY / f"pipelines/{name}.py")]
+        with monkeypatch.context() as patch:
+            for variable, value in variables.items():
+                patch.setenv(variable, value)
+            before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            with pytest.raises(SystemExit) as left:
+                main([*command, "--endpoint", endpoint, *options])
+            for number, handler in before.items():
+                signal.signal(number, handler)  # the tests go on in this process
+        captured = capsys.readouterr()
+        return Done(int(left.value.code or 0), captured.out, captured.err)
+
+    return submitted

@@ -1,0 +1,148 @@
+"""What `--wait` and `watch` show of a run's pods, read from Kubernetes' API."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import urllib3
+from kubernetes import client as k8s
+
+from pipelines.cluster.following import steps_of
+from pipelines.cluster.pods import PodLogs, core_api, step_of
+from tests.pipelines.kfp_api import RUN_ID
+from tests.serving import serving
+
+NAMESPACE = "team-vision"
+
+
+def pod(name: str, node: str, began: bool = True) -> Any:
+    """As Argo makes it for a node of a workflow."""
+    running = k8s.V1ContainerState(running=k8s.V1ContainerStateRunning())
+    waiting = k8s.V1ContainerState(waiting=k8s.V1ContainerStateWaiting(reason="PodInitializing"))
+    statuses = [
+        k8s.V1ContainerStatus(name=name, state=state, image="i", image_id="i", ready=began, restart_count=0)
+        for name, state in (("wait", running), ("main", running if began else waiting))
+    ]
+    metadata = k8s.V1ObjectMeta(name=name, annotations={"workflows.argoproj.io/node-name": node})
+    return k8s.V1Pod(metadata=metadata, status=k8s.V1PodStatus(phase="Running", container_statuses=statuses))
+
+
+@dataclass
+class Pods:
+    endpoint: str = ""
+    wanted_token: str | None = None
+    wanted_cookie: str | None = None
+    tokens: set[str | None] = field(default_factory=set)
+    cookies: set[str | None] = field(default_factory=set)
+    requests: list[tuple[str, str, Any]] = field(default_factory=list)
+    pods: list[Any] = field(default_factory=list)
+    lines: dict[str, list[str]] = field(default_factory=dict)
+    breaks: int = 0  # connections that end before the last line
+    status: int = 200
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
+        parts = urlsplit(path)
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        if self.status != 200:
+            return self.status, {"kind": "Status", "message": "pods is forbidden"}
+        if match := re.fullmatch(rf"/api/v1/namespaces/{NAMESPACE}/pods/(.+)/log", parts.path):
+            assert (query["container"], query["follow"], query["timestamps"]) == ("main", "True", "True")
+            lines = self.lines[match[1]]
+            if self.breaks:
+                self.breaks -= 1
+                return 200, "".join(lines[:1]).encode(), {"Content-Length": "9999"}
+            return 200, "".join(lines).encode()
+        assert query["labelSelector"] == f"pipeline/runid={RUN_ID}"
+        return 200, k8s.ApiClient().sanitize_for_serialization(k8s.V1PodList(items=self.pods))
+
+
+@pytest.fixture
+def pods() -> Iterator[Pods]:
+    with serving(Pods(), with_query=True) as state:
+        yield state
+
+
+@pytest.fixture
+def logs(pods: Pods) -> PodLogs:
+    configuration = k8s.Configuration(host=pods.endpoint)
+    configuration.retries = urllib3.Retry(0)
+    return PodLogs(NAMESPACE, RUN_ID, lambda: k8s.CoreV1Api(k8s.ApiClient(configuration)))
+
+
+def test_the_steps_lines_are_shown_behind_their_names(
+    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pods.pods = [
+        pod("r-driver-1", "resnet50-x7k2p.root.train-driver"),
+        pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)"),
+        pod("r-impl-2", "resnet50-x7k2p.root.gate.executor", began=False),
+    ]
+    pods.lines = {"r-impl-1": ["2026-11-22T08:00:01.1Z train: epoch 1\n", "2026-11-22T08:00:02.1Z done\n"]}
+    logs.look({"train", "gate"})
+    logs.finish()
+    assert capsys.readouterr().out.splitlines() == ["train       | train: epoch 1", "train       | done"]
+    assert not any("driver" in path or "impl-2" in path for _, path, _ in pods.requests)
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(
+    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pods.pods, pods.breaks = [pod("r-impl-1", "w.root.train.executor")], 1
+    pods.lines = {"r-impl-1": ["2026-11-22T08:00:01.1Z one\n", "2026-11-22T08:00:02.1Z two\n"]}
+    logs.look(None)
+    logs.finish()
+    assert capsys.readouterr().out.splitlines() == ["train       | one", "train       | two"]
+
+
+def test_a_cluster_that_refuses_costs_one_line(pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]) -> None:
+    pods.status = 403
+    for _ in range(3):
+        logs.look(None)
+    logs.finish()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("logs        not shown: Kubernetes can't be asked for pods in team-vision (403 Forbidden)")
+    assert len(pods.requests) == 1
+
+
+def test_no_cluster_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    logs = PodLogs(NAMESPACE, RUN_ID, core_api)
+    logs.look(None)
+    logs.look(None)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "They need a KUBECONFIG" in line
+
+
+@pytest.mark.parametrize(
+    ("node", "steps", "step"),
+    [
+        ("w.root.train.executor", {"train"}, "train"),
+        ("w.root.train.executor(1)", {"train"}, "train"),
+        ("w.root.parts.iteration-item(0:0).preprocess-part.executor", {"preprocess-part"}, "preprocess-part"),
+        ("w.root.parts.iteration-item(0:0).preprocess-part.executor", None, "preprocess-part"),
+        ("w.root.train-driver", {"train"}, ""),
+        ("w.root-driver", None, ""),
+        ("", {"train"}, ""),
+    ],
+)
+def test_the_step_of_a_pod(node: str, steps: set[str] | None, step: str) -> None:
+    assert step_of(pod("p", node), steps) == step
+
+
+def test_the_steps_of_a_run_are_in_the_order_of_its_graph() -> None:
+    import yaml
+
+    golden = Path(__file__).parent / "golden/resnet50_parts.yaml"
+    spec, platform = yaml.safe_load_all(golden.read_text())
+
+    class Run:
+        pipeline_spec = {"pipeline_spec": spec, "platform_spec": platform}  # noqa: RUF012
+
+    order = ["list-parts", "preprocess-part", "merge", "train", "export", "validate", "gate", "promote"]
+    assert steps_of(Run()) == order

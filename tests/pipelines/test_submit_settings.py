@@ -1,0 +1,83 @@
+"""The settings of a cluster, as `enginery submit --settings` takes them."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.cluster.settings import ClusterSettings, load_settings, settings_rows
+from tests.pipelines.kfp_api import Cluster
+from tests.pipelines.submission import CLUSTER_YAML, REPOSITORY, Submit, compiled, one_message
+
+
+def test_the_settings_arrive(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+    done = submit(cluster.endpoint, "--data", "/mnt/images", "--settings", CLUSTER_YAML, "--num-nodes", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    body = cluster.body_of("POST", "/apis/v2beta1/runs")
+    spec, platform = compiled("resnet50", tmp_path, "--settings", CLUSTER_YAML, "--num-nodes", "2")
+    assert body["pipeline_spec"] == {"pipeline_spec": spec, "platform_spec": platform}
+    assert "ENGINERY_TRAIN_JOB" in str(spec)
+    assert body["service_account"] == "pipeline-runner"
+    assert body["runtime_config"]["pipeline_root"] == "s3://kfp-artifacts/team-vision"
+    assert cluster.body_of("POST", "/apis/v2beta1/experiments")["namespace"] == "team-vision"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("trian: {}", "unknown key trian; did you mean train?"),
+        ("train: {gpu: {number: 1}}", "unknown key train.gpu.number; valid: count, product, resource"),
+        ("validate: {gpu: {count: -1}}", "validate.gpu.count: got -1, must be greater than or equal to 0. GPUs; 0 for"),
+        ("every_step: {secrets: [{env: {A: b}}]}", "every_step.secrets[0].name is required"),
+        ("train: {num_nodes: 2}", "train.num_nodes above 1 needs train_job.volume"),
+        ("train: {memory: 8Gi}", "train: its memory 8Gi must be more than its shm 8Gi, which counts as memory"),
+        ("promote: {caching: true}", "promote.caching: promote acts on the registry, so it always runs"),
+        ("images: {digests: {train: latest}}", "images.digests.train: got 'latest', must match pattern"),
+        ("[1]", "must hold a mapping of settings, found a list"),
+    ],
+)
+def test_settings_that_can_not_be(cluster: Cluster, submit: Submit, tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    message = one_message(submit(cluster.endpoint, "--data", "d", "--settings", str(file)), 2)
+    assert f"{file}" in message
+    assert told in message
+    assert cluster.requests == []
+
+
+def test_nodes_for_a_pipeline_that_does_not_train(cluster: Cluster, submit: Submit) -> None:
+    model = ("--model", "m.onnx", "--data", "d", "--settings", CLUSTER_YAML)
+    message = one_message(submit(cluster.endpoint, *model, "--num-nodes", "2", name="quantize"), 2)
+    assert "quantize.py does not train; it has preprocess, export, validate, gate, promote" in message
+
+
+def test_what_a_step_gets_falls_to_every_step() -> None:
+    settings = load_settings(Path(CLUSTER_YAML))
+    train, promote = settings.of("train"), settings.of("promote")
+    assert (train.retries.times, promote.retries.times) == (2, 0)
+    assert (train.timeout_s, promote.timeout_s) == (259200, 86400)
+    assert set(train.env) == set(promote.env) == {"MLFLOW_TRACKING_URI"}
+    assert [settings.of(step).shm for step in ("preprocess", "train", "export")] == ["", "64Gi", "8Gi"]
+    assert settings.image("gate") == "registry.example.com/vision/promote:0.1.0"
+    assert settings.image("train").startswith("registry.example.com/vision/train@sha256:1111")
+
+
+def test_every_key_is_documented() -> None:
+    page = (REPOSITORY / "docs/submit.md").read_text(encoding="utf-8")
+    rows = list(settings_rows())
+    table = "".join(f"| `{key}` | {default} | {text} |\n" for key, default, text in rows)
+    assert table in page, "docs/submit.md's table of keys is not that of ClusterSettings: copy this one\n" + table
+    assert len(rows) > 40
+    assert {key.split(".")[0] for key, _, _ in rows} == {
+        field.alias or name for name, field in ClusterSettings.model_fields.items()
+    }
+
+
+def test_settings_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    from pipelines.cli import main
+
+    main_arguments = ["submit", "--settings-help"]
+    with pytest.raises(SystemExit) as left:
+        main(main_arguments)
+    assert not left.value.code
+    shown = capsys.readouterr().out
+    assert all(key in shown for key, _, _ in settings_rows())

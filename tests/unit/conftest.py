@@ -1,0 +1,112 @@
+"""What several areas share: a small network that was proved and promoted by the steps, into MLflow on SQLite."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+import pytest
+import torch
+from torch import nn
+
+from components.common.artifacts import Artifact, DatasetManifest
+from components.common.errors import GateFailed
+from components.common.loader import Loader
+from components.common.settings import resolve
+from components.common.shapes import ShapeSpec
+from components.common.steplog import StepLog
+from components.common.transforms import TransformSpec
+from components.export.config import ExportConfig
+from components.export.onnx_export import export_onnx
+from components.export.run import run as export
+from components.gate.config import GateConfig
+from components.gate.run import run as gate
+from components.validate.config import ValidateConfig
+from components.validate.run import run as validate
+
+from .release.making import promote_parts
+
+LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0}
+IMPOSSIBLE = {"min_top1_pct": 100.0, **LENIENT}
+
+
+@pytest.fixture(autouse=True)
+def _tracks_nowhere() -> Iterator[None]:
+    """MLflow keeps the last store that anything in the process named, also for those who name another later."""
+    yield
+    mlflow.set_tracking_uri(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proved:
+    """What the steps wrote on one network."""
+
+    dataset: Artifact[DatasetManifest]
+    folder: Path
+
+    @property
+    def parts(self) -> dict[str, Path]:
+        """What promote reads."""
+        return {name: self.folder / name for name in ("bundle", "report", "verdict")}
+
+
+def stage(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+def measure(bundle: Path, dataset: Path, folder: Path, thresholds: dict[str, float]) -> None:
+    """The report and the verdict on a bundle, into `folder`."""
+    settings = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0.0, "min_iterations": 1, "gate": thresholds}
+    config = resolve(ValidateConfig, "validate", {**settings, "benchmark_batch_sizes": [1]})
+    validate(config, StepLog("validate"), bundle=bundle, dataset=dataset, output=folder / "report")
+    gate(GateConfig(**thresholds), StepLog("gate"), report=folder / "report", output=folder / "verdict")
+
+
+@pytest.fixture(scope="session")
+def proved(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.TempPathFactory) -> Proved:
+    torch.manual_seed(0)
+    net = nn.Sequential(stage(3, 8), stage(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    spec = TransformSpec(resize_size=32, crop_size=32)
+    batch = next(iter(Loader(digits_dataset, "train", spec, batch_size=240, num_threads=1)))
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(net(batch.images), batch.labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    folder = tmp_path_factory.mktemp("proved")
+    export_onnx(net.eval(), folder / "digits.onnx", ShapeSpec(height=32, width=32))
+    settings = {"tensorrt": "off", "resize_ratio": 1.0, "calibration_method": "max", "num_ranking_images": 0}
+    config = resolve(ExportConfig, "export", settings)
+    source = {"model": folder / "digits.onnx", "dataset": digits_dataset.path}
+    export(config, StepLog("export"), **source, output=folder / "bundle")
+    measure(folder / "bundle", digits_dataset.path, folder, LENIENT)
+    return Proved(dataset=digits_dataset, folder=folder)
+
+
+@pytest.fixture(scope="session")
+def refused(proved: Proved, tmp_path_factory: pytest.TempPathFactory) -> Proved:
+    """The same bundle with a verdict that is no pass."""
+    folder = tmp_path_factory.mktemp("refused")
+    shutil.copytree(proved.folder / "bundle", folder / "bundle")
+    with pytest.raises(GateFailed):
+        measure(folder / "bundle", proved.dataset.path, folder, IMPOSSIBLE)
+    return Proved(dataset=proved.dataset, folder=folder)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URI of a new MLflow store; nothing of it outlives the test."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    mlflow.set_tracking_uri(uri)
+    return uri
+
+
+@pytest.fixture
+def promoted(store: str, proved: Proved, tmp_path: Path) -> str:
+    """The store, with the network as version 1."""
+    promote_parts(proved.parts, proved.dataset.path, tmp_path / "promotion")
+    return store

@@ -1,0 +1,116 @@
+"""KFP's MLflow plugin and ours in one store: the plugin makes a run per pipeline and a nested one per step, sets three
+variables in the step's container, and at its end logs the step's inputs and closes the run (its handler.go)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Param, Run
+
+from components.common.artifacts import Artifact, DatasetManifest
+from components.common.errors import UserError
+from components.common.store import prepare_sqlite
+from components.common.tracking import KFP_RUN_VARIABLE, step_run
+from pipelines import resources
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INPUTS = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "seed": 0, "settings": {"tf32": True}}
+
+
+class Plugin:
+    """What KFP does around a step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.uri = f"sqlite:///{folder / 'mlflow.db'}"
+        prepare_sqlite(self.uri, lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+        self.client = MlflowClient(tracking_uri=self.uri)
+        self.experiment_id = self.client.create_experiment("kfp", artifact_location=str(folder / "files"))
+        self.parent = self.client.create_run(self.experiment_id, run_name="resnet50 run").info.run_id
+
+    def start(self, step: str) -> tuple[str, dict[str, str]]:
+        """The step's nested run, and what its container gets."""
+        tags = {"mlflow.parentRunId": self.parent}
+        run_id = self.client.create_run(self.experiment_id, run_name=step, tags=tags).info.run_id
+        variables = {"MLFLOW_RUN_ID": run_id, "MLFLOW_TRACKING_URI": self.uri}
+        return run_id, {**variables, "MLFLOW_EXPERIMENT_ID": self.experiment_id}
+
+    def end(self, run_id: str, inputs: dict[str, Any], status: str) -> Run:
+        """One batch, which MLflow takes as a whole or not at all."""
+        self.client.log_batch(run_id, params=[Param(name, json.dumps(value)) for name, value in inputs.items()])
+        self.client.set_terminated(run_id, status=status)
+        return self.client.get_run(run_id)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Plugin:
+    return Plugin(tmp_path)
+
+
+def test_a_step_logs_into_the_run_that_the_plugin_made_and_leaves_its_end_to_it(
+    plugin: Plugin, digits_dataset: Artifact[DatasetManifest], tmp_path: Path
+) -> None:
+    run_id, variables = plugin.start("train")
+    command = [sys.executable, "-m", "components.train", "--dataset", str(digits_dataset.path)]
+    command += ["--output", str(tmp_path / "out"), "--warmup-fraction", "0", "--architecture", "squeezenet1_1"]
+    command += ["--epochs", "1", "--image-size", "32", "--global-batch-size", "64"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    runs = plugin.client.search_runs([plugin.experiment_id])
+    assert {run.info.run_id for run in runs} == {run_id, plugin.parent}  # none beside them
+    assert len(plugin.client.search_experiments()) == 2  # with MLflow's own "Default"
+    assert plugin.client.get_run(run_id).info.status == "RUNNING"
+    run = plugin.end(run_id, INPUTS, "FINISHED")  # raises where a parameter has another value
+    assert run.data.tags["mlflow.parentRunId"] == plugin.parent
+    assert run.data.tags["enginery.step"] == "train"
+    assert run.data.tags["enginery.manifest_digest"].startswith("sha256:")
+    assert run.data.params["architecture"] == '"squeezenet1_1"'  # the plugin's
+    assert run.data.params["train.architecture"] == "squeezenet1_1"
+    assert run.data.params["train.world_size"] == "1"
+    assert "val_top1_pct" in run.data.metrics
+    assert [entry.dataset.name for entry in run.inputs.dataset_inputs] == ["train", "val"]
+
+
+def _fail() -> None:
+    with step_run("train") as run:
+        run.log_params({"architecture": "resnet51"})
+        raise UserError("no model 'resnet51'")
+
+
+def test_a_step_that_fails_says_why_and_leaves_the_end_to_the_plugin(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, variables = plugin.start("train")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError):
+        _fail()
+    found = plugin.client.get_run(run_id)
+    assert found.info.status == "RUNNING"
+    assert found.data.tags["enginery.message"] == "no model 'resnet51'"
+    assert plugin.end(run_id, {**INPUTS, "architecture": "resnet51"}, "FAILED").info.status == "FAILED"
+
+
+def test_without_the_plugin_a_step_has_a_run_of_its_own_with_the_kfp_runs_id(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resources.RUN_VARIABLE == KFP_RUN_VARIABLE
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", plugin.uri)
+    monkeypatch.setenv(KFP_RUN_VARIABLE, "0f5c4a1e")
+    with step_run("train") as own:
+        own.log_params({"architecture": "resnet18"})
+    experiment = plugin.client.get_experiment_by_name("enginery")
+    assert experiment is not None
+    (run,) = plugin.client.search_runs([experiment.experiment_id], "tags.`enginery.run` = '0f5c4a1e'")
+    assert (run.info.run_name, run.info.status) == ("train", "FINISHED")
+    assert run.data.params["architecture"] == "resnet18"
+    # A TrainJob's rank 0 goes on in the run of the pod that started it, and names parameters as that did.
+    monkeypatch.setenv("MLFLOW_RUN_ID", run.info.run_id)
+    with step_run("train") as same:
+        same.log_params({"architecture": "resnet18", "world_size": 8})
+    assert plugin.client.get_run(run.info.run_id).data.params == {"architecture": "resnet18", "world_size": "8"}

@@ -1,0 +1,296 @@
+"""Training on several nodes: a TrainJob is made, followed, taken over and removed. Its pods are real processes here."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes import client
+
+from components.common.artifacts import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.errors import EngineryError, UserError
+from components.common.settings import resolve
+from components.common.steplog import StepLog
+from components.train import nodes
+from components.train.config import TrainConfig
+from components.train.kubernetes_job import connect, this_pod
+from components.train.nodes import train_on_nodes
+from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, TrainJobRequest, train_job
+from tests.serving import serving
+from tests.unit.train.trainer_cluster import NAMESPACE, POD, REPOSITORY, TrainerCluster, check_train_job
+
+RUN_ID = "0f5c4a1e-0000"
+FULL = TrainJobRequest(
+    num_nodes=4,
+    num_gpus=8,
+    gpu_resource="nvidia.com/gpu",
+    image="registry.example.com/train@sha256:11",
+    runtime="torch-distributed",
+    cpu="96",
+    memory="512Gi",
+    shm="64Gi",
+    node_selector={"nvidia.com/gpu.product": "NVIDIA-H200"},
+    tolerations=({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},),
+    env={"NCCL_DEBUG": "WARN"},
+    secrets={"AWS_ACCESS_KEY_ID": ("s3", "id"), "AWS_SECRET_ACCESS_KEY": ("s3", "id")},
+    volumes=(("shared", "/mnt/shared", ""), ("images", "/mnt/images", "incoming"), ("shared", "/mnt/other", "b")),
+    shared="/mnt/shared",
+    image_pull_secrets=("registry-login",),
+    service_account="trainer",
+    timeout_s=3600,
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerCluster]:
+    with serving(TrainerCluster(tmp_path), with_query=True) as state:
+        monkeypatch.setenv("KUBECONFIG", str(state.kubeconfig()))
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(state.kubeconfig()))
+        monkeypatch.setenv(POD_VARIABLE, POD)
+        monkeypatch.setenv(NAMESPACE_VARIABLE, NAMESPACE)
+        monkeypatch.setenv("ENGINERY_KFP_RUN_ID", RUN_ID)
+        (tmp_path / "shared").mkdir()
+        yield state
+        state.end()
+
+
+def request_for(folder: Path, **changes: Any) -> TrainJobRequest:
+    values = {"num_gpus": 0, "num_nodes": 2, "shared": str(folder / "shared"), "secrets": {}, "env": {}, **changes}
+    return FULL.model_copy(update=values)
+
+
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(
+    cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+) -> Train:
+    def run(output: Path = tmp_path / "kfp/checkpoint", request: dict[str, Any] | None = None, **changes: Any) -> str:
+        config = resolve(TrainConfig, "train", {**settings, "epochs": 1, "architecture": "squeezenet1_1", **changes})
+        asked = request_for(tmp_path, **(request or {}))
+        return train_on_nodes(asked, config, StepLog("train"), tiny_dataset.path, output, poll_s=0.3)
+
+    return run
+
+
+def test_the_job_is_what_the_trainers_api_takes() -> None:
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": POD, "uid": "u"}
+    env = [{"name": "MLFLOW_RUN_ID", "value": "r"}, {"name": "NCCL_DEBUG", "value": "replaced by the request's"}]
+    body = train_job(FULL, name="enginery-train-1", arguments=["--dataset", "d"], env=env, owner=owner, run_id=RUN_ID)
+    check_train_job(body)
+    trainer = body["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
+    assert trainer["resourcesPerNode"]["limits"] == {"cpu": "96", "memory": "512Gi", "nvidia.com/gpu": "8"}
+    assert {entry["name"]: entry.get("value") for entry in trainer["env"]} == {
+        "MLFLOW_RUN_ID": "r",
+        "NCCL_DEBUG": "WARN",
+        "AWS_ACCESS_KEY_ID": None,
+        "AWS_SECRET_ACCESS_KEY": None,
+    }
+    spec = body["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
+    pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert [volume["name"] for volume in pod["volumes"]] == ["claim-0", "claim-1", "dshm"]
+    assert pod["volumes"][2]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    assert {"name": "claim-0", "mountPath": "/mnt/other", "subPath": "b"} in pod["containers"][0]["volumeMounts"]
+    assert "env" not in pod["containers"][0]  # the Trainer refuses patches of it
+    assert pod["serviceAccountName"] == "trainer"
+
+
+@pytest.mark.slow
+def test_two_nodes_train_one_checkpoint_and_log_into_the_steps_run(
+    cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The step as KFP starts it: by its command, with the request in its environment."""
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    cluster.env = [client.V1EnvVar(name="MLFLOW_TRACKING_URI", value=store), client.V1EnvVar(name="OTHER", value="x")]
+    variables = {JOB_VARIABLE: request_for(tmp_path).model_dump_json(), "MLFLOW_TRACKING_URI": store}
+    command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
+    command += ["--output", str(tmp_path / "out"), "--architecture", "squeezenet1_1", "--epochs", "1"]
+    command += ["--image-size", "32", "--global-batch-size", "16", "--warmup-fraction", "0"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes on 2 machines, 8 images each" in done.stderr  # what node 0 printed
+    assert "after 1 epochs on 2 nodes" in done.stderr
+    checkpoint = load(tmp_path / "out", CheckpointManifest, verify=("",))
+    assert len(checkpoint.manifest.history) == 1
+    assert cluster.jobs == {}  # deleted
+    assert list((tmp_path / "shared/enginery/runs").iterdir()) == []
+    assert len(list((tmp_path / "shared/enginery/datasets").iterdir())) == 1
+    (created,) = [body for method, _, body in cluster.requests if method == "POST"]
+    assert created["metadata"]["ownerReferences"] == [
+        {"apiVersion": "v1", "kind": "Pod", "name": POD, "uid": "uid-of-the-pod"}
+    ]
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        assert database.execute("select name, status from runs").fetchall() == [("train", "FINISHED")]
+        params = dict(database.execute("select key, value from params").fetchall())
+        metrics = {key for (key,) in database.execute("select key from metrics").fetchall()}
+    assert (params["world_size"], params["architecture"]) == ("2", "squeezenet1_1")
+    assert "val_top1_pct" in metrics
+
+
+@pytest.mark.slow
+def test_a_failure_is_told_with_rank_0s_words_and_its_exit_code(
+    cluster: TrainerCluster, train: Train, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineryError) as caught:
+        train(architecture="resnet51")
+    assert str(caught.value).startswith("no model 'resnet51'")
+    assert "FailedJobs" in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert cluster.jobs == {}
+    # What is left goes on in another try; an answer of this one does not count for it.
+    cluster.refuse = (403, "no more jobs")
+    with pytest.raises(UserError, match="may not create TrainJobs"):
+        train(architecture="resnet51")
+    assert list((tmp_path / "shared/enginery/runs").glob(f"*/checkpoint/{FAILURE}")) == []
+
+
+@pytest.mark.slow
+def test_a_killed_node_is_told_with_its_last_lines(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
+    def kill_a_node() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            log = tmp_path / "node-0.log"
+            if log.exists() and "2 processes on 2 machines" in log.read_text():
+                break
+            time.sleep(0.1)
+        for node in next(iter(cluster.nodes.values()))[1:]:
+            subprocess.run(["pkill", "-KILL", "-P", str(node.process.pid)], check=False)
+            node.process.send_signal(signal.SIGKILL)
+
+    threading.Thread(target=kill_a_node, daemon=True).start()
+    with pytest.raises(EngineryError) as caught:
+        train(epochs=500, collective_timeout_s=20)
+    assert "failed (FailedJobs" in str(caught.value)
+    assert "What the pods wrote last:\nnode " in str(caught.value)
+    assert "exit code -9" in str(caught.value)
+    assert cluster.jobs == {}
+
+
+def test_an_earlier_trys_job_goes_first(
+    cluster: TrainerCluster, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.is_stuck = True
+    created = cluster._create
+
+    def left_by_a_killed_pod(body: dict[str, Any]) -> tuple[int, Any]:
+        cluster.jobs[body["metadata"]["name"]] = body
+        cluster._create = then  # type: ignore[method-assign]
+        return created(body)
+
+    def then(body: dict[str, Any]) -> tuple[int, Any]:
+        cluster.refuse = (422, "this is the new one")
+        return created(body)
+
+    cluster._create = left_by_a_killed_pod  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="this is the new one"):
+        train()
+    assert "an earlier try of this step left the TrainJob enginery-train-" in capsys.readouterr().err
+    methods = [method for method, path, _ in cluster.requests if "trainjobs" in path]
+    assert methods == ["POST", "DELETE", "DELETE", "POST"]  # gone is what is not found
+    assert cluster.jobs == {}
+
+
+def test_sigterm_removes_the_job_and_ends_with_75(
+    cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
+) -> None:
+    cluster.is_stuck = True
+    command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
+    variables = {JOB_VARIABLE: request_for(tmp_path).model_dump_json(), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [*command, "--output", str(tmp_path / "out")],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not any("labelSelector" in path for _, path, _ in cluster.requests) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 75, told
+    assert cluster.jobs == {}
+    assert "waiting for pods: node 0: Unschedulable 0/9 nodes: 9 Insufficient nvidia.com/gpu" in told
+    assert json.loads((tmp_path / "out" / FAILURE).read_text())["exit_code"] == 75
+
+
+@pytest.mark.parametrize(
+    ("refuse", "is_old", "told"),
+    [
+        ((404, "the server could not find the requested resource"), False, "install Kubeflow Trainer 2.2 or newer"),
+        ((403, "trainjobs is forbidden"), False, "Bind the Role of the chart"),
+        ((422, "specified clusterTrainingRuntime must be created"), False, "refuses the TrainJob: specified cluster"),
+        (None, True, "Kubeflow Trainer is older than 2.2"),
+    ],
+)
+def test_what_a_cluster_can_not_do(
+    cluster: TrainerCluster, train: Train, refuse: tuple[int, str] | None, is_old: bool, told: str
+) -> None:
+    cluster.refuse, cluster.is_old = refuse, is_old
+    with pytest.raises(UserError, match=told):
+        train()
+    assert cluster.jobs == {}
+
+
+def test_a_volume_that_is_not_there(train: Train) -> None:
+    with pytest.raises(UserError, match="the volume of train_job is not there: /nonexistent"):
+        train(request={"shared": "/nonexistent"})
+
+
+def test_a_data_set_is_copied_once(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
+    cluster.refuse = (422, "not now")
+    for _ in range(2):
+        with pytest.raises(UserError, match="not now"):
+            train()
+    (copy,) = (tmp_path / "shared/enginery/datasets").iterdir()
+    shard = next(copy.rglob("*.tar"))
+    before = shard.stat().st_mtime_ns
+    with pytest.raises(UserError, match="not now"):
+        train()
+    assert shard.stat().st_mtime_ns == before
+    assert not list((tmp_path / "shared/enginery/runs").glob("*/dataset"))
+
+
+def test_a_step_of_several_nodes_without_torchrun(
+    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components.train.run import run
+
+    monkeypatch.setenv("PET_NNODES", "2")
+    config = resolve(TrainConfig, "train", settings)
+    with pytest.raises(UserError, match="this is one of 2 nodes"):
+        run(config, StepLog("train"), dataset=tiny_dataset.path, output=tmp_path / "out")
+
+
+def test_the_pods_log_in_as_this_one_does_without_seeing_its_secrets(cluster: TrainerCluster) -> None:
+    reference = client.V1EnvVarSource(secret_key_ref=client.V1SecretKeySelector(name="mlflow", key="password"))
+    cluster.env = [
+        client.V1EnvVar(name="MLFLOW_TRACKING_PASSWORD", value_from=reference),
+        client.V1EnvVar(name="MLFLOW_RUN_ID", value="of-the-plugin"),
+        client.V1EnvVar(name="AWS_SECRET_ACCESS_KEY", value="not passed on unasked"),
+    ]
+    assert nodes._tracking(this_pod(connect()), StepLog("train")) == [
+        {
+            "name": "MLFLOW_TRACKING_PASSWORD",
+            "valueFrom": {"secretKeyRef": {"name": "mlflow", "key": "password"}},
+        },
+        {"name": "MLFLOW_RUN_ID", "value": "of-the-plugin"},
+    ]
+
+
+def test_the_names_that_both_sides_use() -> None:
+    from pipelines import resources
+
+    assert nodes._RUN_VARIABLE == resources.RUN_VARIABLE

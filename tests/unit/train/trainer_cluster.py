@@ -1,0 +1,215 @@
+"""A cluster with Kubeflow Trainer, small: Kubernetes' API over HTTP, and pods that are processes of this machine.
+
+Answers are built from the models of Kubernetes' client. A TrainJob is checked against the models of Kubeflow Trainer's
+API, and then really runs: its command and arguments, with the variables that the Trainer's torch runtime sets.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+from kubeflow_trainer_api import models as trainer
+from kubernetes import client
+
+from components.train.train_job import INDEX_LABEL, JOBSET_LABEL
+from tests.pipelines.servers import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+NAMESPACE, POD = "team-vision", "resnet50-x7k2p-system-container-impl-42"
+_JOBS = f"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{NAMESPACE}/trainjobs"
+_PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+
+
+def answer(model: Any) -> Any:
+    return client.ApiClient().sanitize_for_serialization(model)
+
+
+def check_train_job(body: dict[str, Any]) -> None:
+    """Whether the Trainer's API has every field, of the type that it is given."""
+    parsed = trainer.TrainerV1alpha1TrainJob.from_dict(body)
+    assert parsed is not None
+    assert parsed.to_dict() == body  # what the models do not know would be gone
+
+
+def refusal(code: int, message: str) -> tuple[int, Any]:
+    return code, answer(client.V1Status(api_version="v1", kind="Status", code=code, message=message, status="Failure"))
+
+
+@dataclass
+class Node:
+    """A pod of a TrainJob."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+
+@dataclass
+class TrainerCluster:
+    """What the cluster is like, and what it was asked."""
+
+    folder: Path
+    endpoint: str = ""
+    wanted_token: str | None = None
+    wanted_cookie: str | None = None
+    tokens: set[str | None] = field(default_factory=set)
+    cookies: set[str | None] = field(default_factory=set)
+    requests: list[tuple[str, str, Any]] = field(default_factory=list)
+    refuse: tuple[int, str] | None = None  # of new jobs
+    is_old: bool = False  # drops runtimePatches
+    is_stuck: bool = False  # pods can't be scheduled
+    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    nodes: dict[str, list[Node]] = field(default_factory=dict)
+    env: list[Any] = field(default_factory=list)  # of the step's own pod
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def kubeconfig(self) -> Path:
+        file = self.folder / "kubeconfig"
+        context = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
+        file.write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "c", "cluster": {"server": self.endpoint}}],
+                    "users": [{"name": "u", "user": {}}],
+                    "contexts": [{"name": "x", "context": context}],
+                    "current-context": "x",
+                }
+            )
+        )
+        return file
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        parts = urlsplit(path)
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        if parts.path == _JOBS and method == "POST":
+            return self._create(body)
+        if match := re.fullmatch(rf"{_JOBS}/([a-z0-9-]+)", parts.path):
+            with self._lock:
+                return self._of_job(method, match[1])
+        if parts.path == f"{_PODS}/{POD}":
+            return 200, answer(self._own_pod())
+        if parts.path == _PODS:
+            name = query["labelSelector"].removeprefix(f"{JOBSET_LABEL}=")
+            pods = [self._pod(name, number) for number in range(len(self.nodes.get(name, ())))]
+            if self.is_stuck and name in self.jobs:
+                pods = [self._waiting_pod(name)]
+            return 200, answer(client.V1PodList(items=pods))
+        if match := re.fullmatch(rf"{_PODS}/(.+)-node-0-([0-9]+)/log", parts.path):
+            return 200, self._log(self.nodes[match[1]][int(match[2])], query)
+        return refusal(404, f"no {parts.path}")
+
+    def _create(self, body: dict[str, Any]) -> tuple[int, Any]:
+        check_train_job(body)
+        name = body["metadata"]["name"]
+        if self.refuse is not None:
+            return refusal(*self.refuse)
+        if name in self.jobs:
+            return refusal(409, f"{name} already exists")
+        if self.is_old:
+            body["spec"].pop("runtimePatches")
+        self.jobs[name] = body
+        if not self.is_stuck and not self.is_old:
+            self.nodes[name] = self._run(body["spec"]["trainer"])
+        return 201, body
+
+    def _run(self, spec: dict[str, Any]) -> list[Node]:
+        """A process per node, as the torch runtime has it (Kubeflow Trainer, pkg/runtime/framework/plugins/torch)."""
+        torch_variables = {
+            "PET_NNODES": str(spec["numNodes"]),
+            "PET_NPROC_PER_NODE": str(spec["numProcPerNode"]),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(free_port()),
+        }
+        own = {entry["name"]: entry["value"] for entry in spec["env"] if "value" in entry}
+        basic = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+        basic |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "0"}
+        assert spec["command"][0] == "python"
+        nodes = []
+        for rank in range(spec["numNodes"]):
+            log = self.folder / f"node-{rank}.log"
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    [sys.executable, *spec["command"][1:], *spec["args"]],
+                    env={**basic, **own, **torch_variables, "PET_NODE_RANK": str(rank)},
+                    cwd=self.folder,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            nodes.append(Node(process, log))
+        return nodes
+
+    def _of_job(self, method: str, name: str) -> tuple[int, Any]:
+        if name not in self.jobs:
+            return refusal(404, f"no {name}")
+        codes = [node.code for node in self.nodes.get(name, ())]
+        if method == "DELETE":
+            for node in self.nodes.pop(name, ()):
+                with suppress(ProcessLookupError):
+                    node.process.terminate()
+                node.process.wait(timeout=60)
+            return 200, self.jobs.pop(name)
+        if codes and all(code == 0 for code in codes):
+            self._set(name, "Complete", "JobsCompleted", "jobset completed successfully")
+        elif any(codes):
+            self._set(name, "Failed", "FailedJobs", "jobset failed due to one or more job failures")
+        return 200, self.jobs[name]
+
+    def _set(self, name: str, kind: str, reason: str, message: str) -> None:
+        condition = {"type": kind, "status": "True", "reason": reason, "message": message}
+        condition["lastTransitionTime"] = "2026-11-22T00:00:00Z"
+        self.jobs[name]["status"] = {"conditions": [condition]}
+        assert trainer.TrainerV1alpha1TrainJob.from_dict(self.jobs[name])
+
+    def _own_pod(self) -> Any:
+        container = client.V1Container(name="main", env=self.env)
+        metadata = client.V1ObjectMeta(name=POD, namespace=NAMESPACE, uid="uid-of-the-pod")
+        return client.V1Pod(metadata=metadata, spec=client.V1PodSpec(containers=[container]))
+
+    def _pod(self, job: str, rank: int) -> Any:
+        code = self.nodes[job][rank].code
+        ended = None if code is None else client.V1ContainerStateTerminated(exit_code=code, reason="Error")
+        running = client.V1ContainerStateRunning() if code is None else None
+        state = client.V1ContainerState(terminated=ended, running=running)
+        status = client.V1ContainerStatus(
+            name="node", state=state, image="i", image_id="i", ready=True, restart_count=0
+        )
+        phase = "Running" if code is None else "Failed" if code else "Succeeded"
+        labels = {JOBSET_LABEL: job, INDEX_LABEL: str(rank)}
+        metadata = client.V1ObjectMeta(name=f"{job}-node-0-{rank}", namespace=NAMESPACE, labels=labels)
+        return client.V1Pod(metadata=metadata, status=client.V1PodStatus(phase=phase, container_statuses=[status]))
+
+    def _waiting_pod(self, job: str) -> Any:
+        condition = client.V1PodCondition(
+            type="PodScheduled",
+            status="False",
+            reason="Unschedulable",
+            message="0/9 nodes: 9 Insufficient nvidia.com/gpu",
+        )
+        metadata = client.V1ObjectMeta(name=f"{job}-node-0-0", labels={JOBSET_LABEL: job, INDEX_LABEL: "0"})
+        return client.V1Pod(metadata=metadata, status=client.V1PodStatus(phase="Pending", conditions=[condition]))
+
+    @staticmethod
+    def _log(node: Node, query: dict[str, str]) -> bytes:
+        if query.get("follow"):
+            node.process.wait(timeout=240)
+        lines = node.log.read_bytes().splitlines(keepends=True)
+        return b"".join(lines[-int(query.get("tailLines", 10**6)) :])
+
+    def end(self) -> None:
+        for nodes in self.nodes.values():
+            for node in nodes:
+                node.process.kill()
+                node.process.wait()
