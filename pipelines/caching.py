@@ -5,9 +5,12 @@ libraries that matter, and the keys of the steps before it. KFP's own cache does
 data may move; a changed image, an edited source file or another GPU makes a new key.
 """
 
+import json
 import os
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,10 +138,11 @@ def offer(steps: Sequence[CachedStep], run_directory: Path) -> Path:
     return root
 
 
-def note_begun(file: PipelineFile, keys: Mapping[str, str], root: Path) -> None:
+def note_begun(file: PipelineFile, keys: Mapping[str, str], arguments: Mapping[str, Any], root: Path) -> None:
     """Note in a run's cache directory what its longest steps work at, for a later run that goes on with it."""
     for task in _continued_tasks(keys):
-        write_atomically(root / f"{_entry_name(file, task, keys[task])}{_BEGUN}", b"")
+        note = {"work": _work(file, task, keys, arguments), "machine": _machine_text()}
+        write_atomically(root / f"{_entry_name(file, task, keys[task])}{_BEGUN}", json.dumps(note).encode())
 
 
 def unfinished_outputs(file: PipelineFile, keys: Mapping[str, str], runs: Path) -> list[Path]:
@@ -148,6 +152,36 @@ def unfinished_outputs(file: PipelineFile, keys: Mapping[str, str], runs: Path) 
         for note in sorted(runs.glob(f"[!.]*/{CACHE}/{_entry_name(file, task, keys[task])}{_BEGUN}")):
             found += [path.parent for path in note.parent.parent.glob(f"artifacts/*/{task}/*/{UNFINISHED}")]
     return found
+
+
+def begun_elsewhere(
+    file: PipelineFile, keys: Mapping[str, str], arguments: Mapping[str, Any], runs: Path
+) -> list[tuple[str, str, str]]:
+    """Step, run and machine of the same work that other hardware left unfinished, which does not go on here."""
+    found = []
+    for task in _continued_tasks(keys):
+        work, own = _work(file, task, keys, arguments), f"{_entry_name(file, task, keys[task])}{_BEGUN}"
+        for note in sorted(runs.glob(f"[!.]*/{CACHE}/*{_BEGUN}")):
+            run = note.parent.parent
+            if note.name == own or not any(run.glob(f"artifacts/*/{task}/*/{UNFINISHED}")):
+                continue
+            with suppress(OSError, ValueError):
+                told = json.loads(note.read_text(encoding="utf-8"))
+                if told["work"] == work:
+                    found.append((step_of(task), run.name, str(told["machine"])))
+    return found
+
+
+def _work(file: PipelineFile, task: str, keys: Mapping[str, str], arguments: Mapping[str, Any]) -> str:
+    """What a task's key stands for, on whatever machine."""
+    upstream = {name: keys[name] for name in file.pipeline.pipeline_spec.root.dag.tasks[task].dependent_tasks}
+    return _key(file, step_of(task), arguments, upstream, any_machine=True)
+
+
+def _machine_text() -> str:
+    here = environment()
+    names = Counter(gpu.name for gpu in here.gpus)
+    return ", ".join(f"{num} x {name}" for name, num in names.items()) or f"{here.num_cores} cores of {here.cpu}"
 
 
 def _continued_tasks(keys: Mapping[str, str]) -> list[str]:
@@ -221,7 +255,14 @@ def _may_get_engines(bundle: BundleManifest) -> bool:
     return bool(bundle.engines_missing and wanted and here.gpus and "tensorrt" in here.versions)
 
 
-def _key(file: PipelineFile, step: str, arguments: Mapping[str, Any], upstream: Mapping[str, str]) -> str:
+def _key(
+    file: PipelineFile,
+    step: str,
+    arguments: Mapping[str, Any],
+    upstream: Mapping[str, str],
+    *,
+    any_machine: bool = False,
+) -> str:
     config = _config(file, step, arguments)
     if "gate" in file.steps:
         thresholds = _config(file, "gate", arguments)
@@ -244,7 +285,7 @@ def _key(file: PipelineFile, step: str, arguments: Mapping[str, Any], upstream: 
             "contents": contents,
             "upstream": dict(upstream),
             "libraries": {name: here.versions.get(name) for name in libraries},
-            "machine": machine if hardware else None,
+            "machine": machine if hardware and not any_machine else None,
         }
     )
 

@@ -26,6 +26,7 @@ from components.common.unfinished import EARLIER_VARIABLE
 from components.export.config import CACHE_VARIABLE
 from pipelines.caching import (
     CachedStep,
+    begun_elsewhere,
     confirm,
     enable,
     finished_steps,
@@ -174,7 +175,9 @@ class _Chain:
         unfinished = unfinished_outputs(self.file, self.keys, self.state.runs)
         variables[EARLIER_VARIABLE] = json.dumps([str(path) for path in unfinished])
         cache = offer(self.reused, self.record.directory)
-        note_begun(self.file, self.keys, cache)
+        for begun in begun_elsewhere(self.file, self.keys, self.arguments, self.state.runs):
+            renderer.show_begun_elsewhere(*begun)
+        note_begun(self.file, self.keys, self.arguments, cache)
         with _environment(variables), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(log):
             here = kfp.local.SubprocessRunner(use_venv=False)
             kfp.local.init(

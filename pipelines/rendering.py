@@ -145,6 +145,11 @@ class Renderer:
             f"[bold]{step:>10}[/] [green]reused[/]          from {run_id}", highlight=False, soft_wrap=True
         )
 
+    def show_begun_elsewhere(self, step: str, run_id: str, machine: str) -> None:
+        """A step that begins anew, because what it would go on with was made by other hardware."""
+        told = f"begins anew: {run_id} began it on {machine}, and only that hardware goes on with it"
+        self._console.print(f"[bold]{step:>10}[/] {told}", highlight=False, soft_wrap=True)
+
     def _show_progress(self, step: str, phase: str, done: int, total: int, detail: str) -> None:
         if not self._console.is_terminal:
             now = time.monotonic()

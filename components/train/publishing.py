@@ -17,7 +17,8 @@ from components.common.artifacts import (
     write_atomically,
 )
 from components.common.environment import num_cores
-from components.common.records import EpochRecord
+from components.common.records import EpochRecord, Split
+from components.common.steplog import StepLog
 from components.common.transforms import TransformSpec
 from components.train.checkpointing import WEIGHTS, write_safetensors
 from components.train.config import TrainConfig
@@ -34,6 +35,7 @@ def publish(trainer: Trainer, data: Artifact[DatasetManifest], spec: TransformSp
     for name in (MLLOG, TRACE):
         _keep(trainer, name, output)
     metrics = trainer.history[number].metrics()
+    warn_of_a_guess(trainer.log, config, data.manifest.splits["val"], metrics["val_top1_pct"])
     sealed = seal(
         output,
         CheckpointManifest,
@@ -48,6 +50,19 @@ def publish(trainer: Trainer, data: Artifact[DatasetManifest], spec: TransformSp
     )
     shutil.rmtree(output / UNFINISHED)
     return _outcome(sealed, trainer.world.world_size)
+
+
+def warn_of_a_guess(log: StepLog, config: TrainConfig, split: Split, top1_pct: float) -> None:
+    """Say so where the model is no better than one that always names the most frequent class of a split."""
+    share = max(split.class_counts) / split.num_images
+    deviation = math.sqrt(share * (1 - share) / split.num_images)
+    if share < 1 and top1_pct / 100 <= share + 2 * deviation:
+        rate = config.learning_rate
+        log.warning(
+            f"the model learned nothing that shows: {top1_pct:.2f} % top-1, and naming the most frequent class each "
+            f"time has {100 * share:.2f} %. Lower train.learning_rate, which is {rate:g}, to {rate / 4:g}, raise "
+            f"train.epochs, which is {config.epochs}, or see in the data card whether the labels are sound"
+        )
 
 
 def _keep(trainer: Trainer, name: str, output: Path) -> None:

@@ -13,6 +13,7 @@ from components.common.environment import Gpu
 from components.preprocess.config import PreprocessConfig
 from pipelines import caching
 from pipelines.caching import (
+    begun_elsewhere,
     confirm,
     enable,
     fingerprint,
@@ -308,10 +309,28 @@ def test_unfinished_packing_is_found_by_runs_of_the_same_key(file, data, tmp_pat
     for name, seed in (("one", 0), ("two", 0), ("other", 1), (".trash-three", 0), ("done", 0)):
         root = tmp_path / name / "cache"
         root.mkdir(parents=True)
-        note_begun(file, keys_of(file, data, seed=seed), root)
+        note_begun(file, keys_of(file, data, seed=seed), arguments_of(file, data, seed=seed), root)
         outputs[name] = tmp_path / name / "artifacts/resnet50-1/preprocess/dataset"
         (outputs[name] / UNFINISHED if name != "done" else outputs[name]).mkdir(parents=True)
     assert unfinished_outputs(file, keys, tmp_path) == [outputs["one"], outputs["two"]]
     assert unfinished_outputs(file, {}, tmp_path) == []  # of a run that reuses nothing
     (data / "a" / "0.jpg").write_bytes(b"changed")
     assert unfinished_outputs(file, keys_of(file, data), tmp_path) == []
+
+
+def test_training_that_other_hardware_began_is_told(file, data, tmp_path, monkeypatch):
+    here, arguments = machine.environment(), arguments_of(file, data)
+    gpu = Gpu(name="NVIDIA H200", memory_bytes=150 << 30, driver="580.95.05")
+    monkeypatch.setattr(caching, "environment", lambda: here.model_copy(update={"gpus": (gpu, gpu)}))
+    root = tmp_path / "one" / "cache"
+    root.mkdir(parents=True)
+    note_begun(file, keys_of(file, data), arguments, root)
+    (tmp_path / "one/artifacts/resnet50-1/train/checkpoint" / UNFINISHED).mkdir(parents=True)
+    assert begun_elsewhere(file, keys_of(file, data), arguments, tmp_path) == []
+
+    monkeypatch.setattr(caching, "environment", lambda: here)
+    keys = keys_of(file, data)
+    assert unfinished_outputs(file, keys, tmp_path) == []
+    assert begun_elsewhere(file, keys, arguments, tmp_path) == [("train", "one", "2 x NVIDIA H200")]
+    other = arguments_of(file, data, seed=1)
+    assert begun_elsewhere(file, keys_of(file, data, seed=1), other, tmp_path) == []

@@ -17,7 +17,7 @@ from components.common.errors import EngineryError, UserError
 from components.common.loader import Batch
 from components.common.loader_damage import explained
 from components.common.models import build_model
-from components.common.records import EpochRecord
+from components.common.records import EpochRecord, Split
 from components.common.settings import resolve
 from components.common.steplog import StepLog
 from components.train import memory, speed
@@ -31,6 +31,7 @@ from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.mllog import NAME as MLLOG
 from components.train.optimization import build_optimizer
 from components.train.profiling import TRACE
+from components.train.publishing import warn_of_a_guess
 from components.train.run import _fit, run
 from components.train.speed import SpeedMeter, _Own
 from components.train.trainer import Trainer
@@ -366,3 +367,28 @@ def test_flops_and_peaks() -> None:
     assert peak_tflops("NVIDIA L40", torch.float16, tf32=True) == 181
     assert peak_tflops("Tesla T4", torch.bfloat16, tf32=True) is None
     assert peak_tflops("NVIDIA A1000", torch.float16, tf32=True) is None
+
+
+def test_a_model_that_learned_nothing_is_told(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    train(learning_rate=1e-9, epochs=1)
+    told = capsys.readouterr().err
+    assert "the model learned nothing that shows: " in told
+    assert "Lower train.learning_rate, which is 1e-09, to 2.5e-10, raise train.epochs, which is 1" in told
+
+
+@pytest.mark.parametrize(
+    ("counts", "top1_pct", "warned"),
+    [
+        ((50, 50), 50.0, True),
+        ((50, 50), 59.0, True),  # two deviations of a guess are 10 points
+        ((50, 50), 61.0, False),
+        ((900, 100), 90.0, True),  # the most frequent class each time
+        ((100,), 100.0, False),  # one class can't be missed
+    ],
+)
+def test_what_counts_as_a_guess(
+    counts: tuple[int, ...], top1_pct: float, warned: bool, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = Split(num_images=sum(counts), shards=(), class_counts=counts, digest="")
+    warn_of_a_guess(StepLog("train"), resolve(TrainConfig, "train", settings, {}), split, top1_pct)
+    assert ("learned nothing" in capsys.readouterr().err) == warned
