@@ -39,7 +39,6 @@ from pipelines.loadtest import payloads
 from pipelines.loadtest.generator import bind
 from pipelines.loadtest.knee import find_knee
 from pipelines.loadtest.measuring import Plan, run_load_test
-from pipelines.loadtest.page import page
 from pipelines.loadtest.record import LoadTest
 
 _HTTP, _GRPC, _METRICS = 18300, 18301, 18302
@@ -100,7 +99,6 @@ def main(
         measures = _speed(setup, runs)
         test = _load_test(setup)
         write_atomically(results / machine / "serving_loadtest.json", test.model_dump_json(indent=1).encode())
-        write_atomically(results / machine / "serving_loadtest.html", page(test).encode())
         measures |= _knees(test)
         measures |= _equality(setup, load(dataset, DatasetManifest))
     measures |= _killed(setup, runs)

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import mlflow
 import pytest
-import torch
-from torch import nn
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.errors import GateFailed
-from components.common.loader import Loader
 from components.common.settings import resolve
 from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
-from components.common.transforms import TransformSpec
 from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run as export
@@ -25,6 +21,7 @@ from components.gate.run import run as gate
 from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
 
+from .networks import digits_network
 from .release.making import promote_parts
 
 LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0}
@@ -51,10 +48,6 @@ class Proved:
         return {name: self.folder / name for name in ("bundle", "report", "verdict")}
 
 
-def stage(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU())
-
-
 def measure(bundle: Path, dataset: Path, folder: Path, thresholds: dict[str, float]) -> None:
     """The report and the verdict on a bundle, into `folder`."""
     settings = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0.0, "min_iterations": 1, "gate": thresholds}
@@ -65,18 +58,9 @@ def measure(bundle: Path, dataset: Path, folder: Path, thresholds: dict[str, flo
 
 @pytest.fixture(scope="session")
 def proved(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.TempPathFactory) -> Proved:
-    torch.manual_seed(0)
-    net = nn.Sequential(stage(3, 8), stage(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-    spec = TransformSpec(resize_size=32, crop_size=32)
-    batch = next(iter(Loader(digits_dataset, "train", spec, batch_size=240, num_threads=1)))
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    for _ in range(30):
-        loss = nn.functional.cross_entropy(net(batch.images), batch.labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    net = digits_network(digits_dataset)
     folder = tmp_path_factory.mktemp("proved")
-    export_onnx(net.eval(), folder / "digits.onnx", ShapeSpec(height=32, width=32))
+    export_onnx(net, folder / "digits.onnx", ShapeSpec(height=32, width=32))
     settings = {"tensorrt": "off", "resize_ratio": 1.0, "calibration_method": "max", "num_ranking_images": 0}
     config = resolve(ExportConfig, "export", settings)
     source = {"model": folder / "digits.onnx", "dataset": digits_dataset.path}

@@ -14,7 +14,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
-from torch import nn
 
 from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
 from components.common.digests import digest_file
@@ -38,31 +37,19 @@ from pipelines.bundles import bundle_of_run, latest_bundle
 from pipelines.commands import cli
 from pipelines.summary import RunSummary, StepSummary
 
+from .networks import digits_network
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPES = ShapeSpec(height=32, width=32)
 FIRST, SECOND, THIRD = "own-20260101-120000-aaaa", "own-20260102-120000-bbbb", "own-20260103-120000-cccc"
 
 
-def stage(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU())
-
-
 @pytest.fixture(scope="module")
 def bundle(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small network that has learned some digits, exported by the step itself."""
-    torch.manual_seed(0)
-    net = nn.Sequential(stage(3, 8), stage(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-    spec = TransformSpec(resize_size=32, crop_size=32)
-    batch = next(iter(Loader(digits_dataset, "train", spec, batch_size=240, num_threads=1)))
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    for _ in range(30):
-        loss = nn.functional.cross_entropy(net(batch.images), batch.labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 2.0  # of 2.3 for one that knows nothing
+    net = digits_network(digits_dataset)
     folder = tmp_path_factory.mktemp("bundle")
-    export_onnx(net.eval(), folder / "digits.onnx", SHAPES)
+    export_onnx(net, folder / "digits.onnx", SHAPES)
     settings = {"tensorrt": "off", "resize_ratio": 1.0, "calibration_method": "max", "num_ranking_images": 0}
     config = resolve(ExportConfig, "export", settings)
     export(config, StepLog("export"), model=folder / "digits.onnx", dataset=digits_dataset.path, output=folder / "out")
