@@ -1,6 +1,6 @@
 """What Triton costs over the runner, what dynamic batching gains, and how a server fares under load.
 
-    python -m benchmarks.serving --source digits-resnet50@champion --bundle DIR --dataset DIR --machine cpu-2core
+    python -m benchmarks.serving --source digits-resnet50@champion --bundle DIR --machine cpu-2core
 
 Server and load generator each have a core of their own; the runner is measured on the server's, in turns with it.
 benchmarks/soak.py holds 80 % of the knee that is found here.
@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -26,13 +25,9 @@ import click
 import psutil
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load, write_atomically
+from components.common.artifacts import Artifact, BundleManifest, load, write_atomically
 from components.common.errors import EngineryError
 from components.common.runners.openvino import OpenVINORunner
-from components.common.serving import serving_runner
-from components.common.steplog import StepLog
-from components.validate.config import ValidateConfig
-from components.validate.predicting import predict_validation
 from pipelines.client.client import AsyncClient, Client
 from pipelines.client.retries import Patience
 from pipelines.loadtest import payloads
@@ -63,7 +58,6 @@ class Setup:
 @click.command()
 @click.option("--source", required=True, help="What `enginery serve` takes.")
 @click.option("--bundle", required=True, type=click.Path(exists=True, path_type=Path), help="Of the same model.")
-@click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="Whose validation images.")
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--server-core", default=0, show_default=True)
 @click.option("--client-core", default=1, show_default=True)
@@ -74,7 +68,6 @@ class Setup:
 def main(
     source: str,
     bundle: Path,
-    dataset: Path,
     machine: str,
     server_core: int,
     client_core: int,
@@ -100,7 +93,6 @@ def main(
         test = _load_test(setup)
         write_atomically(results / machine / "serving_loadtest.json", test.model_dump_json(indent=1).encode())
         measures |= _knees(test)
-        measures |= _equality(setup, load(dataset, DatasetManifest))
     measures |= _killed(setup, runs)
     notes = (
         f"{setup.bundle.manifest.architecture} at {setup.bundle.manifest.shapes.height} px, INT8 by OpenVINO. Server "
@@ -256,32 +248,6 @@ def _knees(test: LoadTest) -> dict[str, float]:
         "knee_images_per_s": knees[0].images_per_s,
         "knee_p99_ms": knees[0].p99_ms,
         "knee_images_per_s_without_batching": knees[1].images_per_s,
-    }
-
-
-def _equality(setup: Setup, data: Artifact[DatasetManifest]) -> dict[str, float]:
-    """Every validation image as a file to the server, against the prediction that validation makes of it."""
-    serving = serving_runner(setup.bundle, "int8", "openvino")
-    validated = predict_validation(ValidateConfig(), [serving], setup.bundle, data, StepLog("validate"))["int8"]
-    classes = setup.bundle.manifest.classes
-    expected = [tuple(classes[index] for index in row) for row in validated.top.tolist()]
-    encoded = []
-    for shard in data.manifest.splits["val"].shards:
-        with tarfile.open(data.file(shard)) as tar:
-            members = [tar.extractfile(member) for member in tar if not member.name.endswith((".cls", ".json"))]
-            encoded += [member.read() for member in members if member is not None]
-    assert len(encoded) == len(expected) == data.manifest.splits["val"].num_images
-    with Client(URL, patience=Patience(timeout_s=30)) as client:
-        answers = client.classify_all(encoded, top_k=len(expected[0]))
-    if failed := [answer for answer in answers if isinstance(answer, EngineryError)]:
-        raise failed[0]
-    same = [answer.labels == labels for answer, labels in zip(answers, expected, strict=True)]  # type: ignore[union-attr]
-    first = [answer.labels[0] == labels[0] for answer, labels in zip(answers, expected, strict=True)]  # type: ignore[union-attr]
-    print("equal", sum(first), sum(same), len(same), flush=True)
-    return {
-        "equality_images": float(len(same)),
-        "equality_top1": float(sum(first)),
-        "equality_top5_in_order": float(sum(same)),
     }
 
 
