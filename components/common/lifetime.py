@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
@@ -16,6 +17,15 @@ PARENT_VARIABLE = "ENGINERY_PARENT_PID"
 PARENT_LOCK_VARIABLE = "ENGINERY_PARENT_LOCK"  # a file that the run holds locked, for steps in containers
 _TIDYING_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, in steps of the kernel's clock (10 ms).
+
+    psutil's time of the start counts from the time of boot, which the kernel tells in whole seconds.
+    """
+    started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # see proc(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def end_with_parent() -> None:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-import psutil
 
 from components.common.artifacts import FAILURE, MANIFEST, UNFINISHED
 from components.common.digests import digest_file
 from components.common.disk import explain, out_of_space
 from components.common.environment import keep_streams_apart, torchrun_rank
 from components.common.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError
-from components.common.lifetime import end_with_parent
+from components.common.lifetime import end_with_parent, process_age_s
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
 from components.common.steplog import QuietLog, StepLog
 
@@ -70,12 +69,11 @@ class Step:
             _fail(log, told, code=told.exit_code, output=folder)
 
     def _execute(self, log: StepLog, settings: Mapping[str, Any], output: Path, inputs: dict[str, Path]) -> None:
-        process_started = psutil.Process().create_time()
-        log.event("started", process_started=process_started, pid=os.getpid())
+        log.event("started", process_started=time.time() - process_age_s(), pid=os.getpid())
         config = resolve(self.config, self.name, settings)
         tracked = not torchrun_rank() and any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
         run: Callable[..., str] = import_module(f"components.{self.name}.run").run
-        imports_s = time.time() - process_started
+        imports_s = process_age_s()
         started = time.perf_counter()
         with ExitStack() as stack:
             if tracked:

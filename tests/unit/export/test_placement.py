@@ -200,7 +200,8 @@ def test_openvino_runs_the_same_file_in_int8(resnet18, tmp_path, weights):
         for node in compiled.get_runtime_model().get_ops()
         if node.get_rt_info()["layerType"].astype(str) == "Convolution"
     )
-    assert precisions == {"i8": 20}
+    # Named after the weights where the CPU has AMX, after what comes in elsewhere.
+    assert precisions in ({"i8": 20}, {"u8": 20})
 
 
 def test_excluded_nodes_stay_in_float(resnet18):
