@@ -20,7 +20,9 @@ def batching_for(
     with a latency budget the preferred batch is the fastest measured one of which p99 fits twice into the budget, and
     the delay at most what is then left. Without a budget it is the smallest one with 95 % of the highest throughput.
     The delay is never longer than a single image takes (p50), so that a request that comes alone takes at most twice
-    its time. Where nothing was measured nobody waits for others, and batches are what has come meanwhile.
+    its time. On a CPU, and where nothing was measured, nobody waits for others, and batches are what has come
+    meanwhile: a CPU's batch takes long enough for the next one to gather, and Triton makes batches of the preferred
+    size only where there is no delay; other sizes cost OpenVINO more.
 
     As many requests may wait as the model serves in `max_wait_s` at the measured speed, between 4 batches and 1,024:
     what comes on top is refused at once.
@@ -54,10 +56,11 @@ def batching_for(
     delay_ms = single.p50_ms / single.batch_size
     if budget_ms is not None:
         delay_ms = max(0.0, min(delay_ms, budget_ms - 2 * row.p99_ms))
+    waits = row.batch_size > 1 and runtime == "tensorrt"
     served = math.ceil(row.images_per_s * max_wait_s)
     return Batching(
         preferred_batch_size=row.batch_size,
-        queue_delay_us=round(1e3 * delay_ms) if row.batch_size > 1 else 0,
+        queue_delay_us=round(1e3 * delay_ms) if waits else 0,
         max_queue_size=min(LARGEST_QUEUE_SIZE, max(4 * row.batch_size, served)),
         num_instances=row.num_streams,
         reason=f"{why}: batch {row.batch_size}, {row.images_per_s:,.0f} images/s (p99 {row.p99_ms:,.2f} ms)",

@@ -71,7 +71,14 @@ def test_only_rows_of_what_is_served_count() -> None:
     assert batching_for("int8", "tensorrt", report(*ROWS[:2], *others)).preferred_batch_size == 8
     cpu = (row(1, 100, 10, runtime="openvino"), row(16, 400, 40, runtime="openvino"))
     streams = row(16, 600, 60, 2, runtime="openvino")  # the Python backend has none
-    assert batching_for("int8", "openvino", report(*cpu, streams)).num_instances == 1
+    found = batching_for("int8", "openvino", report(*cpu, streams))
+    assert (found.num_instances, found.preferred_batch_size) == (1, 16)
+
+
+def test_on_a_cpu_nobody_waits_for_others() -> None:
+    cpu = (row(1, 100, 10, runtime="openvino"), row(16, 400, 40, runtime="openvino"))
+    for budget_ms in (None, 200.0):
+        assert batching_for("int8", "openvino", report(*cpu, budget_ms=budget_ms)).queue_delay_us == 0
 
 
 def test_the_queue_holds_what_is_served_in_the_time_to_wait() -> None:
