@@ -6,6 +6,7 @@ import signal
 import socket
 import tarfile
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -113,6 +114,54 @@ def test_a_port_in_use_is_named(exported, triton) -> None:
         result = CliRunner().invoke(cli, ["serve", str(exported.path), "--grpc-port", str(port)])
     assert f"can't listen on 127.0.0.1:{port}: Address already in use" in str(result.exception)
     assert "--grpc-port" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--http-port", "70000"], "70000 is not in the range 1<=x<=65535"),
+        (["--grpc-port", "0"], "0 is not in the range"),
+        (["--metrics-port", "8000"], "must differ, got 8000, 8001, 8000"),
+        (["--host", "no.such.host.invalid"], "can't listen on --host 'no.such.host.invalid': "),
+        (["--host", "a" * 300], "give an address of this machine, such as 127.0.0.1"),
+        (["--host", ""], "can't listen on --host '': it is empty"),
+        (["--host", "192.0.2.1"], "Give an address of this machine with --host"),  # of documentation, nobody's
+    ],
+)
+def test_where_nobody_can_listen(exported, options, message) -> None:
+    result = CliRunner().invoke(cli, ["serve", str(exported.path), *options])
+    assert result.exit_code != 0
+    assert message in f"{result.output}{result.exception}"
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1"])
+def test_the_host_is_a_name_or_ipv6_and_a_proxy_does_not_matter(triton, exported, host, tmp_path: Path) -> None:
+    from tritonclient import grpc
+
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    proxy = dict.fromkeys(("http_proxy", "HTTP_PROXY"), "http://127.0.0.1:9")
+    running = start_serving(exported.path, tmp_path, "--host", host, **proxy, no_proxy="")
+    address = "127.0.0.1" if host == "localhost" else "[::1]"
+    try:
+        wait_until_ready(running)
+        assert f"http://{address}:{running.http}\n" in running.log.read_text()
+        for port, path in ((running.http, "v2/health/ready"), (running.metrics, "metrics")):
+            with urllib.request.urlopen(f"http://{address}:{port}/{path}", timeout=20) as response:
+                assert response.status == 200
+        assert grpc.InferenceServerClient(f"{address}:{running.grpc}").is_server_ready()
+    finally:
+        running.process.terminate()
+        running.process.wait(60)
 
 
 def begun_then(number: int, running, images: list[bytes]) -> None:
