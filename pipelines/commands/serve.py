@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest
-from components.common.errors import EngineryError
+from components.common.errors import EngineryError, UserError
 from components.common.integrity import claims_of
 from components.common.records import PRECISIONS, Precision
 from pipelines.state import StateDirectory
@@ -150,6 +150,11 @@ def _repository(
 
     folder = Path(model).expanduser()
     if (folder / MANIFEST).is_file() and claims_of((folder / MANIFEST).read_bytes()).get("kind") == "repository":
+        if given := _given("precision", "name", "top_k", "max_wait"):
+            raise UserError(
+                f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or "
+                "export anew with it"
+            )
         yield open_repository(folder)
         return
     parent = StateDirectory.current().path / "serve"
@@ -158,6 +163,14 @@ def _repository(
         with find_source(model, precision) as source:
             repository = write_repository(source, Path(temporary) / "models", _config(**config))
         yield repository
+
+
+def _given(*parameters: str) -> str:
+    """Those options of the command that somebody wrote, for people."""
+    ctx = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    written = [name for name in parameters if ctx.get_parameter_source(name) is not default]
+    return " and ".join(f"--{name.replace('_', '-')}" for name in written)
 
 
 def _config(**values: Any) -> Any:
