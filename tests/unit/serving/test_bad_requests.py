@@ -125,6 +125,21 @@ def test_wrong_tensors_for_the_network(served) -> None:
     )
 
 
+@pytest.mark.parametrize("logits", [[float("inf")] * 10, [float("inf"), *[0.0] * 9], [float("-inf")] * 10])
+def test_infinite_logits_are_refused_and_leave_the_metrics_alone(served, logits) -> None:
+    answer = served.send("logits", "FP32", [1, 10], struct.pack("<10f", *logits), f"{NAME}_labels")
+    assert (answer.status, answer.body.get("error")) == (
+        400,
+        "the model's answer to image 0 is infinite: it names no class",
+    )
+
+
+def test_a_class_that_is_ruled_out_is_an_answer(served) -> None:
+    logits = [float("-inf")] * 9 + [1.0]
+    answer = served.send("logits", "FP32", [1, 10], struct.pack("<10f", *logits), f"{NAME}_labels")
+    assert (answer.output("LABELS")[0], answer.output("PROBABILITIES")[0]) == ("9", 1.0)
+
+
 def test_an_unknown_model(served) -> None:
     answer = served.infer([picture()], "nobody")
     assert answer.status == 404
