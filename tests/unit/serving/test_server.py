@@ -20,8 +20,11 @@ from components.common.evaluation import most_likely
 from components.common.image_batches import ImageBatches
 from components.common.runners.openvino import OpenVINORunner
 from pipelines.commands import cli
+from pipelines.serving.installation import find_triton
+from pipelines.serving.server import Ports, Server
+from tests.pipelines.servers import free_port
 
-from .conftest import NAME, start_serving, wait_until_ready
+from .conftest import NAME, Running, start_serving, wait_until_ready
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,32 @@ def test_health_metrics_and_what_is_served(served, exported) -> None:
     metrics = served.get("metrics", served.metrics).decode()
     assert f'nv_inference_request_success{{model="{NAME}",version="1"}}' in metrics
     assert "nv_inference_queue_duration_us" in metrics
+
+
+def test_a_start_warns_of_nothing_that_is_not_so(triton, exported) -> None:
+    """The first images go through the models before the server's metrics are there."""
+    server = Server.start(find_triton(), exported.path, Ports(http=free_port(), grpc=free_port(), metrics=free_port()))
+    try:
+        server.wait_until_ready()
+        assert [line for line in server.log if "no bound on waiting requests" in line] == []
+    finally:
+        server.kill()
+
+
+def test_metrics_that_are_not_there_are_told(triton, exported, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Triton was started with another port for them: nothing would be refused."""
+    monkeypatch.setattr(Ports, "own_metrics", "http://127.0.0.1:1/metrics")
+    ports = Ports(http=free_port(), grpc=free_port(), metrics=free_port())
+    server = Server.start(find_triton(), exported.path, ports)
+    running = Running(process=server.process, http=ports.http, grpc=ports.grpc, metrics=ports.metrics, log=Path())
+    try:
+        server.wait_until_ready()
+        deadline = time.monotonic() + 60
+        while not any("no bound on waiting requests: http://127.0.0.1:1/metrics" in line for line in server.log):
+            assert time.monotonic() < deadline, list(server.log)
+            assert running.infer(images[:1]).status == 200
+    finally:
+        server.kill()
 
 
 def test_the_start_is_told(served) -> None:
