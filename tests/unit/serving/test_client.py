@@ -1,6 +1,7 @@
 """Client, `enginery predict`, load test and metrics against a real server."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from components.common.serving import serving_runner
 from pipelines.commands import cli
 from pipelines.loadtest.record import LoadTest
 
-from .conftest import NAME, Running
+from .conftest import NAME, Running, start_serving, wait_until_ready
 
 pytest.importorskip("tritonclient.http", reason="`pip install 'enginery[serve]'`")
 
@@ -108,6 +109,8 @@ def test_the_table_and_the_standard_input(url: str, images: list[Path]) -> None:
         (["nowhere.jpg"], UserError, "no file or folder nowhere.jpg"),
         (["-", "-"], UserError, "name it once"),
         (["--url", "ftp://x", "."], UserError, "scheme 'ftp'"),
+        (["--timeout", "nan", "a.jpg"], UserError, "--timeout nan: write a number"),
+        (["--retry", "inf", "a.jpg"], UserError, "--retry inf: write a number"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_sent(
@@ -127,6 +130,25 @@ def test_what_the_server_does_not_have(url: str, images: list[Path]) -> None:
     network = predict("--url", url, "--model", f"{NAME}_model", images[0])
     assert isinstance(network.exception, UserError)
     assert "does not take image files" in str(network.exception)
+
+
+def test_a_proxy_of_the_environment_is_not_asked(url: str, images: list[Path]) -> None:
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", "predict", "--url", url, "--retry", "0", str(images[0])],
+        cwd=REPOSITORY,
+        env={**os.environ, **proxies, "no_proxy": "", "NO_PROXY": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_nobody_has_is_no_overload(images: list[Path]) -> None:
+    for scheme in ("http", "grpc"):
+        done = predict("--url", f"{scheme}://no.such.host.invalid", "--retry", 0, images[0])
+        assert isinstance(done.exception, ServerUnreachable)
 
 
 def test_nobody_there_and_nobody_in_time(served: Running, images: list[Path]) -> None:
@@ -168,9 +190,35 @@ def test_a_load_test_counts_what_the_server_did(url: str, tmp_path: Path, images
 def test_comparing_without_the_servers_leave_is_refused_with_the_way_to_it(served: Running, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{served.http}"
     options = ["--seconds", "0.2", "--concurrency", "1", "--rates", "20", "--tensors", "--compare-batching"]
+    answered = f'nv_inference_request_success{{model="{NAME}_model",version="1"}}'
+    before = metrics(served)[answered]
     done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
+    assert metrics(served)[answered] == before  # not after minutes of measuring, which would be lost
     assert isinstance(done.exception, UserError)
     assert "enginery serve --allow-loading" in str(done.exception)
+
+
+def test_with_and_without_dynamic_batching_and_then_as_before(triton, exported, tmp_path: Path) -> None:
+    running = start_serving(exported.path, tmp_path, "--allow-loading")
+    try:
+        wait_until_ready(running)
+        before = json.loads(running.get(f"v2/models/{NAME}_model/config"))
+        options = ["--seconds", "0.5", "--concurrency", "2", "--rates", "20", "--tensors", "--compare-batching"]
+        url = f"grpc://127.0.0.1:{running.grpc}"
+        done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
+        assert done.exception is None, done.output
+        result = LoadTest.model_validate_json((tmp_path / "out/loadtest.json").read_text())
+        assert [(series.name, series.batching is None) for series in result.series] == [
+            ("dynamic batching", False),
+            ("without", True),
+        ]
+        for series in result.series:
+            assert all(level.num_errors == 0 and level.images_per_s > 0 for level in series.closed)
+        assert set(result.series[1].closed[0].batches) == {1}
+        assert json.loads(running.get(f"v2/models/{NAME}_model/config")) == before
+    finally:
+        running.process.terminate()
+        running.process.wait(60)
 
 
 def metrics(served: Running) -> dict[str, float]:
