@@ -37,6 +37,7 @@ QUICK = Patience(timeout_s=0.5, retry_s=1.0, first_pause_s=0.01, most_pause_s=0.
         ("503", "Exceeds maximum queue size", ServerOverloaded),
         ("StatusCode.UNAVAILABLE", "Exceeds maximum queue size", ServerOverloaded),
         ("StatusCode.UNAVAILABLE", "failed to connect to all addresses", ServerUnreachable),
+        ("StatusCode.UNAVAILABLE", "errors resolving x:8001: [field:hostname lookup error:...]", ServerUnreachable),
         ("StatusCode.UNAVAILABLE", "recvmsg:Connection reset by peer", ServerUnreachable),
         ("500", "the model broke", ServingError),
         ("StatusCode.INTERNAL", "the model broke", ServingError),
