@@ -24,7 +24,15 @@ from pipelines.serving.installation import find_triton
 from pipelines.serving.server import Ports, Server
 from tests.pipelines.servers import free_port
 
-from .conftest import NAME, Running, start_serving, wait_until_ready
+from .conftest import (
+    NAME,
+    Running,
+    decoding_process,
+    start_serving,
+    suspended,
+    wait_until_pending,
+    wait_until_ready,
+)
 
 
 @pytest.fixture(scope="module")
@@ -194,14 +202,17 @@ def test_the_host_is_a_name_or_ipv6_and_a_proxy_does_not_matter(triton, exported
 
 
 def begun_then(number: int, running, images: list[bytes]) -> None:
-    """Signal the command with a request in progress, and see everything of it end."""
+    """Signal the command with requests in progress, and see everything of it end."""
     processes = psutil.Process(running.process.pid).children(recursive=True)
     assert any("tritonserver" in process.name() for process in processes)
-    with ThreadPoolExecutor(1) as pool:
-        begun = pool.submit(running.infer, images)
-        time.sleep(0.1)
-        running.process.send_signal(number)
-        assert begun.result().status == 200
+    with ThreadPoolExecutor(12) as pool:
+        with suspended(decoding_process(running)):  # two of them fill its batch, so that ten wait
+            begun = [pool.submit(running.infer, images[:60]) for _ in range(12)]
+            wait_until_pending(running, 10)
+            running.process.send_signal(number)
+        done = [request for request in begun if request.exception() is None]  # two may have come too late
+    assert [request.result().status for request in done] == [200] * len(done)
+    assert len(done) >= 10
     assert running.process.wait(40) == 0
     psutil.wait_procs(processes, timeout=5)
     assert [process for process in processes if process.is_running()] == []
