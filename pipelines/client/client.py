@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -58,9 +57,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -190,16 +187,7 @@ class AsyncClient:
 
 
 class Client:
-    """The same for code without asyncio; it has an event loop of its own, in a thread. `with` closes it.
-
-    Args:
-        url: http://HOST:8000 or grpc://HOST:8001.
-        model: its name; without one, the server's only model that takes image files.
-        patience: time-outs and repetitions.
-
-    Raises:
-        UserError: the address is none.
-    """
+    """The same, for the same arguments, without asyncio: it has an event loop of its own, in a thread."""
 
     def __init__(self, url: str = DEFAULT_URL, *, model: str | None = None, patience: Patience | None = None) -> None:
         self._client = AsyncClient(url, model=model, patience=patience)
@@ -210,9 +198,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

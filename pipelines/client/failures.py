@@ -9,7 +9,15 @@ from pipelines.client.addresses import Address
 Kind = Literal["unreachable", "overloaded", "timeout", "refused", "failed"]
 _OVERLOADED_STATUS = ("503", "StatusCode.UNAVAILABLE", "StatusCode.RESOURCE_EXHAUSTED")
 _REFUSED_STATUS = ("400", "404", "413", "StatusCode.INVALID_ARGUMENT", "StatusCode.NOT_FOUND")
-_UNREACHED = ("failed to connect", "connection refused", "connection reset", "socket closed", "recvmsg", "dns")
+_UNREACHED = (
+    "failed to connect",
+    "connection refused",
+    "connection reset",
+    "socket closed",
+    "recvmsg",
+    "dns",
+    "resolving",
+)
 _MAX_MESSAGE = 400  # characters of what the server said
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,7 +41,8 @@ async def persist(
     Raises:
         ServingError: the last attempt's failure.
     """
-    started, pause_s = time.monotonic(), patience.first_pause_s
+    clock, pause_s = asyncio.get_running_loop().time, patience.first_pause_s
+    started = clock()
     while True:
         try:
             async with asyncio.timeout(patience.timeout_s):
@@ -52,7 +52,7 @@ async def persist(
         except Exception as error:
             failed = failure(error, address, patience.timeout_s)
             wait_s = pause_s * random.uniform(0.5, 1)
-            if not failed.retriable or time.monotonic() + wait_s - started > patience.retry_s:
+            if not failed.retriable or clock() + wait_s - started > patience.retry_s:
                 raise failed from error
         await asyncio.sleep(wait_s)
         note_retry()

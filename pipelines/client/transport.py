@@ -14,7 +14,9 @@ MISSING = "the client library of the model server is not installed; run `pip ins
 PLAIN = {"Accept-Encoding": "identity"}
 _HTTP_TIMEOUT_S = 24 * 3600.0  # the caller has its own; tritonclient's would also end long downloads
 # gRPC waits up to two minutes before it tries to connect again, which is longer than a server takes to restart.
+# And it would go through the environment's http_proxy, also to this machine, where HTTP here goes straight.
 CHANNEL = [
+    ("grpc.enable_http_proxy", 0),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),

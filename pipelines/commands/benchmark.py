@@ -1,6 +1,5 @@
 """`enginery benchmark`: the classic table of networks and batch sizes, for this machine."""
 
-import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from components.common.environment import environment
 from components.common.errors import UserError
 from components.common.records import PRECISIONS, Precision
 from components.export.config import CACHE_VARIABLE, TIMING_CACHES
+from pipelines.commands.options import finite
 
 if TYPE_CHECKING:
     from pipelines.benchmarking.measuring import Settings
@@ -41,12 +41,6 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _finite(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):  # which no range of click's keeps out
-        raise UserError(f"{parameter.opts[0]} {value}: write a number, such as 2.5")
-    return value
-
-
 @click.command()
 @click.option(
     "--models",
@@ -59,7 +53,7 @@ def _finite(ctx: click.Context, parameter: click.Parameter, value: float | None)
 @click.option("--precisions", default="fp32,fp16,int8", callback=_precisions, show_default=True)
 @click.option("--image-size", default=224, type=click.IntRange(32, 2048), show_default=True, help="Side, in pixels.")
 @click.option(
-    "--seconds", default=2.0, type=click.FloatRange(0.05), callback=_finite, show_default=True, help="For each speed."
+    "--seconds", default=2.0, type=click.FloatRange(0.05), callback=finite, show_default=True, help="For each speed."
 )
 @click.option("--optimization-level", default=3, type=click.IntRange(0, 5), show_default=True, help="Of TensorRT.")
 @click.option(
@@ -72,11 +66,11 @@ def _finite(ctx: click.Context, parameter: click.Parameter, value: float | None)
 @click.option(
     "--price-per-hour",
     type=click.FloatRange(0),
-    callback=_finite,
+    callback=finite,
     help="Of this machine: adds the cost of a million images.",
 )
 @click.option(
-    "--price-per-kwh", type=click.FloatRange(0), callback=_finite, help="Of electricity, for what the GPU draws."
+    "--price-per-kwh", type=click.FloatRange(0), callback=finite, help="Of electricity, for what the GPU draws."
 )
 @click.option("--output", default="benchmark", type=click.Path(path_type=Path), show_default=True, help="New folder.")
 def benchmark(

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from components.common.artifacts import prepare_directory, write_atomically
 from components.common.errors import UserError
+from pipelines.commands.options import finite
 from pipelines.console import new_console
 from pipelines.formats import number
 
@@ -82,11 +83,17 @@ def _cores(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     help="Open loop: requests/s, arriving at random; auto searches for the knee.",
 )
 @click.option(
-    "--seconds", default=5.0, type=click.FloatRange(0.2, 3600), show_default=True, help="Measured at each level."
+    "--seconds",
+    default=5.0,
+    type=click.FloatRange(0.2, 3600),
+    callback=finite,
+    show_default=True,
+    help="Measured at each level.",
 )
 @click.option(
     "--latency-budget",
     type=click.FloatRange(0.001),
+    callback=finite,
     metavar="MS",
     help="For the knee: what p99 may be.  [default: 10 times the median of a single client]",
 )
@@ -95,7 +102,14 @@ def _cores(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     is_flag=True,
     help="Measure without dynamic batching, too: the network is loaded with that setting, and afterwards as it was.",
 )
-@click.option("--timeout", default=5.0, type=click.FloatRange(0.001), show_default=True, help="Seconds for an answer.")
+@click.option(
+    "--timeout",
+    default=5.0,
+    type=click.FloatRange(0.001),
+    callback=finite,
+    show_default=True,
+    help="Seconds for an answer.",
+)
 @click.option("--processes", default=1, type=click.IntRange(1, 64), show_default=True, help="That send requests.")
 @click.option("--cores", callback=_cores, metavar="0,1", help="Where these run; keep the server off them.")
 @click.option("--output", default="loadtest", type=click.Path(path_type=Path), show_default=True, help="New folder.")

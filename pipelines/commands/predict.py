@@ -13,12 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from components.common.errors import EngineryError, UserError
+from pipelines.client.image_files import images_in
+from pipelines.commands.options import finite
 from pipelines.console import new_console
 
 if TYPE_CHECKING:
     from pipelines.client.client import Answer
 
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}  # of files that a folder is searched for
 _STDIN = "-"
 
 
@@ -33,11 +34,19 @@ _STDIN = "-"
 @click.option("--model", metavar="NAME", help="Of the server's models.  [default: its only one]")
 @click.option("--top-k", default=3, type=click.IntRange(1), show_default=True, help="Classes for each image.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
-@click.option("--timeout", default=10.0, type=click.FloatRange(0.001), show_default=True, help="Seconds for an answer.")
+@click.option(
+    "--timeout",
+    default=10.0,
+    type=click.FloatRange(0.001),
+    callback=finite,
+    show_default=True,
+    help="Seconds for an answer.",
+)
 @click.option(
     "--retry",
     default=10.0,
     type=click.FloatRange(0),
+    callback=finite,
     show_default=True,
     help="Seconds in which to try again where nothing answers or the server is full.",
 )
@@ -89,10 +98,7 @@ def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], byt
         if name == _STDIN:
             yield "standard input", _read_stdin
         elif path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
-            if not inside:
-                raise UserError(f"there is no image in the folder {path}; images end in {', '.join(sorted(_SUFFIXES))}")
-            yield from ((str(file), _reader(file)) for file in inside)
+            yield from ((str(file), _reader(file)) for file in images_in(path))
         elif path.exists():
             yield name, _reader(path)
         else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest
-from components.common.errors import EngineryError
+from components.common.errors import EngineryError, UserError
 from components.common.integrity import claims_of
 from components.common.records import PRECISIONS, Precision
 from pipelines.state import StateDirectory
@@ -46,6 +46,7 @@ _precision = click.option(
 )
 _name = click.option("--name", default="", help="Of the model in Triton.  [default: the registered model's]")
 _top_k = click.option("--top-k", default=5, show_default=True, help="How many classes to name for each image.")
+_port = click.IntRange(1, 65535)
 _max_wait = click.option(
     "--max-wait", default=2.0, show_default=True, metavar="SECONDS", help="Longest wait in a queue before a 503."
 )
@@ -84,9 +85,9 @@ def export(model: str, directory: Path, precision: Precision | None, name: str, 
 @_top_k
 @_max_wait
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all.")
-@click.option("--http-port", default=8000, show_default=True, help="For HTTP.")
-@click.option("--grpc-port", default=8001, show_default=True, help="For gRPC.")
-@click.option("--metrics-port", default=8002, show_default=True, help="For Prometheus.")
+@click.option("--http-port", default=8000, type=_port, show_default=True, help="For HTTP.")
+@click.option("--grpc-port", default=8001, type=_port, show_default=True, help="For gRPC.")
+@click.option("--metrics-port", default=8002, type=_port, show_default=True, help="For Prometheus.")
 @click.option(
     "--allow-loading",
     is_flag=True,
@@ -110,9 +111,9 @@ def start(
     wrote. Triton itself is installed once, beside this Python's packages (ENGINERY_TRITON names another folder).
     """
     from pipelines.serving.installation import install_triton
-    from pipelines.serving.server import Ports, Server
+    from pipelines.serving.server import Ports, Server, address_of
 
-    ports = Ports(host=host, http=http_port, grpc=grpc_port, metrics=metrics_port)
+    ports = Ports(host=address_of(host), http=http_port, grpc=grpc_port, metrics=metrics_port)
     ports.check()
     triton = install_triton(click.echo)
     config = {"name": name, "top_k": top_k, "max_wait_s": max_wait}
@@ -149,6 +150,11 @@ def _repository(
 
     folder = Path(model).expanduser()
     if (folder / MANIFEST).is_file() and claims_of((folder / MANIFEST).read_bytes()).get("kind") == "repository":
+        if given := _given("precision", "name", "top_k", "max_wait"):
+            raise UserError(
+                f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or "
+                "export anew with it"
+            )
         yield open_repository(folder)
         return
     parent = StateDirectory.current().path / "serve"
@@ -157,6 +163,14 @@ def _repository(
         with find_source(model, precision) as source:
             repository = write_repository(source, Path(temporary) / "models", _config(**config))
         yield repository
+
+
+def _given(*parameters: str) -> str:
+    """Those options of the command that somebody wrote, for people."""
+    ctx = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    written = [name for name in parameters if ctx.get_parameter_source(name) is not default]
+    return " and ".join(f"--{name.replace('_', '-')}" for name in written)
 
 
 def _config(**values: Any) -> Any:

@@ -64,6 +64,8 @@ def run_load_test(
     """
     about = _ask(client, _describe)
     payload = make(about)
+    if plan.compare_batching:
+        _check_loading(client, about.network)
     target = about.network.name if plan.tensors else about.model
     with _processes(plan, client().address) as pool:
         tester = _Tester(client, plan, payload, target, about.network.name, pool, say)
@@ -102,22 +104,31 @@ async def _describe(client: AsyncClient) -> About:
     return About(model.name, model.image_input, await client.network())
 
 
-def _without_batching(
-    client: Callable[[], AsyncClient], served: NetworkModel, tester: "_Tester", budget_ms: float
-) -> Series:
-    """The same levels with a configuration without dynamic batching, which is taken back at the end."""
+def _check_loading(client: Callable[[], AsyncClient], served: NetworkModel) -> None:
+    """Whether the network can be loaded with other settings, tried with those that it has, before anything is measured.
+
+    Raises:
+        UserError: it can't.
+    """
     if not served.batches:
         raise UserError(f"{served.name} has no dynamic batching, so there is nothing to compare; drop the option")
-    config = {name: value for name, value in served.config.items() if name != "dynamic_batching"}
     try:
-        _ask(client, lambda opened: opened.load(served.name, config))
+        _ask(client, lambda opened: opened.load(served.name, served.config))
     except EngineryError as error:
         raise UserError(
             f"the server does not let {served.name} be loaded with another configuration, which comparing needs "
             f"({error}); start it with `enginery serve --allow-loading`, or "
             "Triton itself with --model-control-mode=explicit --load-model=*"
         ) from error
+
+
+def _without_batching(
+    client: Callable[[], AsyncClient], served: NetworkModel, tester: "_Tester", budget_ms: float
+) -> Series:
+    """The same levels with a configuration without dynamic batching, which is taken back at the end."""
+    config = {name: value for name, value in served.config.items() if name != "dynamic_batching"}
     try:
+        _ask(client, lambda opened: opened.load(served.name, config))
         changed = _ask(client, lambda opened: opened.network())
         if changed.batches:
             raise EngineryError(f"the server put dynamic batching back into {served.name}: it can't be switched off")

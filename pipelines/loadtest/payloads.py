@@ -10,11 +10,11 @@ from PIL import Image
 
 from components.common.errors import UserError
 from pipelines.client.addresses import Address
+from pipelines.client.image_files import images_in
 from pipelines.client.models import NetworkModel
 from pipelines.loadtest.sending import prepare
 
 _NUM_DISTINCT = 64  # requests that are sent in turn
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,6 @@ def random_images(number: int, height: int, width: int) -> list[bytes]:
 def _images_in(folder: Path) -> list[bytes]:
     if not folder.is_dir():
         raise UserError(f"--data {folder}: there is no such folder; name one of images")
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
-    if not files:
-        raise UserError(f"--data {folder}: there is no image in it; images end in {', '.join(sorted(_SUFFIXES))}")
+    files = images_in(folder)
     every = max(1, len(files) // _NUM_DISTINCT)  # from all over the folder, not only of its first class
     return [file.read_bytes() for file in files[::every][:_NUM_DISTINCT]]

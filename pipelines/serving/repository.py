@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.common.artifacts import Artifact, RepositoryManifest, seal
+from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest, seal
 from components.common.errors import UserError
 from components.common.records import Batching, EngineEntry
 from components.common.triton.opening import CPU, VERSION, open_repository
@@ -25,7 +25,7 @@ from pipelines.serving.model_config import (
 )
 from pipelines.serving.sources import Source
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{,199}")  # the names of folders, with what ModelNames adds
 LABELS_FILE = "labels.txt"  # of the network, for Triton's classification extension: a class a line
 _CONFIG = "config.pbtxt"
 # Python's own path first: not every Triton hands PYTHONPATH on to its models.
@@ -67,9 +67,10 @@ def write_repository(source: Source, output: Path, config: RepositoryConfig) -> 
     """
     check_new(output, "a model repository")
     name = config.name or source.name
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or name == MANIFEST:
         raise UserError(
-            f"{name!r} can't be a model's name in Triton: take letters, digits, '_', '.' and '-'; give one with --name"
+            f"{name!r} can't be a model's name in Triton: take up to 200 letters, digits, '_', '.' and '-', and not "
+            f"{MANIFEST}; give one with --name"
         )
     bundle = source.bundle.manifest
     if source.precision not in bundle.models:

@@ -1,6 +1,7 @@
 """A running Triton: started on a model repository, watched, and ended."""
 
 import ctypes
+import errno
 import os
 import re
 import resource
@@ -32,13 +33,33 @@ _REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n
 _STACK_BYTES = 1 << 30
 METRICS_VARIABLE = "ENGINERY_METRICS_URL"  # as components/common/triton/pending.py reads it
 _LIBC = ctypes.CDLL(None)
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before this machine
+
+
+def address_of(host: str) -> str:
+    """The address that a name of this machine stands for, IPv4 before IPv6: Triton listens on addresses only.
+
+    Raises:
+        UserError: it stands for none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
+        reason = "" if found else "it is empty"
+    except (OSError, UnicodeError) as error:
+        found, reason = [], (isinstance(error, OSError) and error.strerror) or "it is no name"
+    if reason:
+        raise UserError(
+            f"can't listen on --host {host!r}: {reason}; give an address of this machine, such as 127.0.0.1, or "
+            "0.0.0.0 for all of them"
+        )
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
     """Where the server listens."""
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # an address
     http: int = 8000
     grpc: int = 8001
     metrics: int = 8002
@@ -60,10 +81,10 @@ class Ports:
                 try:
                     probe.bind((self.host, port))
                 except OSError as error:
-                    raise UserError(
-                        f"can't listen on {self.host}:{port}: {error.strerror}. End what uses the port, or choose "
-                        f"another with --{name}-port"
-                    ) from None
+                    fix = f"End what uses the port, or choose another with --{name}-port"
+                    if error.errno == errno.EADDRNOTAVAIL:
+                        fix = "Give an address of this machine with --host; 0.0.0.0 is all of them"
+                    raise UserError(f"can't listen on {self.host}:{port}: {error.strerror}. {fix}") from None
 
     def urls(self) -> dict[str, str]:
         """By protocol, for a person."""
@@ -73,6 +94,11 @@ class Ports:
             "gRPC": f"{host}:{self.grpc}",
             "metrics": f"http://{host}:{self.metrics}/metrics",
         }
+
+    def addresses(self) -> list[str]:
+        """Triton's options; its two libraries write IPv6 each in its own way."""
+        plain, bracketed = (f"ipv6:{self.host}", f"[{self.host}]") if ":" in self.host else (self.host, self.host)
+        return [f"--http-address={plain}", f"--grpc-address={bracketed}", f"--metrics-address={plain}"]
 
     @property
     def own_metrics(self) -> str:
@@ -103,7 +129,7 @@ class Server:
             f"--backend-directory={triton.backends}",
             f"--model-config-name={CPU}",
             "--disable-auto-complete-config",
-            *(f"--{name}-address={ports.host}" for name in ("http", "grpc", "metrics")),
+            *ports.addresses(),
             f"--http-port={ports.http}",
             f"--grpc-port={ports.grpc}",
             f"--metrics-port={ports.metrics}",
@@ -148,7 +174,7 @@ class Server:
         url = f"{self.ports.urls()['HTTP']}/v2/health/ready"
         while self.process.poll() is None:
             try:
-                with urllib.request.urlopen(url, timeout=2):  # noqa: S310
+                with _DIRECT.open(url, timeout=2):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(_POLL_S)

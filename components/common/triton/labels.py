@@ -37,6 +37,8 @@ class TritonPythonModel:
         for index, row in enumerate(logits):
             if np.isnan(row).any():
                 return refusal(f"the model's answer to image {index} is not a number (NaN): it names no class")
+            if not np.isfinite(row.max()):  # of some classes minus infinity is an answer
+                return refusal(f"the model's answer to image {index} is infinite: it names no class")
             best, probabilities = most_likely(row, self._top_k)
             labels[index], shares[index] = self._classes[best], probabilities
         for names, confidences in zip(labels, shares, strict=True):

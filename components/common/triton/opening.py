@@ -12,19 +12,27 @@ CPU = "cpu"  # name of the configurations for a server without a GPU: `tritonser
 _TENSORRT_VARIABLES = ("TRT_VERSION", "TENSORRT_VERSION")  # NVIDIA's images name what they hold in one of these
 
 
-def open_repository(root: Path) -> Artifact[RepositoryManifest]:
+def open_repository(root: Path, *, bytecode: bool = False) -> Artifact[RepositoryManifest]:
     """Check every file of a model repository by its digest.
+
+    Args:
+        root: its folder.
+        bytecode: whether Python may have kept compiled modules in it. A server's may, once it has run them; before
+            that they are refused, since they would be run in the place of the sources that were checked.
 
     Raises:
         UserError: it is none.
         EngineryError: it was changed since it was exported, or something was added.
     """
     repository = load(root, RepositoryManifest, verify=ALL_FILES)
-    known = {MANIFEST, *repository.manifest.files}
-    for file in sorted(root.rglob("*")):
-        name = file.relative_to(root).as_posix()
-        if not file.is_dir() and name not in known and "__pycache__" not in name:
-            raise EngineryError(f"{file} is not named in {root / MANIFEST}: it was added. Remove it, or export anew")
+    files = {MANIFEST, *repository.manifest.files}
+    folders = {folder.as_posix() for file in files for folder in Path(file).parents}
+    for path in sorted(root.rglob("*")):
+        inside = path.relative_to(root)
+        is_folder = path.is_dir() and not path.is_symlink()
+        if inside.as_posix() in (folders if is_folder else files) or (bytecode and "__pycache__" in inside.parts):
+            continue
+        raise EngineryError(f"{path} is not named in {root / MANIFEST}: it was added. Remove it, or export anew")
     return repository
 
 
@@ -39,7 +47,7 @@ def open_from(model_folder: Path) -> Artifact[RepositoryManifest]:
         raise EngineryError(
             f"{root} has no {MANIFEST}: give Triton the whole folder that `enginery serve export` wrote, on a disk"
         )
-    repository = open_repository(root)
+    repository = open_repository(root, bytecode=True)
     if problem := _version_problem(repository.manifest.engines):
         raise EngineryError(problem)
     return repository

@@ -20,6 +20,7 @@ _DEFAULT_URL = "http://127.0.0.1:8002/metrics"
 _METRIC = b"nv_inference_pending_request_count{model="
 _POLL_S = 0.25
 _TIMEOUT_S = 2.0
+_FAILURES = 10  # in a row before anything is said: the first images warm up a server whose metrics are not there yet
 
 
 class PendingRequests:
@@ -39,7 +40,7 @@ class PendingRequests:
         url = urlsplit(os.environ.get(METRICS_VARIABLE) or _DEFAULT_URL)
         self._address, self._path = url.netloc, url.path or "/"
         self._connection: http.client.HTTPConnection | None = None
-        self._num, self._told = 0, False
+        self._num, self._num_failures = 0, 0
         self._work = threading.Event()
         family = pb.MetricFamily(
             name="enginery_overload_refusals_total",
@@ -76,10 +77,11 @@ class PendingRequests:
                 self._connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
             self._connection.request("GET", self._path)
             counts = pending(self._connection.getresponse().read())
+            self._num_failures = 0
         except (OSError, http.client.HTTPException) as error:
             self._connection = None
-            if not self._told:
-                self._told = True
+            self._num_failures += 1
+            if self._num_failures == _FAILURES:
                 pb.Logger.log_warn(
                     f"no bound on waiting requests: http://{self._address}{self._path} does not answer ({error}); "
                     f"name the server's metrics in {METRICS_VARIABLE}"

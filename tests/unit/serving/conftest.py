@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from components.common.artifacts import Artifact, RepositoryManifest
@@ -98,6 +101,32 @@ def wait_until_ready(running: Running) -> None:
     while "ready: " not in running.log.read_text():
         assert running.process.poll() is None, running.log.read_text()
         assert time.monotonic() < deadline, running.log.read_text()
+        time.sleep(0.05)
+
+
+@contextmanager
+def suspended(process: psutil.Process) -> Iterator[None]:
+    """Nothing of it runs meanwhile."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def decoding_process(running: Running) -> psutil.Process:
+    """The process of Triton's Python backend that decodes images."""
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    (decoder,) = (child for child in children if any(f"{NAME}_preprocess" in word for word in child.cmdline()))
+    return decoder
+
+
+def wait_until_pending(running: Running, num: int) -> None:
+    """Until Triton says that as many requests wait for the decoder."""
+    series = re.compile(rf'^nv_inference_pending_request_count\{{model="{NAME}_preprocess".*\}} (\d+)$', re.M)
+    deadline = time.monotonic() + 60
+    while (pending := sum(map(int, series.findall(running.get("metrics", running.metrics).decode())))) < num:
+        assert time.monotonic() < deadline, f"{pending} requests wait"
         time.sleep(0.05)
 
 

@@ -5,16 +5,23 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 from PIL import Image
 
-from .conftest import NAME, Running, encoded, start_serving, wait_until_ready
+from .conftest import (
+    NAME,
+    Running,
+    decoding_process,
+    encoded,
+    start_serving,
+    suspended,
+    wait_until_pending,
+    wait_until_ready,
+)
 
 
 def picture(size: tuple[int, int] = (40, 30), form: str = "JPEG", colour: str = "red") -> bytes:
@@ -57,17 +64,14 @@ def test_the_bad_one_of_a_batch_is_named(served) -> None:
 def test_a_bad_image_fails_nobody_else(served) -> None:
     """Requests that the server puts together into batches are answered each on its own."""
     data = [b"bad" if index % 3 == 0 else picture() for index in range(90)]
-    with ThreadPoolExecutor(30) as pool:
-        answers = list(pool.map(lambda image: served.infer([image]), data))
+    before = preprocess_counts(served)
+    with ThreadPoolExecutor(30) as pool, suspended(decoding_process(served)):  # so that batches form, however fast
+        sent = pool.map(lambda image: served.infer([image]), data)
+        wait_until_pending(served, 20)
+    answers = list(sent)
     expected = [400 if index % 3 == 0 else 200 for index in range(90)]
     assert [answer.status for answer in answers] == expected, {str(a.body)[:300] for a in answers if a.status > 400}
-    formed = served.get("metrics", served.metrics).decode()
-    count, executions = (
-        float(line.split()[-1])
-        for name in ("nv_inference_count", "nv_inference_exec_count")
-        for line in formed.splitlines()
-        if line.startswith(f'{name}{{model="{NAME}_preprocess"')
-    )
+    count, executions = (after - old for old, after in zip(before, preprocess_counts(served), strict=True))
     assert executions < count  # batches did form
 
 
@@ -125,6 +129,21 @@ def test_wrong_tensors_for_the_network(served) -> None:
     )
 
 
+@pytest.mark.parametrize("logits", [[float("inf")] * 10, [float("inf"), *[0.0] * 9], [float("-inf")] * 10])
+def test_infinite_logits_are_refused_and_leave_the_metrics_alone(served, logits) -> None:
+    answer = served.send("logits", "FP32", [1, 10], struct.pack("<10f", *logits), f"{NAME}_labels")
+    assert (answer.status, answer.body.get("error")) == (
+        400,
+        "the model's answer to image 0 is infinite: it names no class",
+    )
+
+
+def test_a_class_that_is_ruled_out_is_an_answer(served) -> None:
+    logits = [float("-inf")] * 9 + [1.0]
+    answer = served.send("logits", "FP32", [1, 10], struct.pack("<10f", *logits), f"{NAME}_labels")
+    assert (answer.output("LABELS")[0], answer.output("PROBABILITIES")[0]) == ("9", 1.0)
+
+
 def test_an_unknown_model(served) -> None:
     answer = served.infer([picture()], "nobody")
     assert answer.status == 404
@@ -166,12 +185,9 @@ def test_overload_is_refused_at_once_and_ends(triton, proved, tmp_path: Path) ->
         wait_until_ready(running)
         decoder = decoding_process(running)
         with ThreadPoolExecutor(300) as pool:
-            decoder.suspend()  # so that all of them wait, however fast this machine decodes
-            sent = pool.map(lambda _: running.infer([large]), range(300))
-            try:
+            with suspended(decoder):  # so that all of them wait, however fast this machine decodes
+                sent = pool.map(lambda _: running.infer([large]), range(300))
                 wait_until_pending(running, 250)
-            finally:
-                decoder.resume()
             answers = list(sent)
         refused = [answer for answer in answers if answer.status != 200]
         assert 0 < len(refused) < 200
@@ -184,17 +200,13 @@ def test_overload_is_refused_at_once_and_ends(triton, proved, tmp_path: Path) ->
         running.process.wait(60)
 
 
-def decoding_process(running: Running) -> psutil.Process:
-    """The process of Triton's Python backend that decodes images."""
-    children = psutil.Process(running.process.pid).children(recursive=True)
-    (decoder,) = (child for child in children if any(f"{NAME}_preprocess" in word for word in child.cmdline()))
-    return decoder
-
-
-def wait_until_pending(running: Running, num: int) -> None:
-    """Until Triton says that as many requests wait for the decoder."""
-    series = re.compile(rf'^nv_inference_pending_request_count\{{model="{NAME}_preprocess".*\}} (\d+)$', re.M)
-    deadline = time.monotonic() + 60
-    while (pending := sum(map(int, series.findall(running.get("metrics", running.metrics).decode())))) < num:
-        assert time.monotonic() < deadline, f"{pending} requests wait"
-        time.sleep(0.05)
+def preprocess_counts(running: Running) -> tuple[float, float]:
+    """Images that were decoded so far, and batches."""
+    lines = running.get("metrics", running.metrics).decode().splitlines()
+    count, executions = (
+        float(line.split()[-1])
+        for name in ("nv_inference_count", "nv_inference_exec_count")
+        for line in lines
+        if line.startswith(f'{name}{{model="{NAME}_preprocess"')
+    )
+    return count, executions

@@ -1,7 +1,9 @@
 """Client, `enginery predict`, load test and metrics against a real server."""
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import tarfile
@@ -18,7 +20,7 @@ from components.common.serving import serving_runner
 from pipelines.commands import cli
 from pipelines.loadtest.record import LoadTest
 
-from .conftest import NAME, Running
+from .conftest import NAME, Running, start_serving, wait_until_ready
 
 pytest.importorskip("tritonclient.http", reason="`pip install 'enginery[serve]'`")
 
@@ -108,6 +110,8 @@ def test_the_table_and_the_standard_input(url: str, images: list[Path]) -> None:
         (["nowhere.jpg"], UserError, "no file or folder nowhere.jpg"),
         (["-", "-"], UserError, "name it once"),
         (["--url", "ftp://x", "."], UserError, "scheme 'ftp'"),
+        (["--timeout", "nan", "a.jpg"], UserError, "--timeout nan: write a number"),
+        (["--retry", "inf", "a.jpg"], UserError, "--retry inf: write a number"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_sent(
@@ -129,16 +133,36 @@ def test_what_the_server_does_not_have(url: str, images: list[Path]) -> None:
     assert "does not take image files" in str(network.exception)
 
 
+def test_a_proxy_of_the_environment_is_not_asked(url: str, images: list[Path]) -> None:
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", "predict", "--url", url, "--retry", "0", str(images[0])],
+        cwd=REPOSITORY,
+        env={**os.environ, **proxies, "no_proxy": "", "NO_PROXY": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_nobody_has_is_no_overload(images: list[Path]) -> None:
+    for scheme in ("http", "grpc"):
+        done = predict("--url", f"{scheme}://no.such.host.invalid", "--retry", 0, images[0])
+        assert isinstance(done.exception, ServerUnreachable)
+
+
 def test_nobody_there_and_nobody_in_time(served: Running, images: list[Path]) -> None:
     with (
         Client("http://127.0.0.1:1", patience=ONCE) as client,
         pytest.raises(ServerUnreachable, match="enginery serve"),
     ):
         client.classify(b"")
-    hasty = Patience(timeout_s=0.001, retry_s=0)
-    url = f"http://127.0.0.1:{served.http}"
-    with Client(url, model=NAME, patience=hasty) as client, pytest.raises(AnswerLate, match=r"within 0\.001 s"):
-        client.classify(images[0].read_bytes())
+    hasty = Patience(timeout_s=0.2, retry_s=0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with Client(url, model=NAME, patience=hasty) as client, pytest.raises(AnswerLate, match=r"within 0\.2 s"):
+            client.classify(images[0].read_bytes())
     wrong = predict("--url", f"http://127.0.0.1:{served.grpc}", "--retry", 0, images[0])
     assert f"write grpc://127.0.0.1:{served.grpc}" in str(wrong.exception)
 
@@ -168,9 +192,35 @@ def test_a_load_test_counts_what_the_server_did(url: str, tmp_path: Path, images
 def test_comparing_without_the_servers_leave_is_refused_with_the_way_to_it(served: Running, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{served.http}"
     options = ["--seconds", "0.2", "--concurrency", "1", "--rates", "20", "--tensors", "--compare-batching"]
+    answered = f'nv_inference_request_success{{model="{NAME}_model",version="1"}}'
+    before = metrics(served)[answered]
     done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
+    assert metrics(served)[answered] == before  # not after minutes of measuring, which would be lost
     assert isinstance(done.exception, UserError)
     assert "enginery serve --allow-loading" in str(done.exception)
+
+
+def test_with_and_without_dynamic_batching_and_then_as_before(triton, exported, tmp_path: Path) -> None:
+    running = start_serving(exported.path, tmp_path, "--allow-loading")
+    try:
+        wait_until_ready(running)
+        before = json.loads(running.get(f"v2/models/{NAME}_model/config"))
+        options = ["--seconds", "0.5", "--concurrency", "2", "--rates", "20", "--tensors", "--compare-batching"]
+        url = f"grpc://127.0.0.1:{running.grpc}"
+        done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
+        assert done.exception is None, done.output
+        result = LoadTest.model_validate_json((tmp_path / "out/loadtest.json").read_text())
+        assert [(series.name, series.batching is None) for series in result.series] == [
+            ("dynamic batching", False),
+            ("without", True),
+        ]
+        for series in result.series:
+            assert all(level.num_errors == 0 and level.images_per_s > 0 for level in series.closed)
+        assert set(result.series[1].closed[0].batches) == {1}
+        assert json.loads(running.get(f"v2/models/{NAME}_model/config")) == before
+    finally:
+        running.process.terminate()
+        running.process.wait(60)
 
 
 def metrics(served: Running) -> dict[str, float]:
@@ -178,13 +228,23 @@ def metrics(served: Running) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
+CONFIDENCE_COUNT = "enginery_prediction_confidence_count"
+
+
 def test_predictions_are_counted_by_label_and_confidence(served: Running, images: list[Path]) -> None:
     def predictions() -> dict[str, float]:
         return {key: value for key, value in metrics(served).items() if key.startswith("enginery_prediction")}
 
     def settled() -> dict[str, float]:
-        time.sleep(1.5)  # counts are handed on once a second
-        return predictions()
+        """When they are handed on, which is done once a second."""
+        deadline = time.monotonic() + 60
+        while True:
+            found = metrics(served)
+            (handed_on,) = (value for key, value in found.items() if key.startswith(f"{CONFIDENCE_COUNT}{{"))
+            if handed_on == found[f'nv_inference_count{{model="{NAME}_labels",version="1"}}']:
+                return predictions()
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
 
     before = settled()
     with Client(f"http://127.0.0.1:{served.http}", patience=ONCE) as client:
@@ -225,13 +285,16 @@ def test_importing_the_client_does_not_import_the_engine_room() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_client_of_asyncio_counts_its_retries(served: Running) -> None:
+def test_a_client_of_asyncio_counts_its_retries() -> None:
     import asyncio
 
-    async def go() -> int:
-        async with AsyncClient("http://127.0.0.1:1", patience=Patience(retry_s=0.5, first_pause_s=0.05)) as client:
-            with pytest.raises(ServerUnreachable):
-                await client.classifier()
-            return client.num_retries
+    async def go() -> None:
+        async with AsyncClient("http://127.0.0.1:1", patience=Patience(retry_s=600, first_pause_s=0.01)) as client:
+            asked = asyncio.create_task(client.classifier())
+            async with asyncio.timeout(60):
+                while client.num_retries < 2:
+                    await asyncio.sleep(0.01)
+            assert not asked.done()
+            asked.cancel()
 
-    assert asyncio.run(go()) >= 2
+    asyncio.run(go())

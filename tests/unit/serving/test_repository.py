@@ -185,6 +185,8 @@ MISTAKES = [
     ([f"{NAME}@nobody"], f"{NAME} has no alias nobody"),
     ([f"{NAME}/7"], "7"),
     ([f"{NAME}@candidate", "--name", "a/b"], "'a/b' can't be a model's name in Triton"),
+    ([f"{NAME}@candidate", "--name", "manifest.json"], "'manifest.json' can't be a model's name in Triton"),
+    ([f"{NAME}@candidate", "--name", "a" * 250], "take up to 200 letters"),
     ([f"{NAME}@candidate", "--top-k", "0"], "serve.top_k"),
     ([f"{NAME}@candidate", "--max-wait", "0"], "serve.max_wait_s"),
 ]
@@ -214,6 +216,22 @@ def test_a_full_disk_leaves_nothing(source, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="No space"):
         write_repository(source, tmp_path / "models", RepositoryConfig())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--top-k", "5"], "so --top-k can't be chosen any more; drop the option, or export anew"),
+        (["--precision", "fp32", "--name", "other", "--max-wait", "1"], "--precision and --name and --max-wait"),
+    ],
+)
+def test_an_exported_repository_is_what_it_is(triton, exported, options, message, tmp_path: Path) -> None:
+    running = start_serving(exported.path, tmp_path, *options)
+    try:
+        assert running.process.wait(60) == 2
+        assert message in running.log.read_text()
+    finally:
+        running.process.kill()
 
 
 # --- a corrupted repository
@@ -249,13 +267,38 @@ def add_model(root: Path) -> str:
     return "is not named in"
 
 
-@pytest.mark.parametrize("damage", [damage_network, remove_labels, edit_config, edit_manifest, add_model])
+def add_folder(root: Path) -> str:
+    (root / "more").mkdir()
+    return "more is not named in"
+
+
+def add_link(root: Path) -> str:
+    (root / "more").symlink_to(root / "digits_labels")
+    return "more is not named in"
+
+
+def add_bytecode(root: Path) -> str:
+    """Python would run it in the place of model.py."""
+    (root / "digits_labels/1/__pycache__").mkdir()
+    (root / "digits_labels/1/__pycache__/model.cpython-311.pyc").write_bytes(b"code")
+    return "__pycache__ is not named in"
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_network, remove_labels, edit_config, edit_manifest, add_model, add_folder, add_link, add_bytecode]
+)
 def test_a_corrupted_repository_is_refused(damage, exported, tmp_path: Path) -> None:
     shutil.copytree(exported.path, tmp_path / "models")
     message = damage(tmp_path / "models")
     with pytest.raises(EngineryError, match=message) as refused:
         open_repository(tmp_path / "models")
     assert "`enginery serve export`" in str(refused.value) or "export anew" in str(refused.value)
+
+
+def test_bytecode_of_a_server_that_runs_is_no_corruption(exported, tmp_path: Path) -> None:
+    shutil.copytree(exported.path, tmp_path / "models")
+    add_bytecode(tmp_path / "models")
+    open_from(tmp_path / "models/digits_preprocess")
 
 
 def test_the_command_refuses_it_before_anything_starts(triton, exported, tmp_path: Path) -> None:

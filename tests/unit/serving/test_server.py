@@ -6,6 +6,7 @@ import signal
 import socket
 import tarfile
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,8 +20,19 @@ from components.common.evaluation import most_likely
 from components.common.image_batches import ImageBatches
 from components.common.runners.openvino import OpenVINORunner
 from pipelines.commands import cli
+from pipelines.serving.installation import find_triton
+from pipelines.serving.server import Ports, Server
+from tests.pipelines.servers import free_port
 
-from .conftest import NAME, start_serving, wait_until_ready
+from .conftest import (
+    NAME,
+    Running,
+    decoding_process,
+    start_serving,
+    suspended,
+    wait_until_pending,
+    wait_until_ready,
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +109,32 @@ def test_health_metrics_and_what_is_served(served, exported) -> None:
     assert "nv_inference_queue_duration_us" in metrics
 
 
+def test_a_start_warns_of_nothing_that_is_not_so(triton, exported) -> None:
+    """The first images go through the models before the server's metrics are there."""
+    server = Server.start(find_triton(), exported.path, Ports(http=free_port(), grpc=free_port(), metrics=free_port()))
+    try:
+        server.wait_until_ready()
+        assert [line for line in server.log if "no bound on waiting requests" in line] == []
+    finally:
+        server.kill()
+
+
+def test_metrics_that_are_not_there_are_told(triton, exported, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Triton was started with another port for them: nothing would be refused."""
+    monkeypatch.setattr(Ports, "own_metrics", "http://127.0.0.1:1/metrics")
+    ports = Ports(http=free_port(), grpc=free_port(), metrics=free_port())
+    server = Server.start(find_triton(), exported.path, ports)
+    running = Running(process=server.process, http=ports.http, grpc=ports.grpc, metrics=ports.metrics, log=Path())
+    try:
+        server.wait_until_ready()
+        deadline = time.monotonic() + 60
+        while not any("no bound on waiting requests: http://127.0.0.1:1/metrics" in line for line in server.log):
+            assert time.monotonic() < deadline, list(server.log)
+            assert running.infer(images[:1]).status == 200
+    finally:
+        server.kill()
+
+
 def test_the_start_is_told(served) -> None:
     text = served.log.read_text()
     assert f"ready: Triton serves {NAME} on this machine's CPU; Ctrl-C ends it\n" in text
@@ -115,15 +153,66 @@ def test_a_port_in_use_is_named(exported, triton) -> None:
     assert "--grpc-port" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--http-port", "70000"], "70000 is not in the range 1<=x<=65535"),
+        (["--grpc-port", "0"], "0 is not in the range"),
+        (["--metrics-port", "8000"], "must differ, got 8000, 8001, 8000"),
+        (["--host", "no.such.host.invalid"], "can't listen on --host 'no.such.host.invalid': "),
+        (["--host", "a" * 300], "give an address of this machine, such as 127.0.0.1"),
+        (["--host", ""], "can't listen on --host '': it is empty"),
+        (["--host", "192.0.2.1"], "Give an address of this machine with --host"),  # of documentation, nobody's
+    ],
+)
+def test_where_nobody_can_listen(exported, options, message) -> None:
+    result = CliRunner().invoke(cli, ["serve", str(exported.path), *options])
+    assert result.exit_code != 0
+    assert message in f"{result.output}{result.exception}"
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1"])
+def test_the_host_is_a_name_or_ipv6_and_a_proxy_does_not_matter(triton, exported, host, tmp_path: Path) -> None:
+    from tritonclient import grpc
+
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    proxy = dict.fromkeys(("http_proxy", "HTTP_PROXY"), "http://127.0.0.1:9")
+    running = start_serving(exported.path, tmp_path, "--host", host, **proxy, no_proxy="")
+    address = "127.0.0.1" if host == "localhost" else "[::1]"
+    try:
+        wait_until_ready(running)
+        assert f"http://{address}:{running.http}\n" in running.log.read_text()
+        for port, path in ((running.http, "v2/health/ready"), (running.metrics, "metrics")):
+            with urllib.request.urlopen(f"http://{address}:{port}/{path}", timeout=20) as response:
+                assert response.status == 200
+        assert grpc.InferenceServerClient(f"{address}:{running.grpc}").is_server_ready()
+    finally:
+        running.process.terminate()
+        running.process.wait(60)
+
+
 def begun_then(number: int, running, images: list[bytes]) -> None:
-    """Signal the command with a request in progress, and see everything of it end."""
+    """Signal the command with requests in progress, and see everything of it end."""
     processes = psutil.Process(running.process.pid).children(recursive=True)
     assert any("tritonserver" in process.name() for process in processes)
-    with ThreadPoolExecutor(1) as pool:
-        begun = pool.submit(running.infer, images)
-        time.sleep(0.1)
-        running.process.send_signal(number)
-        assert begun.result().status == 200
+    with ThreadPoolExecutor(12) as pool:
+        with suspended(decoding_process(running)):  # two of them fill its batch, so that ten wait
+            begun = [pool.submit(running.infer, images[:60]) for _ in range(12)]
+            wait_until_pending(running, 10)
+            running.process.send_signal(number)
+        done = [request for request in begun if request.exception() is None]  # two may have come too late
+    assert [request.result().status for request in done] == [200] * len(done)
+    assert len(done) >= 10
     assert running.process.wait(40) == 0
     psutil.wait_procs(processes, timeout=5)
     assert [process for process in processes if process.is_running()] == []
