@@ -189,6 +189,8 @@ def _print(result: "LoadTest") -> None:
             table.add_row(load_text(level), *_cells(level))
         console.print(table)
         console.print(escape(knee_text(series, result.latency_budget_ms)), highlight=False, soft_wrap=True)
+    for reason, count in result.failures.items():
+        console.print(f"no answer, {count:,} times: {escape(reason)}", highlight=False, soft_wrap=True)
     console.print(f"sent: {escape(result.sent)}", style="dim", highlight=False)
 
 

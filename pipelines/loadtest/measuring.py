@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ Result = TypeVar("Result")
 WARMUP_S = 0.5  # of each level; connections are made in it, too
 _START_S = 0.2  # until all processes are told of a level
 _BUDGET_FACTOR = 10  # times the median latency of a single client
+_NUM_REASONS = 5
 _WITH, _WITHOUT = "dynamic batching", "without"
 
 
@@ -86,6 +88,7 @@ def run_load_test(
         max_batch_size=about.network.max_batch_size,
         instance_group=list(about.network.config.get("instance_group", [])),
         series=tuple(series),
+        failures=tester.failures(),
         environment=environment(),
     )
 
@@ -171,13 +174,19 @@ class _Tester:
         self._client, self._plan, self._payload = client, plan, payload
         self._target, self._network, self._pool, self._say = target, network, pool, say
         self._seed = 0
+        self._messages: Counter[str] = Counter()
+
+    def failures(self) -> dict[str, int]:
+        """The most frequent reasons so far why there was no answer."""
+        return dict(self._messages.most_common(_NUM_REASONS))
 
     def default_budget_ms(self) -> float:
         """Ten times the median latency of a single client."""
         self._say("a single client, for the latency budget")
         alone = self._hold(concurrency=1)
         if alone.p50_ms is None:
-            raise EngineryError(f"the server answered none of a single client's requests: {alone.errors}")
+            reason = next(iter(self.failures()), "none came back")
+            raise EngineryError(f"none of a single client's {alone.num_requests} requests was answered: {reason}")
         return _BUDGET_FACTOR * alone.p50_ms
 
     def measure(self, name: str, served: NetworkModel, budget_ms: float) -> Series:
@@ -221,8 +230,7 @@ class _Tester:
         for part in self._pool.map(generate, loads):
             samples.extend(part)
         after = _ask(self._client, lambda opened: opened.statistics(self._network))
-        for message in samples.messages:
-            self._say(message)
+        self._messages.update(samples.messages)
         return summarize(
             samples,
             window=(start_at + WARMUP_S, start_at + load.duration_s),

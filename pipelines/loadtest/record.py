@@ -83,4 +83,5 @@ class LoadTest(_Record):
     max_batch_size: int
     instance_group: list[dict[str, Any]]
     series: tuple[Series, ...]
+    failures: dict[str, int] = Field({}, description="The five most frequent reasons for no answer, and how often.")
     environment: Environment = Field(description="Of the load generator.")

@@ -2,6 +2,7 @@
 
 from pipelines.loadtest.record import Level, LoadTest, Series
 
+_FEW_REQUESTS = 10  # a second; below, the digits behind the point count
 _MUCH_LAG = 0.2  # of the median latency
 _SOME_LAG_MS = 5.0  # below which nothing is said: timers are no better where a machine is busy
 
@@ -10,7 +11,12 @@ def load_text(level: Level) -> str:
     """Which load it was."""
     if level.concurrency is not None:
         return "1 client" if level.concurrency == 1 else f"{level.concurrency:,} clients"
-    return f"{level.request_rate:,.0f} requests/s"
+    return rate_text(level.request_rate or 0)
+
+
+def rate_text(rate: float) -> str:
+    """Requests per second."""
+    return f"{rate:,.0f} requests/s" if rate >= _FEW_REQUESTS else f"{rate:.2g} requests/s"
 
 
 def knee_text(series: Series, budget_ms: float) -> str:
@@ -20,7 +26,9 @@ def knee_text(series: Series, budget_ms: float) -> str:
         lowest = min((level.request_rate or 0 for level in series.open), default=None)
         if lowest is None:
             return "no knee: no request rate was tried"
-        return f"no knee: {lowest:,.0f} requests/s, the lowest rate tried, was too much for {within}"
+        if not any(level.num_requests for level in series.open):
+            return "no knee: no request was due in the time; take more --seconds or higher --rates"
+        return f"no knee: {rate_text(lowest)}, the lowest rate tried, was too much for {within}"
     knee = series.knee
     above = "; no higher rate was tried" if knee.is_highest_tried else ""
     return f"knee: {knee.images_per_s:,.0f} images/s within {within} (measured {knee.p99_ms:,.1f} ms){above}"

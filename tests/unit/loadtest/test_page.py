@@ -11,7 +11,7 @@ from components.common.errors import UserError
 from pipelines.commands import cli
 from pipelines.loadtest.page import page
 from pipelines.loadtest.record import Knee, Level, LoadTest, Series
-from pipelines.loadtest.wording import caution_text, gain_text, knee_text
+from pipelines.loadtest.wording import caution_text, gain_text, knee_text, load_text
 
 
 def level(load: float, throughput: float, p99_ms: float, *, closed: bool = False, **changed: object) -> Level:
@@ -95,6 +95,11 @@ def test_words_fit_what_there_is(result: LoadTest) -> None:
     assert "100 requests/s, the lowest rate tried, was too much for 50 ms" in knee_text(without, 50)
     assert knee_text(without.model_copy(update={"open": ()}), 50) == "no knee: no request rate was tried"
     assert page(result.model_copy(update={"series": (without.model_copy(update={"open": ()}),)}))
+    nobody = without.open[0].model_copy(update={"request_rate": 0.5, "num_requests": 0, "p50_ms": None, "p99_ms": None})
+    assert "no request was due" in knee_text(without.model_copy(update={"open": (nobody,)}), 50)
+    assert load_text(nobody) == "0.5 requests/s"
+    failed = result.model_copy(update={"failures": {"<model> refused it": 1200}})
+    assert "1,200 times: &lt;model&gt; refused it" in page(failed)
 
 
 @pytest.mark.parametrize(

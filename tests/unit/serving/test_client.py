@@ -200,6 +200,21 @@ def test_comparing_without_the_servers_leave_is_refused_with_the_way_to_it(serve
     assert "enginery serve --allow-loading" in str(done.exception)
 
 
+def test_a_load_test_says_why_there_was_no_answer(url: str, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/bad.jpg").write_text("no image")
+    options = ["--data", tmp_path / "images", "--seconds", "0.2", "--concurrency", "1", "--rates", "20"]
+    arguments = ["loadtest", "--url", url, *map(str, options), "--output"]
+    done = CliRunner().invoke(cli, [*arguments, str(tmp_path / "first")])
+    assert re.search(r"single client's \d+ requests was answered: .*image 0 is not an image", str(done.exception))
+    done = CliRunner().invoke(cli, [*arguments, str(tmp_path / "second"), "--latency-budget", "100"])
+    assert done.exception is None, done.output
+    assert re.search(r"no answer, \d+ times: .*image 0 is not an image", done.output)
+    result = LoadTest.model_validate_json((tmp_path / "second/loadtest.json").read_text())
+    (count,) = result.failures.values()
+    assert count >= sum(level.num_errors for series in result.series for level in (*series.closed, *series.open))
+
+
 def test_with_and_without_dynamic_batching_and_then_as_before(triton, exported, tmp_path: Path) -> None:
     running = start_serving(exported.path, tmp_path, "--allow-loading")
     try:
