@@ -90,6 +90,11 @@ def test_a_misspelled_key_is_refused_at_every_level(path: str) -> None:
         ("submit.arguments", {"data": ["a", "b"]}),
         ("submit.arguments", {"Data": "a"}),
         ("trainJobs.namespaces", []),
+        ("networkPolicy.clientCidrs", ["example.com"]),
+        ("commonLabels", {"app.kubernetes.io/part-of": "platform"}),  # twice the same key in the objects
+        ("commonLabels", {"team": "computer vision"}),
+        ("serve.monitoring.labels", {"app.kubernetes.io/name": "triton"}),
+        ("fullnameOverride", "a" * 42),
         ("claims", {"images": {"storageClass": "shared"}}),
         ("claims", {"images": {"size": "2 TB"}}),
     ],
@@ -118,6 +123,11 @@ def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
         ("full", "serve.autoscaling.maxReplicas", 1, "serve.autoscaling.minReplicas is 2 and maxReplicas 1"),
         ("full", "submit.namespace", "", "submit.clusterRole is set and submit.namespace is empty"),
         ("kserve", "serve.autoscaling.enabled", True, "KServe scales an InferenceService itself"),
+        ("kserve", "serve.monitoring", {"enabled": True}, "serve.monitoring is for the kinds Deployment and Rollout"),
+        ("kserve", "serve.test", {"image": "aGVq", "label": "7"}, "serve.test is for the kinds Deployment and Rollout"),
+        ("full", "mlflow.service", {"type": "LoadBalancer"}, "mlflow.service.type is LoadBalancer, and the network"),
+        ("full", "serve.service", {"type": "NodePort"}, "Name who may call in networkPolicy.clientCidrs"),
+        ("gpus", "postgresql", {"enabled": True}, "postgresql.enabled is for MLflow alone"),
         ("kserve", "serve.ingress", {"enabled": True, "host": "a.example"}, "KServe makes the route"),
     ],
 )

@@ -1,14 +1,15 @@
 {{/* What all parts share: names, labels, images, security contexts. */}}
 
+{{/* Names end in up to 11 more: CronJobs and the pods of a StatefulSet take 52 in all. */}}
 {{- define "enginery.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 41 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 46 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 41 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 46 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 41 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -86,7 +87,6 @@ seccompProfile:
 
 {{- define "enginery.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
-privileged: false
 readOnlyRootFilesystem: true
 runAsNonRoot: true
 capabilities:
