@@ -58,9 +58,9 @@ class View:
 
     @cached_property
     def nodes(self) -> list[Any]:
-        """Nodes that take pods."""
+        """Nodes that take pods: neither cordoned nor broken."""
         found = self.core.list_node(_request_timeout=_LIMIT_S).items
-        return [node for node in found if not node.spec.unschedulable]
+        return [node for node in found if not node.spec.unschedulable and _is_ready(node)]
 
     @cached_property
     def trouble(self) -> str:
@@ -89,6 +89,11 @@ class View:
                 raise
 
         return looked
+
+
+def _is_ready(node: Any) -> bool:
+    conditions = (node.status.conditions or ()) if node.status else ()
+    return all(condition.status == "True" for condition in conditions if condition.type == "Ready")
 
 
 def diagnose_cluster(view: View) -> Diagnosis:
