@@ -40,6 +40,20 @@ def _with_unit(quantity: str) -> str:
 Cpu = Annotated[str, Field(pattern=r"^([0-9]*\.)?[0-9]+m?$|^$")]
 Memory = Annotated[str, Field(pattern=r"^[0-9]+(M|G|T|Mi|Gi|Ti)?$|^$"), AfterValidator(_with_unit)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+# Parts of the names of variables whose values are secrets; of a file with one, the name may be said.
+_SECRET_PARTS = {"PASSWORD", "PASSWD", "SECRET", "TOKEN", "CREDENTIAL", "CREDENTIALS"}
+
+
+def _no_secrets(variables: dict[str, str]) -> dict[str, str]:
+    """A value of `env` stands in the pipeline's YAML, in KFP's database and in TrainJobs."""
+    for name, value in variables.items():
+        parts = name.upper().split("_")
+        is_secret = _SECRET_PARTS.intersection(parts) and parts[-1] not in ("FILE", "PATH", "URL", "URI")
+        if (is_secret and not value.startswith("/")) or re.search(r"://[^/@\s]*:[^/@\s]+@", value):
+            raise ValueError(f"{name} holds a secret in the clear; put it into a Secret and name that in secrets")
+    return variables
+
+
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Folder = Annotated[str, Field(pattern=r"^/[^:]+$")]
@@ -147,7 +161,9 @@ class Placement(_Part):
     tolerations: tuple[Toleration, ...] = Field(
         (), description="Taints to tolerate, each with key, operator, value, effect. GPU steps tolerate nvidia.com/gpu."
     )
-    env: dict[Variable, str] = Field({}, description="Environment variables, such as MLFLOW_TRACKING_URI.")
+    env: Annotated[dict[Variable, str], AfterValidator(_no_secrets)] = Field(
+        {}, description="Environment variables, such as MLFLOW_TRACKING_URI; nothing secret."
+    )
     secrets: tuple[Secret, ...] = Field(
         (), description="Secrets as environment variables: a list of name and env (variable: key in the Secret)."
     )

@@ -52,6 +52,8 @@ def test_the_settings_arrive(cluster: Cluster, submit: Submit, tmp_path: Path) -
             "validate: {gpu: {product: A}, node_selector: {nvidia.com/gpu.product: B}}",
             "validate: gpu.product is A, and node_selector has nvidia.com/gpu.product B; leave one out",
         ),
+        ("every_step: {env: {HF_TOKEN: hf_1}}", "every_step.env: HF_TOKEN holds a secret in the clear; put it into a"),
+        ("every_step: {env: {MLFLOW_TRACKING_URI: 'http://a:b@mlflow:5000'}}", "MLFLOW_TRACKING_URI holds a secret in"),
         ("train: {num_nodes: 2000}", "train.num_nodes: got 2000, must be less than or equal to 1024"),
         ("[1]", "must hold a mapping of settings, found a list"),
     ],
@@ -80,6 +82,18 @@ def test_what_a_step_gets_falls_to_every_step() -> None:
     assert [settings.of(step).shm for step in ("preprocess", "train", "export")] == ["", "64Gi", "8Gi"]
     assert settings.image("gate") == "registry.example.com/vision/promote:0.1.0"
     assert settings.image("train").startswith("registry.example.com/vision/train@sha256:1111")
+
+
+def test_variables_that_only_sound_secret(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    plain = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/etc/gcs/key.json",
+        "MLFLOW_TRACKING_URI": "http://mlflow:5000/@here",
+    }
+    file.write_text(json.dumps({"every_step": {"env": plain}}))
+    assert load_settings(file).of("gate").env == plain
 
 
 def test_a_volume_of_all_steps_may_be_that_of_the_training(tmp_path: Path) -> None:
