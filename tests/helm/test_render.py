@@ -16,6 +16,7 @@ from tests.helm.rendering import (
     CASES,
     CHART,
     NOTES,
+    RELEASE,
     case,
     containers,
     named,
@@ -302,6 +303,22 @@ def test_steps_may_make_trainjobs_where_they_run() -> None:
         }
         # What the step does, which `enginery doctor --cluster` asks for, and nothing else.
         assert given == {(*what, verb) for *what, verbs in RIGHTS for verb in verbs}
+
+
+def test_releases_of_two_environments_do_not_meet() -> None:
+    """Of one name, as with GitOps: what they have in a third namespace must not be the same object."""
+
+    def made(namespace: str) -> set[tuple[str, str, str]]:
+        values = case("full")
+        values["submit"]["namespace"] = "kubeflow"
+        with helm_python.Chart.load(CHART) as chart:
+            files = chart.render(values, name=RELEASE, namespace=namespace)
+        found = [entry for name, text in files.items() if name != NOTES for entry in yaml.safe_load_all(text) if entry]
+        return {(entry["kind"], entry["metadata"]["namespace"], entry["metadata"]["name"]) for entry in found}
+
+    dev, prod = made("enginery-dev"), made("enginery-prod")
+    assert len({kind for kind, namespace, _ in dev if namespace == "kubeflow"}) == 2
+    assert dev & prod == set()
 
 
 def test_a_packaged_chart_renders_the_same(tmp_path: Path) -> None:

@@ -14,6 +14,13 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Name of an object in another namespace, which the same release of another namespace may have there, too: list of
+root, name and namespace. */}}
+{{- define "enginery.nameIn" -}}
+{{- $home := (index . 0).Release.Namespace -}}
+{{- index . 1 }}{{ if ne (index . 2) $home }}-{{ $home }}{{ end -}}
+{{- end -}}
+
 {{/* Labels that select pods of a part: list of root and part. They never change. */}}
 {{- define "enginery.selector" -}}
 {{- $root := index . 0 -}}
