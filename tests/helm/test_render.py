@@ -236,6 +236,17 @@ def test_callers_from_outside_are_named_by_their_addresses() -> None:
     assert {"ipBlock": {"cidr": "10.0.0.0/8"}} in sources
 
 
+def test_claims_are_where_the_steps_run() -> None:
+    """A pod mounts claims of its own namespace alone, and KFP's steps are rarely in the release's."""
+    found = {
+        (entry["metadata"]["namespace"], entry["metadata"]["name"])
+        for entry in resources(rendered_case("full"))
+        if entry["kind"] == "PersistentVolumeClaim"
+    }
+    assert found == {("team-vision", "demo-enginery-images"), ("kubeflow", "demo-enginery-work-team-vision")}
+    assert "work: the claim demo-enginery-work-team-vision in kubeflow" in rendered_case("full")[NOTES]
+
+
 def test_a_submission_reaches_its_endpoint_behind_a_service() -> None:
     """A policy sees the pods' port, which need not be the Service's."""
     values = case("full")
@@ -317,7 +328,11 @@ def test_releases_of_two_environments_do_not_meet() -> None:
         return {(entry["kind"], entry["metadata"]["namespace"], entry["metadata"]["name"]) for entry in found}
 
     dev, prod = made("enginery-dev"), made("enginery-prod")
-    assert len({kind for kind, namespace, _ in dev if namespace == "kubeflow"}) == 2
+    assert {kind for kind, namespace, _ in dev if namespace == "kubeflow"} == {
+        "PersistentVolumeClaim",
+        "Role",
+        "RoleBinding",
+    }
     assert dev & prod == set()
 
 

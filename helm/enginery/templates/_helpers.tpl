@@ -18,7 +18,7 @@
 root, name and namespace. */}}
 {{- define "enginery.nameIn" -}}
 {{- $home := (index . 0).Release.Namespace -}}
-{{- index . 1 }}{{ if ne (index . 2) $home }}-{{ $home }}{{ end -}}
+{{- index . 1 }}{{ if and $home (ne (index . 2) $home) }}-{{ $home }}{{ end -}}
 {{- end -}}
 
 {{/* Labels that select pods of a part: list of root and part. They never change. */}}

@@ -81,3 +81,9 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{/* Name of one of the claims: list of root, its key and its namespace. */}}
+{{- define "enginery.claims.name" -}}
+{{- $root := index . 0 -}}
+{{- include "enginery.nameIn" (list $root (printf "%s-%s" (include "enginery.fullname" $root) (index . 1)) (index . 2)) -}}
+{{- end -}}
