@@ -96,6 +96,23 @@ def test_the_tracking_server_is_really_asked(tracking: tuple[str, Path]) -> None
     assert done.returncode == 1, done.stdout
 
 
+def test_a_password_with_an_escape_reaches_mlflow(tmp_path: Path) -> None:
+    """A database's URI has what is special in its password as %40 and so on."""
+    uri = "postgresql://mlflow:p%40ss%25@database/mlflow"
+    # As mlflow.server.auth.config reads it, whose import wants packages of the image.
+    reader = "import configparser, os; found = configparser.ConfigParser(); "
+    reader += 'found.read(os.environ["MLFLOW_AUTH_CONFIG_PATH"]); print(found["mlflow"]["database_uri"])'
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{reader}'\n")
+    (tmp_path / "python").chmod(0o755)  # in the place of the server
+    variables = {"MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_AUTH_DATABASE_URI": uri}
+    variables |= {"MLFLOW_FLASK_SERVER_SECRET_KEY": "k", "TMPDIR": str(tmp_path)}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["/bin/sh", str(START), "serve"], env={**os.environ, **variables, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == uri, done.stderr
+
+
 class Triton(BaseHTTPRequestHandler):
     """Answers as the KServe protocol says: metadata, and a label for the bytes that came as a tensor."""
 

@@ -215,14 +215,18 @@ def test_sigterm_removes_the_job_and_ends_with_75(
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not any("labelSelector" in path for _, path, _ in cluster.requests) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 75, told
+    too_late = threading.Timer(120, process.kill)
+    too_late.start()
+    assert process.stderr is not None
+    told = ""
+    while line := process.stderr.readline():
+        told += line
+        if "waiting for pods: node 0: Unschedulable 0/9 nodes: 9 Insufficient nvidia.com/gpu" in line:
+            process.send_signal(signal.SIGTERM)
+    too_late.cancel()
+    assert process.wait(timeout=60) == 75, told
     assert cluster.jobs == {}
-    assert "waiting for pods: node 0: Unschedulable 0/9 nodes: 9 Insufficient nvidia.com/gpu" in told
+    assert "waiting for pods" in told
     assert json.loads((tmp_path / "out" / FAILURE).read_text())["exit_code"] == 75
 
 
