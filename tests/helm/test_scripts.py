@@ -84,6 +84,10 @@ def test_the_tracking_server_is_really_asked(tracking: tuple[str, Path]) -> None
         done = run("test_mlflow.py", MLFLOW_TRACKING_URI=url)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("ok ") == 4
+    done = run(  # this server asks for no password, and the chart's values want one
+        "test_mlflow.py", MLFLOW_TRACKING_URI=url, MLFLOW_TRACKING_USERNAME="admin", MLFLOW_TRACKING_PASSWORD="p"
+    )
+    assert (done.returncode, "nobody is let in without a password: got 200, wanted 401" in done.stderr) == (1, True)
     artifacts = folder / "artifacts"
     assert len(list(artifacts.rglob("artifact.bin"))) == 2
     artifacts.rename(folder / "gone")

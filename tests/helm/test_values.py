@@ -128,6 +128,13 @@ def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
         ("full", "mlflow.service", {"type": "LoadBalancer"}, "mlflow.service.type is LoadBalancer, and the network"),
         ("full", "serve.service", {"type": "NodePort"}, "Name who may call in networkPolicy.clientCidrs"),
         ("gpus", "postgresql", {"enabled": True}, "postgresql.enabled is for MLflow alone"),
+        ("gpus", "serve.sharedMemory", "32768Mi", "Shared memory counts as the pod's: give it more"),
+        (
+            "full",
+            "serve.resources",
+            {"requests": {"cpu": None, "memory": "1Gi"}},
+            "aims at a share of the requested CPU",
+        ),
         ("kserve", "serve.ingress", {"enabled": True, "host": "a.example"}, "KServe makes the route"),
     ],
 )

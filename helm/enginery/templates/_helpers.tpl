@@ -130,6 +130,13 @@ limits: {memory: 1Gi}
     sizeLimit: 2Gi
 {{- end -}}
 
+{{/* Kubernetes' "8Gi" in bytes. */}}
+{{- define "enginery.bytes" -}}
+{{- $units := dict "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- $text := toString . -}}
+{{- mulf (float64 (regexFind "^[0-9.]+" $text)) (get $units (regexFind "[A-Za-z]*$" $text)) -}}
+{{- end -}}
+
 {{/* The port of a URL: its own, else that of the scheme. */}}
 {{- define "enginery.portOf" -}}
 {{- $url := urlParse . -}}

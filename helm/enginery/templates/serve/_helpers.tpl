@@ -23,6 +23,10 @@
 {{- if and (eq $serve.kind "InferenceService") $serve.test.image -}}
 {{- fail "serve.test is for the kinds Deployment and Rollout. KServe decides at which address an InferenceService answers: leave serve.test.image out" -}}
 {{- end -}}
+{{- $memory := get (default dict $serve.resources.limits) "memory" -}}
+{{- if and $memory (ge (float64 (include "enginery.bytes" $serve.sharedMemory)) (float64 (include "enginery.bytes" $memory))) -}}
+{{- fail (printf "serve.sharedMemory is %v, and serve.resources.limits.memory %v. Shared memory counts as the pod's: give it more" $serve.sharedMemory $memory) -}}
+{{- end -}}
 {{- if and $serve.test.image (not $serve.test.label) -}}
 {{- fail "serve.test.image is set and serve.test.label is empty. Say which label the model must answer" -}}
 {{- end -}}
