@@ -175,7 +175,7 @@ def pipelines_server(view: View) -> Finding:
     """Whether KFP answers where the user says it does, or else is installed."""
     if view.endpoint:
         try:
-            Server(endpoint=view.endpoint.rstrip("/"), login=view.login, ca_file=view.ca_file).client()
+            Server(endpoint=view.endpoint, login=view.login, ca_file=view.ca_file).client()
         except EngineryError as error:
             text, _, fix = str(error).partition(". ")
             return missing(text, fix or "see Kubeflow Pipelines' own log (kubectl -n kubeflow logs deploy/ml-pipeline)")

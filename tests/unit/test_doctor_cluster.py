@@ -294,6 +294,12 @@ def test_a_registry_that_asks_for_a_login(api: ClusterApi) -> None:
     assert "Bearer of-the-registry" in api.tokens
 
 
+def test_an_endpoint_that_is_none_is_told_before_anything_is_asked(api: ClusterApi) -> None:
+    result = CliRunner().invoke(doctor, ["--cluster", "--endpoint", "localhost:8080"])
+    assert "--endpoint must be a URL such as" in str(result.exception)
+    assert api.requests == []
+
+
 def test_options_of_a_cluster_need_the_flag() -> None:
     result = CliRunner().invoke(doctor, ["--settings", str(EXAMPLE)])
     assert "--settings goes with --cluster" in str(result.exception)
