@@ -55,6 +55,11 @@ def _no_secrets(variables: dict[str, str]) -> dict[str, str]:
 
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+OptionalName = Annotated[str, Field(pattern=r"^$|^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")]
+LabelValue = Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")]
+SecretKey = Annotated[str, Field(pattern=r"^[-._A-Za-z0-9]+$")]
+SubFolder = Annotated[str, Field(pattern=r"^$|^([^/.]|\.[^/.])[^:]*$")]  # in a volume: neither absolute nor outside
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Folder = Annotated[str, Field(pattern=r"^/[^:]+$")]
 
@@ -100,7 +105,7 @@ class Secret(_Part):
     """Entries of a Kubernetes Secret as environment variables."""
 
     name: Name = Field(description="Name of the Secret, in the namespace of the run.")
-    env: dict[Variable, str] = Field(
+    env: dict[Variable, SecretKey] = Field(
         min_length=1, description="Environment variable: key in the Secret, such as AWS_ACCESS_KEY_ID: accesskey."
     )
 
@@ -110,7 +115,7 @@ class Volume(_Part):
 
     claim: Name = Field(description="Name of the PersistentVolumeClaim, in the namespace of the run.")
     mount_path: Folder = Field(description="Folder at which the steps see it, such as /mnt/images.")
-    sub_path: str = Field("", description="Folder of the volume to mount; empty for its root.")
+    sub_path: SubFolder = Field("", description="Folder of the volume to mount; empty for its root.")
 
 
 class Gpu(_Part):
@@ -122,7 +127,7 @@ class Gpu(_Part):
         pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
         description="Kubernetes' name of the resource; parts of a GPU are such as nvidia.com/mig-3g.40gb.",
     )
-    product: str = Field(
+    product: LabelValue = Field(
         "",
         description="GPU type as the node label nvidia.com/gpu.product has it, such as NVIDIA-H100-80GB-HBM3; empty "
         "for any.",
@@ -157,7 +162,7 @@ class Placement(_Part):
     shm: Memory = Field(
         "", description=f"Size of /dev/shm, such as 16Gi; it counts as memory. Empty: {SHARED_MEMORY} for GPU steps."
     )
-    node_selector: dict[str, str] = Field({}, description="Labels that nodes must have.")
+    node_selector: dict[LabelKey, LabelValue] = Field({}, description="Labels that nodes must have.")
     tolerations: tuple[Toleration, ...] = Field(
         (), description="Taints to tolerate, each with key, operator, value, effect. GPU steps tolerate nvidia.com/gpu."
     )
@@ -202,14 +207,18 @@ class TrainJobSettings(_Part):
         description="Claim that all nodes can write at the same time (ReadWriteMany), with its mount_path. The data "
         "set is copied there, once, and checkpoints are written there.",
     )
-    service_account: str = Field("", description="Service account of the training pods; empty for the runtime's.")
+    service_account: OptionalName = Field(
+        "", description="Service account of the training pods; empty for the runtime's."
+    )
 
 
 class ClusterSettings(_Part):
     """What a cluster is told of a pipeline's steps."""
 
-    namespace: str = Field("", description="Your namespace, where KFP serves several users.")
-    service_account: str = Field("", description="Service account of the run; empty for KFP's own (pipeline-runner).")
+    namespace: OptionalName = Field("", description="Your namespace, where KFP serves several users.")
+    service_account: OptionalName = Field(
+        "", description="Service account of the run; empty for KFP's own (pipeline-runner)."
+    )
     pipeline_root: str = Field(
         "",
         pattern=r"^$|^(s3|gs|minio|oci)://.+",
