@@ -8,7 +8,15 @@ from kfp import dsl, kubernetes
 
 from components.common.images import image_for
 from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, TrainJobRequest
-from pipelines.cluster.settings import ClusterSettings, Gpu, GpuPlacement, Placement, Toleration, TrainPlacement
+from pipelines.cluster.settings import (
+    PRODUCT_LABEL,
+    ClusterSettings,
+    Gpu,
+    GpuPlacement,
+    Placement,
+    Toleration,
+    TrainPlacement,
+)
 
 RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"  # read by components.common.tracking, whose import would bring MLflow
 _GPU_TAINT = Toleration(key="nvidia.com/gpu", effect="NoSchedule")
@@ -57,7 +65,7 @@ def place(task: dsl.PipelineTask, step: str) -> dsl.PipelineTask:
 def selector_of(placed: Placement) -> dict[str, str]:
     """Labels of the nodes that a step may run on."""
     gpu = placed.gpu if isinstance(placed, GpuPlacement) else Gpu(count=0)
-    product = {"nvidia.com/gpu.product": gpu.product} if gpu.count and gpu.product else {}
+    product = {PRODUCT_LABEL: gpu.product} if gpu.count and gpu.product else {}
     return {**product, **placed.node_selector}
 
 
@@ -96,7 +104,7 @@ def _let_in(task: dsl.PipelineTask, placed: Placement, settings: ClusterSettings
             placed.retries.times,
             backoff_duration=f"{placed.retries.wait_s}s",
             backoff_factor=placed.retries.factor,
-            backoff_max_duration=f"{placed.retries.longest_wait_s}s",
+            backoff_max_duration=f"{placed.retries.window(placed.timeout_s)}s",
         )
     if placed.timeout_s:
         kubernetes.set_timeout(task, placed.timeout_s)
@@ -113,7 +121,8 @@ def _wait_only(task: dsl.PipelineTask, placed: TrainPlacement, settings: Cluster
     """The step's own pod starts a TrainJob and waits: the GPUs are those of the job's pods."""
     volume = settings.train_job.volume
     assert volume is not None  # the settings' own check
-    kubernetes.mount_pvc(task, volume.claim, volume.mount_path, volume.sub_path)
+    if volume not in placed.volumes:
+        kubernetes.mount_pvc(task, volume.claim, volume.mount_path, volume.sub_path)
     _size(task, _WAITING_CPU, _WAITING_MEMORY)
     for label, value in placed.node_selector.items():
         kubernetes.add_node_selector(task, label, value)
@@ -140,7 +149,7 @@ def _request(placed: TrainPlacement, settings: ClusterSettings) -> TrainJobReque
         tolerations=tuple(toleration_of(toleration) for toleration in tolerations_of(placed)),
         env=placed.env,
         secrets={variable: (secret.name, key) for secret in placed.secrets for variable, key in secret.env.items()},
-        volumes=tuple((v.claim, v.mount_path, v.sub_path) for v in (volume, *placed.volumes)),
+        volumes=tuple((v.claim, v.mount_path, v.sub_path) for v in dict.fromkeys((volume, *placed.volumes))),
         shared=volume.mount_path,
         image_pull_secrets=settings.image_pull_secrets,
         service_account=settings.train_job.service_account,

@@ -29,6 +29,7 @@ from components.train.train_job import (
 LAST_LINES = 20  # of a pod that failed
 _LAST_LINES_S = 3.0  # for what a pod has just printed
 _REQUEST_S = 20.0
+_NO_PODS_S = 60.0  # after which it is said that there are none: a quota or a policy may refuse them
 _MAX_LOST = 30  # questions in a row without an answer, before the API server counts as gone
 
 
@@ -118,6 +119,7 @@ class Job:
     api: Any
     namespace: str
     name: str
+    may_exist: bool = False  # from before it is asked for, until the API server refuses it
     _follower: threading.Thread | None = None
     _tail: "deque[str]" = field(default_factory=lambda: deque(maxlen=LAST_LINES))  # of node 0
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -128,11 +130,16 @@ class Job:
         Raises:
             UserError: the cluster has no Kubeflow Trainer, one that is too old, or refuses the job.
         """
+        self.may_exist = True
         try:
             made = self._custom.create_namespaced_custom_object(
                 GROUP, VERSION, self.namespace, PLURAL, body, _request_timeout=_REQUEST_S
             )
+        except (urllib3.exceptions.HTTPError, OSError):
+            with told("create TrainJobs", self.namespace):
+                raise
         except client.ApiException as error:
+            self.may_exist = error.status == 409 or error.status >= 500
             if error.status == 409:
                 return False
             if error.status == 404:
@@ -171,7 +178,7 @@ class Job:
         Raises:
             EngineryError: it failed, was deleted, or the API server is gone.
         """
-        lost, said = 0, ""
+        lost, said, began = 0, "", time.monotonic()
         try:
             while True:
                 try:
@@ -191,11 +198,16 @@ class Job:
                     if self._is_complete(job, pods):
                         return
                     self._follow(pods, show)
-                    if (trouble := "; ".join(filter(None, map(trouble_of, pods)))) != said:
-                        said = trouble
-                        if trouble:
-                            say(f"waiting for pods: {trouble}")
+                    trouble = "; ".join(filter(None, map(trouble_of, pods)))
+                    if not pods and time.monotonic() - began > _NO_PODS_S:
+                        trouble = f"there are none; kubectl -n {self.namespace} describe jobset,job says why"
+                    if trouble not in ("", said):
+                        say(f"waiting for pods: {trouble}")
+                    said = trouble
                 time.sleep(poll_s)
+        except KeyboardInterrupt:
+            self._ended.set()  # nothing comes before the job's removal: who started this may end it within a second
+            raise
         finally:
             self._finish_following()
 
@@ -260,7 +272,7 @@ class Job:
                     return
 
     def _finish_following(self) -> None:
-        if self._follower is not None:
+        if self._follower is not None and not self._ended.is_set():
             self._follower.join(timeout=_LAST_LINES_S)
         self._ended.set()
 
@@ -279,11 +291,12 @@ class Job:
                     _request_timeout=_REQUEST_S,
                 )
             except client.ApiException as error:
-                if error.status == 404 and not self.pods():
-                    return True
                 if error.status not in (404, 409):
                     with told("delete TrainJobs", self.namespace):
                         raise
+                with told("look at pods", self.namespace):
+                    if error.status == 404 and not self.pods():
+                        return True
             except (urllib3.exceptions.HTTPError, OSError):
                 pass  # tried again
             if time.monotonic() >= deadline:

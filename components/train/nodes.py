@@ -74,14 +74,15 @@ def train_on_nodes(
     )
     job = Job(api, pod.namespace, body["metadata"]["name"])
     (checkpoint / FAILURE).unlink(missing_ok=True)  # an earlier try's
-    _start(job, body, log)
-    log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
     try:
+        _start(job, body, log)
+        log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
         job.wait(log.note, _show, poll_s)
     except JobFailed as failed:
         raise _explained(failed, checkpoint) from None
     finally:
-        _remove(job, log)
+        if job.may_exist:
+            _remove(job, log)
     return _take_over(checkpoint, own, output, request)
 
 

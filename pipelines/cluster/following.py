@@ -11,7 +11,7 @@ import click
 import kfp_server_api  # type: ignore[import-untyped]
 import urllib3
 
-from components.common.errors import EXIT_FAILURE, EXIT_GATE_FAILED, EXIT_INTERRUPTED
+from components.common.errors import EXIT_FAILURE, EXIT_GATE_FAILED, EXIT_INTERRUPTED, EngineryError, UserError
 from pipelines.cluster.pods import PodLogs
 from pipelines.cluster.server import Server
 
@@ -47,19 +47,30 @@ class Following:
                     lost += 1
                     is_final = getattr(error, "status", 503) in (401, 403, 404)
                     if lost >= _MAX_LOST_POLLS or is_final:
-                        with self.server.explained():
-                            raise
+                        raise self._lost(error) from None
                 else:
                     if self._tell(run):
                         return self._end(run)
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
         except SystemExit:  # which pipelines.cli makes of Ctrl-C
-            where = f"--endpoint {self.server.endpoint}" + (f" --namespace {self.namespace}" if self.namespace else "")
-            click.echo(
-                f"\nno longer watching; run {self.run_id} goes on. To come back: enginery watch {self.run_id} {where}"
-            )
+            click.echo(f"\nno longer watching; {self._way_back()}")
             return EXIT_INTERRUPTED
+
+    def _way_back(self) -> str:
+        where = f"--endpoint {self.server.endpoint}" + (f" --namespace {self.namespace}" if self.namespace else "")
+        return f"run {self.run_id} goes on. To come back: enginery watch {self.run_id} {where}"
+
+    def _lost(self, error: Exception) -> EngineryError:
+        """What to say of a server that has answered before, or did not know the run."""
+        try:
+            with self.server.explained():
+                raise error
+        except EngineryError as told:
+            if getattr(error, "status", 0) == 404:
+                return told
+            text = f"{told}. It can't be watched any longer; {self._way_back()}"
+            return (UserError if getattr(error, "status", 0) in (401, 403) else EngineryError)(text)
 
     def _tell(self, run: Any) -> bool:
         """Say what is new. Returns whether the run has ended."""

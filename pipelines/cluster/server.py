@@ -117,7 +117,7 @@ class Server:
         """
         if ca_file is not None and not ca_file.is_file():
             raise UserError(f"--ca-file {ca_file}: no such file; name one with certificates in PEM")
-        return cls(endpoint=_checked(endpoint), login=Login.find(token_file, cookie_file), ca_file=ca_file)
+        return cls(endpoint=checked_endpoint(endpoint), login=Login.find(token_file, cookie_file), ca_file=ca_file)
 
     def client(self) -> Any:
         """KFP's client, once the server has said that it is well.
@@ -202,12 +202,21 @@ class Server:
             raise UserError(f"can't reach Kubeflow Pipelines at {self.endpoint}: {text}. {fix}") from None
 
 
-def _checked(endpoint: str) -> str:
-    """The base URL, from what people copy out of a browser."""
+def checked_endpoint(endpoint: str) -> str:
+    """The base URL, from what people copy out of a browser.
+
+    Raises:
+        UserError: it is none, or has a password in it.
+    """
     url = endpoint.split("#")[0].rstrip("/")
     if not url.startswith(("http://", "https://")) or url.count("/") < 2 or not url.split("/")[2]:
         raise UserError(f"--endpoint must be a URL such as http://localhost:8080 or https://kfp.example.org/pipeline, "
                         f"got {endpoint!r}")  # fmt: skip
+    if "@" in url.split("/")[2]:
+        raise UserError(
+            "--endpoint has a user or a password in it, which lists of processes and logs show; leave it out, and give "
+            f"a token in {TOKEN_VARIABLE} or a cookie in {COOKIE_VARIABLE}"
+        )
     return url
 
 

@@ -2,11 +2,12 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from components.common.errors import UserError
@@ -14,14 +15,51 @@ from components.common.images import IMAGE_OF, REGISTRY, TAG, reference
 from components.common.settings import load_yaml, show_value
 
 GPU_STEPS = ("train", "export", "validate")
+PRODUCT_LABEL = "nvidia.com/gpu.product"
 SHARED_MEMORY = "8Gi"  # DALI and torchrun share batches through /dev/shm; a pod's default of 64 MB is too small
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
+_SMALLEST_BYTES = 2**20
+_LONGEST_TRY_S, _LONGEST_WINDOW_S = 30 * 86400, 365 * 86400
+
+
+def size_bytes(quantity: str) -> float:
+    """Kubernetes' "64Gi" in bytes."""
+    number = re.match(r"[0-9.]+", quantity)
+    assert number is not None  # the fields' pattern
+    return float(number[0]) * _UNITS[quantity[number.end() :]]
+
+
+def _with_unit(quantity: str) -> str:
+    if quantity and size_bytes(quantity) < _SMALLEST_BYTES:
+        raise ValueError(f"{quantity} is {size_bytes(quantity):.0f} bytes; write its unit, such as {quantity}Gi")
+    return quantity
+
+
 # Kubernetes' own forms; KFP's compiler takes the same of processors and memory.
 Cpu = Annotated[str, Field(pattern=r"^([0-9]*\.)?[0-9]+m?$|^$")]
-Memory = Annotated[str, Field(pattern=r"^[0-9]+(M|G|T|Mi|Gi|Ti)?$|^$")]
+Memory = Annotated[str, Field(pattern=r"^[0-9]+(M|G|T|Mi|Gi|Ti)?$|^$"), AfterValidator(_with_unit)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+# Parts of the names of variables whose values are secrets; of a file with one, the name may be said.
+_SECRET_PARTS = {"PASSWORD", "PASSWD", "SECRET", "TOKEN", "CREDENTIAL", "CREDENTIALS"}
+
+
+def _no_secrets(variables: dict[str, str]) -> dict[str, str]:
+    """A value of `env` stands in the pipeline's YAML, in KFP's database and in TrainJobs."""
+    for name, value in variables.items():
+        parts = name.upper().split("_")
+        is_secret = _SECRET_PARTS.intersection(parts) and parts[-1] not in ("FILE", "PATH", "URL", "URI")
+        if (is_secret and not value.startswith("/")) or re.search(r"://[^/@\s]*:[^/@\s]+@", value):
+            raise ValueError(f"{name} holds a secret in the clear; put it into a Secret and name that in secrets")
+    return variables
+
+
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+OptionalName = Annotated[str, Field(pattern=r"^$|^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")]
+LabelValue = Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")]
+SecretKey = Annotated[str, Field(pattern=r"^[-._A-Za-z0-9]+$")]
+SubFolder = Annotated[str, Field(pattern=r"^$|^([^/.]|\.[^/.])[^:]*$")]  # in a volume: neither absolute nor outside
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Folder = Annotated[str, Field(pattern=r"^/[^:]+$")]
 
@@ -67,7 +105,7 @@ class Secret(_Part):
     """Entries of a Kubernetes Secret as environment variables."""
 
     name: Name = Field(description="Name of the Secret, in the namespace of the run.")
-    env: dict[Variable, str] = Field(
+    env: dict[Variable, SecretKey] = Field(
         min_length=1, description="Environment variable: key in the Secret, such as AWS_ACCESS_KEY_ID: accesskey."
     )
 
@@ -77,7 +115,7 @@ class Volume(_Part):
 
     claim: Name = Field(description="Name of the PersistentVolumeClaim, in the namespace of the run.")
     mount_path: Folder = Field(description="Folder at which the steps see it, such as /mnt/images.")
-    sub_path: str = Field("", description="Folder of the volume to mount; empty for its root.")
+    sub_path: SubFolder = Field("", description="Folder of the volume to mount; empty for its root.")
 
 
 class Gpu(_Part):
@@ -89,7 +127,7 @@ class Gpu(_Part):
         pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
         description="Kubernetes' name of the resource; parts of a GPU are such as nvidia.com/mig-3g.40gb.",
     )
-    product: str = Field(
+    product: LabelValue = Field(
         "",
         description="GPU type as the node label nvidia.com/gpu.product has it, such as NVIDIA-H100-80GB-HBM3; empty "
         "for any.",
@@ -102,7 +140,18 @@ class Retries(_Part):
     times: int = Field(0, ge=0, le=100, description="Tries after the first one.")
     wait_s: int = Field(60, ge=0, description="Seconds before the second try.")
     factor: float = Field(2, ge=1, description="What the wait grows by with each try.")
-    longest_wait_s: int = Field(3600, ge=0, description="Longest wait in seconds.")
+    window_s: int = Field(
+        0,
+        ge=0,
+        description="Seconds from the start of the first try after which there is no other one and what runs is ended; "
+        "0 for as long as all tries and waits may take.",
+    )
+
+    def window(self, timeout_s: int) -> int:
+        """Seconds for all tries. KFP calls it the longest backoff, and its own default of an hour ends long steps."""
+        waits = sum(self.wait_s * self.factor**number for number in range(self.times))
+        whole = (self.times + 1) * (timeout_s or _LONGEST_TRY_S) + waits
+        return self.window_s or int(min(whole, _LONGEST_WINDOW_S))
 
 
 class Placement(_Part):
@@ -113,11 +162,13 @@ class Placement(_Part):
     shm: Memory = Field(
         "", description=f"Size of /dev/shm, such as 16Gi; it counts as memory. Empty: {SHARED_MEMORY} for GPU steps."
     )
-    node_selector: dict[str, str] = Field({}, description="Labels that nodes must have.")
+    node_selector: dict[LabelKey, LabelValue] = Field({}, description="Labels that nodes must have.")
     tolerations: tuple[Toleration, ...] = Field(
         (), description="Taints to tolerate, each with key, operator, value, effect. GPU steps tolerate nvidia.com/gpu."
     )
-    env: dict[Variable, str] = Field({}, description="Environment variables, such as MLFLOW_TRACKING_URI.")
+    env: Annotated[dict[Variable, str], AfterValidator(_no_secrets)] = Field(
+        {}, description="Environment variables, such as MLFLOW_TRACKING_URI; nothing secret."
+    )
     secrets: tuple[Secret, ...] = Field(
         (), description="Secrets as environment variables: a list of name and env (variable: key in the Secret)."
     )
@@ -156,14 +207,18 @@ class TrainJobSettings(_Part):
         description="Claim that all nodes can write at the same time (ReadWriteMany), with its mount_path. The data "
         "set is copied there, once, and checkpoints are written there.",
     )
-    service_account: str = Field("", description="Service account of the training pods; empty for the runtime's.")
+    service_account: OptionalName = Field(
+        "", description="Service account of the training pods; empty for the runtime's."
+    )
 
 
 class ClusterSettings(_Part):
     """What a cluster is told of a pipeline's steps."""
 
-    namespace: str = Field("", description="Your namespace, where KFP serves several users.")
-    service_account: str = Field("", description="Service account of the run; empty for KFP's own (pipeline-runner).")
+    namespace: OptionalName = Field("", description="Your namespace, where KFP serves several users.")
+    service_account: OptionalName = Field(
+        "", description="Service account of the run; empty for KFP's own (pipeline-runner)."
+    )
     pipeline_root: str = Field(
         "",
         pattern=r"^$|^(s3|gs|minio|oci)://.+",
@@ -192,11 +247,40 @@ class ClusterSettings(_Part):
                 raise ValueError(
                     f"{step}: its memory {placed.memory} must be more than its shm {placed.shm}, which counts as memory"
                 )
+            self._check_volumes(step, placed)
+            self._check_variables(step, placed)
+            gpu = placed.gpu if isinstance(placed, GpuPlacement) else Gpu()
+            if gpu.product and placed.node_selector.get(PRODUCT_LABEL, gpu.product) != gpu.product:
+                raise ValueError(
+                    f"{step}: gpu.product is {gpu.product}, and node_selector has {PRODUCT_LABEL} "
+                    f"{placed.node_selector[PRODUCT_LABEL]}; leave one out"
+                )
         if self.train.num_nodes > 1 and self.train_job.volume is None:
             raise ValueError(
                 "train.num_nodes above 1 needs train_job.volume: a claim that all nodes can write (ReadWriteMany)"
             )
         return self
+
+    def _check_volumes(self, step: str, placed: Placement) -> None:
+        volumes = list(placed.volumes)
+        shared = self.train_job.volume if step == "train" and self.train.num_nodes > 1 else None
+        if shared is not None and shared not in volumes:
+            volumes.append(shared)
+        folders = [volume.mount_path.rstrip("/") for volume in volumes]
+        folders += ["/dev/shm"] if placed.shm else []
+        for folder, number in Counter(folders).items():
+            if number > 1:
+                raise ValueError(f"{step}: {number} volumes have the mount_path {folder}; give each its own folder")
+
+    @staticmethod
+    def _check_variables(step: str, placed: Placement) -> None:
+        from_secrets = [variable for secret in placed.secrets for variable in secret.env]
+        for variable, number in Counter([*placed.env, *from_secrets]).items():
+            if number > 1:
+                raise ValueError(
+                    f"{step}: the variable {variable} is set {number} times, by env and secrets of the step and of "
+                    "every_step; leave all but one out"
+                )
 
     def of(self, step: str) -> Placement:
         """What one step gets, with what falls to it from `every_step`."""
@@ -218,13 +302,6 @@ class ClusterSettings(_Part):
         """The image that a step runs in."""
         name = IMAGE_OF[step]
         return reference(name, self.images.registry, self.images.tag, dict(self.images.digests).get(name, ""))  # type: ignore[call-overload]
-
-
-def size_bytes(quantity: str) -> float:
-    """Kubernetes' "64Gi" in bytes."""
-    number = re.match(r"[0-9.]+", quantity)
-    assert number is not None  # the fields' pattern
-    return float(number[0]) * _UNITS[quantity[number.end() :]]
 
 
 def load_settings(path: Path | None, *, num_nodes: int | None = None) -> ClusterSettings:

@@ -66,13 +66,14 @@ def deploy(
         raise UserError("name what to deploy: NAME@champion, --image, --from ENV or --rollback")
     target = environment(directory, names[0])
     checkout = Checkout.around(target.file)
+    checkout.check_branch()
     checkout.check_clean(target.file)
     if rollback:
         deployment = _back(target, checkout)
     elif origin:
         deployment = _from(environment(directory, origin), target, checkout)
     else:
-        deployment = _new(target, model, image_digests(images), repository)
+        deployment = _new(target, model, image_digests(images, target), repository)
     if not target.write(deployment.pins):
         click.echo(f"{target.name} runs {target.read().label} already; nothing to commit")
         return
@@ -140,9 +141,12 @@ def _back(target: Environment, checkout: Checkout) -> _Deployment:
     """Without asking the registry: it was asked when this was committed, and may be what is down now."""
     past = [pins for pins in checkout.past(target.file) if pins.is_deployed]
     if len(past) < 2:
+        whole = checkout.is_whole()
         raise UserError(
-            f"{target.name} served {past[0].label if past else 'no model'} and nothing before, by its commits. "
-            f"Name a version: enginery deploy --env {target.name} NAME/VERSION"
+            f"{target.name} served {past[0].label if past else 'no model'} and nothing before, by its commits"
+            f"{'' if whole else ', of which this checkout has the last ones alone'}. "
+            f"{'Name a version' if whole else 'Fetch the others (git fetch --unshallow) or name a version'}: "
+            f"enginery deploy --env {target.name} NAME/VERSION"
         )
     pins = past[-2]
     return _Deployment(

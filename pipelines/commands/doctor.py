@@ -62,14 +62,14 @@ def _at_cluster(
     namespace: str | None,
 ) -> Callable[[], Diagnosis]:
     """What looks at a cluster; mistakes in the settings are told before it does."""
-    from pipelines.cluster.server import Login
+    from pipelines.cluster.server import Login, checked_endpoint
     from pipelines.cluster.settings import load_settings
     from pipelines.diagnosis.cluster import View, diagnose_cluster
 
     placed = load_settings(settings, num_nodes=num_nodes)
     if namespace:
         placed = placed.model_copy(update={"namespace": namespace})
-    view = View(placed, endpoint or "", Login.find(token_file, cookie_file), ca_file)
+    view = View(placed, checked_endpoint(endpoint) if endpoint else "", Login.find(token_file, cookie_file), ca_file)
     return lambda: diagnose_cluster(view)
 
 

@@ -37,19 +37,25 @@ class Pins:
         return self.serving and bool(self.model or self.digest)
 
 
-def image_digests(references: tuple[str, ...]) -> dict[str, str]:
+def image_digests(references: tuple[str, ...], target: "Environment") -> dict[str, str]:
     """Digests by image, from references such as ghcr.io/team/serve@sha256:...
 
     Raises:
-        UserError: one has no digest, or names no image of the chart.
+        UserError: one has no digest, names no image of the chart, or lies elsewhere than the environment's images.
     """
-    found = {}
+    found: dict[str, str] = {}
+    place = target.registry() if references else ""
     for reference in references:
         match = _REFERENCE.fullmatch(reference.strip())
         if match is None or match["name"] not in IMAGES:
             raise UserError(
                 f"--image takes one of the chart's images ({', '.join(IMAGES)}) by digest, such as "
                 f"ghcr.io/team/serve@sha256:...; got {reference!r}. The images of steps are in submit.settings"
+            )
+        if place and match["place"] and match["place"] != place:
+            raise UserError(
+                f"{reference} is in {match['place']}, and {target.name} pulls from images.registry {place}. Push it "
+                f"there and name {place}/{match['name']}@{match['digest']}, or change images.registry in {target.file}"
             )
         found[match["name"]] = match["digest"]
     return found
@@ -72,6 +78,12 @@ class Environment:
             return pins_of(self.file.read_text(encoding="utf-8"), str(self.file))
         except OSError as error:
             raise UserError(f"can't read {self.file}: {error.strerror}") from None
+
+    def registry(self) -> str:
+        """Where its images are; "" where the file leaves that to the chart."""
+        return str(
+            get_value(parse(self.file.read_text(encoding="utf-8"), str(self.file)), ("images", "registry")) or ""
+        )
 
     def write(self, pins: Pins) -> bool:
         """Set what it runs. False where the file says so already."""

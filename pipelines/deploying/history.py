@@ -40,6 +40,22 @@ class Checkout:
             raise UserError(f"{file} is not in git yet; commit it first: git add {file}")
         return checkout
 
+    def check_branch(self) -> None:
+        """A commit that is on no branch is on nobody's way to the cluster.
+
+        Raises:
+            UserError: HEAD is detached, as after `git checkout COMMIT`, in a rebase, and in most CI systems.
+        """
+        if _git(self.root, "symbolic-ref", "--quiet", "HEAD").returncode:
+            raise UserError(
+                f"{self.root} is on no branch (HEAD is detached), so the commit of a deployment would be lost. "
+                "Switch to the branch that the cluster follows, or one for a review: git switch BRANCH"
+            )
+
+    def is_whole(self) -> bool:
+        """Whether all commits are here; CI systems often fetch the last one alone."""
+        return self._asked("rev-parse", "--is-shallow-repository").strip() != "true"
+
     def check_clean(self, file: Path) -> None:
         """What is committed must be this change alone.
 

@@ -58,9 +58,9 @@ class View:
 
     @cached_property
     def nodes(self) -> list[Any]:
-        """Nodes that take pods."""
+        """Nodes that take pods: neither cordoned nor broken."""
         found = self.core.list_node(_request_timeout=_LIMIT_S).items
-        return [node for node in found if not node.spec.unschedulable]
+        return [node for node in found if not node.spec.unschedulable and _is_ready(node)]
 
     @cached_property
     def trouble(self) -> str:
@@ -89,6 +89,11 @@ class View:
                 raise
 
         return looked
+
+
+def _is_ready(node: Any) -> bool:
+    conditions = (node.status.conditions or ()) if node.status else ()
+    return all(condition.status == "True" for condition in conditions if condition.type == "Ready")
 
 
 def diagnose_cluster(view: View) -> Diagnosis:
@@ -170,7 +175,7 @@ def pipelines_server(view: View) -> Finding:
     """Whether KFP answers where the user says it does, or else is installed."""
     if view.endpoint:
         try:
-            Server(endpoint=view.endpoint.rstrip("/"), login=view.login, ca_file=view.ca_file).client()
+            Server(endpoint=view.endpoint, login=view.login, ca_file=view.ca_file).client()
         except EngineryError as error:
             text, _, fix = str(error).partition(". ")
             return missing(text, fix or "see Kubeflow Pipelines' own log (kubectl -n kubeflow logs deploy/ml-pipeline)")

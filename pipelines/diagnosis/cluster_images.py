@@ -104,7 +104,7 @@ class ImageChecks:
                 )
             if status in (401, 403):
                 return missing(
-                    f"{image.registry} does not let {'the pull secret' if self._login(image.registry) else 'nobody'} "
+                    f"{image.registry} does not let {'the pull secret' if self._login(image.registry) else 'anybody'} "
                     f"pull {reference} ({status})",
                     "name a secret with a login that may, in image_pull_secrets",
                 )

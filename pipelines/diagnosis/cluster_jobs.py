@@ -90,16 +90,18 @@ class JobChecks:
     def rights(self) -> Finding:
         """Whether the run's service account may do what the train step does."""
         place, account = self._view.namespace, self.service_account
-        try:
-            self._view.core.read_namespaced_service_account(account, place)
-        except client.ApiException as error:
-            if error.status != 404:
-                raise
+        if not self._is_there(account):
             return missing(
                 f"there is no service account {account} in {place}", "set service_account in the settings to yours"
             )
         if self._num_nodes < 2:
             return absent("training on one node needs none")
+        of_pods = self._view.settings.train_job.service_account
+        if of_pods and not self._is_there(of_pods):
+            return missing(
+                f"there is no service account {of_pods} in {place}, so no pod of a TrainJob is made",
+                f"kubectl -n {place} create serviceaccount {of_pods}, or mend train_job.service_account",
+            )
         user = f"system:serviceaccount:{place}:{account}"
         try:
             lacking = [right for right in _each() if not self._may(user, *right)]
@@ -115,6 +117,15 @@ class JobChecks:
                 "the chart's values)",
             )
         return ok(f"{account} may start, follow and remove TrainJobs in {place}")
+
+    def _is_there(self, account: str) -> bool:
+        try:
+            self._view.core.read_namespaced_service_account(account, self._view.namespace)
+        except client.ApiException as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
 
     def _may(self, user: str, verb: str, group: str, resource: str, subresource: str) -> bool:
         spec = client.V1SubjectAccessReviewSpec(

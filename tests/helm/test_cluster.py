@@ -63,6 +63,7 @@ def values(offered: set[tuple[str, str]], namespace: str) -> dict[str, Any]:
     found["mlflow"] = {"auth": {"existingSecret": "mlflow-auth"}, "artifacts": {"type": "gcs", "uri": "gs://b/mlflow"}}
     found["postgresql"] = {"enabled": True, "existingSecret": "postgresql"}
     found["trainJobs"]["namespaces"] = [namespace]
+    found["claims"]["work"]["namespace"] = namespace
     found["submit"] |= {"namespace": namespace}
     serve = found["serve"]
     serve["model"]["digest"] = DIGESTS[0]

@@ -11,7 +11,19 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.helm.rendering import CASES, CHART, NOTES, case, named, render_files, rendered_case, resources
+from pipelines.diagnosis.cluster_jobs import RIGHTS
+from tests.helm.rendering import (
+    CASES,
+    CHART,
+    NOTES,
+    RELEASE,
+    case,
+    containers,
+    named,
+    render_files,
+    rendered_case,
+    resources,
+)
 
 VERSIONS = ("1.30", "1.37")
 # Objects of operators that Kubernetes itself has no schema of; tests/helm/test_crds.py.
@@ -177,6 +189,87 @@ def test_canaries_are_objects_of_argo_and_kserve() -> None:
     assert not [entry for entry in resources(rendered_case("kserve")) if entry["kind"] == "Service"]
 
 
+def test_an_inference_service_is_what_knative_takes() -> None:
+    """KServe makes canaries in its serverless mode, and Knative refuses these fields, even where they are false."""
+    predictor = named(rendered_case("kserve"), "InferenceService")["spec"]["predictor"]
+    assert "terminationGracePeriodSeconds" not in predictor
+    assert "fsGroupChangePolicy" not in predictor["securityContext"]
+    for container in containers(predictor):
+        assert not {"lifecycle", "stdin", "tty"} & set(container)
+        assert "privileged" not in container["securityContext"]
+    (triton,) = predictor["containers"]
+    assert triton["ports"] == [{"name": "http1", "containerPort": 8000, "protocol": "TCP"}]
+    probes = [triton[f"{name}Probe"]["httpGet"]["port"] for name in ("startup", "readiness", "liveness")]
+    assert probes == ["http1"] * 3
+    rule = named(rendered_case("kserve"), "NetworkPolicy")["spec"]["ingress"][0]
+    assert {8012, 8013, 8112} <= {port["port"] for port in rule["ports"]}  # where Knative's proxy takes requests
+
+
+def test_long_names_fit_what_is_made_of_them() -> None:
+    """A CronJob's name, and with a hash the label of a StatefulSet's pods."""
+    for name in ("full", "bundled"):
+        for values in ({"fullnameOverride": "a" * 41}, {"nameOverride": "b" * 41}):
+            for entry in resources(render_files({**case(name), **values})):
+                limit = 52 if entry["kind"] in ("CronJob", "StatefulSet") else 63
+                assert len(entry["metadata"]["name"]) <= limit, entry["metadata"]["name"]
+
+
+def test_notes_say_what_is_there() -> None:
+    notes = rendered_case("kserve")[NOTES]
+    assert "get inferenceservice demo-enginery-serve" in notes
+    assert "kubectl --namespace team-vision get inferenceservice" in notes
+    assert "helm test demo" not in notes  # there is none
+    assert "helm test demo --namespace team-vision" in rendered_case("full")[NOTES]
+    values = case("external")
+    assert "does not let the Ingress controller in" not in rendered_case("external")[NOTES]
+    values["networkPolicy"]["clientNamespaces"] = []
+    assert "does not let the Ingress controller in" in render_files(values)[NOTES]
+
+
+def test_callers_from_outside_are_named_by_their_addresses() -> None:
+    values = case("minimal")
+    values["networkPolicy"] = {"clientCidrs": ["10.0.0.0/8"]}
+    values["mlflow"]["service"] = {"type": "LoadBalancer"}
+    files = render_files(values)
+    assert named(files, "Service")["spec"]["type"] == "LoadBalancer"
+    sources = named(files, "NetworkPolicy", "mlflow")["spec"]["ingress"][0]["from"]
+    assert {"ipBlock": {"cidr": "10.0.0.0/8"}} in sources
+
+
+def test_claims_are_where_the_steps_run() -> None:
+    """A pod mounts claims of its own namespace alone, and KFP's steps are rarely in the release's."""
+    found = {
+        (entry["metadata"]["namespace"], entry["metadata"]["name"])
+        for entry in resources(rendered_case("full"))
+        if entry["kind"] == "PersistentVolumeClaim"
+    }
+    assert found == {("team-vision", "demo-enginery-images"), ("kubeflow", "demo-enginery-work-team-vision")}
+    assert "work: the claim demo-enginery-work-team-vision in kubeflow" in rendered_case("full")[NOTES]
+
+
+def test_a_submission_reaches_its_endpoint_behind_a_service() -> None:
+    """A policy sees the pods' port, which need not be the Service's."""
+    values = case("full")
+    values["submit"]["endpoint"] = "http://ml-pipeline-ui.kubeflow"
+    values["networkPolicy"]["egressPorts"] = [443, 3000]
+    (rule,) = named(render_files(values), "NetworkPolicy", "submit")["spec"]["egress"]
+    assert [port["port"] for port in rule["ports"]] == [53, 53, 80, 443, 3000]
+
+
+def test_a_run_that_failed_is_not_submitted_again() -> None:
+    def tries(wait: bool) -> int:
+        values = case("restricted")
+        values["submit"] |= {"wait": wait, "retries": 2}
+        jobs = [entry for entry in resources(render_files(values)) if entry["kind"] == "Job"]
+        (job,) = (entry for entry in jobs if "-submit-" in entry["metadata"]["name"])
+        found = job["spec"]["backoffLimit"]
+        assert isinstance(found, int)
+        return found
+
+    assert tries(wait=False) == 2
+    assert tries(wait=True) == 0  # the pod fails because the run did
+
+
 def test_submission_says_what_it_submits() -> None:
     cron = named(rendered_case("full"), "CronJob")["spec"]
     (container,) = cron["jobTemplate"]["spec"]["template"]["spec"]["containers"]
@@ -211,8 +304,36 @@ def test_steps_may_make_trainjobs_where_they_run() -> None:
     assert {role["metadata"]["namespace"] for role in roles} == {"kubeflow", "team-vision"}
     for role in roles:
         rule = next(rule for rule in role["rules"] if rule["resources"] == ["trainjobs"])
-        assert {"create", "get", "watch", "delete"} <= set(rule["verbs"])
-        assert "*" not in str(role["rules"])
+        assert rule["verbs"] == ["create", "get", "delete"]
+        given = {
+            (group, resource.partition("/")[0], resource.partition("/")[2], verb)
+            for rule in role["rules"]
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+        # What the step does, which `enginery doctor --cluster` asks for, and nothing else.
+        assert given == {(*what, verb) for *what, verbs in RIGHTS for verb in verbs}
+
+
+def test_releases_of_two_environments_do_not_meet() -> None:
+    """Of one name, as with GitOps: what they have in a third namespace must not be the same object."""
+
+    def made(namespace: str) -> set[tuple[str, str, str]]:
+        values = case("full")
+        values["submit"]["namespace"] = "kubeflow"
+        with helm_python.Chart.load(CHART) as chart:
+            files = chart.render(values, name=RELEASE, namespace=namespace)
+        found = [entry for name, text in files.items() if name != NOTES for entry in yaml.safe_load_all(text) if entry]
+        return {(entry["kind"], entry["metadata"]["namespace"], entry["metadata"]["name"]) for entry in found}
+
+    dev, prod = made("enginery-dev"), made("enginery-prod")
+    assert {kind for kind, namespace, _ in dev if namespace == "kubeflow"} == {
+        "PersistentVolumeClaim",
+        "Role",
+        "RoleBinding",
+    }
+    assert dev & prod == set()
 
 
 def test_a_packaged_chart_renders_the_same(tmp_path: Path) -> None:

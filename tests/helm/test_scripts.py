@@ -84,6 +84,10 @@ def test_the_tracking_server_is_really_asked(tracking: tuple[str, Path]) -> None
         done = run("test_mlflow.py", MLFLOW_TRACKING_URI=url)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("ok ") == 4
+    done = run(  # this server asks for no password, and the chart's values want one
+        "test_mlflow.py", MLFLOW_TRACKING_URI=url, MLFLOW_TRACKING_USERNAME="admin", MLFLOW_TRACKING_PASSWORD="p"
+    )
+    assert (done.returncode, "nobody is let in without a password: got 200, wanted 401" in done.stderr) == (1, True)
     artifacts = folder / "artifacts"
     assert len(list(artifacts.rglob("artifact.bin"))) == 2
     artifacts.rename(folder / "gone")
@@ -94,6 +98,23 @@ def test_the_tracking_server_is_really_asked(tracking: tuple[str, Path]) -> None
         artifacts.unlink()
         (folder / "gone").rename(artifacts)
     assert done.returncode == 1, done.stdout
+
+
+def test_a_password_with_an_escape_reaches_mlflow(tmp_path: Path) -> None:
+    """A database's URI has what is special in its password as %40 and so on."""
+    uri = "postgresql://mlflow:p%40ss%25@database/mlflow"
+    # As mlflow.server.auth.config reads it, whose import wants packages of the image.
+    reader = "import configparser, os; found = configparser.ConfigParser(); "
+    reader += 'found.read(os.environ["MLFLOW_AUTH_CONFIG_PATH"]); print(found["mlflow"]["database_uri"])'
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{reader}'\n")
+    (tmp_path / "python").chmod(0o755)  # in the place of the server
+    variables = {"MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_AUTH_DATABASE_URI": uri}
+    variables |= {"MLFLOW_FLASK_SERVER_SECRET_KEY": "k", "TMPDIR": str(tmp_path)}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["/bin/sh", str(START), "serve"], env={**os.environ, **variables, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == uri, done.stderr
 
 
 class Triton(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ import helm_python
 import pytest
 import yaml
 
-from tests.helm.rendering import CHART, REPOSITORY, case, render_files
+from tests.helm.rendering import CASES, CHART, NOTES, REPOSITORY, case, render_files
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
@@ -90,6 +90,11 @@ def test_a_misspelled_key_is_refused_at_every_level(path: str) -> None:
         ("submit.arguments", {"data": ["a", "b"]}),
         ("submit.arguments", {"Data": "a"}),
         ("trainJobs.namespaces", []),
+        ("networkPolicy.clientCidrs", ["example.com"]),
+        ("commonLabels", {"app.kubernetes.io/part-of": "platform"}),  # twice the same key in the objects
+        ("commonLabels", {"team": "computer vision"}),
+        ("serve.monitoring.labels", {"app.kubernetes.io/name": "triton"}),
+        ("fullnameOverride", "a" * 42),
         ("claims", {"images": {"storageClass": "shared"}}),
         ("claims", {"images": {"size": "2 TB"}}),
     ],
@@ -118,6 +123,18 @@ def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
         ("full", "serve.autoscaling.maxReplicas", 1, "serve.autoscaling.minReplicas is 2 and maxReplicas 1"),
         ("full", "submit.namespace", "", "submit.clusterRole is set and submit.namespace is empty"),
         ("kserve", "serve.autoscaling.enabled", True, "KServe scales an InferenceService itself"),
+        ("kserve", "serve.monitoring", {"enabled": True}, "serve.monitoring is for the kinds Deployment and Rollout"),
+        ("kserve", "serve.test", {"image": "aGVq", "label": "7"}, "serve.test is for the kinds Deployment and Rollout"),
+        ("full", "mlflow.service", {"type": "LoadBalancer"}, "mlflow.service.type is LoadBalancer, and the network"),
+        ("full", "serve.service", {"type": "NodePort"}, "Name who may call in networkPolicy.clientCidrs"),
+        ("gpus", "postgresql", {"enabled": True}, "postgresql.enabled is for MLflow alone"),
+        ("gpus", "serve.sharedMemory", "32768Mi", "Shared memory counts as the pod's: give it more"),
+        (
+            "full",
+            "serve.resources",
+            {"requests": {"cpu": None, "memory": "1Gi"}},
+            "aims at a share of the requested CPU",
+        ),
         ("kserve", "serve.ingress", {"enabled": True, "host": "a.example"}, "KServe makes the route"),
     ],
 )
@@ -127,6 +144,61 @@ def test_values_that_contradict_each_other_are_refused_with_the_way_out(
     with pytest.raises(helm_python.HelmError) as caught:
         render_files(changed(case(base), path, value))
     assert words in str(caught.value).replace('\\"', '"')
+
+
+def leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict) and values:
+        for name, value in values.items():
+            yield from leaves(value, f"{path}.{name}".lstrip("."))
+    else:
+        yield path, values
+
+
+def others(value: Any) -> list[Any]:
+    """Values of the same kind; the schema sorts out those that do not fit."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    if isinstance(value, list):
+        lists = ["x"], ["10.0.0.0/8"], ["https://x.example"], ["--x"], [1234], [{"setWeight": 3}]
+        return [*map(list, lists), [{"key": "x", "operator": "Exists"}], [{"type": "Pods"}]]
+    if isinstance(value, dict):
+        return [{"x": "y"}, {"nodeAffinity": {}}, {"cpu": "9"}, {"x": {"size": "1Gi"}}]
+    if value is None:
+        return [5]
+    words = ["x", "x.example", "https://x.example:1234", "s3://x/y", "gs://x/y", "42", f"sha256:{'ab' * 32}", "5Gi"]
+    words += ["17s", "1 2 * * *", "pipelines/x.py", "MANAGE", "ReadWriteMany", "NodePort", "Always", "x.io/y", "aGVq"]
+    return [*words, "s3", "Rollout"]
+
+
+def rendered(values: dict[str, Any]) -> dict[str, str]:
+    return {name: text for name, text in render_files(values).items() if name != NOTES}
+
+
+@pytest.mark.slow
+def test_every_value_changes_something() -> None:
+    """A value that no template reads is documented and does nothing."""
+    cases = [case(name) for name in CASES]
+    cases.append(changed(case("full"), "networkPolicy.enabled", False))
+    before = [rendered(values) for values in cases]
+
+    def has_effect(path: str, value: Any) -> bool:
+        for other in (*others(value), value):
+            for values, text in zip(cases, before, strict=True):
+                try:
+                    if rendered(changed(values, path, other)) != text:
+                        return True
+                except helm_python.HelmValuesError:
+                    break  # no case takes it
+                except helm_python.HelmError:
+                    pass  # it contradicts another value of this one
+        return False
+
+    found = dict(leaves(VALUES))
+    assert len(found) > 120
+    # One database goes as the other comes, which one change can't do.
+    assert [path for path, value in found.items() if not has_effect(path, value)] == ["postgresql.enabled"]
 
 
 def test_the_default_values_want_secrets_and_nothing_else() -> None:

@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import kfp_server_api as kfp
 import pytest
 import urllib3
 from kubernetes import client as k8s
 
-from pipelines.cluster.following import steps_of
+from components.common.errors import EngineryError
+from pipelines.cluster import following
+from pipelines.cluster.following import Following, steps_of
 from pipelines.cluster.pods import PodLogs, core_api, step_of
+from pipelines.cluster.server import Login, Server
+from tests.kubernetes_api import answer
 from tests.pipelines.kfp_api import RUN_ID
+from tests.pipelines.servers import free_port
 from tests.serving import serving
 
 NAMESPACE = "team-vision"
@@ -57,7 +63,7 @@ class Pods:
                 return 200, "".join(lines[:1]).encode(), {"Content-Length": "9999"}
             return 200, "".join(lines).encode()
         assert query["labelSelector"] == f"pipeline/runid={RUN_ID}"
-        return 200, k8s.ApiClient().sanitize_for_serialization(k8s.V1PodList(items=self.pods))
+        return 200, answer(k8s.V1PodList(items=self.pods))
 
 
 @pytest.fixture
@@ -67,7 +73,8 @@ def pods() -> Iterator[Pods]:
 
 
 @pytest.fixture
-def logs(pods: Pods) -> PodLogs:
+def logs(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> PodLogs:
+    monkeypatch.setattr("pipelines.cluster.pods._TIDYING_S", 60.0)  # on a machine that has much to do
     configuration = k8s.Configuration(host=pods.endpoint)
     configuration.retries = urllib3.Retry(0)
     return PodLogs(NAMESPACE, RUN_ID, lambda: k8s.CoreV1Api(k8s.ApiClient(configuration)))
@@ -117,6 +124,30 @@ def test_no_cluster_costs_one_line(
     logs.look(None)
     (line,) = capsys.readouterr().out.splitlines()
     assert "They need a KUBECONFIG" in line
+
+
+def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the run has begun this is no mistake of the command: 1, and not 2."""
+    monkeypatch.setattr(following, "_MAX_LOST_POLLS", 3)
+    monkeypatch.setattr(following, "_SHORTEST_POLL_S", 0.0)
+    configuration = kfp.Configuration(host=f"http://127.0.0.1:{free_port()}")
+    configuration.retries = urllib3.Retry(0)
+    runs = kfp.RunServiceApi(kfp.ApiClient(configuration))
+
+    class Client:
+        asked = 0
+
+        def get_run(self, run_id: str) -> Any:
+            self.asked += 1
+            return runs.run_service_get_run(run_id)
+
+    client = Client()
+    server = Server(endpoint=configuration.host, login=Login(told=""))
+    with pytest.raises(EngineryError) as caught:
+        Following(server, client, RUN_ID, namespace="mine").to_the_end()
+    assert (client.asked, caught.value.exit_code) == (3, 1)
+    assert f"run {RUN_ID} goes on. To come back: enginery watch {RUN_ID} --endpoint" in str(caught.value)
+    assert str(caught.value).endswith("--namespace mine")
 
 
 @pytest.mark.parametrize(

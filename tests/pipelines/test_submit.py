@@ -111,6 +111,12 @@ def test_what_is_no_url(submit: Submit, endpoint: str) -> None:
     assert f"--endpoint must be a URL such as http://localhost:8080 or https://kfp.example.org/pipeline, got '{endpoint}'" in message  # noqa: E501  # fmt: skip
 
 
+def test_a_password_in_the_url_is_not_shown(submit: Submit) -> None:
+    message = one_message(submit("https://me:s3cret@kfp.example.org", "--data", "d"), 2)
+    assert "has a user or a password in it" in message
+    assert "s3cret" not in message
+
+
 def test_a_token_that_is_missing_or_wrong(cluster: Cluster, submit: Submit) -> None:
     cluster.wanted_token = "right"
     message = one_message(submit(cluster.endpoint, "--data", "d"), 2)

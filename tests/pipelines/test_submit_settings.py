@@ -1,5 +1,6 @@
 """The settings of a cluster, as `enginery submit --settings` takes them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,38 @@ def test_the_settings_arrive(cluster: Cluster, submit: Submit, tmp_path: Path) -
         ("train: {memory: 8Gi}", "train: its memory 8Gi must be more than its shm 8Gi, which counts as memory"),
         ("promote: {caching: true}", "promote.caching: promote acts on the registry, so it always runs"),
         ("images: {digests: {train: latest}}", "images.digests.train: got 'latest', must match pattern"),
+        ("train: {memory: 64}", "train.memory: 64 is 64 bytes; write its unit, such as 64Gi"),
+        (
+            "{every_step: {volumes: [{claim: a, mount_path: /mnt}]}, gate: {volumes: [{claim: b, mount_path: /mnt/}]}}",
+            "gate: 2 volumes have the mount_path /mnt; give each its own folder",
+        ),
+        ("train: {volumes: [{claim: a, mount_path: /dev/shm}]}", "train: 2 volumes have the mount_path /dev/shm"),
+        (
+            "{train: {num_nodes: 2, volumes: [{claim: a, mount_path: /s}]}, "
+            "train_job: {volume: {claim: b, mount_path: /s}}}",
+            "train: 2 volumes have the mount_path /s",
+        ),
+        (
+            "{every_step: {env: {KEY: a}}, export: {secrets: [{name: s, env: {KEY: k}}]}}",
+            "export: the variable KEY is set 2 times, by env and secrets of the step and of every_step",
+        ),
+        (
+            "validate: {gpu: {product: A}, node_selector: {nvidia.com/gpu.product: B}}",
+            "validate: gpu.product is A, and node_selector has nvidia.com/gpu.product B; leave one out",
+        ),
+        ("every_step: {env: {HF_TOKEN: hf_1}}", "every_step.env: HF_TOKEN holds a secret in the clear; put it into a"),
+        ("every_step: {env: {MLFLOW_TRACKING_URI: 'http://a:b@mlflow:5000'}}", "MLFLOW_TRACKING_URI holds a secret in"),
+        ("namespace: Team Vision", "namespace: got 'Team Vision', must match pattern"),
+        ("service_account: a/b", "service_account: got 'a/b', must match pattern"),
+        (
+            "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: /a}]}",
+            "volumes[0].sub_path: got '/a', must",
+        ),
+        ("every_step: {volumes: [{claim: c, mount_path: /m, sub_path: ../a}]}", "sub_path: got '../a', must match"),
+        ("train: {gpu: {product: NVIDIA H200}}", "train.gpu.product: got 'NVIDIA H200', must match pattern"),
+        ("every_step: {node_selector: {zone: a b}}", "every_step.node_selector.zone: got 'a b', must match pattern"),
+        ("every_step: {secrets: [{name: s, env: {A: a b}}]}", "every_step.secrets[0].env.A: got 'a b', must match"),
+        ("train: {num_nodes: 2000}", "train.num_nodes: got 2000, must be less than or equal to 1024"),
         ("[1]", "must hold a mapping of settings, found a list"),
     ],
 )
@@ -59,6 +92,47 @@ def test_what_a_step_gets_falls_to_every_step() -> None:
     assert [settings.of(step).shm for step in ("preprocess", "train", "export")] == ["", "64Gi", "8Gi"]
     assert settings.image("gate") == "registry.example.com/vision/promote:0.1.0"
     assert settings.image("train").startswith("registry.example.com/vision/train@sha256:1111")
+
+
+def test_variables_that_only_sound_secret(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    plain = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/etc/gcs/key.json",
+        "MLFLOW_TRACKING_URI": "http://mlflow:5000/@here",
+    }
+    file.write_text(json.dumps({"every_step": {"env": plain}}))
+    assert load_settings(file).of("gate").env == plain
+
+
+def test_a_volume_of_all_steps_may_be_that_of_the_training(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "{every_step: {volumes: [{claim: shared, mount_path: /mnt/shared}]}, "
+        "train: {num_nodes: 2}, train_job: {volume: {claim: shared, mount_path: /mnt/shared}}}"
+    )
+    spec, platform = compiled("resnet50", tmp_path, "--settings", str(file))
+    mounts = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-train"]["pvcMount"]
+    assert [mount["mountPath"] for mount in mounts] == ["/mnt/shared"]
+    variables = {entry["name"]: entry["value"] for entry in spec["deploymentSpec"]["executors"]["exec-train"]
+                 ["container"]["env"]}  # fmt: skip
+    assert json.loads(variables["ENGINERY_TRAIN_JOB"])["volumes"] == [["shared", "/mnt/shared", ""]]
+
+
+def test_another_try_comes_after_a_long_one(tmp_path: Path) -> None:
+    """KFP's "backoff max duration" is the time of all tries from the start of the first, and an hour by default."""
+
+    def window_s(text: str) -> int:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        tasks = compiled("resnet50", tmp_path, "--settings", str(file))[0]["root"]["dag"]["tasks"]
+        return int(tasks["train"]["retryPolicy"]["backoffMaxDuration"].removesuffix("s"))
+
+    assert window_s("train: {timeout_s: 7200, retries: {times: 2, wait_s: 60, factor: 2}}") == 3 * 7200 + 60 + 120
+    assert window_s("train: {retries: {times: 1}}") > 30 * 86400
+    assert window_s("train: {retries: {times: 100}}") == 365 * 86400
+    assert window_s("train: {retries: {times: 2, window_s: 5000}}") == 5000
 
 
 def test_every_key_is_documented() -> None:

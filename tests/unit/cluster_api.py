@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import yaml
 from kubernetes import client as k8s
+
+from tests.kubernetes_api import answer, write_kubeconfig
 
 NAMESPACE = "team-vision"
 _CORE = f"/api/v1/namespaces/{NAMESPACE}"
 _TRAINER = "/apis/trainer.kubeflow.org/v1alpha1"
 _REVIEWS = "/apis/authorization.k8s.io/v1"
 _CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainjobs.trainer.kubeflow.org"
-
-
-def answer(model: Any) -> Any:
-    return k8s.ApiClient().sanitize_for_serialization(model)
 
 
 def meta(name: str, **more: Any) -> Any:
@@ -102,11 +99,7 @@ class ClusterApi:
             "mlflow-login": secret("mlflow-login", ("username", "password")),
             "s3-login": secret("s3-login", ("accesskey", "secretkey")),
         }
-        cluster = {"name": "c", "cluster": {"server": self.endpoint}}
-        context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
-        users = [{"name": "u", "user": {"token": "t"}}]
-        whole = {"apiVersion": "v1", "kind": "Config", "clusters": [cluster], "users": users, "contexts": [context]}
-        (self.folder / "kubeconfig").write_text(yaml.safe_dump({**whole, "current-context": "x"}))
+        write_kubeconfig(self.folder, self.endpoint)
 
     def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
         path = unquote(path)

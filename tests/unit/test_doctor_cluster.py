@@ -219,6 +219,28 @@ def test_one_node_needs_no_trainer(api: ClusterApi) -> None:
     assert diagnosis.exit_code == 0
 
 
+def test_a_node_that_is_broken_or_cordoned_does_not_count(api: ClusterApi) -> None:
+    api.nodes[0].status.conditions = [k8s.V1NodeCondition(type="Ready", status="Unknown")]
+    api.nodes[1].spec.unschedulable = True
+    check = of(diagnose(api), "GPU nodes")
+    assert (check.status, check.found) == ("missing", "of 1 nodes none offers nvidia.com/gpu")
+
+
+def test_the_service_account_of_the_nodes(api: ClusterApi) -> None:
+    nodes = {"service_account": "trainer"}
+    check = of(diagnose(api, train_job=nodes), "rights of the step")
+    assert check.status == "missing"
+    assert "there is no service account trainer in team-vision" in check.found
+    assert "create serviceaccount trainer" in check.fix
+    assert of(diagnose(api, num_nodes=1, train_job=nodes), "rights of the step").status == "absent"
+
+
+def test_a_registry_that_lets_nobody_in(api: ClusterApi) -> None:
+    api.images["vision/train"] = 401
+    check = of(diagnose(api, image_pull_secrets=[]), "image pull")
+    assert "does not let anybody pull" in check.found
+
+
 def test_older_labels_of_drivers_are_read(api: ClusterApi) -> None:
     labels = {
         f"nvidia.com/cuda.driver.{part}": value for part, value in zip(("major", "minor", "rev"), "579", strict=True)
@@ -270,6 +292,12 @@ def test_a_registry_that_asks_for_a_login(api: ClusterApi) -> None:
     basic = base64.b64encode(b"puller:right").decode()
     assert f"Basic {basic}" in api.tokens  # to the one who gives tokens
     assert "Bearer of-the-registry" in api.tokens
+
+
+def test_an_endpoint_that_is_none_is_told_before_anything_is_asked(api: ClusterApi) -> None:
+    result = CliRunner().invoke(doctor, ["--cluster", "--endpoint", "localhost:8080"])
+    assert "--endpoint must be a URL such as" in str(result.exception)
+    assert api.requests == []
 
 
 def test_options_of_a_cluster_need_the_flag() -> None:

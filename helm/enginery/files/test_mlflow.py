@@ -1,9 +1,14 @@
-"""Whether the tracking server takes a run with a file, and gives the same back. Leaves nothing but a deleted run."""
+"""Whether the tracking server takes a run with a file, and gives the same back. Leaves nothing but a deleted run.
+
+With a password: whether it lets nobody in without one.
+"""
 
 import os
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import uuid
 from pathlib import Path
 
@@ -30,7 +35,18 @@ def experiment(client: MlflowClient) -> str:
     return found.experiment_id
 
 
+def status_without_password() -> int:
+    uri = os.environ["MLFLOW_TRACKING_URI"]
+    try:
+        with urllib.request.urlopen(f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0", timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def main() -> None:
+    if os.environ.get("MLFLOW_TRACKING_PASSWORD"):
+        check("nobody is let in without a password", status_without_password(), 401)
     client = MlflowClient()
     run_id = client.create_run(experiment(client)).info.run_id
     try:

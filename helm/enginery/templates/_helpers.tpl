@@ -1,16 +1,24 @@
 {{/* What all parts share: names, labels, images, security contexts. */}}
 
+{{/* Names end in up to 11 more: CronJobs and the pods of a StatefulSet take 52 in all. */}}
 {{- define "enginery.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 41 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 46 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 41 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 46 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 41 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Name of an object in another namespace, which the same release of another namespace may have there, too: list of
+root, name and namespace. */}}
+{{- define "enginery.nameIn" -}}
+{{- $home := (index . 0).Release.Namespace -}}
+{{- index . 1 }}{{ if and $home (ne (index . 2) $home) }}-{{ $home }}{{ end -}}
 {{- end -}}
 
 {{/* Labels that select pods of a part: list of root and part. They never change. */}}
@@ -86,7 +94,6 @@ seccompProfile:
 
 {{- define "enginery.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
-privileged: false
 readOnlyRootFilesystem: true
 runAsNonRoot: true
 capabilities:
@@ -121,6 +128,13 @@ limits: {memory: 1Gi}
 - name: tmp
   emptyDir:
     sizeLimit: 2Gi
+{{- end -}}
+
+{{/* Kubernetes' "8Gi" in bytes. */}}
+{{- define "enginery.bytes" -}}
+{{- $units := dict "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- $text := toString . -}}
+{{- mulf (float64 (regexFind "^[0-9.]+" $text)) (get $units (regexFind "[A-Za-z]*$" $text)) -}}
 {{- end -}}
 
 {{/* The port of a URL: its own, else that of the scheme. */}}

@@ -59,7 +59,7 @@ def test_deployed_promoted_and_rolled_back_as_commits(checkout: Path, uri: str, 
 
     for version in ("1", "2"):
         enginery("deploy", "--env", "staging", f"m/{version}")
-    image = f"registry.example:5000/team/serve@{SERVE}"
+    image = f"ghcr.io/enginery/serve@{SERVE}"
     done = enginery("deploy", "--env", "staging", "m@champion", "--image", image, "--why", "better")
     assert done.output.startswith("Deploy m version 3 to staging (")
     assert pins("staging") == Pins(
@@ -175,6 +175,7 @@ def test_files_that_were_changed_in_the_registry(checkout: Path, uri: str, regis
         (("--env", "dev", "--rollback", "m/1"), "--rollback does not go with a model"),
         (("--env", "dev", "--image", "ghcr.io/team/serve:1"), "by digest, such as"),
         (("--env", "dev", "--image", f"ghcr.io/team/train@{SERVE}"), "(cli, mlflow, serve)"),
+        (("--env", "dev", "--image", f"ghcr.io/team/serve@{SERVE}"), "dev pulls from images.registry ghcr.io/enginery"),
         (("--env", "dev", "m/1", "--directory", "helm"), "helm holds no environments"),
     ],
 )
@@ -210,6 +211,24 @@ def test_what_git_has_against_it(checkout: Path, three: str, tmp_path: Path, mon
     git("init", "--quiet")
     with pytest.raises(UserError, match="is not in git yet; commit it first"):
         enginery("deploy", "--env", "dev", "m/1")
+
+
+def test_a_commit_on_no_branch_would_be_lost(checkout: Path, three: str) -> None:
+    git("checkout", "--quiet", "--detach")
+    with pytest.raises(UserError, match=r"is on no branch .*git switch BRANCH"):
+        enginery("deploy", "--env", "dev", "m/1")
+    assert git("rev-list", "--count", "--all").strip() == "1"
+    assert git("status", "--porcelain", "--", "helm") == ""
+    enginery("deploy", "--check")  # as CI runs it
+
+
+def test_a_rollback_in_a_checkout_without_its_past(checkout: Path, three: str, tmp_path: Path) -> None:
+    for version in ("1", "2"):
+        enginery("deploy", "--env", "dev", f"m/{version}")
+    git("clone", "--quiet", "--depth", "1", f"file://{checkout}", str(tmp_path / "shallow"))
+    directory = str(tmp_path / "shallow/helm/environments")
+    with pytest.raises(UserError, match=r"has the last ones alone\. Fetch the others \(git fetch --unshallow\)"):
+        enginery("deploy", "--env", "dev", "--rollback", "--directory", directory)
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,16 @@ import pytest
 from kubernetes import client
 
 from components.common.artifacts import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EngineryError, UserError
+from components.common.errors import EngineryError, Preempted, UserError
 from components.common.settings import resolve
 from components.common.steplog import StepLog
-from components.train import nodes
+from components.train import kubernetes_job, nodes
 from components.train.config import TrainConfig
 from components.train.kubernetes_job import connect, this_pod
 from components.train.nodes import train_on_nodes
 from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, TrainJobRequest, train_job
 from tests.serving import serving
-from tests.unit.train.trainer_cluster import NAMESPACE, POD, REPOSITORY, TrainerCluster, check_train_job
+from tests.unit.train.trainer_cluster import NAMESPACE, POD, REPOSITORY, Node, TrainerCluster, check_train_job
 
 RUN_ID = "0f5c4a1e-0000"
 FULL = TrainJobRequest(
@@ -215,15 +215,100 @@ def test_sigterm_removes_the_job_and_ends_with_75(
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not any("labelSelector" in path for _, path, _ in cluster.requests) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 75, told
+    too_late = threading.Timer(120, process.kill)
+    too_late.start()
+    assert process.stderr is not None
+    told = ""
+    while line := process.stderr.readline():
+        told += line
+        if "waiting for pods: node 0: Unschedulable 0/9 nodes: 9 Insufficient nvidia.com/gpu" in line:
+            process.send_signal(signal.SIGTERM)
+    too_late.cancel()
+    assert process.wait(timeout=60) == 75, told
     assert cluster.jobs == {}
-    assert "waiting for pods: node 0: Unschedulable 0/9 nodes: 9 Insufficient nvidia.com/gpu" in told
+    assert "waiting for pods" in told
     assert json.loads((tmp_path / "out" / FAILURE).read_text())["exit_code"] == 75
+
+
+@pytest.fixture
+def preempted() -> Iterator[None]:
+    """SIGTERM as the step takes it."""
+
+    def preempt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Preempted("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, preempt)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("preempted")
+def test_sigterm_while_the_job_is_made_removes_it(cluster: TrainerCluster, train: Train) -> None:
+    created = cluster._create
+    answered = threading.Event()
+
+    def slowly(body: dict[str, Any]) -> tuple[int, Any]:
+        made = created(body)
+        os.kill(os.getpid(), signal.SIGTERM)
+        answered.wait(10)  # the step hears of the signal before it hears of the job
+        return made
+
+    cluster._create = slowly  # type: ignore[method-assign]
+    cluster.is_stuck = True
+    try:
+        with pytest.raises(Preempted):
+            train()
+    finally:
+        answered.set()
+    assert cluster.jobs == {}
+
+
+@pytest.mark.usefixtures("preempted")
+def test_sigterm_removes_the_job_before_anything_else(
+    cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KFP's launcher dies of the signal at once, and the container with it: there is no time for a last line."""
+    monkeypatch.setattr(kubernetes_job, "_LAST_LINES_S", 300.0)
+    monkeypatch.setattr(cluster, "_run", lambda spec: [Node(subprocess.Popen(["sleep", "300"]), tmp_path / "log")])
+    (tmp_path / "log").write_text("at work\n")
+
+    def stop_when_followed() -> None:
+        deadline = time.monotonic() + 60
+        while not any("follow" in path for _, path, _ in cluster.requests) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_followed, daemon=True).start()
+    started = time.monotonic()
+    with pytest.raises(Preempted):
+        train()
+    assert cluster.jobs == {}
+    assert time.monotonic() - started < 200  # it did not wait for the log of the pod
+
+
+def test_pods_that_are_never_made_are_told(cluster: TrainerCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a quota or PodSecurity: the JobSet's controller is refused, and the TrainJob has no condition."""
+    monkeypatch.setattr(kubernetes_job, "_NO_PODS_S", 0.0)
+    monkeypatch.setattr(cluster, "_run", lambda spec: [])
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": POD, "uid": "u"}
+    job = kubernetes_job.Job(connect(), NAMESPACE, "enginery-train-1")
+    assert job.create(train_job(FULL, name=job.name, arguments=[], env=[], owner=owner, run_id=RUN_ID))
+    told: list[str] = []
+
+    def say(line: str) -> None:
+        told.append(line)
+        cluster._set(job.name, "Complete", "JobsCompleted", "jobset completed successfully")
+
+    job.wait(say, print, 0.01)
+    assert told == [f"waiting for pods: there are none; kubectl -n {NAMESPACE} describe jobset,job says why"]
+
+
+def test_an_api_server_that_is_gone_is_told(cluster: TrainerCluster, train: Train) -> None:
+    cluster.refuse = (503, "etcd is gone")
+    with pytest.raises(EngineryError, match=r"can't create TrainJobs in the namespace .*: 503 etcd is gone"):
+        train()
+    assert [method for method, path, _ in cluster.requests if "trainjobs" in path] == ["POST", "DELETE"]
 
 
 @pytest.mark.parametrize(

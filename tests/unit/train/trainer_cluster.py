@@ -15,21 +15,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import yaml
 from kubeflow_trainer_api import models as trainer
 from kubernetes import client
 
 from components.train.train_job import INDEX_LABEL, JOBSET_LABEL
+from tests.kubernetes_api import answer, write_kubeconfig
 from tests.pipelines.servers import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NAMESPACE, POD = "team-vision", "resnet50-x7k2p-system-container-impl-42"
 _JOBS = f"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{NAMESPACE}/trainjobs"
 _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
-
-
-def answer(model: Any) -> Any:
-    return client.ApiClient().sanitize_for_serialization(model)
 
 
 def check_train_job(body: dict[str, Any]) -> None:
@@ -75,21 +71,7 @@ class TrainerCluster:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def kubeconfig(self) -> Path:
-        file = self.folder / "kubeconfig"
-        context = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
-        file.write_text(
-            yaml.safe_dump(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "clusters": [{"name": "c", "cluster": {"server": self.endpoint}}],
-                    "users": [{"name": "u", "user": {}}],
-                    "contexts": [{"name": "x", "context": context}],
-                    "current-context": "x",
-                }
-            )
-        )
-        return file
+        return write_kubeconfig(self.folder, self.endpoint, namespace=NAMESPACE)
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         parts = urlsplit(path)

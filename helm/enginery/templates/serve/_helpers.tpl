@@ -17,6 +17,16 @@
 {{- if and (eq $serve.kind "InferenceService") $serve.autoscaling.enabled -}}
 {{- fail "serve.autoscaling is for the kinds Deployment and Rollout. KServe scales an InferenceService itself, between serve.autoscaling.minReplicas and maxReplicas: set serve.autoscaling.enabled to false" -}}
 {{- end -}}
+{{- if and (eq $serve.kind "InferenceService") $serve.monitoring.enabled -}}
+{{- fail "serve.monitoring is for the kinds Deployment and Rollout. An InferenceService has one port, and that is not Triton's metrics: set serve.monitoring.enabled to false" -}}
+{{- end -}}
+{{- if and (eq $serve.kind "InferenceService") $serve.test.image -}}
+{{- fail "serve.test is for the kinds Deployment and Rollout. KServe decides at which address an InferenceService answers: leave serve.test.image out" -}}
+{{- end -}}
+{{- $memory := get (default dict $serve.resources.limits) "memory" -}}
+{{- if and $memory (ge (float64 (include "enginery.bytes" $serve.sharedMemory)) (float64 (include "enginery.bytes" $memory))) -}}
+{{- fail (printf "serve.sharedMemory is %v, and serve.resources.limits.memory %v. Shared memory counts as the pod's: give it more" $serve.sharedMemory $memory) -}}
+{{- end -}}
 {{- if and $serve.test.image (not $serve.test.label) -}}
 {{- fail "serve.test.image is set and serve.test.label is empty. Say which label the model must answer" -}}
 {{- end -}}
@@ -38,6 +48,10 @@
 {{- $root := .root -}}
 {{- $serve := $root.Values.serve -}}
 {{- $gpus := int $serve.gpu.count -}}
+{{- /* KServe hands the pod on to Knative, which refuses a grace period, hooks, and ports of other names. */}}
+{{- $kserve := eq $serve.kind "InferenceService" -}}
+{{- $port := ternary "http1" "http" $kserve -}}
+{{- $security := include "enginery.podSecurityContext" $root | fromYaml -}}
 {{- $tolerations := $serve.tolerations -}}
 {{- if $gpus -}}
 {{- $tolerations = append $tolerations (dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule") -}}
@@ -50,8 +64,10 @@ enableServiceLinks: false
 runtimeClassName: {{ $serve.gpu.runtimeClassName }}
 {{- end }}
 securityContext:
-  {{- include "enginery.podSecurityContext" $root | nindent 2 }}
+  {{- ternary (omit $security "fsGroupChangePolicy") $security $kserve | toYaml | nindent 2 }}
+{{- if not $kserve }}
 terminationGracePeriodSeconds: {{ add 10 (int $serve.terminationSeconds) }}
+{{- end }}
 {{- include "enginery.placement" (dict "nodeSelector" $serve.nodeSelector "affinity" $serve.affinity "tolerations" $tolerations) }}
 initContainers:
   # Copies the model repository and checks every file of it by digest; nothing else reaches Triton.
@@ -101,28 +117,30 @@ containers:
       - {{ . | quote }}
       {{- end }}
     ports:
-      - {name: http, containerPort: 8000, protocol: TCP}
-      {{- if ne $serve.kind "InferenceService" }}
+      - {name: {{ $port }}, containerPort: 8000, protocol: TCP}
+      {{- if not $kserve }}
       - {name: grpc, containerPort: 8001, protocol: TCP}
       - {name: metrics, containerPort: 8002, protocol: TCP}
       {{- end }}
     startupProbe:
-      httpGet: {path: /v2/health/ready, port: http}
+      httpGet: {path: /v2/health/ready, port: {{ $port }}}
       periodSeconds: 5
       timeoutSeconds: 5
       failureThreshold: {{ div (add (int $serve.startupSeconds) 4) 5 }}
     readinessProbe:
-      httpGet: {path: /v2/health/ready, port: http}
+      httpGet: {path: /v2/health/ready, port: {{ $port }}}
       periodSeconds: 5
       timeoutSeconds: 5
     livenessProbe:
-      httpGet: {path: /v2/health/live, port: http}
+      httpGet: {path: /v2/health/live, port: {{ $port }}}
       periodSeconds: 10
       timeoutSeconds: 10
       failureThreshold: 6
+    {{- if not $kserve }}
     lifecycle:
       preStop: # while endpoints still send requests here
         exec: {command: [sleep, "5"]}
+    {{- end }}
     securityContext:
       {{- include "enginery.containerSecurityContext" $root | nindent 6 }}
     resources:

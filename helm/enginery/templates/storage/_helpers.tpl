@@ -68,4 +68,22 @@
     matchLabels:
       kubernetes.io/metadata.name: {{ . }}
 {{- end }}
+{{- range .Values.networkPolicy.clientCidrs }}
+- ipBlock: {cidr: {{ . | quote }}}
+{{- end }}
+{{- end -}}
+
+{{/* Who calls from outside is in no namespace: list of root, the part and the type of its Service. */}}
+{{- define "enginery.storage.checkService" -}}
+{{- with (index . 0).Values.networkPolicy -}}
+{{- if and .enabled (ne (index $ 2) "ClusterIP") (not .clientCidrs) -}}
+{{- fail (printf "%s.service.type is %s, and the network policy lets nobody in from outside the cluster. Name who may call in networkPolicy.clientCidrs, such as 10.0.0.0/8, or set networkPolicy.enabled to false" (index $ 1) (index $ 2)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of one of the claims: list of root, its key and its namespace. */}}
+{{- define "enginery.claims.name" -}}
+{{- $root := index . 0 -}}
+{{- include "enginery.nameIn" (list $root (printf "%s-%s" (include "enginery.fullname" $root) (index . 1)) (index . 2)) -}}
 {{- end -}}

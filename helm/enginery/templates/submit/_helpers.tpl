@@ -5,7 +5,7 @@
 {{/* The Job's spec: the same for a Job and a CronJob. */}}
 {{- define "enginery.submit.jobSpec" -}}
 {{- $submit := .Values.submit -}}
-backoffLimit: {{ $submit.retries }}
+backoffLimit: {{ ternary 0 $submit.retries $submit.wait }}
 activeDeadlineSeconds: {{ $submit.deadlineSeconds | int64 }}
 template:
   metadata:
