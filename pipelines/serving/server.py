@@ -14,8 +14,11 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 import components
 from components.common.errors import EngineryError, UserError
@@ -24,6 +27,7 @@ from pipelines.serving.installation import Triton
 
 DRAIN_S = 30  # time for requests in progress when the server is told to stop
 _POLL_S = 0.1
+_MODELS_END_S = 2.0  # for the Python models, once Triton is gone
 _SHARED = "enginery_"  # how the Python backend's files in /dev/shm begin; then comes the number of our process
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # A failed model's reason in Triton's log: an exception of its Python, without the frames, or words of Triton.
@@ -122,7 +126,7 @@ class Server:
 
         `allow_loading`: whether clients may load models with other settings, as a load test does.
         """
-        _remove_shared_memory()
+        _remove_leftovers()
         command = [
             str(triton.binary),
             f"--model-repository={repository.absolute()}",
@@ -196,28 +200,55 @@ class Server:
         self.process.terminate()
         try:
             self.process.wait(DRAIN_S + 5)
-            _remove_shared_memory()
+            self._tidy()
         except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once; its Python models end by themselves."""
+        """End it at once."""
         self.process.kill()
         self.wait()
 
     def wait(self) -> int:
         """Until it ends by itself. Returns its exit status, negative for a signal."""
         status = self.process.wait()
-        _remove_shared_memory()
+        self._tidy()
         return status
 
+    def _tidy(self) -> None:
+        """End what is left of its group: its Python models.
 
-def _remove_shared_memory() -> None:
+        They see that it is gone, but one that was just telling it something waits for the answer for ever.
+        """
+        deadline = time.monotonic() + _MODELS_END_S
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(_POLL_S)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        _remove_leftovers()
+
+
+def _remove_leftovers() -> None:
     """What servers left behind whose `enginery serve` is gone: one that was killed could not tidy up."""
+    for process in psutil.process_iter(["cmdline"]):
+        regions = [word for word in process.info["cmdline"] or () if word.startswith(_SHARED)]
+        if regions and "python_backend_stub" in process.info["cmdline"][0] and not _lives(_owner(regions[0])):
+            with suppress(psutil.Error):
+                process.kill()
     for file in Path("/dev/shm").glob(f"{_SHARED}*"):
-        owner = file.name.removeprefix(_SHARED).partition("_")[0]
-        if owner == str(os.getpid()) or not Path("/proc", owner).exists():
+        owner = _owner(file.name)
+        if owner == str(os.getpid()) or not _lives(owner):
             file.unlink(missing_ok=True)
+
+
+def _owner(region: str) -> str:
+    """Number of the process whose server has a region of shared memory."""
+    return region.removeprefix(_SHARED).partition("_")[0]
+
+
+def _lives(pid: str) -> bool:
+    return Path("/proc", pid).exists()
 
 
 def _prepare() -> None:

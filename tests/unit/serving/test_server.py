@@ -241,6 +241,25 @@ def test_ctrl_c_answers_what_has_begun(triton, exported, images, tmp_path: Path)
         running.process.kill()
 
 
+def test_nothing_is_left_of_a_killed_triton(triton, exported, images, tmp_path: Path) -> None:
+    """Under load: its models are then telling it things."""
+    running = start_serving(exported.path, tmp_path)
+    try:
+        wait_until_ready(running)
+        processes = psutil.Process(running.process.pid).children(recursive=True)
+        server = next(process for process in processes if "tritonserver" in process.name())
+        with ThreadPoolExecutor(8) as pool:
+            begun = [pool.submit(running.infer, images[:1]) for _ in range(400)]
+            begun[200].result()
+            server.kill()
+            pool.shutdown(cancel_futures=True)
+        _, left = psutil.wait_procs(processes, timeout=10)
+        assert left == []
+        assert running.process.wait(10) == 1
+    finally:
+        running.process.kill()
+
+
 @pytest.mark.slow
 def test_the_server_ends_with_its_killed_parent(triton, exported, tmp_path: Path) -> None:
     running = start_serving(exported.path, tmp_path)
