@@ -59,7 +59,9 @@ OptionalName = Annotated[str, Field(pattern=r"^$|^[a-z0-9]([-a-z0-9.]*[a-z0-9])?
 LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")]
 LabelValue = Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")]
 SecretKey = Annotated[str, Field(pattern=r"^[-._A-Za-z0-9]+$")]
-SubFolder = Annotated[str, Field(pattern=r"^$|^([^/.]|\.[^/.])[^:]*$")]  # in a volume: neither absolute nor outside
+_NAME_IN_PATH = r"([^/:.][^/:]*|\.[^/:.][^/:]*|\.\.[^/:]+)"  # none of them is ".."
+# In a volume: neither absolute nor outside.
+SubFolder = Annotated[str, Field(pattern=rf"^$|^{_NAME_IN_PATH}(/{_NAME_IN_PATH})*/?$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Folder = Annotated[str, Field(pattern=r"^/[^:]+$")]
 
@@ -137,7 +139,7 @@ class Gpu(_Part):
 class Retries(_Part):
     """How often a failed step is tried again, by KFP."""
 
-    times: int = Field(0, ge=0, le=100, description="Tries after the first one.")
+    times: int = Field(0, ge=0, le=100, description="Tries after the first one; gate takes none from `every_step`.")
     wait_s: int = Field(60, ge=0, description="Seconds before the second try.")
     factor: float = Field(2, ge=1, description="What the wait grows by with each try.")
     window_s: int = Field(
@@ -294,6 +296,8 @@ class ClusterSettings(_Part):
                 merged[name] = (*common, *(entry for entry in mine if entry not in common))
             else:
                 merged[name] = mine if name in own.model_fields_set else common
+        if step == "gate" and "retries" not in own.model_fields_set:
+            merged["retries"] = Retries(times=0)  # a verdict stays what it is
         if step in GPU_STEPS and not merged["shm"]:
             merged["shm"] = SHARED_MEMORY
         return own.model_copy(update=merged)

@@ -1,7 +1,9 @@
 """`enginery serve`: a promoted model behind Triton on this machine, or as a model repository."""
 
+import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest
 from components.common.errors import EngineryError, UserError
 from components.common.integrity import claims_of
 from components.common.records import PRECISIONS, Precision
-from pipelines.state import StateDirectory
+from pipelines.state import RunDirectory, StateDirectory, is_held
 
 if TYPE_CHECKING:
     from pipelines.serving.server import Server
@@ -159,10 +161,19 @@ def _repository(
         return
     parent = StateDirectory.current().path / "serve"
     parent.mkdir(exist_ok=True)
+    _remove_left(parent)
     with TemporaryDirectory(dir=parent) as temporary:
+        RunDirectory.hold(Path(temporary))
         with find_source(model, precision) as source:
             repository = write_repository(source, Path(temporary) / "models", _config(**config))
         yield repository
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove what killed servers left; one that just begins has a minute to hold its folder."""
+    for folder in parent.glob("*/"):
+        if time.time() - folder.stat().st_mtime > 60 and not is_held(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _given(*parameters: str) -> str:

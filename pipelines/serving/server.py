@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ _REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n
 # Of each thread, reserved and not used. Triton 2.51 puts the body of an HTTP request on the stack where it is said to
 # be a form, which is what curl says of any --data; with the usual 8 MiB a body of 7 ended the server.
 _STACK_BYTES = 1 << 30
+_CLOSED = "logging,trace,shared-memory"  # parts of Triton's interface; containers/serve/start closes the same
 METRICS_VARIABLE = "ENGINERY_METRICS_URL"  # as components/common/triton/pending.py reads it
 _LIBC = ctypes.CDLL(None)
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before this machine
@@ -142,6 +144,7 @@ class Server:
             f"--exit-timeout-secs={DRAIN_S}",
             f"--backend-config=python,shm-region-prefix-name={_SHARED}{os.getpid()}_",
             "--log-info=false",
+            *_closed_to_clients(),
             *(("--model-control-mode=explicit", "--load-model=*") if allow_loading else ()),
         ]
         process = subprocess.Popen(
@@ -227,6 +230,12 @@ class Server:
                 time.sleep(_POLL_S)
             os.killpg(self.process.pid, signal.SIGKILL)
         _remove_leftovers()
+
+
+def _closed_to_clients() -> list[str]:
+    """Options with which nobody who can ask for predictions changes what is logged, traced or shared."""
+    key = f"enginery={secrets.token_hex(16)}"  # that nobody is told
+    return [f"--{option}={_CLOSED}:{key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
 
 
 def _remove_leftovers() -> None:

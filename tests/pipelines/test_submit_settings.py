@@ -61,6 +61,7 @@ def test_the_settings_arrive(cluster: Cluster, submit: Submit, tmp_path: Path) -
             "volumes[0].sub_path: got '/a', must",
         ),
         ("every_step: {volumes: [{claim: c, mount_path: /m, sub_path: ../a}]}", "sub_path: got '../a', must match"),
+        ("every_step: {volumes: [{claim: c, mount_path: /m, sub_path: a/../b}]}", "sub_path: got 'a/../b', must match"),
         ("train: {gpu: {product: NVIDIA H200}}", "train.gpu.product: got 'NVIDIA H200', must match pattern"),
         ("every_step: {node_selector: {zone: a b}}", "every_step.node_selector.zone: got 'a b', must match pattern"),
         ("every_step: {secrets: [{name: s, env: {A: a b}}]}", "every_step.secrets[0].env.A: got 'a b', must match"),
@@ -92,6 +93,14 @@ def test_what_a_step_gets_falls_to_every_step() -> None:
     assert [settings.of(step).shm for step in ("preprocess", "train", "export")] == ["", "64Gi", "8Gi"]
     assert settings.image("gate") == "registry.example.com/vision/promote:0.1.0"
     assert settings.image("train").startswith("registry.example.com/vision/train@sha256:1111")
+
+
+def test_a_verdict_is_not_tried_again_unless_asked(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("every_step: {retries: {times: 3}}")
+    assert [load_settings(file).of(step).retries.times for step in ("train", "gate", "promote")] == [3, 0, 3]
+    file.write_text("{every_step: {retries: {times: 3}}, gate: {retries: {times: 1}}}")
+    assert load_settings(file).of("gate").retries.times == 1
 
 
 def test_variables_that_only_sound_secret(tmp_path: Path) -> None:

@@ -5,12 +5,16 @@ import re
 import socket
 import struct
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from tritonclient import grpc
+from tritonclient.utils import InferenceServerException
 
 from .conftest import (
     NAME,
@@ -154,6 +158,21 @@ def test_no_json(served) -> None:
     answer = served.post(NAME, b"{", {})
     # Triton's own answer, though the client is at fault.
     assert (answer.status, "failed to parse the request JSON" in answer.error) == (500, True), answer
+
+
+@pytest.mark.parametrize("path", ["v2/logging", "v2/trace/setting", "v2/systemsharedmemory/region/a/register"])
+def test_what_only_the_operator_may(served, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{served.http}/{path}", b"{}"), timeout=20)
+    assert refused.value.code == 403
+    client = grpc.InferenceServerClient(f"127.0.0.1:{served.grpc}")
+    calls = {
+        "v2/logging": lambda: client.update_log_settings({"log_verbose_level": 1}),
+        "v2/trace/setting": lambda: client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]}),
+        "v2/systemsharedmemory/region/a/register": lambda: client.register_system_shared_memory("a", "/a", 1),
+    }
+    with pytest.raises(InferenceServerException, match="restricted"):
+        calls[path]()
 
 
 def test_a_client_that_goes_away(served) -> None:

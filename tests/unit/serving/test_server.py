@@ -221,7 +221,10 @@ def begun_then(number: int, running, images: list[bytes]) -> None:
 
 
 def test_sigterm_answers_what_has_begun(triton, promoted, images, tmp_path: Path) -> None:
-    """The model comes from the registry, by its alias, into a folder that is gone afterwards."""
+    """The model comes from the registry, by its alias, into a folder that is gone afterwards, as a killed one's is."""
+    left = tmp_path / "home/serve/left"
+    (left / "models").mkdir(parents=True)
+    os.utime(left, (0, 0))
     running = start_serving(f"{NAME}@candidate", tmp_path, MLFLOW_TRACKING_URI=promoted)
     try:
         wait_until_ready(running)
