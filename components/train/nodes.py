@@ -29,6 +29,7 @@ from components.common.digests import digest_json
 from components.common.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, UserError
 from components.common.steplog import StepLog
 from components.train.config import TrainConfig
+from components.train.heartbeat import VARIABLE, beating
 from components.train.kubernetes_job import Job, JobFailed, Pod, connect, this_pod
 from components.train.train_job import GRACE_S, TrainJobRequest, train_job
 
@@ -62,22 +63,23 @@ def train_on_nodes(
     key = digest_json([run_id, data.digest, config.model_dump(mode="json")]).removeprefix("sha256:")[:10]
     own = _own_folder(request, f"{run_id}-{key}")
     shared = _share(data, Path(request.shared), own, log)
-    checkpoint, settings = own / "checkpoint", own / "config.yaml"
+    checkpoint, settings, heartbeat = own / "checkpoint", own / "config.yaml", own / "heartbeat"
     write_atomically(settings, yaml.safe_dump(config.model_dump(mode="json")).encode())
     body = train_job(
         request,
         name=f"enginery-train-{key}",
         arguments=["--dataset", str(shared), "--output", str(checkpoint), "--config", str(settings)],
-        env=_tracking(pod, log),
+        env=[*_tracking(pod, log), {"name": VARIABLE, "value": str(heartbeat)}],
         owner=pod.reference,
         run_id=run_id,
     )
     job = Job(api, pod.namespace, body["metadata"]["name"])
     (checkpoint / FAILURE).unlink(missing_ok=True)  # an earlier try's
     try:
-        _start(job, body, log)
-        log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
-        job.wait(log.note, _show, poll_s)
+        with beating(heartbeat):
+            _start(job, body, log)
+            log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
+            job.wait(log.note, _show, poll_s)
     except JobFailed as failed:
         raise _explained(failed, checkpoint) from None
     finally:

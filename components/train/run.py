@@ -19,6 +19,7 @@ from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, par
 from components.train.config import TrainConfig
 from components.train.distributed import World, find_world, from_main, joined
 from components.train.fine_tuning import starting_model
+from components.train.heartbeat import stop_when_silent
 from components.train.launching import check_alone, launch, num_processes
 from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.mllog import NAME as MLLOG
@@ -54,6 +55,8 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
     """Train in this process, alone or with others; rank 0 writes. Returns the outcome."""
     with StopRequest() as stop:
         world = find_world()
+        if world.is_main:
+            stop_when_silent(log)
         set_arithmetic(config, world.device, world.local_world_size)
         data = load(dataset, DatasetManifest)
         with joined(world, config.collective_timeout_s):

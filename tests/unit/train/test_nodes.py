@@ -22,6 +22,7 @@ from components.common.settings import resolve
 from components.common.steplog import StepLog
 from components.train import kubernetes_job, nodes
 from components.train.config import TrainConfig
+from components.train.heartbeat import VARIABLE as HEARTBEAT
 from components.train.kubernetes_job import connect, this_pod
 from components.train.nodes import train_on_nodes
 from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, TrainJobRequest, train_job
@@ -248,8 +249,12 @@ def test_sigterm_while_the_job_is_made_removes_it(cluster: TrainerCluster, train
     created = cluster._create
     answered = threading.Event()
 
+    heartbeats = []
+
     def slowly(body: dict[str, Any]) -> tuple[int, Any]:
         made = created(body)
+        env = {entry["name"]: entry.get("value") for entry in body["spec"]["trainer"]["env"]}
+        heartbeats.append(Path(env[HEARTBEAT]).is_file())
         os.kill(os.getpid(), signal.SIGTERM)
         answered.wait(10)  # the step hears of the signal before it hears of the job
         return made
@@ -262,6 +267,7 @@ def test_sigterm_while_the_job_is_made_removes_it(cluster: TrainerCluster, train
     finally:
         answered.set()
     assert cluster.jobs == {}
+    assert heartbeats == [True]
 
 
 @pytest.mark.usefixtures("preempted")
