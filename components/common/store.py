@@ -8,6 +8,11 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+# Files go through the tracking server, as it is set up for. MLflow's clients would ask it for addresses of the store
+# behind it, which are made for the server's network, and fail where they lead nowhere (http_artifact_repo.py of 3.17).
+for _way in ("UPLOAD", "DOWNLOAD"):
+    os.environ.setdefault(f"MLFLOW_ENABLE_PROXY_MULTIPART_{_way}", "false")
+
 _CONNECT_S = 15  # a database server may take to answer
 # How drivers name a connection that failed or was cut, as against a transaction that was refused: those have classes
 # of their own below psycopg's and numbers of their own in MySQL.

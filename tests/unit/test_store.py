@@ -1,7 +1,10 @@
 """The tracking store's address, a SQLite store that is made whole or not at all, and a database that is not there."""
 
+import os
 import socket
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -140,3 +143,14 @@ def test_a_database_that_went_away_is_no_busy_one() -> None:
     with pytest.raises(MlflowException):
         patiently(fail)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("own", [None, "true"])
+def test_files_go_through_the_tracking_server_unless_asked(own: str | None) -> None:
+    names = [f"MLFLOW_ENABLE_PROXY_MULTIPART_{way}" for way in ("UPLOAD", "DOWNLOAD")]
+    code = "import components.common.store; from mlflow import environment_variables as e; "
+    code += f"print([getattr(e, name).get() for name in {names}])"
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= dict.fromkeys(names, own) if own else {}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == str([own == "true"] * 2)
