@@ -50,12 +50,14 @@ def stop_when_silent(log: StepLog, *, silence_s: float = _SILENCE_S) -> None:
 
 def _listen(file: Path, log: StepLog, silence_s: float) -> None:
     seen, since = None, time.monotonic()
-    while time.monotonic() - since < silence_s:
+    while True:
         time.sleep(silence_s / 40)
         with suppress(OSError):
             beat = file.stat().st_mtime_ns
             if beat != seen:
                 seen, since = beat, time.monotonic()
+        if time.monotonic() - since >= silence_s:  # behind the look: this machine may have stood still itself
+            break
     log.warning(
         f"nobody waits for this training any more: {file} was not touched for {silence_s / 60:g} minutes, so the step "
         "that started it is gone. It saves and stops; another try of that step goes on from there"
