@@ -246,38 +246,36 @@ def metrics(served: Running) -> dict[str, float]:
 CONFIDENCE_COUNT = "enginery_prediction_confidence_count"
 
 
-def test_predictions_are_counted_by_label_and_confidence(served: Running, images: list[Path]) -> None:
-    def predictions() -> dict[str, float]:
-        return {key: value for key, value in metrics(served).items() if key.startswith("enginery_prediction")}
-
-    def settled() -> dict[str, float]:
-        """When they are handed on, which is done once a second."""
+def test_predictions_are_counted_by_label_and_confidence(triton, exported, images: list[Path], tmp_path: Path) -> None:
+    """By a server that nobody else asks: predictions are handed on once a second."""
+    running = start_serving(exported.path, tmp_path)
+    try:
+        wait_until_ready(running)
+        with Client(f"http://127.0.0.1:{running.http}", patience=ONCE) as client:
+            answers = client.classify_all([file.read_bytes() for file in images])
         deadline = time.monotonic() + 60
         while True:
-            found = metrics(served)
+            found = {key: value for key, value in metrics(running).items() if key.startswith("enginery_prediction")}
             (handed_on,) = (value for key, value in found.items() if key.startswith(f"{CONFIDENCE_COUNT}{{"))
-            if handed_on == found[f'nv_inference_count{{model="{NAME}_labels",version="1"}}']:
-                return predictions()
+            if handed_on == len(images):  # which is said last
+                break
             assert time.monotonic() < deadline, found
             time.sleep(0.05)
-
-    before = settled()
-    with Client(f"http://127.0.0.1:{served.http}", patience=ONCE) as client:
-        answers = client.classify_all([file.read_bytes() for file in images])
-    after = settled()
-    change = {key: value - before.get(key, 0) for key, value in after.items()}
+    finally:
+        running.process.terminate()
+        running.process.wait(60)
     labels = [answer.label for answer in answers]
     for label in set(labels):
-        counted = [value for key, value in change.items() if f'label="{label}"' in key]
+        counted = [value for key, value in found.items() if f'label="{label}"' in key]
         assert counted == [labels.count(label)]
     best = [answer.probabilities[0] for answer in answers]
     buckets = {
-        float(found[1]): value for key, value in change.items() if (found := re.search(r'_bucket\{le="([^"]+)"', key))
+        float(match[1]): value for key, value in found.items() if (match := re.search(r'_bucket\{le="([^"]+)"', key))
     }
     assert buckets[float("inf")] == len(images)
     for bound, count in buckets.items():
         assert count == sum(share <= bound for share in best)
-    (total,) = (value for key, value in change.items() if key.startswith("enginery_prediction_confidence_sum"))
+    (total,) = (value for key, value in found.items() if key.startswith("enginery_prediction_confidence_sum"))
     assert total == pytest.approx(sum(best), rel=1e-5)
 
 
