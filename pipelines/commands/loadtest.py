@@ -11,7 +11,7 @@ from rich.table import Table
 
 from components.common.artifacts import prepare_directory, write_atomically
 from components.common.errors import UserError
-from pipelines.commands.options import finite
+from pipelines.commands.options import finite, server_model, server_url, timeout
 from pipelines.console import new_console
 from pipelines.formats import number
 
@@ -58,13 +58,8 @@ def _cores(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 
 
 @click.command()
-@click.option(
-    "--url",
-    default="http://localhost:8000",
-    show_default=True,
-    help="Of the server: http://HOST:8000 or grpc://HOST:8001.",
-)
-@click.option("--model", metavar="NAME", help="Of the server's models.  [default: its only one]")
+@server_url
+@server_model
 @click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="Images to send.  [default: of noise]")
 @click.option("--tensors", is_flag=True, help="Send normalized tensors to the network behind the model instead.")
 @click.option("--batch-size", default=1, type=click.IntRange(1, 4096), show_default=True, help="Images per request.")
@@ -102,14 +97,7 @@ def _cores(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     is_flag=True,
     help="Measure without dynamic batching, too: the network is loaded with that setting, and afterwards as it was.",
 )
-@click.option(
-    "--timeout",
-    default=5.0,
-    type=click.FloatRange(0.001),
-    callback=finite,
-    show_default=True,
-    help="Seconds for an answer.",
-)
+@timeout(5.0)
 @click.option("--processes", default=1, type=click.IntRange(1, 64), show_default=True, help="That send requests.")
 @click.option("--cores", callback=_cores, metavar="0,1", help="Where these run; keep the server off them.")
 @click.option("--output", default="loadtest", type=click.Path(path_type=Path), show_default=True, help="New folder.")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from components.common.errors import EngineryError, UserError
 from pipelines.client.image_files import images_in
-from pipelines.commands.options import finite
+from pipelines.commands.options import finite, server_model, server_url, timeout
 from pipelines.console import new_console
 
 if TYPE_CHECKING:
@@ -25,23 +25,11 @@ _STDIN = "-"
 
 @click.command()
 @click.argument("images", nargs=-1, metavar="IMAGE [IMAGE ...]")
-@click.option(
-    "--url",
-    default="http://localhost:8000",
-    show_default=True,
-    help="Of the server: http://HOST:8000 or grpc://HOST:8001.",
-)
-@click.option("--model", metavar="NAME", help="Of the server's models.  [default: its only one]")
+@server_url
+@server_model
 @click.option("--top-k", default=3, type=click.IntRange(1), show_default=True, help="Classes for each image.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
-@click.option(
-    "--timeout",
-    default=10.0,
-    type=click.FloatRange(0.001),
-    callback=finite,
-    show_default=True,
-    help="Seconds for an answer.",
-)
+@timeout(10.0)
 @click.option(
     "--retry",
     default=10.0,
