@@ -4,8 +4,21 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+
+@dataclass(kw_only=True)
+class Served:
+    """What `serving` sets and looks at; a test's own state is derived from it and has `answer`."""
+
+    endpoint: str = ""
+    wanted_token: str | None = None
+    wanted_cookie: str | None = None
+    tokens: set[str | None] = field(default_factory=set)
+    cookies: set[str | None] = field(default_factory=set)
+    requests: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, body
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 
 import kfp_server_api as kfp
 
+from tests.serving import Served
+
 RUN_ID = "0f5c4a1e-run"
 SCHEDULE_ID = "77aa-schedule"
 # Text in OpenAPI; KFP's own client sends numbers, which protobuf's JSON allows for them.
@@ -67,22 +69,16 @@ def task(name: str, state: str) -> Any:
 
 
 @dataclass
-class Cluster:
+class Cluster(Served):
     """What the server was asked, and how it is to answer."""
 
-    requests: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path without query, body
-    tokens: set[str | None] = field(default_factory=set)
-    cookies: set[str | None] = field(default_factory=set)
     experiments: list[str] = field(default_factory=list)
     states: list[str] = field(default_factory=lambda: ["SUCCEEDED"])  # of the run, one per question
     tasks: list[list[tuple[str, str]]] = field(default_factory=lambda: [[]])  # of the steps, one list per question
     error: str = ""  # of the run
-    wanted_token: str | None = None
-    wanted_cookie: str | None = None
     refuse_run: str = ""  # why no run is created
     lose: int = 0  # questions about the run that get no answer
     schedules: list[Any] = field(default_factory=list)
-    endpoint: str = ""
     spec: Any = None  # of the run
 
     def body_of(self, method: str, path: str) -> Any:

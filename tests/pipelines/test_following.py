@@ -20,7 +20,7 @@ from pipelines.cluster.server import Login, Server
 from tests.kubernetes_api import answer
 from tests.pipelines.kfp_api import RUN_ID
 from tests.pipelines.servers import free_port
-from tests.serving import serving
+from tests.serving import Served, serving
 
 NAMESPACE = "team-vision"
 
@@ -38,13 +38,7 @@ def pod(name: str, node: str, began: bool = True) -> Any:
 
 
 @dataclass
-class Pods:
-    endpoint: str = ""
-    wanted_token: str | None = None
-    wanted_cookie: str | None = None
-    tokens: set[str | None] = field(default_factory=set)
-    cookies: set[str | None] = field(default_factory=set)
-    requests: list[tuple[str, str, Any]] = field(default_factory=list)
+class Pods(Served):
     pods: list[Any] = field(default_factory=list)
     lines: dict[str, list[str]] = field(default_factory=dict)
     breaks: int = 0  # connections that end before the last line

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from kubernetes import client as k8s
 
 from tests.kubernetes_api import answer, write_kubeconfig
+from tests.serving import Served
 
 NAMESPACE = "team-vision"
 _CORE = f"/api/v1/namespaces/{NAMESPACE}"
@@ -62,16 +63,10 @@ def login(name: str, registry: str, user: str = "puller", password: str = "right
 
 
 @dataclass
-class ClusterApi:
+class ClusterApi(Served):
     """A cluster where everything is well, until a test changes something."""
 
     folder: Path
-    endpoint: str = ""
-    wanted_token: str | None = None
-    wanted_cookie: str | None = None
-    tokens: set[str | None] = field(default_factory=set)
-    cookies: set[str | None] = field(default_factory=set)
-    requests: list[tuple[str, str, Any]] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=lambda: [gpu_node(), gpu_node("gpu-2"), cpu_node()])
     claims: dict[str, Any] = field(default_factory=lambda: {"images": claim("images"), "shared": claim("shared")})
     secrets: dict[str, Any] = field(default_factory=dict)

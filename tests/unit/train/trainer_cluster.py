@@ -21,6 +21,7 @@ from kubernetes import client
 from components.train.train_job import INDEX_LABEL, JOBSET_LABEL
 from tests.kubernetes_api import answer, write_kubeconfig
 from tests.pipelines.servers import free_port
+from tests.serving import Served
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NAMESPACE, POD = "team-vision", "resnet50-x7k2p-system-container-impl-42"
@@ -52,16 +53,10 @@ class Node:
 
 
 @dataclass
-class TrainerCluster:
+class TrainerCluster(Served):
     """What the cluster is like, and what it was asked."""
 
     folder: Path
-    endpoint: str = ""
-    wanted_token: str | None = None
-    wanted_cookie: str | None = None
-    tokens: set[str | None] = field(default_factory=set)
-    cookies: set[str | None] = field(default_factory=set)
-    requests: list[tuple[str, str, Any]] = field(default_factory=list)
     refuse: tuple[int, str] | None = None  # of new jobs
     is_old: bool = False  # drops runtimePatches
     is_stuck: bool = False  # pods can't be scheduled
