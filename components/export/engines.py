@@ -8,10 +8,12 @@ import logging
 import re
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import onnx
 import torch
 
 from components.common.artifacts import write_atomically
@@ -29,10 +31,13 @@ from components.common.runners.tensorrt_library import (
 )
 from components.common.shapes import ShapeSpec
 from components.export.config import EngineOption
+from components.export.siblings import keep_apart
 
 _log = logging.getLogger(__name__)
 
 _STRONGLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}
+# What 8.6.0 says of `siblings`.
+_FAILS_TO_MERGE = "chooseHigherPrecision"
 _WEAKLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp32.onnx", "int8": "int8.onnx"}
 
 
@@ -45,6 +50,19 @@ def onnx_file_for(precision: str) -> str:
     """
     _check_precision(precision)
     return (_STRONGLY_TYPED_FILES if _is_strongly_typed(load_tensorrt()) else _WEAKLY_TYPED_FILES)[precision]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What is to be built; see `build_engine`."""
+
+    onnx_path: Path
+    precision: Precision
+    shapes: ShapeSpec
+    cache_file: Path | None
+    optimization_level: int
+    workspace_bytes: int
+    options: frozenset[EngineOption]
 
 
 def build_engine(
@@ -86,23 +104,13 @@ def build_engine(
     if not onnx_path.is_file():
         raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from")
     trt = load_tensorrt()
-    tensorrt_logger().take_errors()
-    started = time.perf_counter()
-    builder = start(lambda: trt.Builder(tensorrt_logger()))
-    network = builder.create_network(_network_flags(trt))
-    _parse(trt, network, onnx_path)
-    _check_tensors(network, onnx_path, shapes)
-    config = builder.create_builder_config()
-    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
-    config.builder_optimization_level = optimization_level
-    _configure(trt, config)
-    flags = _set_precision(trt, config, precision, options) + _set_options(trt, config, options)
-    config.add_optimization_profile(_profile(builder, shapes))
     cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt, precision)
-    _load_timing_cache(config, cache_file)
-    _write_plan(trt, builder, network, config, plan_path, f"{onnx_path} as {precision}")
+    order = _Order(onnx_path, precision, shapes, cache_file, optimization_level, workspace_bytes, frozenset(options))
+    started = time.perf_counter()
+    plan, flags = _plan(trt, order)
+    plan_path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(plan_path, memoryview(plan).tobytes())
     build_seconds = time.perf_counter() - started
-    _save_timing_cache(config, cache_file)
     major, minor = torch.cuda.get_device_capability()
     return EngineEntry(
         file=plan_path.name,
@@ -119,12 +127,40 @@ def build_engine(
     )
 
 
-def _write_plan(trt: ModuleType, builder: Any, network: Any, config: Any, plan_path: Path, what: str) -> None:
-    plan = builder.build_serialized_network(network, config)
+def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...]]:
+    """A plan, and what TensorRT was told."""
+    logger = tensorrt_logger()
+    logger.take_errors()
+    plan, flags = _try_to_build(trt, order, order.onnx_path.read_bytes())
+    reasons = "" if plan is not None else logger.take_errors()
+    if _FAILS_TO_MERGE in reasons:
+        model = onnx.load(order.onnx_path)
+        apart = keep_apart(model)
+        _log.warning("TensorRT failed to merge convolutions; building again with %d kept apart", len(apart))
+        plan, flags = _try_to_build(trt, order, model.SerializeToString())
+        reasons = "" if plan is not None else logger.take_errors()
     if plan is None:
-        raise EngineryError(f"TensorRT {trt.__version__} can't build {what}: {tensorrt_logger().take_errors()}")
-    plan_path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(plan_path, memoryview(plan).tobytes())
+        raise EngineryError(f"TensorRT {trt.__version__} can't build {order.onnx_path} as {order.precision}: {reasons}")
+    return plan, flags
+
+
+def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tuple[str, ...]]:
+    """A plan of the ONNX file's content, or None where TensorRT fails, and what it was told."""
+    builder = start(lambda: trt.Builder(tensorrt_logger()))
+    network = builder.create_network(_network_flags(trt))
+    _parse(trt, network, model, order.onnx_path)
+    _check_tensors(network, order.onnx_path, order.shapes)
+    config = builder.create_builder_config()
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
+    config.builder_optimization_level = order.optimization_level
+    _configure(trt, config)
+    flags = _set_precision(trt, config, order.precision, order.options) + _set_options(trt, config, order.options)
+    config.add_optimization_profile(_profile(builder, order.shapes))
+    _load_timing_cache(config, order.cache_file)
+    plan = builder.build_serialized_network(network, config)
+    if plan is not None:
+        _save_timing_cache(config, order.cache_file)
+    return plan, flags
 
 
 def _check_precision(precision: str) -> None:
@@ -146,10 +182,10 @@ def _network_flags(trt: ModuleType) -> int:
     return flags
 
 
-def _parse(trt: ModuleType, network: Any, onnx_path: Path) -> None:
+def _parse(trt: ModuleType, network: Any, model: bytes, onnx_path: Path) -> None:
     parser = trt.OnnxParser(network, tensorrt_logger())
     # The path lets the parser find weights that are stored beside the file.
-    if parser.parse(onnx_path.read_bytes(), str(onnx_path)):
+    if parser.parse(model, str(onnx_path)):
         return
     reasons = [str(parser.get_error(index)).strip() for index in range(parser.num_errors)]
     listed = "".join(f"\n  {number}. {reason}" for number, reason in enumerate(reasons, start=1))
