@@ -33,7 +33,6 @@ from components.export.placement import node_id, with_names
 from pipelines.benchmarking.networks import write_network
 
 BATCHES = (1, 8, 64, 128)
-STREAMS = (1, 2, 4)
 _TIMES: dict[str, Any] = {"warmup_s": 0.3, "duration_s": 1.0, "min_iterations": 20}
 
 
@@ -45,6 +44,9 @@ _TIMES: dict[str, Any] = {"warmup_s": 0.3, "duration_s": 1.0, "min_iterations": 
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
 @click.option("--opt-batch", default=128, help="Batch that kernels are tuned for.  [default: 128]")
+@click.option(
+    "--streams", default="1,2,4", help="How many batches run at once at 8 and 128; '' for none.", show_default=True
+)
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(
     architecture: str,
@@ -54,15 +56,17 @@ def main(
     machine: str,
     optimization_level: int,
     opt_batch: int,
+    streams: str,
     results: Path,
 ) -> None:
+    numbers_of_streams = [int(number) for number in streams.split(",") if number]
     work.mkdir(parents=True, exist_ok=True)
     shapes, transform, name = _onnx_files(architecture, bundle, opt_batch, work)
     entries, measures, failures = _build_all(work, shapes, optimization_level)
     runs: list[dict[str, Any]] = [{"engine": entry.model_dump(mode="json")} for entry in entries.values()]
     runs += [{"failed": failure} for failure in failures]
     for precision in entries:
-        measures |= _speed(work / f"{precision}.plan", shapes, precision)
+        measures |= _speed(work / f"{precision}.plan", shapes, precision, numbers_of_streams)
         measures |= _over_replay(work / f"{precision}.plan", shapes, precision)
     measures["runner_over_graph_replay"] = min(measures[f"runner_over_graph_replay_{name}_b128"] for name in entries)
     for run in ("cold", "cached"):
@@ -150,7 +154,7 @@ def _build_all(
     return entries, measures, failures
 
 
-def _speed(plan: Path, shapes: ShapeSpec, precision: Precision) -> dict[str, float]:
+def _speed(plan: Path, shapes: ShapeSpec, precision: Precision, numbers_of_streams: list[int]) -> dict[str, float]:
     runner = TensorRTRunner(plan, shapes)
     measures: dict[str, float] = {}
     for batch in BATCHES:
@@ -162,7 +166,7 @@ def _speed(plan: Path, shapes: ShapeSpec, precision: Precision) -> dict[str, flo
         measures[f"engine_compute_images_per_s_{precision}_b{batch}"] = compute.images_per_s
         print(f"{precision} b{batch}: {timing.images_per_s:,.0f} images/s, {compute.images_per_s:,.0f} without copies")
     for batch in (8, 128):
-        for streams in STREAMS:
+        for streams in numbers_of_streams:
             for copies, key in ((True, "engine"), (False, "engine_compute")):
                 rate = runner.measure(batch, **_TIMES, num_streams=streams, with_transfers=copies).images_per_s
                 measures[f"{key}_images_per_s_{precision}_b{batch}_streams{streams}"] = rate
