@@ -167,6 +167,33 @@ def test_what_is_inside_the_noise_goes_to_max(trained, digits, tmp_path, num_rig
     assert search.choose_method() == expected
 
 
+@pytest.mark.parametrize(
+    ("num_changed", "num_lost", "expected"),
+    [
+        ({"max": 40, "percentile": 8, "entropy": 20, "mse": 10}, {}, "percentile"),  # top-1 is the same for all
+        ({"max": 40, "percentile": 38, "entropy": 39, "mse": 41}, {}, "max"),  # inside the noise again
+        ({"max": 40, "percentile": 8, "entropy": 20, "mse": 10}, {"percentile": 6}, "mse"),  # 0.6 points: over budget
+    ],
+)
+def test_what_top1_does_not_tell_apart_agreement_with_fp32_does(
+    trained, digits, tmp_path, num_changed, num_lost, expected
+):
+    labels = np.zeros(1000, np.int32)
+    fp32 = np.zeros(1000, np.int32)
+    fp32[:100] = 1
+
+    def measure(models, text):
+        classes = {name: fp32.copy() for name in models}
+        for name, number in num_changed.items():
+            classes[name][:number] = 2  # wrong, as before, but another class
+            classes[name][500 : 500 + num_lost.get(name, 0)] = 2
+        return {name: Predictions(top=found[:, None], labels=labels) for name, found in classes.items()}
+
+    search = selection_for(trained, digits, tmp_path, list(CalibrationMethod))
+    search.measure = measure
+    assert search.choose_method() == expected
+
+
 def test_the_search_is_deterministic(trained, digits, tmp_path):
     found = []
     for _ in range(2):
