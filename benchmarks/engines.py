@@ -35,6 +35,13 @@ from pipelines.benchmarking.networks import write_network
 BATCHES = (1, 8, 64, 128)
 _TIMES: dict[str, Any] = {"warmup_s": 0.3, "duration_s": 1.0, "min_iterations": 20}
 
+_NOTES = (
+    "{name}, {weights} weights, optimization level {level}, kernels tuned for batch {opt}. Images per s count the "
+    "copies to and from the GPU, engine_compute_... and int8_over_fp16_compute_b128 do not. Each speed is "
+    "measured once, for 1 s or longer; runner_over_graph_replay is the least of three medians of 5 turns. Builds "
+    "with timing cache follow the cold ones; engine_build_seconds_... without a precision are sums."
+)
+
 
 @click.command()
 @click.option("--architecture", default="", help="A torchvision or timm/NAME model with 1,000 classes.")
@@ -65,41 +72,49 @@ def main(
     entries, measures, failures = _build_all(work, shapes, optimization_level)
     runs: list[dict[str, Any]] = [{"engine": entry.model_dump(mode="json")} for entry in entries.values()]
     runs += [{"failed": failure} for failure in failures]
+
+    def save() -> None:
+        write_result(
+            machine,
+            f"engines_{name}",
+            measures=measures | _compared(measures, entries),
+            runs=runs,
+            versions={"tensorrt": next(iter(entries.values())).tensorrt_version},
+            notes=_NOTES.format(
+                name=name, weights="trained" if bundle else "random", level=optimization_level, opt=opt_batch
+            ),
+            directory=results,
+        )
+
+    save()  # a run that is cut keeps what it has measured
     for precision in entries:
         measures |= _speed(work / f"{precision}.plan", shapes, precision, numbers_of_streams)
         measures |= _over_replay(work / f"{precision}.plan", shapes, precision)
-    measures["runner_over_graph_replay"] = min(measures[f"runner_over_graph_replay_{name}_b128"] for name in entries)
+        save()
+    if dataset is not None and transform is not None and not failures:
+        measures |= _accuracy(work, shapes, transform, dataset)
+        save()
+
+
+def _compared(measures: dict[str, float], entries: dict[Precision, EngineEntry]) -> dict[str, float]:
+    """What follows from the measures so far: sums, ratios and shares."""
+    compared = {}
     for run in ("cold", "cached"):
-        measures[f"engine_build_seconds_{run}"] = sum(
-            measures[f"engine_build_seconds_{run}_{name}"] for name in entries
-        )
-    if {"int8", "fp16"} <= entries.keys():
-        for key, rate in (
-            ("int8_over_fp16_b128", "images_per_s"),
-            ("int8_over_fp16_compute_b128", "compute_images_per_s"),
-        ):
-            measures[key] = measures[f"engine_{rate}_int8_b128"] / measures[f"engine_{rate}_fp16_b128"]
+        built = [measures.get(f"engine_build_seconds_{run}_{name}") for name in entries]
+        if None not in built:
+            compared[f"engine_build_seconds_{run}"] = sum(seconds for seconds in built if seconds is not None)
+    replays = [value for key, value in measures.items() if key.startswith("runner_over_graph_replay_")]
+    if replays:
+        compared["runner_over_graph_replay"] = min(replays)
+    for key, rate in (("int8_over_fp16_b128", "images_per_s"), ("int8_over_fp16_compute_b128", "compute_images_per_s")):
+        int8, fp16 = (measures.get(f"engine_{rate}_{name}_b128") for name in ("int8", "fp16"))
+        if int8 is not None and fp16 is not None:
+            compared[key] = int8 / fp16
     if "int8" in entries:
         layers = entries["int8"].layers
         assert layers is not None
-        measures["int8_layer_share"] = layers.convolutions.get("INT8", 0) / sum(layers.convolutions.values())
-    if dataset is not None and transform is not None and not failures:
-        measures |= _accuracy(work, shapes, transform, dataset)
-    write_result(
-        machine,
-        f"engines_{name}",
-        measures=measures,
-        runs=runs,
-        versions={"tensorrt": next(iter(entries.values())).tensorrt_version},
-        notes=(
-            f"{name}, {'trained weights' if bundle else 'random weights'}, optimization level {optimization_level}, "
-            f"kernels tuned for batch {opt_batch}. Images per s count the copies to and from the GPU, "
-            "engine_compute_... and int8_over_fp16_compute_b128 do not. Each speed is measured once, for 1 s or "
-            "longer; runner_over_graph_replay is the least of three medians of 5 turns. Builds with timing cache "
-            "follow the cold ones; engine_build_seconds_... without a precision are sums."
-        ),
-        directory=results,
-    )
+        compared["int8_layer_share"] = layers.convolutions.get("INT8", 0) / sum(layers.convolutions.values())
+    return compared
 
 
 def _onnx_files(

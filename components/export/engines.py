@@ -36,8 +36,7 @@ from components.export.siblings import keep_apart
 _log = logging.getLogger(__name__)
 
 _STRONGLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}
-# What 8.6.0 says of `siblings`.
-_FAILS_TO_MERGE = "chooseHigherPrecision"
+_FAILS_TO_MERGE = "chooseHigherPrecision"  # where 8.6.0's graph optimizer ends; see `siblings`
 _WEAKLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp32.onnx", "int8": "int8.onnx"}
 
 
@@ -136,7 +135,11 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...]]:
     if _FAILS_TO_MERGE in reasons:
         model = onnx.load(order.onnx_path)
         apart = keep_apart(model)
-        _log.warning("TensorRT failed to merge convolutions; building again with %d kept apart", len(apart))
+        _log.warning(
+            "TensorRT failed to merge convolutions that read the same tensor; building again with %d of them kept "
+            "apart, which changes no result",
+            len(apart),
+        )
         plan, flags = _try_to_build(trt, order, model.SerializeToString())
         reasons = "" if plan is not None else logger.take_errors()
     if plan is None:
