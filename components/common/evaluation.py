@@ -98,14 +98,9 @@ class Predictions:
         """Share of images with the label among the five most likely classes, in per cent."""
         return 100.0 * float((self.top == self.labels[:, None]).any(axis=1).mean())
 
-    def agrees(self, other: "Predictions") -> np.ndarray:
-        """[N] bool: whether both predict the same class."""
-        same: np.ndarray = self.top[:, 0] == other.top[:, 0]
-        return same
-
     def agreement_pct(self, other: "Predictions") -> float:
         """Share of images on which both predict the same class, in per cent."""
-        return 100.0 * float(self.agrees(other).mean())
+        return 100.0 * float((self.top[:, 0] == other.top[:, 0]).mean())
 
     def __add__(self, other: "Predictions") -> "Predictions":
         """The predictions of these images, then the other's."""
