@@ -12,6 +12,7 @@ from components.common.runners.tensorrt_library import why_no_tensorrt
 from components.common.steplog import StepLog
 from components.export.config import ExportConfig
 from components.export.plans import build_plans, cache_folder, describe_plans
+from components.export.samples import Samples
 
 _SETTINGS_OF_PLANS = ("tensorrt", "engine_options", "optimization_level", "workspace_bytes", "cache", "verify")
 
@@ -53,11 +54,11 @@ def rebuild(
         raise UserError(f"{bundle.path} is a bundle, of which only plans are built, but export.tensorrt is off")
     if missing := why_no_tensorrt():
         raise RuntimeUnavailable(f"no plans can be built of the bundle {bundle.path}: {missing}")
-    if data.digest != bundle.manifest.inputs.get("dataset"):
+    if not _has_the_calibration_images(bundle.manifest, data):
         log.note(
-            "the data set here was not made in the run that calibrated the bundle: with other images, or another "
-            "--seed or preprocess.val_fraction, images that the model was trained on may be among those that it is "
-            "validated on"
+            "the training split here does not begin with the images that calibrated the bundle: with other images, or "
+            "another --seed or preprocess.val_fraction, images that the model was trained on may be among those that "
+            "it is validated on"
         )
     if ignored := _ignored(config):
         log.warning(
@@ -83,6 +84,25 @@ def rebuild(
         **carried,
     )
     return f"{describe_plans(engines)} from the bundle {bundle.digest[:19]}"
+
+
+def _has_the_calibration_images(bundle: BundleManifest, data: Artifact[DatasetManifest]) -> bool:
+    """Whether the training split begins with the images that calibrated the bundle, wherever it was made.
+
+    If so, the images were split as for the bundle: where an image goes depends on all of them.
+    """
+    if data.digest == bundle.inputs.get("dataset"):
+        return True
+    calibration = bundle.calibration
+    here = Samples(
+        dataset=data,
+        transform=bundle.transform,
+        start=0,
+        num_images=calibration.num_images,
+        batch_size=1,
+        device_id=None,
+    )
+    return here.digest() == calibration.images_digest
 
 
 def _ignored(config: ExportConfig) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ConfigDict
 
-from components.common.artifacts import ALL_FILES, Artifact, BundleManifest, DatasetManifest, load, seal
+from components.common.artifacts import ALL_FILES, MANIFEST, Artifact, BundleManifest, DatasetManifest, load, seal
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.records import CalibrationEntry, EngineEntry, EngineLayers
 from components.common.shapes import ShapeSpec
@@ -19,6 +19,7 @@ from components.export.config import ExportConfig
 from components.export.inspection import UnreadableLayers
 from components.export.onnx_export import export_onnx
 from components.export.run import run
+from components.export.samples import Samples
 
 SHAPES = ShapeSpec(height=32, width=32, opt_batch=4, max_batch=16)
 MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}
@@ -167,6 +168,31 @@ def test_settings_that_change_nothing_are_named(original, digits_dataset, tmp_pa
     said = "".join(capsys.readouterr())
     assert "without effect here: export.max_batch. A bundle keeps its shapes" in said
     assert load(tmp_path / "new", BundleManifest).manifest.shapes == SHAPES
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("calibrated_with", ["the first seven", "others", "nothing said"])
+def test_images_of_another_split_are_noted(original, digits_dataset, tmp_path, capsys, calibrated_with):
+    """The data set is never the same file by file on another machine; its images can be."""
+    transform = original.manifest.transform
+    first = Samples(
+        dataset=digits_dataset, transform=transform, start=0, num_images=7, batch_size=1, device_id=None
+    ).digest()
+    digest = {"the first seven": first, "others": "sha256:others", "nothing said": ""}[calibrated_with]
+    elsewhere = original.manifest.model_copy(
+        update={
+            "inputs": {"model": "sha256:checkpoint", "dataset": "sha256:of the other machine"},
+            "calibration": original.manifest.calibration.model_copy(update={"images_digest": digest}),
+        }
+    )
+    (original.path / MANIFEST).unlink()
+    fields = elsewhere.model_dump(exclude={"schema_version", "seal", "kind", "files", "config", "environment"})
+    again = seal(original.path, BundleManifest, config=ExportConfig(), **fields)
+    export(again.path, digits_dataset.path, tmp_path / "new")
+    said = "".join(capsys.readouterr())
+    assert ("does not begin with the images that calibrated the bundle" in said) == (
+        calibrated_with != "the first seven"
+    )
 
 
 @pytest.mark.usefixtures("here")
