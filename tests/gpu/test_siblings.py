@@ -1,0 +1,56 @@
+"""Blocks of an Inception network in INT8, whose convolutions 8.6.0 fails to merge. Fails, never skips."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from torchvision.models.googlenet import Inception
+
+from components.common.runners.onnxruntime import OnnxRuntimeRunner
+from components.common.runners.tensorrt import TensorRTRunner
+from components.common.shapes import ShapeSpec
+from components.export.calibration import CalibrationMethod, compute_scale
+from components.export.collection import collect_with_onnxruntime
+from components.export.engines import build_engine, onnx_file_for
+from components.export.inspection import inspect_engine
+from components.export.onnx_export import export_onnx
+from components.export.placement import activation_tensors, node_id, with_names
+from components.export.precision import raise_opset, to_fp16
+from components.export.qdq import insert_qdq
+
+SHAPES = ShapeSpec(height=32, width=32, opt_batch=8, max_batch=8)
+
+
+def test_a_network_of_siblings_is_built_in_int8(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stem = [torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+    blocks = [Inception(64, 64, 64, 64, 32, 32, 32), Inception(192, 64, 64, 64, 32, 32, 32)]
+    head = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(192, 10)]
+    export_onnx(torch.nn.Sequential(*stem, *blocks, *head).eval(), tmp_path / "fp32.onnx", SHAPES)
+    fp32 = with_names(onnx.load(tmp_path / "fp32.onnx"))
+    images = np.random.default_rng(0).standard_normal(SHAPES.input_shape(8), dtype=np.float32)
+    histograms = collect_with_onnxruntime(tmp_path / "fp32.onnx", activation_tensors(fp32), [images])
+    scales = {name: compute_scale(seen, CalibrationMethod.MAX) for name, seen in histograms.items()}
+    onnx.save(insert_qdq(fp32, scales), tmp_path / "int8.onnx")
+    onnx.save(insert_qdq(to_fp16(raise_opset(fp32)), scales), tmp_path / "int8_fp16.onnx")
+    entry = build_engine(
+        tmp_path / onnx_file_for("int8"),
+        tmp_path / "int8.plan",
+        precision="int8",
+        shapes=SHAPES,
+        timing_cache_path=None,
+        optimization_level=1,
+        workspace_bytes=1 << 30,
+    )
+    convolutions = [node_id(node) for node in fp32.graph.node if node.op_type == "Conv"]
+    assert len(convolutions) == 13
+    layers = inspect_engine(tmp_path / "int8.plan", entry, SHAPES, convolutions)
+    assert layers.convolutions == {"INT8": 13}
+    engine, reference = (
+        TensorRTRunner(tmp_path / "int8.plan", SHAPES),
+        OnnxRuntimeRunner(tmp_path / "int8.onnx", SHAPES),
+    )
+    answers, expected = (runner.infer(images) for runner in (engine, reference))
+    engine.close()
+    assert np.abs(answers - expected).max() <= 0.02 * np.abs(expected).max()
