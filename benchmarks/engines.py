@@ -73,16 +73,17 @@ def main(
     runs: list[dict[str, Any]] = [{"engine": entry.model_dump(mode="json")} for entry in entries.values()]
     runs += [{"failed": failure} for failure in failures]
 
-    def save() -> None:
+    def save(*, complete: bool = False) -> None:
+        notes = _NOTES.format(
+            name=name, weights="trained" if bundle else "random", level=optimization_level, opt=opt_batch
+        )
         write_result(
             machine,
             f"engines_{name}",
             measures=measures | _compared(measures, entries),
             runs=runs,
             versions={"tensorrt": next(iter(entries.values())).tensorrt_version},
-            notes=_NOTES.format(
-                name=name, weights="trained" if bundle else "random", level=optimization_level, opt=opt_batch
-            ),
+            notes=notes if complete else f"{notes} Incomplete: the run was cut here, or goes on.",
             directory=results,
         )
 
@@ -93,7 +94,7 @@ def main(
         save()
     if dataset is not None and transform is not None and not failures:
         measures |= _accuracy(work, shapes, transform, dataset)
-        save()
+    save(complete=True)
 
 
 def _compared(measures: dict[str, float], entries: dict[Precision, EngineEntry]) -> dict[str, float]:

@@ -19,7 +19,8 @@ class ExportConfig(StepConfig):
 
     calibration_method: Literal["auto", "max", "percentile", "entropy", "mse"] = Field(
         "auto",
-        description="How a tensor's INT8 range follows from its histogram; auto measures all and takes the best.",
+        description="How a tensor's INT8 range follows from its histogram; auto measures all and takes the one that "
+        "agrees most with FP32, of those within the gate's top-1 limits where there are any.",
     )
     num_calibration_images: int = Field(
         512, ge=1, description="Training images to calibrate with, or all where there are fewer."

@@ -133,15 +133,16 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...]]:
     plan, flags = _try_to_build(trt, order, order.onnx_path.read_bytes())
     reasons = "" if plan is not None else logger.take_errors()
     if _FAILS_TO_MERGE in reasons:
-        model = onnx.load(order.onnx_path)
-        apart = keep_apart(model)
-        _log.warning(
-            "TensorRT failed to merge convolutions that read the same tensor; building again with %d of them kept "
-            "apart, which changes no result",
-            len(apart),
-        )
-        plan, flags = _try_to_build(trt, order, model.SerializeToString())
-        reasons = "" if plan is not None else logger.take_errors()
+        # Weights that are stored beside the file stay there: with them the model may be too large for one message.
+        model = onnx.load(order.onnx_path, load_external_data=False)
+        if apart := keep_apart(model):
+            _log.warning(
+                "TensorRT failed to merge convolutions that read the same tensor; building again with %d of them kept "
+                "apart, which changes no result",
+                len(apart),
+            )
+            plan, flags = _try_to_build(trt, order, model.SerializeToString())
+            reasons = "" if plan is not None else logger.take_errors()
     if plan is None:
         raise EngineryError(f"TensorRT {trt.__version__} can't build {order.onnx_path} as {order.precision}: {reasons}")
     return plan, flags

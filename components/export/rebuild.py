@@ -89,7 +89,7 @@ def rebuild(
 def _has_the_calibration_images(bundle: BundleManifest, data: Artifact[DatasetManifest]) -> bool:
     """Whether the training split begins with the images that calibrated the bundle, wherever it was made.
 
-    If so, the images were split as for the bundle: where an image goes depends on all of them.
+    If so, they were split as for the bundle: how many images a class has for training, and the seed, order the split.
     """
     if data.digest == bundle.inputs.get("dataset"):
         return True

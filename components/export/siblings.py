@@ -4,8 +4,6 @@ TensorRT merges them into one wide convolution. 8.6.0 fails at that where they a
 its graph optimizer, since each ends in a scale of its own.
 """
 
-from typing import Any
-
 import onnx
 from onnx import NodeProto, helper
 
@@ -16,22 +14,39 @@ def keep_apart(model: onnx.ModelProto) -> list[str]:
     A kernel of one pixel has nothing to dilate: the model computes the same, bit for bit.
 
     Args:
-        model: A graph with or without Q/DQ.
+        model: A graph with or without Q/DQ. Weights that are stored beside the file need not be loaded.
 
     Returns:
-        Names of the convolutions that were changed: all but the first of each row of siblings.
+        Names of the convolutions that were changed: all but the first of each row of siblings, unless they differed.
     """
-    siblings: dict[tuple[Any, ...], list[NodeProto]] = {}
+    before = {
+        node.output[0]: node.input[0]
+        for node in model.graph.node
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear")
+    }
+    kernels = {weights.name: list(weights.dims[2:]) for weights in model.graph.initializer}
+    siblings: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in model.graph.node:
-        attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
-        if node.op_type == "Conv" and set(attributes.get("kernel_shape", [0])) == {1}:
-            siblings.setdefault((node.input[0], str(sorted(attributes.items()))), []).append(node)
+        if node.op_type != "Conv":
+            continue
+        weights = node.input[1]
+        while weights in before:
+            weights = before[weights]
+        kernel = _ints(node, "kernel_shape") or kernels.get(weights, [])
+        if set(kernel) == {1}:
+            siblings.setdefault(node.input[0], []).append((node, len(kernel)))
     changed = []
     for row in siblings.values():
-        for dilation, node in enumerate(row[1:], start=2):
-            kept = [entry for entry in node.attribute if entry.name != "dilations"]
-            size = next(len(entry.ints) for entry in kept if entry.name == "kernel_shape")
-            del node.attribute[:]
-            node.attribute.extend([*kept, helper.make_attribute("dilations", [dilation] * size)])
-            changed.append(node.name)
+        for dilation, (node, num_axes) in enumerate(row, start=1):
+            dilations = [dilation] * num_axes
+            if len(row) > 1 and (_ints(node, "dilations") or [1] * num_axes) != dilations:
+                others = [entry for entry in node.attribute if entry.name != "dilations"]
+                del node.attribute[:]
+                node.attribute.extend([*others, helper.make_attribute("dilations", dilations)])
+                changed.append(node.name)
     return changed
+
+
+def _ints(node: NodeProto, name: str) -> list[int]:
+    """An attribute's numbers; none where the node lacks it."""
+    return next((list(entry.ints) for entry in node.attribute if entry.name == name), [])

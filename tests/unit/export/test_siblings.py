@@ -43,14 +43,44 @@ def _logits(model: onnx.ModelProto) -> np.ndarray:
     return logits
 
 
-def test_logits_stay_the_same_and_no_siblings_are_left(quantized: onnx.ModelProto) -> None:
+@pytest.mark.parametrize("left_out", [(), ("kernel_shape",), ("dilations",)])
+def test_logits_stay_the_same_and_no_siblings_are_left(quantized: onnx.ModelProto, left_out: tuple[str, ...]) -> None:
     model = onnx.ModelProto()
     model.CopyFrom(quantized)
+    for node in _convolutions(model)[::2]:  # attributes that a node need not have
+        kept = [entry for entry in node.attribute if entry.name not in left_out]
+        del node.attribute[:]
+        node.attribute.extend(kept)
     changed = keep_apart(model)
     assert len(changed) == 4  # of each block's three siblings the first stays as it is
     onnx.checker.check_model(model, full_check=True)
     np.testing.assert_array_equal(_logits(model), _logits(quantized))
     assert keep_apart(model) == []
+    names = {node.name for node in _convolutions(model)}
+    assert set(changed) < names
+    dilations = [(node.input[0], _dilation(node)) for node in _convolutions(model) if "branch" in node.name]
+    rows = {tensor: sorted(own for other, own in dilations if other == tensor) for tensor, _ in dilations}
+    assert sorted(row for row in rows.values() if len(row) > 1) == [[1, 2, 3]] * 2
+
+
+def _convolutions(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type == "Conv"]
+
+
+def _dilation(node: onnx.NodeProto) -> int:
+    return next((entry.ints[0] for entry in node.attribute if entry.name == "dilations"), 1)
+
+
+def test_siblings_of_other_strides_and_dilations_differ_too() -> None:
+    strides, dilations = ([1, 1], [1, 1], [2, 2]), ([1, 1], [2, 2], [1, 1])
+    nodes = [
+        onnx.helper.make_node("Conv", ["x", "w"], [f"y{number}"], strides=own, dilations=dilated)
+        for number, (own, dilated) in enumerate(zip(strides, dilations, strict=True))
+    ]
+    weights = onnx.numpy_helper.from_array(np.ones((4, 4, 1, 1), np.float32), "w")  # all three share them
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "siblings", [], [], [weights]))
+    keep_apart(model)
+    assert [_dilation(node) for node in model.graph.node] == [1, 2, 3]
 
 
 def test_networks_without_siblings_stay_as_they_are(tmp_path: Path) -> None:

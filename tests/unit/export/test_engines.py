@@ -1,0 +1,75 @@
+"""When a network is built a second time. TensorRT is replaced by what it says; tests/gpu builds real engines."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from components.common.errors import EngineryError
+from components.common.shapes import ShapeSpec
+from components.export import engines
+
+FAILS_TO_MERGE = "graphOptimizer.cpp::chooseHigherPrecision::1 Error (kFLOAT || kHALF)"
+
+
+def network(folder: Path, num_siblings: int) -> Path:
+    """1x1 convolutions that read the same tensor, with their weights beside the file."""
+    nodes = [helper.make_node("Conv", ["x", f"w{number}"], [f"y{number}"]) for number in range(num_siblings)]
+    weights = [numpy_helper.from_array(np.ones((8, 8, 1, 1), np.float32), f"w{number}") for number in range(8)]
+    read = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 4, 4])
+    written = [helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None) for number in range(num_siblings)]
+    graph = helper.make_graph(nodes, "siblings", [read], written, weights[:num_siblings])
+    file = folder / "int8.onnx"
+    onnx.save(helper.make_model(graph), file, save_as_external_data=True, location="weights", size_threshold=0)
+    return file
+
+
+def build(monkeypatch: pytest.MonkeyPatch, file: Path, errors: list[str]) -> tuple[list[bytes], Any]:
+    """What was built, try by try, and the plan. A try ends with the next of `errors`, the one after them in a plan."""
+    tried: list[bytes] = []
+
+    def try_to_build(trt: Any, order: Any, model: bytes) -> tuple[Any, tuple[str, ...]]:
+        tried.append(model)
+        return (None if len(tried) <= len(errors) else b"plan"), ("INT8",)
+
+    take_errors = iter(["what an earlier build left", *errors])
+    logger = SimpleNamespace(take_errors=lambda: next(take_errors))
+    monkeypatch.setattr(engines, "tensorrt_logger", lambda: logger)
+    monkeypatch.setattr(engines, "_try_to_build", try_to_build)
+    order = engines._Order(file, "int8", ShapeSpec(height=4, width=4), None, 3, 1 << 20, frozenset())
+    try:
+        return tried, engines._plan(SimpleNamespace(__version__="8.6.0"), order)
+    except EngineryError as error:
+        return tried, error
+
+
+def test_siblings_that_are_not_merged_are_built_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = network(tmp_path, num_siblings=2)
+    before = file.read_bytes()
+    tried, built = build(monkeypatch, file, [FAILS_TO_MERGE])
+    assert built == (b"plan", ("INT8",))
+    assert tried[0] == before == file.read_bytes()
+    again = onnx.load_model_from_string(tried[1])
+    assert [list(entry.ints) for entry in again.graph.node[1].attribute] == [[2, 2]]
+    assert all(weights.data_location == TensorProto.EXTERNAL for weights in again.graph.initializer)
+
+
+@pytest.mark.parametrize(
+    ("num_siblings", "errors", "num_tries"),
+    [
+        (2, [FAILS_TO_MERGE, "out of memory"], 2),
+        (2, ["out of memory"], 1),  # another error is not helped by it
+        (1, [FAILS_TO_MERGE], 1),  # nothing to keep apart
+    ],
+)
+def test_the_last_error_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_siblings: int, errors: list[str], num_tries: int
+) -> None:
+    tried, error = build(monkeypatch, network(tmp_path, num_siblings), errors)
+    assert len(tried) == num_tries
+    assert isinstance(error, EngineryError)
+    assert str(error).endswith(f"int8.onnx as int8: {errors[-1]}")
