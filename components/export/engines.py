@@ -36,8 +36,8 @@ from components.export.siblings import keep_apart
 _log = logging.getLogger(__name__)
 
 _STRONGLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}
-_FAILS_TO_MERGE = "chooseHigherPrecision"  # where 8.6.0's graph optimizer ends; see `siblings`
 _WEAKLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp32.onnx", "int8": "int8.onnx"}
+_FAILS_TO_MERGE = "chooseHigherPrecision"  # where 8.6.0's graph optimizer ends; see `siblings`
 
 
 def onnx_file_for(precision: str) -> str:
