@@ -108,8 +108,12 @@ def _on_tensorrt(bundle: Artifact[BundleManifest], engine: EngineEntry) -> Servi
 
     file = bundle.file(engine.file)
     runner = TensorRTRunner(file, bundle.manifest.shapes, engine)
-    note = "TF32: inputs of convolutions and matrix products are rounded to 10 bits" if "TF32" in engine.flags else ""
-    return Serving(precision=engine.precision, file=file, runner=runner, note=note)
+    notes = []
+    if "TF32" in engine.flags:
+        notes.append("TF32: inputs of convolutions and matrix products are rounded to 10 bits")
+    if engine.mantissa_bits is not None:
+        notes.append(f"weights are rounded to {engine.mantissa_bits} bits of mantissa")
+    return Serving(precision=engine.precision, file=file, runner=runner, note=". ".join(notes))
 
 
 def _on_openvino(bundle: Artifact[BundleManifest], precision: Precision, unused: str) -> Serving:

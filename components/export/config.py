@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from components.common.settings import StepConfig
 from components.common.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolation
@@ -10,6 +10,7 @@ from components.common.verdict import Thresholds
 
 CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory
 TIMING_CACHES = "tensorrt"  # folder in it
+FP16_MANTISSA_BITS = 10  # explicit ones of float16; bfloat16 has 7, float8 E4M3 has 3
 
 EngineOption = Literal["tf32", "version_compatible", "hardware_compatible", "refittable", "stripped"]
 
@@ -62,6 +63,13 @@ class ExportConfig(StepConfig):
         "later TensorRT of the same major version), hardware_compatible (runs on all GPUs from Ampere on), refittable "
         "(its weights can be replaced), stripped (has no weights: loading takes them from the ONNX file).",
     )
+    fp16_mantissa_bits: int = Field(
+        FP16_MANTISSA_BITS,
+        ge=2,
+        le=FP16_MANTISSA_BITS,
+        description="Mantissa bits that the weights of the FP16 engine keep, of 10. With fewer, a GPU whose board is "
+        "at its power limit runs faster, and top-1 may change, which is measured.",
+    )
     optimization_level: int = Field(3, ge=0, le=5, description="TensorRT's effort: 0 builds fastest, 5 runs fastest.")
     workspace_bytes: int = Field(4 << 30, ge=1 << 20, description="Scratch memory a TensorRT layer may use, in bytes.")
     cache: str = Field(
@@ -81,3 +89,10 @@ class ExportConfig(StepConfig):
     verify: bool = Field(
         False, description="Check every shard's digest before reading it; takes one pass over the data set's files."
     )
+
+    @field_validator("fp16_mantissa_bits")
+    @classmethod
+    def _weights_are_in_the_plan(cls, value: int, info: ValidationInfo) -> int:
+        if value < FP16_MANTISSA_BITS and "stripped" in info.data.get("engine_options", ()):
+            raise ValueError("a stripped plan takes its weights from the ONNX file, as they are: leave one of the two")
+        return value

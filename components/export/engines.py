@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx
 import torch
+from onnx.checker import MAXIMUM_PROTOBUF
 
 from components.common.artifacts import write_atomically
 from components.common.digests import digest_file
@@ -30,7 +31,8 @@ from components.common.runners.tensorrt_library import (
     tensorrt_logger,
 )
 from components.common.shapes import ShapeSpec
-from components.export.config import EngineOption
+from components.export.config import FP16_MANTISSA_BITS, EngineOption
+from components.export.mantissa import round_weights
 from components.export.siblings import keep_apart
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class _Order:
     optimization_level: int
     workspace_bytes: int
     options: frozenset[EngineOption]
+    mantissa_bits: int
 
 
 def build_engine(
@@ -74,6 +77,7 @@ def build_engine(
     optimization_level: int,
     workspace_bytes: int,
     options: Collection[EngineOption] = (),
+    mantissa_bits: int = FP16_MANTISSA_BITS,
 ) -> EngineEntry:
     """Compile an ONNX file for the current CUDA device and write the plan.
 
@@ -87,6 +91,7 @@ def build_engine(
         optimization_level: 0 (quick build) to 5 (slow build, fastest engine); TensorRT's own default is 3.
         workspace_bytes: Most scratch memory that a layer may use on the GPU.
         options: What else the plan shall be; see `ExportConfig.engine_options`.
+        mantissa_bits: Explicit mantissa bits that the weights of an FP16 plan keep; see `mantissa`.
 
     Returns:
         What a bundle's manifest says of the plan, without its layers (see `inspection`).
@@ -104,7 +109,10 @@ def build_engine(
         raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from")
     trt = load_tensorrt()
     cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt, precision)
-    order = _Order(onnx_path, precision, shapes, cache_file, optimization_level, workspace_bytes, frozenset(options))
+    bits = mantissa_bits if precision == "fp16" else FP16_MANTISSA_BITS
+    order = _Order(
+        onnx_path, precision, shapes, cache_file, optimization_level, workspace_bytes, frozenset(options), bits
+    )
     started = time.perf_counter()
     plan, flags = _plan(trt, order)
     plan_path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +130,7 @@ def build_engine(
         driver_version=driver_version(),
         flags=flags,
         optimization_level=optimization_level,
+        mantissa_bits=bits if bits < FP16_MANTISSA_BITS else None,
         build_seconds=build_seconds,
     )
 
@@ -130,11 +139,12 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...]]:
     """A plan, and what TensorRT was told."""
     logger = tensorrt_logger()
     logger.take_errors()
-    plan, flags = _try_to_build(trt, order, order.onnx_path.read_bytes())
+    content = _content(order)
+    plan, flags = _try_to_build(trt, order, content)
     reasons = "" if plan is not None else logger.take_errors()
     if _FAILS_TO_MERGE in reasons:
         # Weights that are stored beside the file stay there: with them the model may be too large for one message.
-        model = onnx.load(order.onnx_path, load_external_data=False)
+        model = onnx.load_model_from_string(content)
         if apart := keep_apart(model):
             _log.warning(
                 "TensorRT failed to merge convolutions that read the same tensor; building again with %d of them kept "
@@ -146,6 +156,22 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...]]:
     if plan is None:
         raise EngineryError(f"TensorRT {trt.__version__} can't build {order.onnx_path} as {order.precision}: {reasons}")
     return plan, flags
+
+
+def _content(order: _Order) -> bytes:
+    """What the ONNX file holds, with weights rounded where that is ordered."""
+    if order.mantissa_bits >= FP16_MANTISSA_BITS:
+        return order.onnx_path.read_bytes()
+    model = onnx.load(order.onnx_path)
+    if not round_weights(model, order.mantissa_bits):
+        _log.warning("%s stores no weights that could be rounded; all bits of them are kept", order.onnx_path)
+    content = model.SerializeToString()
+    if len(content) > MAXIMUM_PROTOBUF:  # its weights lie beside the file, where the parser can't find the rounded ones
+        raise EngineryError(
+            f"{order.onnx_path} and its weights take {len(content):,} bytes, too many to round: the parser reads "
+            f"{MAXIMUM_PROTOBUF:,}. Set export.fp16_mantissa_bits to {FP16_MANTISSA_BITS}"
+        )
+    return content
 
 
 def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tuple[str, ...]]:

@@ -73,6 +73,7 @@ def _build_plan(
         optimization_level=config.optimization_level,
         workspace_bytes=config.workspace_bytes,
         options=config.engine_options,
+        mantissa_bits=config.fp16_mantissa_bits,
     )
 
 

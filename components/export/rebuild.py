@@ -14,7 +14,15 @@ from components.export.config import ExportConfig
 from components.export.plans import build_plans, cache_folder, describe_plans
 from components.export.samples import Samples
 
-_SETTINGS_OF_PLANS = ("tensorrt", "engine_options", "optimization_level", "workspace_bytes", "cache", "verify")
+_SETTINGS_OF_PLANS = (
+    "tensorrt",
+    "engine_options",
+    "fp16_mantissa_bits",
+    "optimization_level",
+    "workspace_bytes",
+    "cache",
+    "verify",
+)
 
 
 class _CarriedConfig(BaseModel):

@@ -184,7 +184,8 @@ def engine_layers(engine: EngineEntry) -> str:
 def built_as(engine: EngineEntry) -> str:
     """What TensorRT was told when it built the engine."""
     level = [] if engine.optimization_level is None else [f"level {engine.optimization_level}"]
-    return ", ".join([*engine.flags, *level])
+    bits = [] if engine.mantissa_bits is None else [f"weights of {engine.mantissa_bits} mantissa bits"]
+    return ", ".join([*engine.flags, *level, *bits])
 
 
 def layer_exceptions(report: Report) -> Facts:

@@ -21,6 +21,7 @@ from components.export.calibration import CalibrationMethod, compute_scale
 from components.export.collection import collect_with_onnxruntime
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
+from components.export.mantissa import round_weights
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
 from components.export.precision import raise_opset, to_fp16
@@ -176,6 +177,21 @@ def test_int8_is_quantized(bundle, built):
         answers.append(runner.infer(images(8)))
         runner.close()
     assert np.abs(answers[0] - answers[1]).max() > 1e-4
+
+
+def test_fp16_with_weights_of_fewer_bits(bundle, built, tmp_path):
+    """The plan computes with the rounded weights, and the ONNX file keeps its own."""
+    entry = build(bundle, "fp16", plan_path=tmp_path / "fp16.plan", mantissa_bits=3)
+    assert (entry.mantissa_bits, built["fp16"].mantissa_bits) == (3, None)
+    model = onnx.load(bundle / "fp32.onnx")
+    assert round_weights(model, 3) == 4
+    onnx.save(model, tmp_path / "rounded.onnx")
+    runner = TensorRTRunner(tmp_path / "fp16.plan", SHAPES)
+    answer = runner.infer(images(8))
+    runner.close()
+    files = (bundle / "fp32.onnx", tmp_path / "rounded.onnx")
+    as_it_was, rounded = (OnnxRuntimeRunner(file, SHAPES).infer(images(8)) for file in files)
+    assert np.abs(answer - rounded).max() < 0.2 * np.abs(as_it_was - rounded).max()
 
 
 def test_info(bundle, built):

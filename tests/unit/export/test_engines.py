@@ -1,5 +1,6 @@
-"""When a network is built a second time. TensorRT is replaced by what it says; tests/gpu builds real engines."""
+"""What TensorRT is given to build, and when again. It is replaced by what it says; tests/gpu builds real engines."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,10 @@ from components.export import engines
 FAILS_TO_MERGE = "graphOptimizer.cpp::chooseHigherPrecision::1 Error (kFLOAT || kHALF)"
 
 
-def network(folder: Path, num_siblings: int) -> Path:
+def network(folder: Path, num_siblings: int, weight: float = 1.0) -> Path:
     """1x1 convolutions that read the same tensor, with their weights beside the file."""
     nodes = [helper.make_node("Conv", ["x", f"w{number}"], [f"y{number}"]) for number in range(num_siblings)]
-    weights = [numpy_helper.from_array(np.ones((8, 8, 1, 1), np.float32), f"w{number}") for number in range(8)]
+    weights = [numpy_helper.from_array(np.full((8, 8, 1, 1), weight, np.float32), f"w{number}") for number in range(8)]
     read = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 4, 4])
     written = [helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None) for number in range(num_siblings)]
     graph = helper.make_graph(nodes, "siblings", [read], written, weights[:num_siblings])
@@ -28,7 +29,9 @@ def network(folder: Path, num_siblings: int) -> Path:
     return file
 
 
-def build(monkeypatch: pytest.MonkeyPatch, file: Path, errors: list[str]) -> tuple[list[bytes], Any]:
+def build(
+    monkeypatch: pytest.MonkeyPatch, file: Path, errors: list[str], mantissa_bits: int = 10
+) -> tuple[list[bytes], Any]:
     """What was built, try by try, and the plan. A try ends with the next of `errors`, the one after them in a plan."""
     tried: list[bytes] = []
 
@@ -40,7 +43,7 @@ def build(monkeypatch: pytest.MonkeyPatch, file: Path, errors: list[str]) -> tup
     logger = SimpleNamespace(take_errors=lambda: next(take_errors))
     monkeypatch.setattr(engines, "tensorrt_logger", lambda: logger)
     monkeypatch.setattr(engines, "_try_to_build", try_to_build)
-    order = engines._Order(file, "int8", ShapeSpec(height=4, width=4), None, 3, 1 << 20, frozenset())
+    order = engines._Order(file, "int8", ShapeSpec(height=4, width=4), None, 3, 1 << 20, frozenset(), mantissa_bits)
     try:
         return tried, engines._plan(SimpleNamespace(__version__="8.6.0"), order)
     except EngineryError as error:
@@ -73,3 +76,25 @@ def test_the_last_error_is_told(
     assert len(tried) == num_tries
     assert isinstance(error, EngineryError)
     assert str(error).endswith(f"int8.onnx as int8: {errors[-1]}")
+
+
+def weights_of(content: bytes) -> list[float]:
+    return [
+        float(numpy_helper.to_array(weights).flat[0]) for weights in onnx.load_from_string(content).graph.initializer
+    ]
+
+
+def test_weights_are_rounded_for_tensorrt_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where they are stored beside the file, and in the second try."""
+    file = network(tmp_path, num_siblings=2, weight=1.3)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    tried, _ = build(monkeypatch, file, [FAILS_TO_MERGE], mantissa_bits=2)
+    assert [weights_of(content) for content in tried] == [[1.25, 1.25]] * 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_too_large_to_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engines, "MAXIMUM_PROTOBUF", 100)
+    tried, error = build(monkeypatch, network(tmp_path, num_siblings=1), [], mantissa_bits=7)
+    assert not tried
+    assert re.search("too many to round: .* Set export.fp16_mantissa_bits to 10", str(error))

@@ -1,0 +1,95 @@
+"""Weights of fewer mantissa bits."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from pydantic import ValidationError
+
+from components.export.config import ExportConfig
+from components.export.mantissa import round_weights
+from components.export.precision import to_fp16
+
+
+def model_of(weights: np.ndarray) -> onnx.ModelProto:
+    """A convolution with a bias, then a matrix product."""
+    nodes = [
+        helper.make_node("Conv", ["x", "kernel", "bias"], ["y"]),
+        helper.make_node("Flatten", ["y"], ["z"]),
+        helper.make_node("Gemm", ["z", "matrix"], ["logits"]),
+    ]
+    bias = np.full(weights.shape[0], 1.3, weights.dtype)
+    tensors = {"kernel": weights, "bias": bias, "matrix": weights[:, :, 0, 0]}
+    initializers = [numpy_helper.from_array(values, name) for name, values in tensors.items()]
+    graph = helper.make_graph(
+        nodes,
+        "rounded",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, weights.shape[1], 1, 1])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, weights.shape[1]])],
+        initializers,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def rounded(weights: np.ndarray, bits: int) -> dict[str, np.ndarray]:
+    model = model_of(weights)
+    assert round_weights(model, bits) == 2
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def as_kernel(*values: float) -> np.ndarray:
+    return np.asarray(values, np.float32).reshape(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("bits", [10, 7, 5, 4, 3, 2])
+def test_normal_numbers_are_off_by_half_a_bit_at_most(bits: int) -> None:
+    weights = np.random.default_rng(0).standard_normal((64, 64, 1, 1)).astype(np.float32)
+    weights = np.where(np.abs(weights) < 2**-14, 1, weights).astype(np.float32)  # subnormal in float16
+    tensors = rounded(weights, bits)
+    relative = np.abs(tensors["kernel"] / weights - 1)
+    # float16 is rounded to first, so its own half bit comes on top.
+    assert 2.0 ** -(bits + 2) < relative.max() <= 2.0 ** -(bits + 1) + 2.0**-11
+    np.testing.assert_array_equal(tensors["matrix"], tensors["kernel"][:, :, 0, 0])
+    mantissas = tensors["kernel"].astype(np.float16).view(np.uint16) & ((1 << (10 - bits)) - 1)
+    assert not mantissas.any()
+    np.testing.assert_array_equal(rounded(tensors["kernel"], bits)["kernel"], tensors["kernel"])
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason="this torch has no float8")
+def test_three_bits_are_those_of_float8() -> None:
+    weights = np.random.default_rng(1).uniform(0.02, 400, (64, 64, 1, 1)).astype(np.float16).astype(np.float32)
+    expected = torch.from_numpy(weights).to(torch.float8_e4m3fn).to(torch.float32).numpy()
+    np.testing.assert_array_equal(rounded(weights, 3)["kernel"], expected)
+
+
+def test_biases_and_types_stay() -> None:
+    typed = to_fp16(model_of(as_kernel(1.3, -1.3)))
+    assert round_weights(typed, 2) == 2
+    tensors = {tensor.name: numpy_helper.to_array(tensor) for tensor in typed.graph.initializer}
+    assert {str(values.dtype) for values in tensors.values()} == {"float16"}
+    assert tensors["kernel"].ravel().tolist() == [1.25, -1.25]
+    assert tensors["bias"].tolist() == [np.float16(1.3)]
+
+
+def test_ties_go_to_the_even_neighbour() -> None:
+    assert rounded(as_kernel(1.125, 1.375, -1.125), 2)["kernel"].ravel().tolist() == [1.0, 1.5, -1.0]
+
+
+def test_nothing_becomes_infinite() -> None:
+    """65,504 is the largest float16, and with fewer bits the next number above it would be infinity."""
+    weights = as_kernel(65504, -65504, 1e6, np.inf, np.nan, 0)
+    np.testing.assert_array_equal(rounded(weights, 3)["kernel"], weights)
+
+
+def test_a_stripped_plan_has_no_weights_of_its_own() -> None:
+    with pytest.raises(ValidationError, match="a stripped plan takes its weights from the ONNX file"):
+        ExportConfig(engine_options=("stripped",), fp16_mantissa_bits=7)
+    assert ExportConfig(engine_options=("stripped",)).fp16_mantissa_bits == 10
+    assert ExportConfig(engine_options=("refittable",), fp16_mantissa_bits=7).fp16_mantissa_bits == 7
+
+
+def test_operators_in_a_graph_without_weights() -> None:
+    model = model_of(as_kernel(1.3))
+    del model.graph.initializer[:]
+    assert round_weights(model, 2) == 0
