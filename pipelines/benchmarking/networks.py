@@ -1,4 +1,4 @@
-"""A network with random weights as the ONNX files of a bundle. Speed does not depend on the weights."""
+"""A network with random weights as the ONNX files of a bundle. Kernels take as long with any."""
 
 from collections.abc import Iterator
 from pathlib import Path

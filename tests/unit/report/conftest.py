@@ -224,6 +224,7 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
                     driver_version="580.159.04",
                     flags=("STRONGLY_TYPED", "AMPERE_PLUS"),
                     optimization_level=4,
+                    mantissa_bits=7,
                     build_seconds=19.37,
                     layers=EngineLayers(
                         file="int8.layers.json",
