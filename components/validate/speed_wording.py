@@ -12,6 +12,8 @@ from components.validate.speed_budget import budget_text
 _Column = tuple[str, Callable[[BenchmarkRow], str]]  # its heading with the unit, and the text of a cell
 _Way = tuple[int, int, bool]  # batch size, streams, with copies
 
+_SURE_OF_POWER_S = 1.0  # a shorter measurement may hold too few steps of NVML's energy counter
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedLine:
@@ -50,7 +52,10 @@ def speed_sentences(report: Report) -> list[str]:
     if any(row.power_w is not None for row in rows):
         sentences.append("W is the mean power of the GPU's whole board, from NVML's energy counter.")
     elif on_gpu:
-        sentences.append("Power is not known: NVML's energy counter can't be read here.")
+        longest_s = max(row.num_iterations / row.num_repeats * row.batch_size / row.images_per_s for row in rows)
+        too_short = longest_s < _SURE_OF_POWER_S and any(row.sm_clock_mhz is not None for row in rows)
+        reason = "the measurements are too short" if too_short else "NVML's energy counter can't be read here"
+        sentences.append(f"Power is not known: {reason}.")
     if any(row.memory_bytes for row in rows):
         sentences.append(
             "MB is GPU memory: what was in use after the engine, its contexts and buffers were allocated, minus before."

@@ -256,6 +256,16 @@ def test_speed_shows_what_is_known(reports: dict[str, Report], tmp_path: Path) -
     assert sentence in page
     assert sentence in card
     assert "the copy of one batch to the GPU, its computation and the copy back" in page
+    without = {"power_w": None, "images_per_s_per_w": None}
+    for clock, seconds, reason in ((1980, 0.6, "are too short"), (1980, 1.5, "can't be read"), (None, 0.6, "be read")):
+        benchmark = reports["ten classes"].benchmark
+        rows = []
+        for row in benchmark.rows:
+            batches = round(seconds * row.num_repeats * row.images_per_s / row.batch_size)
+            rows.append(row.model_copy(update=without | {"sm_clock_mhz": clock, "num_iterations": batches}))
+        changed = {"benchmark": benchmark.model_copy(update={"rows": tuple(rows)})}
+        _, card = write(reports["ten classes"].model_copy(update=changed), tmp_path)
+        assert re.search(f"Power is not known: .*{reason}", card)
     page, card = write(reports["no GPU"], tmp_path)  # a report of a CPU, as version 0.1 wrote them
     assert "| precision | batch | images/s | over FP32 | p50 ms | p99 ms |\n" in card
     assert "| precision | batch | p50 ms | p90 ms | p99 ms |\n" in card
