@@ -38,11 +38,19 @@ _TIMES: dict[str, Any] = {"warmup_s": 1.0, "duration_s": 2.0, "min_iterations": 
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Empty directory.")
 @click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--name", default="", help="Of the network in the result.  [default: the bundle's]")
 @click.option("--bits", default="10,7,5,4,3", help="Explicit mantissa bits; 10 first.", show_default=True)
 @click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(
-    bundle: Path, dataset: Path, work: Path, machine: str, bits: str, optimization_level: int, results: Path
+    bundle: Path,
+    dataset: Path,
+    work: Path,
+    machine: str,
+    name: str,
+    bits: str,
+    optimization_level: int,
+    results: Path,
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
     models, data = load(bundle, BundleManifest, verify=(".onnx",)), load(dataset, DatasetManifest)
@@ -57,9 +65,10 @@ def main(
         runs = _speeds(runners)
         measures |= _medians(runs, numbers)
     measures |= _accuracy(runners, models, data)
+    network = name or models.manifest.architecture
     notes = (
-        f"{models.manifest.architecture}, trained, {'FP16 engines' if on_gpu else 'OpenVINO in FP32'} with weights of "
-        "that many explicit mantissa bits; differences in top-1 are to 10 bits, with 95 % intervals of paired images."
+        f"{network}, trained, {'FP16 engines' if on_gpu else 'OpenVINO in FP32'} with weights of that many "
+        "explicit mantissa bits; differences in top-1 are to 10 bits, with 95 % intervals of paired images."
     )
     if on_gpu:
         notes += (
@@ -67,8 +76,7 @@ def main(
             "after 1 s, the numbers of bits alternating; over_10_bits is the median of the turns' ratios. Power is the "
             "board's."
         )
-    name = f"mantissa_{models.manifest.architecture}"
-    write_result(machine, name, measures=measures, runs=runs, notes=notes, directory=results)
+    write_result(machine, f"mantissa_{network}", measures=measures, runs=runs, notes=notes, directory=results)
 
 
 def _engine(models: Artifact[BundleManifest], shapes: ShapeSpec, bits: int, work: Path, level: int) -> Runner:
