@@ -94,5 +94,8 @@ class ExportConfig(StepConfig):
     @classmethod
     def _weights_are_in_the_plan(cls, value: int, info: ValidationInfo) -> int:
         if value < FP16_MANTISSA_BITS and "stripped" in info.data.get("engine_options", ()):
-            raise ValueError("a stripped plan takes its weights from the ONNX file, as they are: leave one of the two")
+            raise ValueError(
+                f"got {value}, but export.engine_options has stripped, and such a plan takes its weights from the ONNX "
+                f"file, which keeps all bits: take stripped out, or set this to {FP16_MANTISSA_BITS}"
+            )
         return value
