@@ -1,7 +1,7 @@
 """Weights of fewer bits, for arithmetic that draws less power.
 
 What a multiplier draws depends on the bits that it is given. A GPU whose board is at its power limit lowers its clock
-until the power fits, so weights with zeros at the end of their mantissas make the same kernels faster there.
+until the power fits, so weights with zeros at the end of their mantissas can make the same kernels faster.
 """
 
 import numpy as np
