@@ -3,7 +3,7 @@
     python -m benchmarks.engines --architecture vgg19 --optimization-level 1 --work DIR --machine h200
     python -m benchmarks.engines --bundle DIR --dataset DIR --work DIR --machine h200
 
-A bundle brings its ONNX files and scales; an architecture gets random weights, with which kernels take as long.
+A bundle brings its ONNX files and scales; an architecture gets random weights: kernels take as long with any.
 """
 
 import shutil

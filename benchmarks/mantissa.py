@@ -22,6 +22,7 @@ from components.common.loader import Loader
 from components.common.runners import Runner
 from components.common.runners.openvino import OpenVINORunner
 from components.common.runners.tensorrt import TensorRTRunner
+from components.common.runners.tensorrt_library import load_tensorrt
 from components.common.shapes import ShapeSpec
 from components.common.statistics import paired_difference
 from components.export.config import TIMING_CACHES
@@ -39,7 +40,9 @@ _TIMES: dict[str, Any] = {"warmup_s": 1.0, "duration_s": 2.0, "min_iterations": 
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Empty directory.")
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--name", default="", help="Of the network in the result.  [default: the bundle's]")
-@click.option("--bits", default="10,7,5,4,3", help="Explicit mantissa bits; 10 first.", show_default=True)
+@click.option(
+    "--bits", default="10,7,5,4,3", help="Explicit mantissa bits; all are compared with the first.", show_default=True
+)
 @click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(
@@ -68,15 +71,23 @@ def main(
     network = name or models.manifest.architecture
     notes = (
         f"{network}, trained, {'FP16 engines' if on_gpu else 'OpenVINO in FP32'} with weights of that many "
-        "explicit mantissa bits; differences in top-1 are to 10 bits, with 95 % intervals of paired images."
+        f"explicit mantissa bits; differences in top-1 are to {numbers[0]} bits, with 95 % intervals of paired images."
     )
     if on_gpu:
         notes += (
             f" Level {optimization_level}, batches of {_BATCH}, copies included. Medians of {_TURNS} turns of 2 s "
-            "after 1 s, the numbers of bits alternating; over_10_bits is the median of the turns' ratios. Power is the "
-            "board's."
+            f"after 1 s, the numbers of bits alternating; over_{numbers[0]}_bits is the median of the turns' ratios. "
+            "Power is the board's."
         )
-    write_result(machine, f"mantissa_{network}", measures=measures, runs=runs, notes=notes, directory=results)
+    write_result(
+        machine,
+        f"mantissa_{network}",
+        measures=measures,
+        runs=runs,
+        versions={"tensorrt": load_tensorrt().__version__} if on_gpu else {},
+        notes=notes,
+        directory=results,
+    )
 
 
 def _engine(models: Artifact[BundleManifest], shapes: ShapeSpec, bits: int, work: Path, level: int) -> Runner:

@@ -134,7 +134,9 @@ class EngineEntry(Record):
     )
     optimization_level: int | None = Field(None, description="0 builds fastest, 5 runs fastest.")
     mantissa_bits: int | None = Field(
-        None, description="Explicit mantissa bits that its weights were rounded to, of 10; None where all were kept."
+        None,
+        description="Explicit mantissa bits that the weights of its convolutions and matrix products were rounded to, "
+        "of 10; None where all were kept.",
     )
     build_seconds: float
     layers: EngineLayers | None = Field(None, description="What the engine inspector says; None where nothing asked.")

@@ -68,7 +68,7 @@ class ExportConfig(StepConfig):
         ge=2,
         le=FP16_MANTISSA_BITS,
         description="Mantissa bits that the weights of the FP16 engine keep, of 10. With fewer, a GPU whose board is "
-        "at its power limit runs faster, and top-1 may change, which is measured.",
+        "at its power limit can run faster; top-1 may change, which is measured.",
     )
     optimization_level: int = Field(3, ge=0, le=5, description="TensorRT's effort: 0 builds fastest, 5 runs fastest.")
     workspace_bytes: int = Field(4 << 30, ge=1 << 20, description="Scratch memory a TensorRT layer may use, in bytes.")
@@ -94,5 +94,8 @@ class ExportConfig(StepConfig):
     @classmethod
     def _weights_are_in_the_plan(cls, value: int, info: ValidationInfo) -> int:
         if value < FP16_MANTISSA_BITS and "stripped" in info.data.get("engine_options", ()):
-            raise ValueError("a stripped plan takes its weights from the ONNX file, as they are: leave one of the two")
+            raise ValueError(
+                f"got {value}, but export.engine_options has stripped, and such a plan takes its weights from the ONNX "
+                f"file, which keeps all bits: take stripped out, or set this to {FP16_MANTISSA_BITS}"
+            )
         return value

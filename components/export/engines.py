@@ -32,7 +32,7 @@ from components.common.runners.tensorrt_library import (
 )
 from components.common.shapes import ShapeSpec
 from components.export.config import FP16_MANTISSA_BITS, EngineOption
-from components.export.mantissa import round_weights
+from components.export.mantissa import round_weights, scaled_convolutions
 from components.export.siblings import keep_apart
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def build_engine(
         onnx_path, precision, shapes, cache_file, optimization_level, workspace_bytes, frozenset(options), bits
     )
     started = time.perf_counter()
-    plan, flags = _plan(trt, order)
+    plan, flags, kept_bits = _plan(trt, order)
     plan_path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(plan_path, memoryview(plan).tobytes())
     build_seconds = time.perf_counter() - started
@@ -130,16 +130,16 @@ def build_engine(
         driver_version=driver_version(),
         flags=flags,
         optimization_level=optimization_level,
-        mantissa_bits=bits if bits < FP16_MANTISSA_BITS else None,
+        mantissa_bits=kept_bits,
         build_seconds=build_seconds,
     )
 
 
-def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...]]:
-    """A plan, and what TensorRT was told."""
+def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...], int | None]:
+    """A plan, what TensorRT was told, and the mantissa bits of weights that were rounded; see `EngineEntry`."""
     logger = tensorrt_logger()
     logger.take_errors()
-    content = _content(order)
+    content, kept_bits = _content(order)
     plan, flags = _try_to_build(trt, order, content)
     reasons = "" if plan is not None else logger.take_errors()
     if _FAILS_TO_MERGE in reasons:
@@ -155,23 +155,31 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...]]:
             reasons = "" if plan is not None else logger.take_errors()
     if plan is None:
         raise EngineryError(f"TensorRT {trt.__version__} can't build {order.onnx_path} as {order.precision}: {reasons}")
-    return plan, flags
+    return plan, flags, kept_bits
 
 
-def _content(order: _Order) -> bytes:
-    """What the ONNX file holds, with weights rounded where that is ordered."""
+def _content(order: _Order) -> tuple[bytes, int | None]:
+    """What the ONNX file holds, with weights rounded where that is ordered, and to how many bits if any were."""
     if order.mantissa_bits >= FP16_MANTISSA_BITS:
-        return order.onnx_path.read_bytes()
+        return order.onnx_path.read_bytes(), None
     model = onnx.load(order.onnx_path)
     if not round_weights(model, order.mantissa_bits):
-        _log.warning("%s stores no weights that could be rounded; all bits of them are kept", order.onnx_path)
+        _log.warning("%s has no constant weights that could be rounded: the plan keeps all bits", order.onnx_path)
+        return order.onnx_path.read_bytes(), None
+    if num_scaled := scaled_convolutions(model):
+        _log.warning(
+            "convolutions of %s that a BatchNormalization follows: %d. TensorRT may multiply it into their rounded "
+            "weights, which have all bits again then: export the model in eval mode, where PyTorch merges the two",
+            order.onnx_path,
+            num_scaled,
+        )
     content = model.SerializeToString()
     if len(content) > MAXIMUM_PROTOBUF:  # its weights lie beside the file, where the parser can't find the rounded ones
         raise EngineryError(
             f"{order.onnx_path} and its weights take {len(content):,} bytes, too many to round: the parser reads "
             f"{MAXIMUM_PROTOBUF:,}. Set export.fp16_mantissa_bits to {FP16_MANTISSA_BITS}"
         )
-    return content
+    return content, order.mantissa_bits
 
 
 def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tuple[str, ...]]:

@@ -1,23 +1,26 @@
 """Weights of fewer bits, for arithmetic that draws less power.
 
 What a multiplier draws depends on the bits that it is given. A GPU whose board is at its power limit lowers its clock
-until the power fits, so weights with zeros at the end of their mantissas make the same kernels faster there.
+until the power fits, so weights with zeros at the end of their mantissas can make the same kernels faster.
 """
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import NodeProto, TensorProto, numpy_helper
 
 from components.export.config import FP16_MANTISSA_BITS
+from components.export.placement import Graph
 
-_MULTIPLYING = ("Conv", "ConvTranspose", "Gemm", "MatMul")  # whose second input is the weights
+_MULTIPLYING = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def round_weights(model: onnx.ModelProto, bits: int) -> int:
     """Round the weights of convolutions and matrix products, in place, to float16 with fewer bits of mantissa.
 
-    Ties go to the even neighbour. Biases stay, and so do numbers that float16 can't hold or that rounding would make
-    infinite. Weights keep the type that they have in the graph.
+    Weights are constants that are multiplied, whether stored or a Constant node, as they are or transposed and the
+    like. Ties go to the even neighbour. Numbers that are subnormal, which float16 is below 2**-14, have fewer bits and
+    lose as many: below 2**-(15 + bits) nothing is left of them. Biases stay, and so do numbers that float16 can't hold
+    or that rounding would make infinite. Weights keep the type that they have in the graph.
 
     Args:
         model: With its weights loaded.
@@ -26,18 +29,47 @@ def round_weights(model: onnx.ModelProto, bits: int) -> int:
     Returns:
         How many tensors of weights were rounded.
     """
-    weights = {node.input[1] for node in model.graph.node if node.op_type in _MULTIPLYING}
+    graph = Graph(model.graph)
     rounded = 0
-    for tensor in model.graph.initializer:
-        if tensor.name in weights and tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16):
+    for name in sorted({graph.scale_source(read) for node in _multiplying(model) for read in node.input[:2]}):
+        tensor = _constant(graph, name)
+        if tensor is not None and tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16):
             values = numpy_helper.to_array(tensor)
             tensor.CopyFrom(numpy_helper.from_array(_rounded(values, bits), tensor.name))
             rounded += 1
     return rounded
 
 
+def scaled_convolutions(model: onnx.ModelProto) -> int:
+    """How many convolutions a BatchNormalization of their own follows.
+
+    TensorRT may multiply it into their weights, which have all bits then. PyTorch's exporter has done so in eval mode.
+    """
+    graph = Graph(model.graph)
+    scaling = [node for node in graph.nodes if node.op_type == "BatchNormalization"]
+    found = [graph.convolution_into(node.input[0]) for node in scaling]
+    return len({node.output[0] for node in found if node is not None})
+
+
+def _multiplying(model: onnx.ModelProto) -> list[NodeProto]:
+    return [node for node in model.graph.node if node.op_type in _MULTIPLYING]
+
+
+def _constant(graph: Graph, name: str) -> TensorProto | None:
+    """The constant that a name stands for, within the model."""
+    if name in graph.initializers:
+        return graph.initializers[name]
+    node = graph.producer.get(name)
+    if node is None or node.op_type != "Constant":
+        return None
+    return next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+
+
 def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
-    """The numbers nearest to `values` that float16 with `bits` explicit bits of mantissa holds, in their own type."""
+    """The numbers that float16 with `bits` explicit bits of mantissa holds nearest to `values`, in their own type.
+
+    They become float16 first, as in the FP16 graph: plans of both then have the same weights.
+    """
     with np.errstate(over="ignore"):
         nearest = values.astype(np.float16)
     pattern = nearest.view(np.uint16)

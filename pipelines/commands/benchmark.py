@@ -87,7 +87,7 @@ def benchmark(
 ) -> None:
     """Measure networks by batch size: images/s, W, images/s/W and ms, beside published rows.
 
-    Weights are random, with which kernels take as long. Writes table.md, table.csv and throughput.png.
+    Weights are random: kernels take as long with any. Writes table.md, table.csv and throughput.png.
     """
     from pipelines.benchmarking import measuring
     from pipelines.benchmarking.table import Row, as_csv, markdown, network_name, published_rows, write_picture

@@ -8,6 +8,7 @@ import torch
 from components.common import serving
 from components.common.errors import RuntimeUnavailable, UserError
 from components.common.records import EngineEntry
+from components.common.runners import tensorrt as runner_module
 from components.common.runners import tensorrt_library as tensorrt
 from components.common.serving import _usable_engines, serving_runner, serving_runners
 
@@ -103,6 +104,22 @@ def test_a_precision_that_the_bundle_lacks_is_not_measured(monkeypatch):
     fp32, fp16, int8 = serving_runners(bundle, "openvino")
     assert (fp32, fp16.runner) == ("fp32", None)
     assert (int8.runner, int8.file, int8.note) == (None, None, "the bundle has no INT8 model")
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({}, ""),
+        ({"mantissa_bits": 7}, "weights are rounded to 7 bits of mantissa"),
+        ({"flags": ("TF32",)}, "TF32: inputs of convolutions and matrix products are rounded to 10 bits"),
+    ],
+)
+def test_what_a_plan_rounds_is_said(monkeypatch, changes, note):
+    monkeypatch.setattr(runner_module, "TensorRTRunner", lambda file, shapes, engine: None)
+    bundle = bundle_with(**changes)
+    bundle.file, bundle.manifest.shapes = (lambda name: name), None
+    assert serving_runner(bundle, "int8", "tensorrt").note == note
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from components.common.errors import EngineryError
+from components.common.records import Precision
 from components.common.shapes import ShapeSpec
 from components.export import engines
 
@@ -54,7 +56,7 @@ def test_siblings_that_are_not_merged_are_built_apart(monkeypatch: pytest.Monkey
     file = network(tmp_path, num_siblings=2)
     before = file.read_bytes()
     tried, built = build(monkeypatch, file, [FAILS_TO_MERGE])
-    assert built == (b"plan", ("INT8",))
+    assert built == (b"plan", ("INT8",), None)
     assert tried[0] == before == file.read_bytes()
     again = onnx.load_model_from_string(tried[1])
     assert [list(entry.ints) for entry in again.graph.node[1].attribute] == [[2, 2]]
@@ -88,7 +90,8 @@ def test_weights_are_rounded_for_tensorrt_alone(monkeypatch: pytest.MonkeyPatch,
     """Also where they are stored beside the file, and in the second try."""
     file = network(tmp_path, num_siblings=2, weight=1.3)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    tried, _ = build(monkeypatch, file, [FAILS_TO_MERGE], mantissa_bits=2)
+    tried, (_, _, kept_bits) = build(monkeypatch, file, [FAILS_TO_MERGE], mantissa_bits=2)
+    assert kept_bits == 2
     assert [weights_of(content) for content in tried] == [[1.25, 1.25]] * 2
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -98,3 +101,58 @@ def test_too_large_to_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     tried, error = build(monkeypatch, network(tmp_path, num_siblings=1), [], mantissa_bits=7)
     assert not tried
     assert re.search("too many to round: .* Set export.fp16_mantissa_bits to 10", str(error))
+
+
+@pytest.mark.parametrize(("precision", "rounded"), [("fp32", False), ("fp16", True), ("int8", False)])
+def test_fp16_alone_is_rounded(
+    precision: Precision, rounded: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the manifest says so."""
+    tried: list[bytes] = []
+
+    def try_to_build(trt: object, order: object, model: bytes) -> tuple[bytes, tuple[str, ...]]:
+        tried.append(model)
+        return b"plan", ("FLAG",)
+
+    for name, value in {"device_capability": (9, 0), "device_name": "NVIDIA H200"}.items():
+        monkeypatch.setattr(torch.cuda, f"get_{name}", lambda value=value: value)
+    monkeypatch.setattr(engines, "load_tensorrt", lambda: SimpleNamespace(__version__="8.6.0"))
+    monkeypatch.setattr(engines, "driver_version", lambda: "580")
+    monkeypatch.setattr(engines, "tensorrt_logger", lambda: SimpleNamespace(take_errors=lambda: ""))
+    monkeypatch.setattr(engines, "_try_to_build", try_to_build)
+    entry = engines.build_engine(
+        network(tmp_path, num_siblings=1, weight=1.3),
+        tmp_path / f"{precision}.plan",
+        precision=precision,
+        shapes=ShapeSpec(height=4, width=4),
+        timing_cache_path=None,
+        optimization_level=3,
+        workspace_bytes=1 << 20,
+        mantissa_bits=2,
+    )
+    assert entry.mantissa_bits == (2 if rounded else None)
+    assert (b"\x00\x00\xa0\x3f" in tried[0]) == rounded  # 1.25 as float32
+
+
+def test_a_plan_without_rounded_weights_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = network(tmp_path, num_siblings=0)
+    tried, (_, _, kept_bits) = build(monkeypatch, file, [], mantissa_bits=2)
+    assert (tried, kept_bits) == ([file.read_bytes()], None)
+    assert "int8.onnx has no constant weights that could be rounded" in caplog.text
+
+
+def test_scales_that_undo_the_rounding_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = network(tmp_path, num_siblings=2)
+    build(monkeypatch, file, [], mantissa_bits=2)
+    assert not caplog.records
+    model = onnx.load(file)
+    for name, read in {"a": "y0", "b": "a"}.items():  # both of the same one
+        model.graph.node.append(helper.make_node("BatchNormalization", [read, *"smvv"], [name]))
+    del model.graph.output[0]  # y0: what others read, too, is not merged
+    onnx.save(model, file)
+    build(monkeypatch, file, [], mantissa_bits=2)
+    assert "that a BatchNormalization follows: 1. TensorRT may multiply it" in caplog.text

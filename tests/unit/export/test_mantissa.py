@@ -5,6 +5,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from pydantic import ValidationError
 
 from components.export.config import ExportConfig
@@ -82,8 +83,38 @@ def test_nothing_becomes_infinite() -> None:
     np.testing.assert_array_equal(rounded(weights, 3)["kernel"], weights)
 
 
+def test_numbers_that_are_subnormal_lose_as_many_bits() -> None:
+    """float16 counts them in units of 2**-24; with two bits fewer of every number these are units of 2**-22."""
+    unit = 2.0**-24
+    weights = as_kernel(5 * unit, 6 * unit, 2 * unit, -3 * unit, 2.0**-15 + unit)
+    expected = [4 * unit, 8 * unit, 0, -4 * unit, 2.0**-15]
+    assert rounded(weights, 8)["kernel"].ravel().tolist() == expected
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("through", ["", "Identity", "Transpose"])
+def test_weights_are_found_wherever_they_are(stored: bool, left: bool, through: str) -> None:
+    """As initializer or Constant node, on either side of the product, directly or through a node that keeps values."""
+    values = numpy_helper.from_array(np.full((4, 4), 1.3, np.float32), "weights")
+    nodes = [] if stored else [helper.make_node("Constant", [], ["weights"], value=values)]
+    nodes += [helper.make_node(through, ["weights"], ["moved"])] if through else []
+    read = "moved" if through else "weights"
+    nodes.append(helper.make_node("MatMul", [read, "x"] if left else ["x", read], ["logits"]))
+    nodes.append(helper.make_node("MatMul", [read, "logits"] if left else ["logits", read], ["more"]))  # shared
+    nodes.append(helper.make_node("Add", ["more", "offset"], ["last"]))
+    square = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in ("x", "last")]
+    offset = numpy_helper.from_array(np.full(4, 1.3, np.float32), "offset")
+    graph = helper.make_graph(nodes, "one", square[:1], square[1:], [values, offset] if stored else [offset])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    assert round_weights(model, 2) == 1
+    ones = np.eye(4, dtype=np.float32)
+    result = ReferenceEvaluator(model).run(None, {"x": ones})[0]
+    np.testing.assert_array_equal(result, np.full((4, 4), np.float32(4 * 1.25**2) + np.float32(1.3)))
+
+
 def test_a_stripped_plan_has_no_weights_of_its_own() -> None:
-    with pytest.raises(ValidationError, match="a stripped plan takes its weights from the ONNX file"):
+    with pytest.raises(ValidationError, match=r"got 7, but export\.engine_options has stripped"):
         ExportConfig(engine_options=("stripped",), fp16_mantissa_bits=7)
     assert ExportConfig(engine_options=("stripped",)).fp16_mantissa_bits == 10
     assert ExportConfig(engine_options=("refittable",), fp16_mantissa_bits=7).fp16_mantissa_bits == 7

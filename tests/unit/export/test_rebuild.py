@@ -73,7 +73,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shapes == SHAPES
         assert onnx_path.exists()
         plan_path.write_bytes(f"{precision} here".encode())
-        return entry("NVIDIA Orin", precision, optimization_level=others["optimization_level"])
+        told = {name: others[name] for name in ("optimization_level", "mantissa_bits")}
+        return entry("NVIDIA Orin", precision, **told)
 
     def inspect(plan: Path, built: EngineEntry, shapes: ShapeSpec, convolutions: list[str]) -> EngineLayers:
         assert convolutions == ["/0/Conv"]
@@ -94,17 +95,19 @@ def export(bundle: Path, dataset: Path, output: Path, **settings: Any) -> str:
 
 @pytest.mark.usefixtures("here")
 def test_only_the_plans_are_new(original, digits_dataset, tmp_path):
-    outcome = export(original.path, digits_dataset.path, tmp_path / "new", optimization_level=5)
+    settings = {"optimization_level": 5, "fp16_mantissa_bits": 7}
+    outcome = export(original.path, digits_dataset.path, tmp_path / "new", **settings)
     assert outcome.startswith("3 TensorRT engines, 1 of 1 convolutions in INT8 from the bundle sha256:")
     new = load(tmp_path / "new", BundleManifest, verify=ALL_FILES)
     assert new.digest != original.digest
     assert new.manifest.inputs == {"model": original.digest, "dataset": digits_dataset.digest}
-    assert [engine.gpu_name for engine in new.manifest.engines] == ["NVIDIA Orin"] * 3
+    built = [(engine.gpu_name, engine.optimization_level, engine.mantissa_bits) for engine in new.manifest.engines]
+    assert built == [("NVIDIA Orin", 5, 7)] * 3
     for name in (*MODELS.values(), "scales.json"):
         assert new.manifest.files[name] == original.manifest.files[name]
     for name in ("architecture", "classes", "transform", "shapes", "models", "calibration", "num_quantized_layers"):
         assert getattr(new.manifest, name) == getattr(original.manifest, name)
-    assert new.manifest.config["optimization_level"] == 5  # of this build
+    assert {name: new.manifest.config[name] for name in settings} == settings  # of this build
     assert new.manifest.config["calibration_percentile"] == 99.5  # of the calibration, which is the original's
     assert new.file("int8.plan").read_bytes() == b"int8 here"
     assert original.file("int8.plan").read_bytes() == b"int8.plan of the original"

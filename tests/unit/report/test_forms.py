@@ -299,6 +299,13 @@ def test_calibration_samples_and_machines_are_told_in_full(reports: dict[str, Re
     assert "no GPU" in dict(provenance_facts(reports["no GPU"]))["validate"]
 
 
+def test_what_an_engine_was_built_as(reports: dict[str, Report], tmp_path: Path) -> None:
+    told = "STRONGLY_TYPED, AMPERE_PLUS, level 4, weights of 7 mantissa bits"
+    page, card = write(reports["ten classes"], tmp_path)
+    assert f"<td>{told}</td>" in page
+    assert f"| {told} |" in card
+
+
 def test_a_recommendation_stands_before_the_tables(reports: dict[str, Report], tmp_path: Path) -> None:
     report = reports["ten classes"]
     advice = Recommendation(precision="fp16", reason="INT8 is accurate enough, but not fast enough: it is <slow>")
