@@ -189,6 +189,64 @@ def test_options_are_looked_at_before_anything_is_built(monkeypatch, trt, refuse
         engines.check_options(("stripped",))
 
 
+class Timings:
+    """A builder's config that knows one timing cache by its first word, as TensorRT does."""
+
+    def __init__(self) -> None:
+        self.given: bytes | None = None
+
+    def create_timing_cache(self, known: bytes) -> bytes | None:
+        return known if known[:7] in (b"", b"timings") else None
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        assert not ignore_mismatch
+        self.given = cache
+        return True
+
+    def get_timing_cache(self) -> SimpleNamespace:
+        return SimpleNamespace(serialize=lambda: b"timings, more of them")
+
+
+@pytest.fixture
+def no_reason(monkeypatch):
+    monkeypatch.setattr(engines, "tensorrt_logger", lambda: SimpleNamespace(take_errors=lambda: "unknown magic number"))
+
+
+def test_timings_are_kept_for_the_next_build(tmp_path, caplog):
+    file = tmp_path / "new" / "a.timing"
+    for expected in (b"", b"timings, more of them"):
+        config = Timings()
+        engines._load_timing_cache(config, file)
+        assert config.given == expected
+        engines._save_timing_cache(config, file)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("no_reason")
+def test_damaged_timings_start_anew(tmp_path, caplog):
+    (tmp_path / "a.timing").write_bytes(b"damaged")
+    config = Timings()
+    engines._load_timing_cache(config, tmp_path / "a.timing")
+    assert config.given == b""
+    assert "a.timing is not usable and starts anew: unknown magic number" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["a file where the folder goes", "a folder where the file goes"])
+def test_timings_that_can_not_be_read_or_kept_cost_time_alone(tmp_path, caplog, place):
+    """The plan was built by then, which takes minutes."""
+    folder = tmp_path / "tensorrt"
+    if place.startswith("a file"):
+        folder.write_text("")
+    else:
+        (folder / "a.timing").mkdir(parents=True)
+    config = Timings()
+    engines._load_timing_cache(config, folder / "a.timing")
+    assert config.given == b""
+    engines._save_timing_cache(config, folder / "a.timing")
+    assert "a.timing, so this build takes longer: " in caplog.text
+    assert "a.timing, so the next build takes as long: " in caplog.text
+
+
 def test_unknown_precision():
     with pytest.raises(UserError, match=r"'int4'.*fp32, fp16, int8"):
         engines.onnx_file_for("int4")
