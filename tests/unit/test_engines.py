@@ -1,16 +1,19 @@
 """What of the TensorRT code needs no GPU: the probe, the choice of ONNX file and the checks of arguments."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from components.common.errors import RuntimeUnavailable, UserError
+from components.common.records import EngineEntry
 from components.common.runners import tensorrt_library
 from components.common.runners.tensorrt import TensorRTRunner
-from components.common.runners.tensorrt_library import load_tensorrt, start, why_no_tensorrt
+from components.common.runners.tensorrt_library import load_engine, load_tensorrt, start, why_no_tensorrt
 from components.common.shapes import ShapeSpec
 from components.export import engines
 
@@ -120,6 +123,56 @@ def test_there_but_the_driver_is_too_old(monkeypatch):
     said = r"TensorRT 10\.16\.1 can't start on NVIDIA A100, driver 470: CUDA init.* error: 35; a newer driver"
     with pytest.raises(RuntimeUnavailable, match=said):
         start(make)
+
+
+@pytest.fixture
+def loading(monkeypatch) -> Callable[[Any], None]:
+    """A machine with TensorRT 10 on an H200 whose plans load as the given engine; None for those that don't."""
+
+    def give(engine: Any) -> None:
+        runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
+        trt = SimpleNamespace(__version__="10.16.1", Runtime=lambda logger: runtime)
+        monkeypatch.setattr(tensorrt_library, "load_tensorrt", lambda: trt)
+
+    logger = SimpleNamespace(take_errors=lambda: "Magic tag does not match")
+    monkeypatch.setattr(tensorrt_library, "tensorrt_logger", lambda: logger)
+    monkeypatch.setattr(tensorrt_library, "driver_version", lambda: "590")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    return give
+
+
+@pytest.fixture
+def plan(tmp_path) -> Path:
+    file = tmp_path / "int8.plan"
+    file.write_bytes(b"half a pl")
+    return file
+
+
+def entry(**changes: str) -> EngineEntry:
+    here = {"tensorrt_version": "10.16.1", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
+    told = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", "driver_version": "590"}
+    return EngineEntry.model_validate({**here, **told, "build_seconds": 1.0, **changes})
+
+
+def test_a_plan_of_another_machine_is_not_even_tried(loading, tmp_path):
+    loading("an engine")
+    with pytest.raises(UserError, match=r"\(GPU NVIDIA A100 there, NVIDIA H200 here\): .*enginery engines"):
+        load_engine(tmp_path / "missing.plan", entry(gpu_name="NVIDIA A100"))
+
+
+@pytest.mark.parametrize(("driver", "said"), [("590", ""), ("580", r" \(driver 580 there, 590 here\)")])
+def test_a_plan_that_does_not_load(loading, plan, driver, said):
+    loading(None)
+    with pytest.raises(UserError, match=rf"int8\.plan: Magic tag does not match\. A plan .* built with{said}: export"):
+        load_engine(plan, entry(driver_version=driver))
+
+
+@pytest.mark.parametrize(("driver", "is_told"), [("590", False), ("580", True), ("unknown", False)])
+def test_another_driver_is_told_of(loading, plan, caplog, driver, is_told):
+    loading("an engine")
+    assert load_engine(plan, entry(driver_version=driver))[1] == "an engine"
+    assert ("was built with another driver (driver 580 there, 590 here)" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize(
