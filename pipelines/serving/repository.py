@@ -80,8 +80,8 @@ def write_repository(source: Source, output: Path, config: RepositoryConfig) -> 
         raise UserError(f"the class {broken[0]!r} has a line break in its name, which a list of labels can't hold")
     if stripped := [entry.file for entry in source.measured_engines if STRIPPED in entry.flags]:
         raise UserError(
-            f"the plan {stripped[0]} holds no weights, and nothing in Triton would load those of the ONNX file: build it again "
-            "with `enginery engines`, without stripped in export.engine_options"
+            f"the plan {stripped[0]} holds no weights, and nothing in Triton would load those of the ONNX file: build "
+            "it again with `enginery engines`, without stripped in export.engine_options"
         )
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
