@@ -6,6 +6,7 @@ written last. The digest of the manifest is the artifact's identity: it covers t
 
 import errno
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,8 +219,12 @@ def prepare_directory(path: Path) -> Path:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees either nothing or all of it, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file so that a reader sees either nothing or all of it, also after a power cut.
+
+    Several may write the same file: the last one's stays.
+    """
+    # The process id alone is not unique where containers share a folder: in each, the step may be number 1.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)

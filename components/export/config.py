@@ -51,7 +51,9 @@ class ExportConfig(StepConfig):
         description="The gate's thresholds; the top-1 limits are the budget of INT8. In a pipeline they are those of "
         "gate.",
     )
-    opt_batch: int = Field(32, ge=1, description="Batch that TensorRT tunes its kernels for, in images.")
+    opt_batch: int = Field(
+        32, ge=1, description="Batch that TensorRT tunes its kernels for, in images; by default no more than max_batch."
+    )
     max_batch: int = Field(128, ge=1, description="Largest batch that an engine accepts, in images.")
     tensorrt: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -89,6 +91,17 @@ class ExportConfig(StepConfig):
     verify: bool = Field(
         False, description="Check every shard's digest before reading it; takes one pass over the data set's files."
     )
+
+    @field_validator("max_batch")
+    @classmethod
+    def _kernels_are_tuned_for_a_batch_that_is_taken(cls, value: int, info: ValidationInfo) -> int:
+        opt_batch = info.data.get("opt_batch", value)
+        if opt_batch > value and opt_batch != cls.model_fields["opt_batch"].default:
+            raise ValueError(
+                f"got {value}, but kernels are to be tuned for batches of {opt_batch}: raise this, or set "
+                f"export.opt_batch to {value} or less"
+            )
+        return value
 
     @field_validator("fp16_mantissa_bits")
     @classmethod

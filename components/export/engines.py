@@ -20,10 +20,9 @@ from onnx.checker import MAXIMUM_PROTOBUF
 from components.common.artifacts import write_atomically
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, UserError
-from components.common.records import EngineEntry, Precision
+from components.common.records import STRIPPED, EngineEntry, Precision
 from components.common.runners.tensorrt_library import (
     HARDWARE_COMPATIBLE,
-    STRIPPED,
     VERSION_COMPATIBLE,
     driver_version,
     load_tensorrt,
@@ -345,7 +344,13 @@ def _timing_cache_name(trt: ModuleType, precision: str) -> str:
 
 def _load_timing_cache(config: Any, cache_file: Path | None) -> None:
     """Give the build a timing cache: that of `cache_file` when there is a usable one, else an empty one."""
-    known = cache_file.read_bytes() if cache_file is not None and cache_file.is_file() else b""
+    known = b""
+    try:
+        known = cache_file.read_bytes() if cache_file is not None else b""
+    except FileNotFoundError:
+        pass  # the first build here
+    except OSError as error:
+        _log.warning("can't read the timing cache %s, so this build takes longer: %s", cache_file, error.strerror)
     cache = config.create_timing_cache(known)
     if cache is None or not config.set_timing_cache(cache, False):
         _log.warning(
@@ -355,8 +360,12 @@ def _load_timing_cache(config: Any, cache_file: Path | None) -> None:
 
 
 def _save_timing_cache(config: Any, cache_file: Path | None) -> None:
+    """Keep the timings for later builds. The plan, which took minutes, is as good where they can't be kept."""
     cache = config.get_timing_cache()
     if cache_file is None or cache is None:
         return
-    cache_file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(cache_file, memoryview(cache.serialize()).tobytes())
+    try:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cache_file, memoryview(cache.serialize()).tobytes())
+    except OSError as error:
+        _log.warning("can't keep the timing cache %s, so the next build takes as long: %s", cache_file, error.strerror)

@@ -13,7 +13,9 @@ from components.common.steplog import StepLog
 from components.export.config import ExportConfig
 from components.export.plans import build_plans, cache_folder, describe_plans
 from components.export.samples import Samples
+from components.export.sources import compare_classes
 
+_MODELS = ("fp32.onnx", "fp16.onnx", "int8.onnx", "int8_fp16.onnx")  # what plans are built from; see `engines`
 _SETTINGS_OF_PLANS = (
     "tensorrt",
     "engine_options",
@@ -53,13 +55,21 @@ def rebuild(
 
     Raises:
         RuntimeUnavailable: TensorRT can't be used here: there would be nothing to build.
-        UserError: the data set has other classes, or `config.tensorrt` is "off".
+        UserError: the data set has other classes, the bundle lacks a file, or `config.tensorrt` is "off".
         EngineryError: a plan can't be built.
     """
     if bundle.manifest.classes != data.manifest.classes:
-        raise UserError(f"the bundle {bundle.path} and the data set {data.path} have different classes")
+        raise UserError(
+            f"the bundle {bundle.path} has other classes than the data set {data.path}: "
+            f"{compare_classes(bundle.manifest.classes, data.manifest.classes)}. Name the images that it was made with"
+        )
     if config.tensorrt == "off":
-        raise UserError(f"{bundle.path} is a bundle, of which only plans are built, but export.tensorrt is off")
+        raise UserError(
+            f"{bundle.path} is a bundle, of which only plans are built, but export.tensorrt is off: set it to auto"
+        )
+    names = {*_MODELS, "scales.json", *bundle.manifest.models.values()}
+    if absent := sorted(names - set(bundle.manifest.files)):
+        raise UserError(f"the bundle {bundle.path} has no {', '.join(absent)}, so export the model again")
     if missing := why_no_tensorrt():
         raise RuntimeUnavailable(f"no plans can be built of the bundle {bundle.path}: {missing}")
     if not _has_the_calibration_images(bundle.manifest, data):
@@ -74,7 +84,7 @@ def rebuild(
             "its choice of layers; for others export the model again"
         )
     prepare_directory(output)
-    for name in (*bundle.manifest.models.values(), "scales.json"):
+    for name in sorted(names):
         shutil.copyfile(bundle.file(name), output / name)
     needed = config.model_copy(update={"tensorrt": "on"})  # without plans there is nothing new
     engines, _ = build_plans(needed, bundle.manifest.shapes, output, cache_folder(config), log)

@@ -68,7 +68,7 @@ def _from_checkpoint(
     if record.classes != dataset.manifest.classes:
         raise UserError(
             f"the checkpoint {path} was trained on other classes than the data set has: "
-            f"{_compare(record.classes, dataset.manifest.classes)}"
+            f"{compare_classes(record.classes, dataset.manifest.classes)}"
         )
     module = build_model(record.architecture, len(record.classes))
     load_weights(module, load_file(checkpoint.file("weights.safetensors")), str(path))
@@ -149,7 +149,8 @@ def _shapes(transform: TransformSpec, config: ExportConfig) -> ShapeSpec:
     )
 
 
-def _compare(first: tuple[str, ...], second: tuple[str, ...]) -> str:
+def compare_classes(first: tuple[str, ...], second: tuple[str, ...]) -> str:
+    """Where two lists of classes, which are not the same, differ first."""
     if len(first) != len(second):
         return f"{len(first)} against {len(second)}"
     index = next(index for index, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])

@@ -6,6 +6,8 @@ import click
 
 import pipelines
 from components.common.artifacts import BundleManifest, load
+from components.common.environment import gpus
+from components.common.errors import RuntimeUnavailable
 from pipelines.commands.run import FILE_FIRST, command_for
 
 _FILE = Path(pipelines.__file__).parent / "engines.py"
@@ -25,13 +27,30 @@ def engines(ctx: click.Context, bundle: Path) -> None:
     if str(bundle) in ("-h", "--help"):
         click.echo(ctx.get_help())
         return
+    if str(bundle).startswith("-"):
+        raise click.UsageError(f"BUNDLE comes first, before {bundle}: enginery engines BUNDLE --data DIR", ctx)
     command = command_for(_FILE)
     for parameter in command.params:
         if isinstance(parameter, click.Option) and parameter.name == "model":
             parameter.hidden = True  # BUNDLE is it
     if not {"-h", "--help"} & set(ctx.args):
         load(bundle, BundleManifest)
+        _check_machine(in_containers="--in-containers" in ctx.args)
+    command.main(args=["--model", str(bundle), *ctx.args], prog_name="enginery engines BUNDLE", standalone_mode=True)
+
+
+def _check_machine(*, in_containers: bool) -> None:
+    """Say what is missing before anything runs. In containers TensorRT is the image's, and only the GPU is this one's.
+
+    Raises:
+        RuntimeUnavailable: no plans can be built here.
+    """
+    if not in_containers:
         from components.common.runners.tensorrt_library import load_tensorrt
 
-        load_tensorrt()  # what is missing is said before anything runs
-    command.main(args=["--model", str(bundle), *ctx.args], prog_name="enginery engines BUNDLE", standalone_mode=True)
+        load_tensorrt()
+    elif not gpus():
+        raise RuntimeUnavailable(
+            "no NVIDIA GPU is found here, and plans are built on the GPU that they are for: run this where one is, "
+            "with its driver and a CUDA_VISIBLE_DEVICES that does not hide it"
+        )

@@ -30,6 +30,8 @@ def run(ctx: click.Context, file: Path) -> None:
     if str(file) in ("-h", "--help"):
         click.echo(ctx.get_help())
         return
+    if str(file).startswith("-"):
+        raise click.UsageError(f"FILE.py comes first, before {file}: enginery run FILE.py {file} ...", ctx)
     command_for(file).main(args=ctx.args, prog_name=f"enginery run {file}", standalone_mode=True)
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest, seal
 from components.common.errors import UserError
-from components.common.records import Batching, EngineEntry
+from components.common.records import STRIPPED, Batching, EngineEntry
 from components.common.triton.opening import CPU, VERSION, open_repository
 from pipelines.new_folders import check_new, give_name, to_disk
 from pipelines.serving.batching import DEFAULT_MAX_WAIT_S, batching_for
@@ -63,7 +63,7 @@ def write_repository(source: Source, output: Path, config: RepositoryConfig) -> 
     """Write the models beside their final place, check all of it, and only then give it its name.
 
     Raises:
-        UserError: `output` exists, or the names of model or classes can't be Triton's.
+        UserError: `output` exists, the names of model or classes can't be Triton's, or a plan has no weights.
     """
     check_new(output, "a model repository")
     name = config.name or source.name
@@ -78,6 +78,11 @@ def write_repository(source: Source, output: Path, config: RepositoryConfig) -> 
         raise UserError(f"the bundle {source.bundle.path} has no {source.precision.upper()} model; it holds {held}")
     if broken := [label for label in bundle.classes if "\n" in label]:
         raise UserError(f"the class {broken[0]!r} has a line break in its name, which a list of labels can't hold")
+    if stripped := [entry.file for entry in source.measured_engines if STRIPPED in entry.flags]:
+        raise UserError(
+            f"the plan {stripped[0]} holds no weights, and nothing in Triton would load those of the ONNX file: build "
+            "it again with `enginery engines`, without stripped in export.engine_options"
+        )
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()

@@ -246,6 +246,23 @@ def test_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_two_containers_that_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is process 1 of its own; a cache is a folder that both see."""
+    file, fsync = tmp_path / "file", os.fsync
+
+    def other_writes_meanwhile(number: int) -> None:
+        fsync(number)
+        monkeypatch.setattr(os, "fsync", fsync)
+        write_atomically(file, b"other")
+        assert file.read_bytes() == b"other"
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(os, "fsync", other_writes_meanwhile)
+    write_atomically(file, b"the last one's")
+    assert file.read_bytes() == b"the last one's"
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_output_directories(tmp_path: Path) -> None:
     assert prepare_directory(tmp_path / "new" / "deep").is_dir()
     assert prepare_directory(tmp_path / "new" / "deep") == tmp_path / "new" / "deep"  # empty: fine again

@@ -1,16 +1,19 @@
 """What of the TensorRT code needs no GPU: the probe, the choice of ONNX file and the checks of arguments."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from components.common.errors import RuntimeUnavailable, UserError
+from components.common.records import EngineEntry
 from components.common.runners import tensorrt_library
 from components.common.runners.tensorrt import TensorRTRunner
-from components.common.runners.tensorrt_library import load_tensorrt, start, why_no_tensorrt
+from components.common.runners.tensorrt_library import load_engine, load_tensorrt, start, why_no_tensorrt
 from components.common.shapes import ShapeSpec
 from components.export import engines
 
@@ -122,6 +125,56 @@ def test_there_but_the_driver_is_too_old(monkeypatch):
         start(make)
 
 
+@pytest.fixture
+def loading(monkeypatch) -> Callable[[Any], None]:
+    """A machine with TensorRT 10 on an H200 whose plans load as the given engine; None for those that don't."""
+
+    def give(engine: Any) -> None:
+        runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
+        trt = SimpleNamespace(__version__="10.16.1", Runtime=lambda logger: runtime)
+        monkeypatch.setattr(tensorrt_library, "load_tensorrt", lambda: trt)
+
+    logger = SimpleNamespace(take_errors=lambda: "Magic tag does not match")
+    monkeypatch.setattr(tensorrt_library, "tensorrt_logger", lambda: logger)
+    monkeypatch.setattr(tensorrt_library, "driver_version", lambda: "590")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    return give
+
+
+@pytest.fixture
+def plan(tmp_path) -> Path:
+    file = tmp_path / "int8.plan"
+    file.write_bytes(b"half a pl")
+    return file
+
+
+def entry(**changes: str) -> EngineEntry:
+    here = {"tensorrt_version": "10.16.1", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
+    told = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", "driver_version": "590"}
+    return EngineEntry.model_validate({**here, **told, "build_seconds": 1.0, **changes})
+
+
+def test_a_plan_of_another_machine_is_not_even_tried(loading, tmp_path):
+    loading("an engine")
+    with pytest.raises(UserError, match=r"\(GPU NVIDIA A100 there, NVIDIA H200 here\): .*enginery engines"):
+        load_engine(tmp_path / "missing.plan", entry(gpu_name="NVIDIA A100"))
+
+
+@pytest.mark.parametrize(("driver", "said"), [("590", ""), ("580", r" \(driver 580 there, 590 here\)")])
+def test_a_plan_that_does_not_load(loading, plan, driver, said):
+    loading(None)
+    with pytest.raises(UserError, match=rf"int8\.plan: Magic tag does not match\. A plan .* built with{said}: export"):
+        load_engine(plan, entry(driver_version=driver))
+
+
+@pytest.mark.parametrize(("driver", "is_told"), [("590", False), ("580", True), ("unknown", False)])
+def test_another_driver_is_told_of(loading, plan, caplog, driver, is_told):
+    loading("an engine")
+    assert load_engine(plan, entry(driver_version=driver))[1] == "an engine"
+    assert ("was built with another driver (driver 580 there, 590 here)" in caplog.text) == is_told
+
+
 @pytest.mark.parametrize(
     ("trt", "files"),
     [
@@ -187,6 +240,64 @@ def test_options_are_looked_at_before_anything_is_built(monkeypatch, trt, refuse
         return
     with pytest.raises(UserError, match="builds no stripped plans"):
         engines.check_options(("stripped",))
+
+
+class Timings:
+    """A builder's config that knows one timing cache by its first word, as TensorRT does."""
+
+    def __init__(self) -> None:
+        self.given: bytes | None = None
+
+    def create_timing_cache(self, known: bytes) -> bytes | None:
+        return known if known[:7] in (b"", b"timings") else None
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        assert not ignore_mismatch
+        self.given = cache
+        return True
+
+    def get_timing_cache(self) -> SimpleNamespace:
+        return SimpleNamespace(serialize=lambda: b"timings, more of them")
+
+
+@pytest.fixture
+def no_reason(monkeypatch):
+    monkeypatch.setattr(engines, "tensorrt_logger", lambda: SimpleNamespace(take_errors=lambda: "unknown magic number"))
+
+
+def test_timings_are_kept_for_the_next_build(tmp_path, caplog):
+    file = tmp_path / "new" / "a.timing"
+    for expected in (b"", b"timings, more of them"):
+        config = Timings()
+        engines._load_timing_cache(config, file)
+        assert config.given == expected
+        engines._save_timing_cache(config, file)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("no_reason")
+def test_damaged_timings_start_anew(tmp_path, caplog):
+    (tmp_path / "a.timing").write_bytes(b"damaged")
+    config = Timings()
+    engines._load_timing_cache(config, tmp_path / "a.timing")
+    assert config.given == b""
+    assert "a.timing is not usable and starts anew: unknown magic number" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["a file where the folder goes", "a folder where the file goes"])
+def test_timings_that_can_not_be_read_or_kept_cost_time_alone(tmp_path, caplog, place):
+    """The plan was built by then, which takes minutes."""
+    folder = tmp_path / "tensorrt"
+    if place.startswith("a file"):
+        folder.write_text("")
+    else:
+        (folder / "a.timing").mkdir(parents=True)
+    config = Timings()
+    engines._load_timing_cache(config, folder / "a.timing")
+    assert config.given == b""
+    engines._save_timing_cache(config, folder / "a.timing")
+    assert "a.timing, so this build takes longer: " in caplog.text
+    assert "a.timing, so the next build takes as long: " in caplog.text
 
 
 def test_unknown_precision():

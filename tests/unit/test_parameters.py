@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from components.common.errors import UserError
 from components.common.settings import resolve
 from components.train.config import TrainConfig
+from pipelines.commands import cli
 from pipelines.commands.run import command_for
 from pipelines.local import StateDirectory, run_locally
 from pipelines.parameters import STEP_CONFIGS, PipelineFile, load_pipeline, resolve_arguments
@@ -286,3 +287,10 @@ def test_inputs_of_a_pipeline_of_ones_own_get_the_type_they_declare(tmp_path: Pa
     assert type(values["share"]) is float
     with pytest.raises(UserError, match=r"number: got 'five', needs an integer"):
         resolve_arguments(file, config_file=None, flags={"number": "five"}, assignments=[])
+
+
+def test_the_file_comes_first() -> None:
+    """Which options there are, only the file says."""
+    result = CliRunner().invoke(cli, ["run", "--in-containers", "pipelines/resnet50.py"])
+    assert result.exit_code == 2
+    assert "FILE.py comes first, before --in-containers: enginery run FILE.py --in-containers" in result.output

@@ -22,6 +22,7 @@ SOURCES = [
     ROOT / "components/common/runners/tensorrt_library.py",
     ROOT / "components/export/engines.py",
     ROOT / "components/export/inspection.py",
+    ROOT / "benchmarks/engines.py",
 ]
 
 BINDINGS = {"10": "tensorrt-cu13-bindings==10.16.1.11", "11": "tensorrt-cu13-bindings==11.4.0.106"}
@@ -213,6 +214,12 @@ def test_the_source_is_really_read(used):
         "__version__",
         "nptype",
     } <= used.required
+
+
+def test_every_file_that_calls_tensorrt_is_read():
+    calls = re.compile(r"\btrt\.[A-Za-z]|\bload_engine\(|\.create_execution_context\(")
+    files = [file for folder in ("components", "pipelines", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    assert {file for file in files if calls.search(file.read_text())} == set(SOURCES)
 
 
 def test_no_version_is_compared():

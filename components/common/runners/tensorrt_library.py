@@ -13,14 +13,13 @@ import torch
 
 from components.common.environment import gpus
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.records import EngineEntry
+from components.common.records import STRIPPED, EngineEntry
 
 _log = logging.getLogger(__name__)
 
-# Flags of an EngineEntry that change how its plan is loaded; the others only tell how it was built.
+# Flags of an EngineEntry that change how its plan is loaded, as STRIPPED does; the others only tell how it was built.
 VERSION_COMPATIBLE = "VERSION_COMPATIBLE"
 HARDWARE_COMPATIBLE = "AMPERE_PLUS"
-STRIPPED = "STRIP_PLAN"
 
 _INSTALL = "run `pip install 'enginery[tensorrt]'` (in a checkout: `make install-tensorrt`)"
 
@@ -90,9 +89,9 @@ def start(make: Callable[[], Any]) -> Any:
 def plan_mismatches(entry: EngineEntry) -> list[str]:
     """How this machine differs from the one that a plan was built on, a phrase each; empty where the plan fits.
 
-    TensorRT itself says no more of a plan that does not fit than that it can't be read. Another driver is no mismatch.
-    A version-compatible plan also runs on later versions of the same major one, a hardware-compatible plan on every
-    GPU of compute capability 8.0 or newer.
+    TensorRT itself says no more of a plan that does not fit than that it can't be read. A version-compatible plan also
+    runs on later versions of the same major one, a hardware-compatible plan on every GPU of compute capability 8.0 or
+    newer. Another driver is no mismatch: `load_engine` only tells of it.
 
     Raises:
         RuntimeUnavailable: TensorRT can't be used here.
@@ -112,6 +111,12 @@ def plan_mismatches(entry: EngineEntry) -> list[str]:
         if shown != entry.compute_capability:
             differences.append(f"compute capability {entry.compute_capability} there, {shown} here")
     return differences
+
+
+def _other_driver(entry: EngineEntry) -> str:
+    """How the driver differs from the one that a plan was built with; empty where it does not, or nobody knows."""
+    there, here = entry.driver_version, driver_version()
+    return "" if there == here or "unknown" in (there, here) else f"driver {there} there, {here} here"
 
 
 def _is_later(version: str, than: str) -> bool:
@@ -137,6 +142,7 @@ def load_engine(plan_path: Path, entry: EngineEntry | None) -> tuple[Any, Any]:
     fix = "export again on this machine, or build plans for it with `enginery engines`"
     if entry is not None and (differences := plan_mismatches(entry)):
         raise UserError(f"the plan {plan_path} was built elsewhere ({'; '.join(differences)}): {fix}")
+    other_driver = _other_driver(entry) if entry is not None else ""
     logger = tensorrt_logger()
     logger.take_errors()
     runtime = start(lambda: trt.Runtime(logger))
@@ -146,8 +152,11 @@ def load_engine(plan_path: Path, entry: EngineEntry | None) -> tuple[Any, Any]:
     if engine is None:
         raise UserError(
             f"TensorRT {trt.__version__} on {torch.cuda.get_device_name()} can't load the plan {plan_path}: "
-            f"{logger.take_errors()}. A plan runs only on the TensorRT version and GPU model it was built with: {fix}"
+            f"{logger.take_errors()}. A plan runs only on the TensorRT version and GPU model it was built with"
+            f"{f' ({other_driver})' if other_driver else ''}: {fix}"
         )
+    if other_driver:
+        _log.warning("the plan %s, which runs here, was built with another driver (%s)", plan_path, other_driver)
     if entry is not None and STRIPPED in flags:
         _refit(trt, engine, plan_path.with_name(entry.source_onnx))
     return runtime, engine

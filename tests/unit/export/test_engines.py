@@ -10,11 +10,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from pydantic import ValidationError
 
-from components.common.errors import EngineryError
+from components.common.errors import EngineryError, UserError
 from components.common.records import Precision
+from components.common.settings import resolve
 from components.common.shapes import ShapeSpec
 from components.export import engines
+from components.export.config import ExportConfig
 
 FAILS_TO_MERGE = "graphOptimizer.cpp::chooseHigherPrecision::1 Error (kFLOAT || kHALF)"
 
@@ -156,3 +159,27 @@ def test_scales_that_undo_the_rounding_are_told_of(
     onnx.save(model, file)
     build(monkeypatch, file, [], mantissa_bits=2)
     assert "that a BatchNormalization follows: 1. TensorRT may multiply it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [((4, 2, 8), "got 4, 2, 8"), ((1, 16, 8), "got 1, 16, 8"), ((16, 16, 8), "got 16, 16, 8")],
+)
+def test_batches_in_order(batches: tuple[int, int, int], told: str) -> None:
+    names = ("min_batch", "opt_batch", "max_batch")
+    with pytest.raises(ValidationError, match=f"min_batch <= opt_batch <= max_batch, {told}"):
+        ShapeSpec(height=4, width=4, **dict(zip(names, batches, strict=True)))
+
+
+@pytest.mark.parametrize("given", [{"opt_batch": 64, "max_batch": 16}, {"opt_batch": 200}])
+def test_kernels_tuned_for_a_batch_that_no_plan_takes(given: dict[str, int]) -> None:
+    largest = given.get("max_batch", 128)
+    with pytest.raises(UserError, match=rf"export\.max_batch: got {largest}, .* set export\.opt_batch to {largest} or"):
+        resolve(ExportConfig, "export", given)
+
+
+@pytest.mark.parametrize("given", [{"max_batch": 16}, {"opt_batch": 128}, {"opt_batch": 16, "max_batch": 16}])
+def test_batches_that_go_together(given: dict[str, int]) -> None:
+    """The default of opt_batch gives way."""
+    config = resolve(ExportConfig, "export", given)
+    assert ExportConfig.model_validate(config.model_dump()) == config

@@ -223,8 +223,39 @@ def test_without_tensorrt(original, digits_dataset, tmp_path):
 
 @pytest.mark.usefixtures("here")
 def test_tensorrt_off(original, digits_dataset, tmp_path):
-    with pytest.raises(UserError, match=r"export\.tensorrt is off"):
+    with pytest.raises(UserError, match=r"export\.tensorrt is off: set it to auto"):
         export(original.path, digits_dataset.path, tmp_path / "new", tensorrt="off")
+
+
+def sealed_again(bundle: Artifact[BundleManifest], **changes: Any) -> Path:
+    """The bundle with another manifest."""
+    (bundle.path / MANIFEST).unlink()
+    left_out = {"schema_version", "seal", "kind", "files", "config", "environment"}
+    fields = bundle.manifest.model_dump(exclude=left_out) | changes
+    return seal(bundle.path, BundleManifest, config=ExportConfig(), **fields).path
+
+
+@pytest.mark.usefixtures("here")
+def test_other_classes(original, digits_dataset, tmp_path):
+    classes = digits_dataset.manifest.classes
+    bundle = sealed_again(original, classes=("nought", *classes[1:]))
+    with pytest.raises(UserError, match=r"other classes than .*: class 0 is 'nought' against '0'\. Name the images"):
+        export(bundle, digits_dataset.path, tmp_path / "new")
+    bundle = sealed_again(load(bundle, BundleManifest), classes=classes[:3])
+    with pytest.raises(UserError, match=r"other classes than .*: 3 against 10"):
+        export(bundle, digits_dataset.path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("gone", "named"), [("*.onnx", "fp16.onnx, fp32.onnx, int8"), ("scales.*", "scales.json")])
+def test_a_bundle_that_was_sealed_without_a_file(original, digits_dataset, tmp_path, gone, named):
+    for file in original.path.glob(gone):
+        file.unlink()
+    bundle = sealed_again(original, models={} if gone == "*.onnx" else MODELS)
+    with pytest.raises(UserError, match=f"has no {named}.*, so export the model again"):
+        export(bundle, digits_dataset.path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.usefixtures("here")

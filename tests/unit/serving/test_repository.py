@@ -111,6 +111,15 @@ def test_a_repository_for_gpus_and_cpus_holds_the_measured_plans_alone(on_gpu, t
     assert [entry.file for entry in repository.manifest.engines] == ["digits_model/1/int8-9.0.plan"]
 
 
+def test_a_plan_without_weights_is_refused(on_gpu, tmp_path: Path) -> None:
+    engines = tuple(entry.model_copy(update={"flags": ("STRIP_PLAN",)}) for entry in on_gpu.bundle.manifest.engines)
+    manifest = on_gpu.bundle.manifest.model_copy(update={"engines": engines})
+    stripped = dataclasses.replace(on_gpu, bundle=dataclasses.replace(on_gpu.bundle, manifest=manifest))
+    with pytest.raises(UserError, match=r"the plan int8-9\.0\.plan holds no weights, .* without stripped in export"):
+        write_repository(stripped, tmp_path / "models", RepositoryConfig())
+    assert not (tmp_path / "models").exists()
+
+
 def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has(
     on_gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
