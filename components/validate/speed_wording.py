@@ -56,10 +56,6 @@ def speed_sentences(report: Report) -> list[str]:
         too_short = longest_s < _SURE_OF_POWER_S and any(row.sm_clock_mhz is not None for row in rows)
         reason = "the measurements are too short" if too_short else "NVML's energy counter can't be read here"
         sentences.append(f"Power is not known: {reason}.")
-    if any(row.memory_bytes for row in rows):
-        sentences.append(
-            "MB is GPU memory: what was in use after the engine, its contexts and buffers were allocated, minus before."
-        )
     return sentences
 
 
@@ -97,6 +93,13 @@ def detail_table(report: Report) -> SpeedTable:
     """All that was measured: spread of the throughput, every percentile, memory, clock and temperature."""
     rows = report.benchmark.rows
     return _table(rows, (*_ways(rows), *_SPREAD, *_PERCENTILES, *_HARDWARE))
+
+
+def memory_sentence(report: Report) -> str:
+    """What MB means in the detailed table; empty where it has none."""
+    if not any(row.memory_bytes for row in report.benchmark.rows):
+        return ""
+    return "MB is GPU memory: what was in use after the engine, its contexts and buffers were allocated, minus before."
 
 
 def _ways(rows: Sequence[BenchmarkRow]) -> tuple[_Column, ...]:

@@ -256,6 +256,9 @@ def test_speed_shows_what_is_known(reports: dict[str, Report], tmp_path: Path) -
     assert sentence in page
     assert sentence in card
     assert "the copy of one batch to the GPU, its computation and the copy back" in page
+    for text in (page, card):  # elsewhere MB is a file's size
+        assert text.count("MB is GPU memory") == 1
+        assert text.index("All values") < text.index("MB is GPU memory")
     without = {"power_w": None, "images_per_s_per_w": None}
     for clock, seconds, reason in ((1980, 0.6, "are too short"), (1980, 1.5, "can't be read"), (None, 0.6, "be read")):
         benchmark = reports["ten classes"].benchmark
@@ -270,7 +273,7 @@ def test_speed_shows_what_is_known(reports: dict[str, Report], tmp_path: Path) -
     assert "| precision | batch | images/s | over FP32 | p50 ms | p99 ms |\n" in card
     assert "| precision | batch | p50 ms | p90 ms | p99 ms |\n" in card
     assert "Latency is the time of the call that runs one batch" in page
-    for word in ("streams", "copies", "Latency budget", "images/s/W", "NVML"):
+    for word in ("streams", "copies", "Latency budget", "images/s/W", "NVML", "GPU memory"):
         assert word not in card, word
 
 
