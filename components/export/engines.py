@@ -85,8 +85,9 @@ def build_engine(
         plan_path: Where the plan goes; written in full or not at all.
         precision: "fp32" (with TF32 off unless `options` has it), "fp16" or "int8".
         shapes: Names of the input and output, and the batches the plan has to take.
-        timing_cache_path: Directory of timing caches, one file per TensorRT version, GPU model, driver and precision,
-            or None. A second build with the same cache takes a fraction of the time and chooses the same kernels.
+        timing_cache_path: Directory of timing caches, one file per TensorRT version, GPU model, driver, precision and
+            set of options, or None. A second build with the same cache takes a fraction of the time and chooses the
+            same kernels.
         optimization_level: 0 (quick build) to 5 (slow build, fastest engine); TensorRT's own default is 3.
         workspace_bytes: Most scratch memory that a layer may use on the GPU.
         options: What else the plan shall be; see `ExportConfig.engine_options`.
@@ -107,7 +108,7 @@ def build_engine(
     if not onnx_path.is_file():
         raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from")
     trt = load_tensorrt()
-    cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt, precision)
+    cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt, precision, options)
     bits = mantissa_bits if precision == "fp16" else FP16_MANTISSA_BITS
     order = _Order(
         onnx_path, precision, shapes, cache_file, optimization_level, workspace_bytes, frozenset(options), bits
@@ -333,12 +334,14 @@ def _leave_out_external_kernels(trt: ModuleType, config: Any) -> None:
     config.set_tactic_sources(sources)
 
 
-def _timing_cache_name(trt: ModuleType, precision: str) -> str:
+def _timing_cache_name(trt: ModuleType, precision: str, options: Collection[EngineOption]) -> str:
     """Timings hold for one TensorRT version, GPU model and driver.
 
-    A file per precision, because 8.6 can't read all that it wrote for another one.
+    A file per precision, because 8.6 can't read all that it wrote for another one, and per set of options, because
+    timings belong to builder flags such as TF32 and REFIT (TensorRT developer guide, "Timing Cache").
     """
-    name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{driver_version()}_{precision}"
+    name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{driver_version()}"
+    name = "_".join([name, precision, *sorted(set(options))])
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()) + ".timing"
 
 

@@ -265,6 +265,21 @@ def no_reason(monkeypatch):
     monkeypatch.setattr(engines, "tensorrt_logger", lambda: SimpleNamespace(take_errors=lambda: "unknown magic number"))
 
 
+def test_timings_of_other_builds_are_not_read(monkeypatch):
+    """What a kernel took without TF32 says nothing of a build that may use it."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(engines, "driver_version", lambda: "580.159.04")
+    both = ("tf32", "refittable")
+    orders = [("fp32", ()), ("fp32", ("tf32",)), ("fp16", ()), ("fp16", ("refittable",)), ("fp16", both)]
+    names = [engines._timing_cache_name(TENSORRT_8, *order) for order in orders]
+    assert names[:2] == [
+        "tensorrt-8.6.0_nvidia-h200_driver-580.159.04_fp32.timing",
+        "tensorrt-8.6.0_nvidia-h200_driver-580.159.04_fp32_tf32.timing",
+    ]
+    assert len(set(names)) == len(names)
+    assert engines._timing_cache_name(TENSORRT_8, "fp16", both[::-1]) == names[-1]  # in any order
+
+
 def test_timings_are_kept_for_the_next_build(tmp_path, caplog):
     file = tmp_path / "new" / "a.timing"
     for expected in (b"", b"timings, more of them"):
