@@ -9,6 +9,7 @@ from components.common.environment import Environment
 Precision = Literal["fp32", "fp16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
 STRIPPED = "STRIP_PLAN"  # flag of an EngineEntry whose plan has no weights
+VERSION_COMPATIBLE = "VERSION_COMPATIBLE"  # flag of one whose plan carries TensorRT's lean runtime
 
 
 class Record(BaseModel):

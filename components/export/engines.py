@@ -20,10 +20,9 @@ from onnx.checker import MAXIMUM_PROTOBUF
 from components.common.artifacts import write_atomically
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, UserError
-from components.common.records import STRIPPED, EngineEntry, Precision
+from components.common.records import STRIPPED, VERSION_COMPATIBLE, EngineEntry, Precision
 from components.common.runners.tensorrt_library import (
     HARDWARE_COMPATIBLE,
-    VERSION_COMPATIBLE,
     driver_version,
     load_tensorrt,
     start,

@@ -67,7 +67,7 @@ def export(model: str, directory: Path, precision: Precision | None, name: str, 
     The model is a registered version, or the folder of a release or of a bundle. Plans are written where they were
     measured; the same repository is served on a CPU by `tritonserver --model-config-name=cpu`.
     """
-    from pipelines.serving.repository import write_repository
+    from pipelines.serving.repository import gpu_server_options, write_repository
     from pipelines.serving.sources import find_source
 
     config = _config(name=name, top_k=top_k, max_wait_s=max_wait)
@@ -76,6 +76,8 @@ def export(model: str, directory: Path, precision: Precision | None, name: str, 
         unmeasured = len(source.bundle.manifest.engines) and not source.measured_engines
     click.echo(f"wrote {directory}")
     _show(repository)
+    if options := gpu_server_options(repository.manifest):
+        click.echo(f"  on GPUs  tritonserver needs {' '.join(options)}: the plan carries code that it runs")
     if unmeasured:
         click.echo("  its TensorRT plans are left out: no report says what they are worth")
 

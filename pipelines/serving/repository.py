@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest, seal
 from components.common.errors import UserError
-from components.common.records import STRIPPED, Batching, EngineEntry
+from components.common.records import STRIPPED, VERSION_COMPATIBLE, Batching, EngineEntry
 from components.common.triton.opening import CPU, VERSION, open_repository
 from pipelines.new_folders import check_new, give_name, to_disk
 from pipelines.serving.batching import DEFAULT_MAX_WAIT_S, batching_for
@@ -93,6 +93,16 @@ def write_repository(source: Source, output: Path, config: RepositoryConfig) -> 
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
     return Artifact(path=output, manifest=repository.manifest, digest=repository.digest)
+
+
+def gpu_server_options(repository: RepositoryManifest) -> tuple[str, ...]:
+    """Options that tritonserver needs on a GPU, beside the folder.
+
+    A version-compatible plan holds machine code, which Triton runs only where it is told to trust its models.
+    """
+    if any(VERSION_COMPATIBLE in entry.flags for entry in repository.engines):
+        return ("--backend-config=tensorrt,version-compatible=true",)
+    return ()
 
 
 class _Writer:

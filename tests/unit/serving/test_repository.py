@@ -1,5 +1,6 @@
 """The exported model repository: what it holds, where it comes from, and what is refused."""
 
+import contextlib
 import dataclasses
 import shutil
 import subprocess
@@ -18,10 +19,17 @@ from components.common.records import AccuracyRow, EngineEntry
 from components.common.triton.opening import open_from, open_repository
 from pipelines.commands import cli
 from pipelines.serving.installation import find_triton
-from pipelines.serving.repository import RepositoryConfig, write_repository
+from pipelines.serving.repository import RepositoryConfig, gpu_server_options, write_repository
 from pipelines.serving.sources import Source, find_source
 
 from .conftest import NAME, start_serving
+
+
+def built_as(source: Source, *flags: str) -> Source:
+    """The source with other flags of its plans."""
+    engines = tuple(entry.model_copy(update={"flags": flags}) for entry in source.bundle.manifest.engines)
+    manifest = source.bundle.manifest.model_copy(update={"engines": engines})
+    return dataclasses.replace(source, bundle=dataclasses.replace(source.bundle, manifest=manifest))
 
 
 def run(*arguments: str | Path):
@@ -112,12 +120,17 @@ def test_a_repository_for_gpus_and_cpus_holds_the_measured_plans_alone(on_gpu, t
 
 
 def test_a_plan_without_weights_is_refused(on_gpu, tmp_path: Path) -> None:
-    engines = tuple(entry.model_copy(update={"flags": ("STRIP_PLAN",)}) for entry in on_gpu.bundle.manifest.engines)
-    manifest = on_gpu.bundle.manifest.model_copy(update={"engines": engines})
-    stripped = dataclasses.replace(on_gpu, bundle=dataclasses.replace(on_gpu.bundle, manifest=manifest))
     with pytest.raises(UserError, match=r"the plan int8-9\.0\.plan holds no weights, .* without stripped in export"):
-        write_repository(stripped, tmp_path / "models", RepositoryConfig())
+        write_repository(built_as(on_gpu, "STRIP_PLAN"), tmp_path / "models", RepositoryConfig())
     assert not (tmp_path / "models").exists()
+
+
+def test_what_a_version_compatible_plan_needs_of_triton_is_told(on_gpu, tmp_path: Path, monkeypatch) -> None:
+    assert gpu_server_options(write_repository(on_gpu, tmp_path / "plain", RepositoryConfig()).manifest) == ()
+    source = contextlib.nullcontext(built_as(on_gpu, "INT8", "VERSION_COMPATIBLE"))
+    monkeypatch.setattr("pipelines.serving.sources.find_source", lambda *_: source)
+    said = run("export", "digits@champion", tmp_path / "models").output
+    assert "  on GPUs  tritonserver needs --backend-config=tensorrt,version-compatible=true: " in said
 
 
 def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has(
