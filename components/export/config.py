@@ -4,13 +4,13 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from components.common.records import FP16_MANTISSA_BITS
 from components.common.settings import StepConfig
 from components.common.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolation
 from components.common.verdict import Thresholds
 
 CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory
 TIMING_CACHES = "tensorrt"  # folder in it
-FP16_MANTISSA_BITS = 10  # explicit ones of float16; bfloat16 has 7, float8 E4M3 has 3
 
 EngineOption = Literal["tf32", "version_compatible", "hardware_compatible", "refittable", "stripped"]
 

@@ -20,7 +20,7 @@ from onnx.checker import MAXIMUM_PROTOBUF
 from components.common.artifacts import write_atomically
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, UserError
-from components.common.records import STRIPPED, VERSION_COMPATIBLE, EngineEntry, Precision
+from components.common.records import FP16_MANTISSA_BITS, STRIPPED, VERSION_COMPATIBLE, EngineEntry, Precision
 from components.common.runners.tensorrt_library import (
     HARDWARE_COMPATIBLE,
     driver_version,
@@ -29,7 +29,7 @@ from components.common.runners.tensorrt_library import (
     tensorrt_logger,
 )
 from components.common.shapes import ShapeSpec
-from components.export.config import FP16_MANTISSA_BITS, EngineOption
+from components.export.config import EngineOption
 from components.export.mantissa import round_weights, scaled_convolutions
 from components.export.siblings import keep_apart
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, numpy_helper
 
-from components.export.config import FP16_MANTISSA_BITS
+from components.common.records import FP16_MANTISSA_BITS
 from components.export.placement import Graph
 
 _MULTIPLYING = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from components.common.environment import Environment
-from components.common.records import AccuracyRow, ClassLoss, EngineEntry, ProfileRecord
+from components.common.records import FP16_MANTISSA_BITS, AccuracyRow, ClassLoss, EngineEntry, ProfileRecord
 from components.common.statistics import SIGNIFICANCE
 from components.validate.formats import TIMES, count, megabytes, number, probability, short, signed
 from components.validate.schema import Change, Report
@@ -151,11 +151,13 @@ def limitations(report: Report) -> list[str]:
     if report.change and report.change.num_differing:
         differing = f"{count(report.change.num_differing)} of {count(report.change.num_images)} images"
         points.append(f"{own} predicts another class than FP32 on {differing}.")
-    losing = [entry for entry in report.class_changes if entry.delta_points < 0]
-    points += [
-        f"The class {entry.name} loses {number(-entry.delta_points)} points ({count(entry.num_images)} images)."
-        for entry in losing[:_MAX_LOSING_CLASSES]
-    ]
+    losing = [entry for entry in report.class_changes if entry.delta_points < 0]  # the largest loss first
+    surely = [entry for entry in losing if entry.significant]
+    for entry in (surely or losing[:1])[:_MAX_LOSING_CLASSES]:
+        lost, gained = count(entry.num_lost), count(entry.num_gained)
+        images = f"{lost} lost and {gained} gained of {count(entry.num_images)} images"
+        chance = "" if entry.significant else ", which may be chance"
+        points.append(f"The class {entry.name} loses {number(-entry.delta_points)} points ({images}){chance}.")
     if report.model.engines_missing:
         points.append(f"{missing_engines(report)}: {report.model.engines_missing}.")
     return [*points, "Accuracy holds for images like those of the validation split. Nothing was measured on others."]
@@ -184,7 +186,8 @@ def engine_layers(engine: EngineEntry) -> str:
 def built_as(engine: EngineEntry) -> str:
     """What TensorRT was told when it built the engine."""
     level = [] if engine.optimization_level is None else [f"level {engine.optimization_level}"]
-    bits = [] if engine.mantissa_bits is None else [f"weights of {engine.mantissa_bits} mantissa bits"]
+    kept = engine.mantissa_bits
+    bits = [] if kept is None else [f"weights of {kept} of {FP16_MANTISSA_BITS} mantissa bits"]
     return ", ".join([*engine.flags, *level, *bits])
 
 

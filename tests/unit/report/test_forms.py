@@ -18,7 +18,7 @@ from components.validate.rendering import write_report
 from components.validate.schema import (
     Report,
 )
-from components.validate.wording import calibration_facts, provenance_facts, selection_facts
+from components.validate.wording import calibration_facts, limitations, provenance_facts, selection_facts
 
 NAMES = (
     "ten classes",
@@ -303,7 +303,7 @@ def test_calibration_samples_and_machines_are_told_in_full(reports: dict[str, Re
 
 
 def test_what_an_engine_was_built_as(reports: dict[str, Report], tmp_path: Path) -> None:
-    told = "STRONGLY_TYPED, AMPERE_PLUS, level 4, weights of 7 mantissa bits"
+    told = "STRONGLY_TYPED, AMPERE_PLUS, level 4, weights of 7 of 10 mantissa bits"
     page, card = write(reports["ten classes"], tmp_path)
     assert f"<td>{told}</td>" in page
     assert f"| {told} |" in card
@@ -344,6 +344,23 @@ def test_classes_that_are_surely_worse_are_named(reports: dict[str, Report], tmp
         assert row[0] == entry.name
         shown = (str(entry.num_lost), str(entry.num_gained), probability(entry.p_corrected))
         assert row[5:] == (*shown, "yes" if entry.significant else "no")
+
+
+def test_limitations_name_classes_that_lose_more_than_chance(reports: dict[str, Report]) -> None:
+    """And where none does, the one that loses most."""
+    report = reports["ten classes"]
+    change = report.class_changes[0].model_copy(
+        update={"name": "a", "num_images": 40, "num_lost": 3, "num_gained": 1, "delta_points": -5.0}
+    )
+    changes = {
+        name: change.model_copy(update={"name": name, "significant": name in "bc"}) for name in ("a", "b", "c", "d")
+    }
+    for names, told in (("ad", "a"), ("abcd", "bc")):
+        entries = tuple(changes[name] for name in names)
+        said = [line for line in limitations(report.model_copy(update={"class_changes": entries})) if "loses" in line]
+        chance = ", which may be chance" if told == "a" else ""
+        lost = f"loses 5.00 points (3 lost and 1 gained of 40 images){chance}."
+        assert said == [f"The class {name} {lost}" for name in told]
 
 
 def test_an_interval_that_is_a_point_is_not_the_one_told(reports: dict[str, Report], tmp_path: Path) -> None:
