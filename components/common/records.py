@@ -9,8 +9,10 @@ from components.common.environment import Environment
 Precision = Literal["fp32", "fp16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
 FP16_MANTISSA_BITS = 10  # explicit ones of float16; bfloat16 has 7, float8 E4M3 has 3
-STRIPPED = "STRIP_PLAN"  # flag of an EngineEntry whose plan has no weights
-VERSION_COMPATIBLE = "VERSION_COMPATIBLE"  # flag of one whose plan carries TensorRT's lean runtime
+# Flags of an EngineEntry that change how its plan is loaded; the others only tell how it was built.
+STRIPPED = "STRIP_PLAN"  # has no weights
+VERSION_COMPATIBLE = "VERSION_COMPATIBLE"  # carries TensorRT's lean runtime
+HARDWARE_COMPATIBLE = "AMPERE_PLUS"
 
 
 class Record(BaseModel):

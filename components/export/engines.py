@@ -20,14 +20,15 @@ from onnx.checker import MAXIMUM_PROTOBUF
 from components.common.artifacts import write_atomically
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, UserError
-from components.common.records import FP16_MANTISSA_BITS, STRIPPED, VERSION_COMPATIBLE, EngineEntry, Precision
-from components.common.runners.tensorrt_library import (
+from components.common.records import (
+    FP16_MANTISSA_BITS,
     HARDWARE_COMPATIBLE,
-    driver_version,
-    load_tensorrt,
-    start,
-    tensorrt_logger,
+    STRIPPED,
+    VERSION_COMPATIBLE,
+    EngineEntry,
+    Precision,
 )
+from components.common.runners.tensorrt_library import driver_version, load_tensorrt, start, tensorrt_logger
 from components.common.shapes import ShapeSpec
 from components.export.config import EngineOption
 from components.export.mantissa import round_weights, scaled_convolutions

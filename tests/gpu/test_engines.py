@@ -296,18 +296,6 @@ def test_inspector(bundle, built, precision, allowed):
     assert {"/block/block.2/Conv", "/Relu"} <= set(fused["nodes"])
 
 
-def test_tf32_is_asked_for(tmp_path):
-    # TensorRT chooses by time: so wide that tensor cores are faster by far.
-    shapes = ShapeSpec(channels=256, height=28, width=28, min_batch=1, opt_batch=8, max_batch=8)
-    wide = nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    export_onnx(wide, tmp_path / "fp32.onnx", shapes)
-    for options, precision in (((), "FP32"), (("tf32",), "TF32")):
-        entry = build(tmp_path, "fp32", shapes=shapes, options=options)
-        assert ("TF32" in entry.flags) == bool(options)
-        layers = inspect_engine(tmp_path / "fp32.plan", entry, shapes, ["/0/Conv"])
-        assert layers.convolutions == {precision: 1}
-
-
 def test_refittable(bundle, tmp_path):
     entry = build(bundle, "int8", plan_path=tmp_path / "int8.plan", options=("refittable",))
     assert "REFIT" in entry.flags

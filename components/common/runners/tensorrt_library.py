@@ -13,12 +13,9 @@ import torch
 
 from components.common.environment import gpus
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.records import STRIPPED, VERSION_COMPATIBLE, EngineEntry
+from components.common.records import HARDWARE_COMPATIBLE, STRIPPED, VERSION_COMPATIBLE, EngineEntry
 
 _log = logging.getLogger(__name__)
-
-# Flags of an EngineEntry that change how its plan is loaded, as STRIPPED does; the others only tell how it was built.
-HARDWARE_COMPATIBLE = "AMPERE_PLUS"
 
 _INSTALL = "run `pip install 'enginery[tensorrt]'` (in a checkout: `make install-tensorrt`)"
 
