@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from components.common.records import Speedup
 from components.common.steplog import EVENT_PREFIX
 from pipelines.summary import RunSummary
 
@@ -177,23 +178,27 @@ class Renderer:
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:
-    """The table that a run ends with."""
+    """The table that a run ends with, of the precisions that something here runs."""
     if not summary.rows:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("precision", no_wrap=True)
     table.add_column("runtime", no_wrap=True)
-    for name in ("top-1 %", "delta", "p50 ms", "images/s", "MB"):
+    for name in ("top-1 %", "delta", "p50 ms", "images/s", "over FP32", "MB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in summary.rows:
+        if row.top1_pct is None:
+            continue
+        is_reference = row.precision == "fp32"
         table.add_row(
             row.precision.upper(),
             row.runtime,
             _number(row.top1_pct, ".2f"),
-            _number(row.delta_top1_points, "+.2f") if row.precision != "fp32" else "",
+            "" if is_reference else _number(row.delta_top1_points, "+.2f"),
             _number(row.p50_ms, ".2f"),
             _number(row.images_per_s, ",.0f"),
+            "" if is_reference else _speedup(row.speedup),
             _number(row.size_bytes / 1e6 if row.size_bytes else None, ".1f"),
             {"pass": "[green]pass[/]", "fail": "[red]fail[/]"}.get(row.verdict, row.verdict),
         )
@@ -201,13 +206,14 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     console.print(table)
     _print_legend(console, summary)
     _print_recommendation(console, summary)
-    for row in summary.rows:
-        if row.note:
-            console.print(f"{row.precision.upper()}: {row.note}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _speedup(found: Speedup | None) -> str:
+    return "n/a" if found is None else "unsure" if found.doubt else f"{found.median:.2f}x"
 
 
 def _print_legend(console: Console, summary: RunSummary) -> None:
-    """What the table's numbers are."""
+    """What the table's numbers are, and what is missing in it."""
     num_images = max(row.num_images for row in summary.rows)
     device = next((row.device for row in summary.rows if row.device), "nothing")
     batch_size = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
@@ -216,6 +222,16 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
         f"top-1 on {num_images:,} validation images; delta to FP32 in percentage points",
         f"{speed}, on {device}",
     ]
+    for row in summary.rows:
+        name, ratio = row.precision.upper(), row.speedup
+        if row.top1_pct is None:
+            lines.append(f"{name} was not measured: {row.note}")
+        elif row.note:
+            lines.append(f"{name}: {row.note}")
+        if ratio is not None and ratio.doubt:
+            lines.append(f"{name} over FP32 is unsure: {ratio.doubt}")
+        elif ratio is not None:
+            lines.append(f"{name} over FP32: {ratio.low:.2f}x to {ratio.high:.2f}x in the turns measured")
     for line in lines:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from components.common.artifacts import ReportManifest, VerdictManifest
 from components.common.environment import Environment
-from components.common.records import AccuracyReport, BenchmarkReport, GateCheck, Recommendation
+from components.common.records import AccuracyReport, BenchmarkReport, GateCheck, Recommendation, Speedup
 from pipelines.caching import CachedStep
 
 
@@ -44,6 +44,7 @@ class PrecisionRow(_Record):
     p50_ms: float | None = Field(description="Median latency at batch 1, in milliseconds.")
     images_per_s: float | None = Field(description="Throughput at the largest measured batch.")
     throughput_batch_size: int | None
+    speedup: Speedup | None = Field(None, description="Throughput over FP32's at that batch; None for FP32 itself.")
     size_bytes: int
     verdict: str = Field(description='"reference", "pass", "fail", or "" where the gate did not look.')
     note: str
@@ -78,14 +79,14 @@ class RunSummary(_Record):
 
     def headline(self) -> dict[str, float]:
         """The rows as MLflow metrics, named PRECISION_MEASURE, by which runs compare in a list."""
-        fp32 = next((row.images_per_s for row in self.rows if row.precision == "fp32"), None)
         metrics: dict[str, float | None] = {}
         for row in self.rows:
             for name in ("top1_pct", "p50_ms", "images_per_s"):
                 metrics[f"{row.precision}_{name}"] = getattr(row, name)
             if row.precision != "fp32":
                 metrics[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
-                metrics[f"{row.precision}_speedup"] = row.images_per_s / fp32 if row.images_per_s and fp32 else None
+            if row.speedup is not None and not row.speedup.doubt:
+                metrics[f"{row.precision}_speedup"] = row.speedup.median
         return {name: value for name, value in metrics.items() if value is not None}
 
 
@@ -188,6 +189,9 @@ class SummaryBuilder:
                     p50_ms=single.p50_ms if single else None,
                     images_per_s=batched.images_per_s if batched else None,
                     throughput_batch_size=largest if batched else None,
+                    speedup=self._benchmark.speedup(accuracy.precision, "fp32", largest)
+                    if accuracy.precision != "fp32"
+                    else None,
                     size_bytes=accuracy.size_bytes,
                     verdict=self._verdict_on(accuracy.precision),
                     note=accuracy.note,

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from components.common.environment import Environment
 
 Precision = Literal["fp32", "fp16", "int8"]
+_MAX_BUSY_PCT = 10.0  # of the cores' time that others take while a speed is measured
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
 FP16_MANTISSA_BITS = 10  # explicit ones of float16; bfloat16 has 7, float8 E4M3 has 3
 # Flags of an EngineEntry that change how its plan is loaded; the others only tell how it was built.
@@ -262,8 +263,19 @@ class AccuracyReport(Record):
         return next(row for row in self.rows if row.precision == precision)
 
 
+class Speedup(Record):
+    """Throughput of one precision over that of another: the ratio within each turn, over the turns."""
+
+    median: float
+    low: float = Field(
+        description="One-sided 95 % bound of the median by order statistics; with five turns the lowest ratio."
+    )
+    high: float = Field(description="The same from above; with five turns the highest ratio.")
+    doubt: str = Field("", description="Why the ratio says nothing, and what to do; empty where it can be relied on.")
+
+
 class BenchmarkRow(Record):
-    """Speed of one precision at one batch size, on trtexec's terms. Where it was repeated, each value is the median."""
+    """Speed of one precision at one batch size, on trtexec's terms. Precisions are measured in turns."""
 
     precision: Precision
     runtime: str
@@ -272,16 +284,28 @@ class BenchmarkRow(Record):
     with_transfers: bool = Field(
         True, description="Whether latency and throughput count the copies to and from the GPU; CPUs have none."
     )
-    num_repeats: int = Field(1, description="Separate measurements behind the values.")
-    images_per_s: float = Field(description="Images of whole batches over wall time, after warm-up.")
-    lowest_images_per_s: float | None = Field(None, description="Of the repeats; None in reports up to version 0.1.")
+    num_repeats: int = Field(1, description="Turns behind the values.")
+    images_per_s: float = Field(
+        description="Images of whole batches over wall time, after warm-up; the median of the turns."
+    )
+    turns_images_per_s: tuple[float, ...] = Field((), description="Of each turn, in order; empty in older reports.")
+    lowest_images_per_s: float | None = Field(None, description="Of the turns; None in reports up to version 0.1.")
     highest_images_per_s: float | None = None
+    over: dict[Precision, Speedup] = Field(
+        {}, description="Speed-up over other precisions measured the same way; empty in older reports."
+    )
+    others_pct: float | None = Field(
+        None, description="Share of the cores' time that other processes took while measuring; None on GPUs."
+    )
+    steal_pct: float | None = Field(
+        None, description="Share of the cores' time that the host gave to others (steal) while measuring."
+    )
     mean_ms: float | None = Field(None, description="Mean latency of a batch; None in reports up to version 0.1.")
-    p50_ms: float
+    p50_ms: float = Field(description="Median latency of all batches of all turns; the other percentiles likewise.")
     p90_ms: float
     p95_ms: float | None = None
     p99_ms: float
-    num_iterations: int = Field(description="Batches measured, in all repeats.")
+    num_iterations: int = Field(description="Batches measured, in all turns.")
     power_w: float | None = Field(
         None, description="Mean power of the GPU's board, from NVML's energy counter; None where nothing tells (CPUs)."
     )
@@ -291,6 +315,15 @@ class BenchmarkRow(Record):
     )
     sm_clock_mhz: int | None = Field(None, description="Clock of the GPU's multiprocessors while measuring.")
     temperature_c: int | None = Field(None, description="Of the GPU while measuring, in degrees Celsius.")
+
+    @property
+    def busy(self) -> str:
+        """Why the machine was too busy for this speed to say much; empty where it was not, or nothing tells."""
+        others_pct, steal_pct = self.others_pct or 0.0, self.steal_pct or 0.0
+        if others_pct + steal_pct <= _MAX_BUSY_PCT:
+            return ""
+        took = f"other processes took {others_pct:.0f} % of the cores' time and the host {steal_pct:.0f} % (steal)"
+        return f"{took}: validate again on an idle machine"
 
     @property
     def is_plain(self) -> bool:
@@ -339,6 +372,22 @@ class BenchmarkReport(Record):
         """The row of a precision and batch size with transfers and one stream, or None where it was not measured."""
         rows = (row for row in self.plain_rows if row.precision == precision and row.batch_size == batch_size)
         return next(rows, None)
+
+    def speedup(self, precision: str, reference: Precision, batch_size: int) -> Speedup | None:
+        """Throughput over another precision's at a batch size, or None where either was not measured.
+
+        Reports without turns have medians alone, and at best the extremes of both precisions.
+        """
+        own, other = self.row(precision, batch_size), self.row(reference, batch_size)
+        if own is None or other is None:
+            return None
+        if reference in own.over:
+            return own.over[reference]
+        return Speedup(
+            median=own.images_per_s / other.images_per_s,
+            low=(own.lowest_images_per_s or own.images_per_s) / (other.highest_images_per_s or other.images_per_s),
+            high=(own.highest_images_per_s or own.images_per_s) / (other.lowest_images_per_s or other.images_per_s),
+        )
 
 
 class GateCheck(Record):

@@ -249,32 +249,32 @@ def _num_images(threshold: int, num_images: int) -> GateCheck:
 def _speedup(
     name: str, reference: Precision, threshold: float, precision: Precision, benchmark: BenchmarkReport
 ) -> GateCheck:
+    """Judge by the whole interval of the turns: where it holds the threshold, or is in doubt, nothing is proved."""
     largest = largest_batch(benchmark)
-    ratio = _ratio(benchmark, precision, reference, largest)
-    label = f"throughput over {reference.upper()} at batch {largest}"
-    if ratio is None:
+    found = benchmark.speedup(precision, reference, largest)
+    if found is None:
         missing = [entry.upper() for entry in (reference, precision) if benchmark.row(entry, largest) is None]
         where = f" of {' and '.join(missing)} at batch {largest}" if largest else ""
         return _no_evidence(name, threshold, f"the speed{where} was not measured")
-    return _at_least(name, ratio, threshold, label, "x")
-
-
-def _ratio(benchmark: BenchmarkReport, precision: Precision, reference: Precision, batch_size: int) -> float | None:
-    own, other = benchmark.row(precision, batch_size), benchmark.row(reference, batch_size)
-    return own.images_per_s / other.images_per_s if own is not None and other is not None else None
+    label = f"throughput over {reference.upper()} at batch {largest}"
+    if found.doubt:
+        return _no_evidence(name, threshold, f"{label} is not known, at least {threshold:g} x: {found.doubt}")
+    check = _at_least(name, found.median, threshold, label, "x")
+    if round(found.low, _DIGITS) < threshold <= round(found.high, _DIGITS):
+        turns = f"turns from {_text(found.low, threshold)} to {_text(found.high, threshold)}"
+        explanation = f"{check.explanation}; {turns}: raise validate.benchmark_seconds"
+        return _no_evidence(name, threshold, explanation, found.median)
+    return check
 
 
 def _slower_text(benchmark: BenchmarkReport, precision: Precision, other: Precision) -> str:
     """How much slower than the other a precision is at the largest batch; empty where it is not, beyond the spread."""
     largest = largest_batch(benchmark)
-    ratio = _ratio(benchmark, precision, other, largest)
-    own_row, other_row = benchmark.row(precision, largest), benchmark.row(other, largest)
-    if ratio is None or own_row is None or other_row is None:
+    found = benchmark.speedup(precision, other, largest)
+    if found is None or found.doubt or found.high >= 1:
         return ""
-    fastest = own_row.highest_images_per_s or own_row.images_per_s
-    if fastest >= (other_row.lowest_images_per_s or other_row.images_per_s):
-        return ""
-    return f"{precision.upper()} runs at {_text(ratio, 1.0)} x the throughput of {other.upper()} at batch {largest}"
+    ratio = _text(found.median, 1.0)
+    return f"{precision.upper()} runs at {ratio} x the throughput of {other.upper()} at batch {largest}"
 
 
 def _p99(thresholds: Thresholds, precision: Precision, benchmark: BenchmarkReport) -> GateCheck:
@@ -284,7 +284,10 @@ def _p99(thresholds: Thresholds, precision: Precision, benchmark: BenchmarkRepor
         measured = sorted({entry.batch_size for entry in benchmark.plain_rows if entry.precision == precision})
         text = f"the latency of {precision.upper()} at batch {batch_size} was not measured"
         return _no_evidence(name, allowed, f"{text}, only at {', '.join(map(str, measured))}" if measured else text)
-    return _at_most(name, row.p99_ms, allowed, f"p99 latency at batch {batch_size}", "ms")
+    check = _at_most(name, row.p99_ms, allowed, f"p99 latency at batch {batch_size}", "ms")
+    if check.verdict == "fail" and row.busy:
+        return _no_evidence(name, allowed, f"{check.explanation}; {row.busy}", row.p99_ms)
+    return check
 
 
 def _at_most(name: str, measured: float, threshold: float, label: str, unit: str) -> GateCheck:

@@ -45,13 +45,15 @@ class ValidateConfig(StepConfig):
         "for none. Without effect on CPUs.",
     )
     benchmark_repeats: int = Field(
-        0, ge=0, description="Separate measurements of each speed; the median counts. 0 for 3 on GPUs and 1 on CPUs."
+        5,
+        ge=1,
+        description="Turns: precisions are measured one after the other, so many times over. A speed-up needs five.",
     )
     benchmark_seconds: float = Field(
-        0.0, ge=0, description="Time each speed is measured for in all, in seconds; 0 for 2 on GPUs and 3 on CPUs."
+        2.0, gt=0, description="Time that each speed is measured for, all turns together, in seconds."
     )
-    benchmark_warmup_seconds: float = Field(0.2, ge=0, description="Time each repeat warms up, in seconds.")
-    min_iterations: int = Field(10, ge=1, description="Batches that each repeat runs at least.")
+    benchmark_warmup_seconds: float = Field(0.1, ge=0, description="Time that each turn warms up, in seconds.")
+    min_iterations: int = Field(2, ge=1, description="Batches that each turn runs at least.")
     latency_budget: str = Field(
         "",
         description="Longest p99 latency of a batch, such as 7ms, 0.5s or 700us: the report names precision, batch "

@@ -1,14 +1,19 @@
-"""Measure the speed of every precision: batch sizes, streams, with and without copies, repeated."""
+"""Measure the speed of every precision in turns: batch sizes, streams, with and without copies."""
 
+import math
+import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import psutil
 import torch
 
-from components.common.gpu_monitor import GpuMonitor, GpuReading, monitor_of
-from components.common.records import BenchmarkRow, Precision
-from components.common.runners import Runner, Timing
+from components.common.gpu_monitor import GpuReading, monitor_of
+from components.common.records import PRECISIONS, BenchmarkRow, Precision, Speedup
+from components.common.runners import Meter, Runner, Timing
 from components.validate.config import ValidateConfig
 
 Progress = Callable[[int, int, str], None]  # measurements done, their number, what is measured now
@@ -17,8 +22,8 @@ _CPU_BATCHES, _GPU_BATCHES = (1, 16), (1, 2, 4, 8, 16, 32, 64, 128)
 _CPU_STREAMS, _GPU_STREAMS = (1,), (1, 2, 4)
 # A latency budget asks for the best of many ways, and its answer is no better than what is measured.
 _CPU_BUDGET_BATCHES, _CPU_BUDGET_STREAMS = (1, 2, 4, 8, 16), (1, 2, 4)
-_CPU_REPEATS, _GPU_REPEATS = 1, 3
-_CPU_SECONDS, _GPU_SECONDS = 3.0, 2.0  # in all repeats
+_MIN_TURNS = 5  # fewer give no bound of a median with 95 % confidence
+_MAX_SPREAD = 0.25  # of a speed-up: the width of its interval over its median
 _WITH_STREAMS = ("openvino", "tensorrt")  # the runtimes that run several batches at the same time
 _WITH_TRANSFERS = ("tensorrt",)  # the runtimes that can leave the copies out
 
@@ -38,8 +43,34 @@ class Load:
         return ", ".join(parts + (["without copies"] if self.without_transfers else []))
 
 
+class CpuMonitor:
+    """What kept the cores of this process busy besides itself, between `start` and `stop`. A `Meter` for runners."""
+
+    def __init__(self) -> None:
+        self._cores = os.sched_getaffinity(0)
+        self._began = (0.0, 0.0, 0.0, 0.0)
+        self.seconds = self.others_s = self.steal_s = 0.0  # of all cores, of all spans
+
+    def start(self) -> None:
+        """Begin a span."""
+        self._began = self._now()
+
+    def stop(self) -> None:
+        """End the span."""
+        seconds, busy_s, own_s, steal_s = (now - began for now, began in zip(self._now(), self._began, strict=True))
+        self.seconds += seconds * len(self._cores)
+        self.others_s += max(0.0, busy_s - own_s)
+        self.steal_s += steal_s
+
+    def _now(self) -> tuple[float, float, float, float]:
+        """Wall time, and time of the cores: busy for anybody, for this process with its threads, and stolen."""
+        times = [entry for index, entry in enumerate(psutil.cpu_times(percpu=True)) if index in self._cores]
+        busy_s = sum(entry.user + entry.nice + entry.system + entry.irq + entry.softirq for entry in times)
+        return time.perf_counter(), busy_s, time.process_time(), sum(entry.steal for entry in times)
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Repeat:
+class _Turn:
     timing: Timing
     reading: GpuReading | None  # None without a GPU that can be watched
     memory_bytes: int | None
@@ -50,7 +81,8 @@ def measure_speed(
 ) -> tuple[BenchmarkRow, ...]:
     """Time every runner in every way that the config asks for.
 
-    All of them in turn, then all again: what drifts, such as a GPU's temperature, then reaches every precision alike.
+    One precision after the other, and all again in each turn: what drifts, such as a GPU's temperature or the load of
+    the machine, reaches every precision alike, and a speed-up compares what was measured within the same second or two.
 
     Args:
         config: what is measured, and how long.
@@ -68,16 +100,56 @@ def measure_speed(
         for precision, runner in runners
         if runs(runner.runtime, load)
     ]
-    num_repeats = config.benchmark_repeats or (_GPU_REPEATS if on_gpu else _CPU_REPEATS)
-    seconds = config.benchmark_seconds or (_GPU_SECONDS if on_gpu else _CPU_SECONDS)
-    monitor = monitor_of(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
-    measured: dict[tuple[Load, Precision], list[_Repeat]] = {}
-    for repeat in range(num_repeats):
+    gpu = monitor_of(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
+    cpus = {} if on_gpu else {(load, precision): CpuMonitor() for load, precision, _ in ways}
+    measured: dict[tuple[Load, Precision], list[_Turn]] = {}
+    for turn in range(config.benchmark_repeats):
         for index, (load, precision, runner) in enumerate(ways):
-            progress(repeat * len(ways) + index, num_repeats * len(ways), f"{precision}, {load}")
-            found = _measure(config, runner, load, seconds / num_repeats, monitor)
+            progress(turn * len(ways) + index, config.benchmark_repeats * len(ways), f"{precision}, {load}")
+            timing = _measure(config, runner, load, gpu or cpus.get((load, precision)))
+            reading = gpu.reading() if gpu is not None else None
+            found = _Turn(timing=timing, reading=reading, memory_bytes=runner.memory_bytes)
             measured.setdefault((load, precision), []).append(found)
-    return tuple(_row(precision, runner, load, measured[load, precision]) for load, precision, runner in ways)
+    rows = [
+        _row(precision, runner, load, measured[load, precision], cpus.get((load, precision)))
+        for load, precision, runner in ways
+    ]
+    return tuple(row.model_copy(update={"over": _speedups(row, rows)}) for row in rows)
+
+
+def _speedups(row: BenchmarkRow, rows: Sequence[BenchmarkRow]) -> dict[Precision, Speedup]:
+    """Over each wider precision that was measured in the same way."""
+    wider = PRECISIONS[: PRECISIONS.index(row.precision)]
+    ways = [
+        other
+        for other in rows
+        if (other.batch_size, other.num_streams, other.with_transfers)
+        == (row.batch_size, row.num_streams, row.with_transfers)
+    ]
+    return {other.precision: speedup(row, other) for other in ways if other.precision in wider}
+
+
+def speedup(own: BenchmarkRow, reference: BenchmarkRow) -> Speedup:
+    """The speed-up of one row over another that was measured in the same turns, or why there is none to rely on.
+
+    The bounds are order statistics: a ratio is above the true median as often as below it, so that the lowest of five
+    lies above it in 1 of 32 cases (Conover, "Practical Nonparametric Statistics", 1999, section 3.2).
+    """
+    pairs = zip(own.turns_images_per_s, reference.turns_images_per_s, strict=True)
+    ratios = sorted(mine / other for mine, other in pairs)
+    median = statistics.median(ratios)
+    outside = 0  # ratios on each side that can be left out of the interval
+    while sum(math.comb(len(ratios), index) for index in range(outside + 2)) <= 0.05 * 2 ** len(ratios):
+        outside += 1
+    low, high = ratios[outside], ratios[-1 - outside]
+    busiest = max(own, reference, key=lambda row: (row.others_pct or 0.0) + (row.steal_pct or 0.0))
+    doubts = [busiest.busy] if busiest.busy else []
+    if len(ratios) < _MIN_TURNS:
+        turns = "1 turn tells" if len(ratios) == 1 else f"{len(ratios)} turns tell"
+        doubts.append(f"{turns} no spread: set validate.benchmark_repeats to {_MIN_TURNS} or more")
+    elif (high - low) / median > _MAX_SPREAD:
+        doubts.append(f"the turns scatter from {low:.2f} to {high:.2f}: raise validate.benchmark_seconds")
+    return Speedup(median=median, low=low, high=high, doubt="; ".join(doubts))
 
 
 def planned_loads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> list[Load]:
@@ -105,53 +177,51 @@ def runs(runtime: str, load: Load) -> bool:
     return streams and (not load.without_transfers or runtime in _WITH_TRANSFERS)
 
 
-def _measure(
-    config: ValidateConfig, runner: Runner, load: Load, duration_s: float, monitor: GpuMonitor | None
-) -> _Repeat:
-    timing = runner.measure(
+def _measure(config: ValidateConfig, runner: Runner, load: Load, meter: Meter | None) -> Timing:
+    return runner.measure(
         load.batch_size,
         warmup_s=config.benchmark_warmup_seconds,
-        duration_s=duration_s,
+        duration_s=config.benchmark_seconds / config.benchmark_repeats,
         min_iterations=config.min_iterations,
         with_transfers=not load.without_transfers,
         num_streams=load.num_streams,
-        meter=monitor,
+        meter=meter,
     )
-    reading = monitor.reading() if monitor is not None else None
-    return _Repeat(timing=timing, reading=reading, memory_bytes=runner.memory_bytes)
 
 
-def _row(precision: Precision, runner: Runner, load: Load, repeats: Sequence[_Repeat]) -> BenchmarkRow:
-    timings = [repeat.timing for repeat in repeats]
-    readings = [repeat.reading for repeat in repeats if repeat.reading is not None]
-    rates = [timing.images_per_s for timing in timings]
+def _row(
+    precision: Precision, runner: Runner, load: Load, turns: Sequence[_Turn], cpu: CpuMonitor | None
+) -> BenchmarkRow:
+    readings = [turn.reading for turn in turns if turn.reading is not None]
+    rates = tuple(turn.timing.images_per_s for turn in turns)
+    latencies_ms = np.concatenate([turn.timing.latencies_ms for turn in turns])  # [batches of all turns] float64
+    p50_ms, p90_ms, p95_ms, p99_ms = np.percentile(latencies_ms, [50, 90, 95, 99]).tolist()
     images_per_s = statistics.median(rates)
     power_w = _median([reading.power_w for reading in readings])
     clock_mhz = _median([reading.sm_clock_mhz for reading in readings])
     temperature_c = _median([reading.temperature_c for reading in readings])
-
-    def percentile_ms(percent: float) -> float:
-        return statistics.median(timing.percentile_ms(percent) for timing in timings)
-
     return BenchmarkRow(
         precision=precision,
         runtime=runner.runtime,
         batch_size=load.batch_size,
         num_streams=load.num_streams,
         with_transfers=not load.without_transfers,
-        num_repeats=len(repeats),
+        num_repeats=len(turns),
         images_per_s=images_per_s,
+        turns_images_per_s=rates,
         lowest_images_per_s=min(rates),
         highest_images_per_s=max(rates),
-        mean_ms=statistics.median(timing.mean_ms for timing in timings),
-        p50_ms=percentile_ms(50),
-        p90_ms=percentile_ms(90),
-        p95_ms=percentile_ms(95),
-        p99_ms=percentile_ms(99),
-        num_iterations=sum(len(timing.latencies_ms) for timing in timings),
+        others_pct=100 * cpu.others_s / cpu.seconds if cpu else None,
+        steal_pct=100 * cpu.steal_s / cpu.seconds if cpu else None,
+        mean_ms=float(latencies_ms.mean()),
+        p50_ms=p50_ms,
+        p90_ms=p90_ms,
+        p95_ms=p95_ms,
+        p99_ms=p99_ms,
+        num_iterations=len(latencies_ms),
         power_w=power_w,
         images_per_s_per_w=images_per_s / power_w if power_w else None,
-        memory_bytes=repeats[0].memory_bytes,  # later repeats hold the contexts of several streams too
+        memory_bytes=turns[0].memory_bytes,  # later turns hold the contexts of several streams too
         sm_clock_mhz=None if clock_mhz is None else round(clock_mhz),
         temperature_c=None if temperature_c is None else round(temperature_c),
     )

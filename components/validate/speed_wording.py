@@ -12,7 +12,8 @@ from components.validate.speed_budget import budget_text
 _Column = tuple[str, Callable[[BenchmarkRow], str]]  # its heading with the unit, and the text of a cell
 _Way = tuple[int, int, bool]  # batch size, streams, with copies
 
-_SURE_OF_POWER_S = 1.0  # a shorter measurement may hold too few steps of NVML's energy counter
+_MAX_DOUBTS = 3  # said; rows differ in their figures only
+_SURE_OF_POWER_S = 0.4  # a shorter measurement may hold too few steps of NVML's energy counter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,13 @@ def speed_sentences(report: Report) -> list[str]:
         f"Latency is {latency if on_gpu else 'the time of the call that runs one batch'}; throughput is the images of "
         f"whole batches over wall time. Both are taken after a warm-up{', as trtexec defines them' if on_gpu else ''}."
     ]
-    if (repeats := max(row.num_repeats for row in rows)) > 1:
-        sentences.append(f"Each value is the median of {repeats} measurements.")
+    if (turns := max(row.num_repeats for row in rows)) > 1:
+        sentences.append(
+            f"The precisions were measured in {turns} turns, one after the other in each. images/s is the median of "
+            "the turns; over FP32 is the median of the ratios within a turn, with its one-sided 95 % bounds."
+        )
+    doubts = dict.fromkeys(ratio.doubt for row in rows for ratio in row.over.values() if ratio.doubt)
+    sentences += [f"No speed-up is given where {doubt}." for doubt in list(doubts)[:_MAX_DOUBTS]]
     if any(row.power_w is not None for row in rows):
         sentences.append("W is the mean power of the GPU's whole board, from NVML's energy counter.")
     elif on_gpu:
@@ -66,8 +72,7 @@ def has_streams(report: Report) -> bool:
 
 def main_table(report: Report) -> SpeedTable:
     """Every precision and batch size, with the copies, one batch at a time."""
-    ratios = _speedups(report.benchmark.rows)
-    columns = (_BATCH, _IMAGES_PER_S, _over_fp32(ratios), *_LATENCIES, *_POWER)
+    columns = (_BATCH, _IMAGES_PER_S, *_ratios(report.benchmark.rows), *_LATENCIES, *_POWER)
     return _table(report.benchmark.plain_rows, columns)
 
 
@@ -76,8 +81,8 @@ def further_table(report: Report) -> SpeedTable | None:
     rows = tuple(row for row in report.benchmark.rows if not row.is_plain)
     if not rows:
         return None
-    ratios = _speedups(report.benchmark.rows)
-    return _table(rows, (*_ways(rows), _IMAGES_PER_S, _over_fp32(ratios), *_LATENCIES, *_POWER))
+    columns = (*_ways(rows), _IMAGES_PER_S, *_ratios(rows), *_LATENCIES, *_POWER)
+    return _table(rows, columns)
 
 
 def further_title(report: Report) -> str:
@@ -126,17 +131,22 @@ def _way(row: BenchmarkRow) -> _Way:
     return row.batch_size, row.num_streams, row.with_transfers
 
 
-def _speedups(rows: Sequence[BenchmarkRow]) -> dict[tuple[Precision, _Way], float]:
-    fp32 = {_way(row): row.images_per_s for row in rows if row.precision == "fp32"}
-    return {(row.precision, _way(row)): row.images_per_s / fp32[_way(row)] for row in rows if _way(row) in fp32}
+def _ratios(rows: Sequence[BenchmarkRow]) -> tuple[_Column, ...]:
+    return _over("fp32", rows), _over("fp16", rows)
 
 
-def _over_fp32(ratios: dict[tuple[Precision, _Way], float]) -> _Column:
+def _over(reference: Precision, rows: Sequence[BenchmarkRow]) -> _Column:
+    """The median speed-up and its bounds; of older reports the ratio of the medians."""
+    others = {_way(row): row.images_per_s for row in rows if row.precision == reference}
+
     def show(row: BenchmarkRow) -> str:
-        ratio = ratios.get((row.precision, _way(row)))
-        return "" if ratio is None else f"{number(ratio)} {TIMES}"
+        if ratio := row.over.get(reference):
+            bounds = f"({number(ratio.low)} to {number(ratio.high)})"
+            return f"unsure {bounds}" if ratio.doubt else f"{number(ratio.median)} {TIMES} {bounds}"
+        is_old = not row.turns_images_per_s and reference == "fp32" and _way(row) in others
+        return f"{number(row.images_per_s / others[_way(row)])} {TIMES}" if is_old else ""
 
-    return "over FP32", show
+    return f"over {reference.upper()}", show
 
 
 def _ms(value: float | None) -> str:
@@ -159,6 +169,8 @@ _POWER: tuple[_Column, ...] = (
 _SPREAD: tuple[_Column, ...] = (
     ("lowest images/s", lambda row: _known(row.lowest_images_per_s, 0)),
     ("highest images/s", lambda row: _known(row.highest_images_per_s, 0)),
+    ("others' CPU %", lambda row: _known(row.others_pct, 1)),
+    ("steal %", lambda row: _known(row.steal_pct, 1)),
 )
 _PERCENTILES: tuple[_Column, ...] = (
     ("mean ms", lambda row: _ms(row.mean_ms)),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from components.common.environment import Environment
 from components.common.records import FP16_MANTISSA_BITS, AccuracyRow, ClassLoss, EngineEntry, ProfileRecord
 from components.common.statistics import SIGNIFICANCE
+from components.common.verdict import largest_batch
 from components.validate.formats import TIMES, count, megabytes, number, probability, short, signed
 from components.validate.schema import Change, Report
 
@@ -26,23 +27,16 @@ def key_figures(report: Report) -> Facts:
         (f"{number(own.top1_pct)} %", f"top-1; FP32 {number(fp32.top1_pct)} %"),
         (f"{signed(own.delta_top1_points)} points", "top-1 against FP32"),
     ]
-    ratios = speedups(report)
-    if measured := [batch_size for name, batch_size in ratios if name == precision]:
-        largest = max(measured)
-        figures.append((f"{number(ratios[precision, largest])} {TIMES}", f"FP32's images/s at batch {largest}"))
+    largest = largest_batch(report.benchmark)
+    if ratio := report.benchmark.speedup(precision, "fp32", largest):
+        batch = f"FP32's images/s at batch {largest}"
+        if ratio.doubt:
+            figures.append(("no number", f"for {batch}: {ratio.doubt}"))
+        else:
+            turns = f"turns from {number(ratio.low)} to {number(ratio.high)}"
+            figures.append((f"{number(ratio.median)} {TIMES}", f"{batch}; {turns}"))
     figures.append((f"{megabytes(own.size_bytes)} MB", f"file size; FP32 {megabytes(fp32.size_bytes)} MB"))
     return figures
-
-
-def speedups(report: Report) -> dict[tuple[str, int], float]:
-    """Throughput over FP32's, by precision and batch size, with the copies and one batch at a time."""
-    rows = report.benchmark.plain_rows
-    fp32 = {row.batch_size: row.images_per_s for row in rows if row.precision == "fp32"}
-    return {
-        (row.precision, row.batch_size): row.images_per_s / fp32[row.batch_size]
-        for row in rows
-        if row.batch_size in fp32
-    }
 
 
 def change_sentences(report: Report) -> list[str]:

@@ -1,6 +1,7 @@
 """Speed: what is measured by default and on demand, by the real CPU runners, and what a latency budget leads to."""
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
 from components.common.errors import UserError
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow, LatencyBudget
+from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow, LatencyBudget, Speedup
 from components.common.runners import Runner
 from components.common.runners.onnxruntime import OnnxRuntimeRunner
 from components.common.runners.openvino import OpenVINORunner
@@ -25,9 +26,9 @@ from components.common.steplog import StepLog
 from components.common.verdict import Thresholds
 from components.validate.config import ValidateConfig
 from components.validate.run import _benchmark
-from components.validate.speed import measure_speed, planned_loads, runs
+from components.validate.speed import CpuMonitor, measure_speed, planned_loads, runs, speedup
 from components.validate.speed_budget import budget_metrics, budget_text, within_budget
-from pipelines.rendering import _print_legend
+from pipelines.rendering import print_summary
 
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=4, max_batch=8)
 TIMES = {"warmup_s": 0.0, "duration_s": 0.02, "min_iterations": 5}
@@ -193,10 +194,22 @@ def test_rows_of_real_runners(model: Path) -> None:
     for row in rows:
         assert (row.num_repeats, row.with_transfers) == (3, True)
         assert row.num_iterations >= 9
-        assert row.lowest_images_per_s <= row.images_per_s <= row.highest_images_per_s
+        assert (row.lowest_images_per_s, row.images_per_s, row.highest_images_per_s) == tuple(
+            sorted(row.turns_images_per_s)
+        )
+        assert row.others_pct >= 0
+        assert row.steal_pct >= 0
         assert 0 < row.p50_ms <= row.p90_ms <= row.p95_ms <= row.p99_ms
         assert (row.power_w, row.images_per_s_per_w, row.memory_bytes, row.sm_clock_mhz) == (None, None, None, None)
+    # Within each turn, and over what was measured in the same way alone.
+    assert [list(row.over) for row in rows] == [[], ["fp32"], [], ["fp32"], []]
+    ratios = [own / fp32 for own, fp32 in zip(rows[3].turns_images_per_s, rows[2].turns_images_per_s, strict=True)]
+    found = rows[3].over["fp32"]
+    assert (found.low, found.median, found.high) == pytest.approx(sorted(ratios))
+    assert "benchmark_repeats" in found.doubt  # of three turns nothing is certain
     report = BenchmarkReport(bundle_digest="b", rows=rows)
+    assert BenchmarkReport.model_validate_json(report.model_dump_json()) == report
+    assert report.speedup("int8", "fp32", 4) == found
     assert report.row("fp32", 4) == rows[2]  # one stream
     assert report.row("int8", 8) is None
     assert report.plain_rows == rows[:4]
@@ -208,6 +221,50 @@ def test_rows_of_older_reports_are_read() -> None:
     assert row.is_plain
     report = BenchmarkReport.model_validate({"bundle_digest": "b", "rows": [row.model_dump()]})
     assert report.latency_budget is None
+    assert report.speedup("int8", "fp32", 1) is None
+    both = report.model_copy(update={"rows": (row, row.model_copy(update={"precision": "fp32", "images_per_s": 6.0}))})
+    assert both.speedup("int8", "fp32", 1) == Speedup(median=1.5, low=1.5, high=1.5)
+
+
+FP32_TURNS = (500.0, 498.0, 503.0, 490.0, 510.0)
+DRIFT = (1.0, 0.8, 0.6, 0.5, 0.4)  # both at the same time
+
+
+@pytest.mark.parametrize(
+    ("own", "reference", "load", "expected", "doubt"),
+    [
+        ((1028, 1112, 1061, 1050, 1090), FP32_TURNS, {}, (2.056, 2.137, 2.233), ""),
+        (tuple(1000 * d for d in DRIFT), tuple(500 * d for d in DRIFT), {}, (2, 2, 2), ""),
+        ((825, 1830, 1000, 1500, 1200), (500,) * 5, {}, (1.65, 2.4, 3.66), "benchmark_seconds"),
+        ((1000,) * 5, (500,) * 5, {"others_pct": 31.0}, (2, 2, 2), "idle machine"),
+        ((1000,) * 5, (500,) * 5, {"steal_pct": 12.0}, (2, 2, 2), "idle machine"),
+        ((1000,) * 5, (500,) * 5, {"others_pct": 6.0, "steal_pct": 3.0}, (2, 2, 2), ""),
+        ((1000,) * 4, (500,) * 4, {}, (2, 2, 2), "benchmark_repeats"),
+        # Of nine turns an odd one on either side does not count.
+        ((50, 990, 995, 998, 1000, 1002, 1005, 1010, 9000), (500,) * 9, {}, (1.98, 2, 2.02), ""),
+    ],
+)
+def test_recorded_turns_lead_to_a_speedup_or_to_none(
+    own: tuple[float, ...], reference: tuple[float, ...], load: dict[str, float], expected: Any, doubt: str
+) -> None:
+    rows = [
+        row(name, 8, turns[0], 1).model_copy(update={"turns_images_per_s": turns, **load})
+        for name, turns in (("int8", own), ("fp32", reference))
+    ]
+    found = speedup(*rows)
+    assert (found.low, found.median, found.high) == pytest.approx(expected, abs=1e-3)
+    assert (doubt in found.doubt) if doubt else found.doubt == ""
+
+
+def test_the_work_of_another_process_is_seen() -> None:
+    """It works for half a second of its own CPU time while this process waits for it."""
+    monitor = CpuMonitor()
+    code = "import time\nwhile time.process_time() < 0.5: pass"
+    monitor.start()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    monitor.stop()
+    assert monitor.others_s > 0.4  # the kernel counts in hundredths
+    assert monitor.seconds > 0.5 * len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
@@ -344,11 +401,37 @@ def test_what_is_not_measured(
     assert ("is not measured" in told) == bool(said)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "said"), [(None, "no speed was measured, on CPU"), (16, "images/s at batch 16, on")]
-)
-def test_the_summary_of_a_run_without_speed(batch_size: int | None, said: str) -> None:
-    line = SimpleNamespace(num_images=120, device="CPU", throughput_batch_size=batch_size)
-    console = Console(file=io.StringIO())
-    _print_legend(console, SimpleNamespace(rows=[line]))  # type: ignore[arg-type]
-    assert said in console.file.getvalue()  # type: ignore[attr-defined]
+def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on() -> None:
+    def printed(*measured: tuple[str, Speedup | None, float | None]) -> str:
+        lines = [
+            SimpleNamespace(
+                precision=precision,
+                runtime="openvino",
+                device="CPU",
+                num_images=120,
+                top1_pct=top1_pct,
+                delta_top1_points=0.0,
+                p50_ms=1.0,
+                images_per_s=1000.0,
+                throughput_batch_size=16 if ratio else None,
+                speedup=ratio,
+                size_bytes=1,
+                verdict="",
+                note="needs TensorRT" if top1_pct is None else "",
+            )
+            for precision, ratio, top1_pct in measured
+        ]
+        console = Console(file=io.StringIO(), width=120)
+        print_summary(console, SimpleNamespace(rows=lines, recommendation=None))  # type: ignore[arg-type]
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    known = Speedup(median=2.13, low=2.06, high=2.23)
+    text = printed(("fp32", None, 90.0), ("fp16", None, None), ("int8", known, 90.0))
+    assert "2.13x" in text
+    assert "2.06x to 2.23x" in text
+    assert "n/a" not in text
+    assert "FP16 was not measured: needs TensorRT" in text
+    text = printed(("fp32", None, 90.0), ("int8", known.model_copy(update={"doubt": "it was busy"}), 90.0))
+    assert "2.13" not in text
+    assert "unsure: it was busy" in text
+    assert "no speed was measured" in printed(("fp32", None, 90.0))

@@ -23,6 +23,7 @@ from components.common.records import (
     BenchmarkRow,
     GateCheck,
     Recommendation,
+    Speedup,
 )
 from components.common.steplog import StepLog
 from components.common.verdict import Thresholds, recommend, run_checks
@@ -190,6 +191,31 @@ def test_speedup_over_fp16(images_per_s: dict[str, float], verdict: str, measure
         assert "at batch 128" in found.explanation
     with pytest.raises(ValidationError, match="min_speedup_fp16 compares INT8 with FP16"):
         Thresholds(precision="fp16", min_speedup_fp16=1.2)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "doubt", "verdict"),
+    [
+        (1.2, 1.6, "", "pass"),
+        (1.19, 1.6, "", "not enough evidence"),
+        (1.0, 1.2, "", "not enough evidence"),
+        (1.0, 1.19, "", "fail"),
+        (1.5, 1.6, "it was busy", "not enough evidence"),
+        (0.5, 0.6, "it was busy", "not enough evidence"),
+    ],
+)
+def test_turns_on_both_sides_of_a_threshold_prove_nothing(low: float, high: float, doubt: str, verdict: str) -> None:
+    ratio = Speedup(median=(low + high) / 2, low=low, high=high, doubt=doubt)
+    measured = speeds({"fp32": 1000.0, "int8": 1300.0})
+    rows = [
+        row.model_copy(update={"over": {"fp32": ratio}} if row.precision == "int8" else {}) for row in measured.rows
+    ]
+    benchmark = measured.model_copy(update={"rows": tuple(rows)})
+    found = check("speedup", model({}), benchmark, min_speedup=1.2)
+    assert (found.verdict, doubt in found.explanation) == (verdict, True)
+    busy = [row.model_copy(update={"others_pct": 31.0}) for row in rows]
+    late = check("p99_ms", model({}), measured.model_copy(update={"rows": tuple(busy)}), max_p99_ms=2.4)
+    assert late.verdict == "not enough evidence"
 
 
 @pytest.mark.parametrize(("allowed", "batch_size", "verdict"), [(2.5, 1, "pass"), (2.4, 128, "fail"), (9.0, 8, "none")])
