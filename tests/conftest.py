@@ -1,5 +1,6 @@
 """What the tests share: real digits, small data sets, and an environment without a user's settings."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -21,12 +22,19 @@ for _name in ("ENGINERY_IMAGE_REGISTRY", "ENGINERY_IMAGE_TAG", "KFP_TOKEN"):
 for _name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
     os.environ.pop(_name, None)
 
+# One core for each of several test processes, before libraries count them: threads of one would wait for the others'.
+if _worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    _cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
+
 # A background job of a shell ignores Ctrl-C and hang-ups, and so would everything that the tests start in one.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
+# `shared(name, build)`: a folder that `build(folder)` filled, once for all processes of the run. Nobody changes it.
+Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,22 +42,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def all_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits data set: 1,797 images in one tree."""
-    from pipelines.datasets.digits import write_digits
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    own = tmp_path_factory.getbasetemp()
+    root = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    root.mkdir(exist_ok=True)
 
-    return write_digits(tmp_path_factory.mktemp("digits") / "all").directory
+    def folder_of(name: str, build: Callable[[Path], object]) -> Path:
+        folder, complete = root / name, root / f"{name}.complete"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                build(folder)
+                complete.touch()
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")
-def few_digits(all_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def all_digits(shared: Shared) -> Path:
+    """The digits data set: 1,797 images in one tree."""
+    from pipelines.datasets.digits import write_digits
+
+    return shared("all_digits", lambda folder: write_digits(folder / "all")) / "all"
+
+
+@pytest.fixture(scope="session")
+def few_digits(all_digits: Path, shared: Shared) -> Path:
     """60 digits of each class: 600 images in one tree."""
-    root = tmp_path_factory.mktemp("digits") / "few"
-    for folder in sorted(path for path in all_digits.iterdir() if path.is_dir()):
-        (root / folder.name).mkdir(parents=True)
-        for file in sorted(folder.iterdir())[:60]:
-            shutil.copy(file, root / folder.name)
-    return root
+    return shared("few_digits", lambda folder: copy_digits(all_digits, folder / "few", 60)) / "few"
+
+
+def copy_digits(digits: Path, target: Path, num_per_class: int) -> None:
+    """Copy the first images of each class."""
+    for folder in sorted(path for path in digits.iterdir() if path.is_dir()):
+        (target / folder.name).mkdir(parents=True)
+        for file in sorted(folder.iterdir())[:num_per_class]:
+            shutil.copy(file, target / folder.name)
 
 
 @pytest.fixture(scope="session")
@@ -67,8 +98,7 @@ def run_preprocess() -> Preprocess:
 
 
 @pytest.fixture(scope="session")
-def digits_dataset(
-    few_digits: Path, run_preprocess: Preprocess, tmp_path_factory: pytest.TempPathFactory
-) -> Artifact[DatasetManifest]:
+def digits_dataset(few_digits: Path, run_preprocess: Preprocess, shared: Shared) -> Artifact[DatasetManifest]:
     """The 600 digits, preprocessed: 480 to train, 120 to validate."""
-    return run_preprocess(few_digits, tmp_path_factory.mktemp("digits") / "dataset")
+    folder = shared("digits_dataset", lambda folder: run_preprocess(few_digits, folder / "dataset"))
+    return load(folder / "dataset", DatasetManifest)

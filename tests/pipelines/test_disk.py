@@ -56,7 +56,7 @@ def fill(disk: Path) -> Path:
 def start(home: Path, data: Path) -> subprocess.Popen[str]:
     data.mkdir(exist_ok=True)  # one without classes ends the run in its first step
     command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(data), *SETTINGS]
-    environment = {**os.environ, "ENGINERY_HOME": str(home), "OMP_NUM_THREADS": "2", "COLUMNS": "200"}
+    environment = {**os.environ, "ENGINERY_HOME": str(home), "COLUMNS": "200"}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def start(home: Path, *arguments: str, **variables: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--image-size", "32", *arguments]
-    environment = {**os.environ, "ENGINERY_HOME": str(home), "OMP_NUM_THREADS": "2", **variables}
+    environment = {**os.environ, "ENGINERY_HOME": str(home), **variables}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -65,13 +65,12 @@ def test_a_killed_step_is_explained(tmp_path: Path, few_digits: Path) -> None:
 
 
 def test_unreachable_tracking_server(tmp_path: Path, few_digits: Path) -> None:
-    started = time.monotonic()
-    process = start(tmp_path / "home", "--data", str(few_digits), MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    process = start(tmp_path / "home", "--data", str(few_digits), MLFLOW_TRACKING_URI="http://user:secret@127.0.0.1:9")
     text = finish(process)
     assert process.returncode == 1
-    assert "MLflow at http://127.0.0.1:9 can't be used" in text
+    assert "MLflow at http://***@127.0.0.1:9 can't be used" in text
+    assert "secret" not in text
     assert "unset MLFLOW_TRACKING_URI" in text
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("obstacle", ["home is a file", "runs is a file"])

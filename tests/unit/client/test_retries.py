@@ -23,7 +23,6 @@ from pipelines.client.failures import (
 )
 from pipelines.client.retries import Patience, persist
 
-pytest.importorskip("tritonclient.http")
 ADDRESS = parse_address("http://localhost:8000")
 QUICK = Patience(timeout_s=0.5, retry_s=1.0, first_pause_s=0.01, most_pause_s=0.05)
 LONG = Patience(timeout_s=60, retry_s=60, first_pause_s=0.01, most_pause_s=0.05)  # for what ends by itself

@@ -1,6 +1,7 @@
 """Small models for the tests of export, written as ONNX once per session."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from components.export.calibration import CalibrationMethod, compute_scale
 from components.export.collection import collect_with_onnxruntime
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
+from tests.conftest import Shared
 
 # Image size in pixels, where 64 won't do: adaptive pooling of alexnet and vgg can be exported at 224 only.
 SIZES = {"alexnet": 224, "vgg19": 224}
@@ -55,15 +57,12 @@ def random_images(shapes: ShapeSpec, batch: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.fixture(scope="session")
-def onnx_of(tmp_path_factory):
+def onnx_of(shared: Shared) -> Callable[[str], Path]:
     """`onnx_of("resnet18")`: path of the model's FP32 ONNX file."""
-    paths: dict[str, Path] = {}
 
     def path_of(name: str) -> Path:
-        if name not in paths:
-            paths[name] = tmp_path_factory.mktemp(name) / "fp32.onnx"
-            export_onnx(build(name), paths[name], shapes_of(name))
-        return paths[name]
+        folder = shared(f"onnx_{name}", lambda folder: export_onnx(build(name), folder / "fp32.onnx", shapes_of(name)))
+        return folder / "fp32.onnx"
 
     return path_of
 

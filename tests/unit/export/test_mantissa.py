@@ -57,7 +57,6 @@ def test_normal_numbers_are_off_by_half_a_bit_at_most(bits: int) -> None:
     np.testing.assert_array_equal(rounded(tensors["kernel"], bits)["kernel"], tensors["kernel"])
 
 
-@pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason="this torch has no float8")
 def test_three_bits_are_those_of_float8() -> None:
     weights = np.random.default_rng(1).uniform(0.02, 400, (64, 64, 1, 1)).astype(np.float16).astype(np.float32)
     expected = torch.from_numpy(weights).to(torch.float8_e4m3fn).to(torch.float32).numpy()

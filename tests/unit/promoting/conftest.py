@@ -8,16 +8,9 @@ import pytest
 from mlflow import MlflowClient
 
 from components.common.registry import Registry
+from tests.conftest import Shared
 
 from .chains import make_and_promote
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MLflow's tables, made once: that takes seconds."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(tracking_uri=f"sqlite:///{file}").search_experiments(max_results=1)
-    return file
 
 
 @pytest.fixture
@@ -36,16 +29,18 @@ def registry(uri: str) -> Registry:
 
 
 @pytest.fixture(scope="session")
-def made_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_once(empty_store: Path, shared: Shared) -> Path:
     """A store with champions 1 and 3 of m, and 2, which is worse."""
-    folder = tmp_path_factory.mktemp("three")
-    file = folder / "mlflow.db"
-    shutil.copy(empty_store, file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
-        for name in ("a-050", "b-040", "c-060"):
-            make_and_promote(f"sqlite:///{file}", folder, name)
-    return file
+
+    def build(folder: Path) -> None:
+        shutil.copy(empty_store, folder / "mlflow.db")
+        uri = f"sqlite:///{folder / 'mlflow.db'}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MLFLOW_TRACKING_URI", uri)
+            for name in ("a-050", "b-040", "c-060"):
+                make_and_promote(uri, folder, name)
+
+    return shared("made_once", build) / "mlflow.db"
 
 
 @pytest.fixture

@@ -127,13 +127,11 @@ def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     before = mlflow.get_tracking_uri()
-    started = time.monotonic()
     try:
         with pytest.raises(EngineryError, match=f"MLflow at {url} can't be used: Connection refused. Start the server"):
             cli(args=["release", str(tmp_path / "out"), f"{NAME}@candidate"], standalone_mode=False)
     finally:
         mlflow.set_tracking_uri(before)
-    assert time.monotonic() - started < 30
 
 
 def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

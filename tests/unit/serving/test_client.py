@@ -17,16 +17,13 @@ from click.testing import CliRunner, Result
 
 from components.common.errors import EngineryError, UserError
 from components.common.serving import serving_runner
+from pipelines.client.client import AsyncClient, Client
+from pipelines.client.failures import AnswerLate, RequestRefused, ServerUnreachable
+from pipelines.client.retries import Patience
 from pipelines.commands import cli
 from pipelines.loadtest.record import LoadTest
 
 from .conftest import NAME, Running, start_serving, wait_until_ready
-
-pytest.importorskip("tritonclient.http", reason="`pip install 'enginery[serve]'`")
-
-from pipelines.client.client import AsyncClient, Client
-from pipelines.client.failures import AnswerLate, RequestRefused, ServerUnreachable
-from pipelines.client.retries import Patience
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ONCE = Patience(timeout_s=20, retry_s=0)

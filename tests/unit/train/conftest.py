@@ -1,13 +1,12 @@
 """A data set that trains in a second, and the settings for it."""
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from components.common.artifacts import Artifact, DatasetManifest
+from components.common.artifacts import Artifact, DatasetManifest, load
+from tests.conftest import Preprocess, Shared, copy_digits
 
 SETTINGS: dict[str, Any] = {
     "architecture": "resnet18",
@@ -28,13 +27,11 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny_dataset(
-    all_digits: Path, run_preprocess: Callable[..., Artifact[DatasetManifest]], tmp_path_factory: pytest.TempPathFactory
-) -> Artifact[DatasetManifest]:
+def tiny_dataset(all_digits: Path, run_preprocess: Preprocess, shared: Shared) -> Artifact[DatasetManifest]:
     """12 digits of each class: 96 to train, 24 to validate."""
-    root = tmp_path_factory.mktemp("tiny")
-    for folder in sorted(path for path in all_digits.iterdir() if path.is_dir()):
-        (root / "data" / folder.name).mkdir(parents=True)
-        for file in sorted(folder.iterdir())[:12]:
-            shutil.copy(file, root / "data" / folder.name)
-    return run_preprocess(root / "data", root / "dataset")
+
+    def build(folder: Path) -> None:
+        copy_digits(all_digits, folder / "data", 12)
+        run_preprocess(folder / "data", folder / "dataset")
+
+    return load(shared("tiny_dataset", build) / "dataset", DatasetManifest)
