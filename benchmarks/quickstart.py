@@ -46,7 +46,7 @@ def main(machine: str, repeat: int, accuracy_only: bool) -> None:
     notes = (
         "Overhead: wall time between steps that is neither work nor imports nor MLflow. "
         "The parent's start and end are not in it: seconds_parent in runs. "
-        f"Medians over {repeat} run(s)."
+        f"Medians over {repeat} {'run' if repeat == 1 else 'runs'}."
     )
     write_result(machine, "quickstart", measures=measures, runs=runs, notes=notes)
 

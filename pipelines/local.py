@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shlex
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -178,7 +179,18 @@ class _Chain:
         for begun in begun_elsewhere(self.file, self.keys, self.arguments, self.state.runs):
             renderer.show_begun_elsewhere(*begun)
         note_begun(self.file, self.keys, self.arguments, cache)
-        with _environment(variables), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(log):
+        with contextlib.ExitStack() as stack:
+            if self.containers is None:  # KFP makes a temporary folder for each step and leaves it
+                # A step that was killed may still write there.
+                folder = tempfile.TemporaryDirectory(prefix="enginery-", ignore_cleanup_errors=True)
+                variables["TMPDIR"] = stack.enter_context(folder)
+                compiled = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")  # kept: a later run is faster
+                variables.setdefault(
+                    "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+                )
+            stack.enter_context(_environment(variables))
+            stack.enter_context(contextlib.redirect_stdout(stream))
+            stack.enter_context(contextlib.redirect_stderr(log))
             here = kfp.local.SubprocessRunner(use_venv=False)
             kfp.local.init(
                 self.containers.runner(variables) if self.containers else here,

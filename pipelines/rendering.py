@@ -12,11 +12,11 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from components.common.records import Speedup
-from components.common.steplog import EVENT_PREFIX
+from components.common.steplog import EVENT_PREFIX, LinePace, progress_text
 from pipelines.summary import RunSummary
 
 _PLAIN_INTERVAL_S = 10.0  # between progress lines where the output is no terminal
@@ -99,7 +99,6 @@ class Renderer:
             TextColumn("[bold]{task.fields[step]:>10}[/]"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[detail]}", style="dim"),
             console=console,
@@ -110,7 +109,7 @@ class Renderer:
         self._task: TaskID | None = None
         self._phase = ""
         self._step_started = time.time()
-        self._last_line = 0.0
+        self._pace = LinePace(_PLAIN_INTERVAL_S)
 
     def __enter__(self) -> "Renderer":
         if self._console.is_terminal:
@@ -118,16 +117,17 @@ class Renderer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        if self._console.is_terminal:
+            self._progress.stop()
 
     def handle(self, event: dict[str, Any]) -> None:
         """Show one event."""
         kind, step = event["event"], event["step"]
         if kind == "started":
             self._step_started = event["process_started"]
-            self._show_progress(step, "starting", 0, 1, "")
+            self._show_progress(step, "starting", 0, 1)
         elif kind == "progress":
-            self._show_progress(step, event["phase"], event["done"], event["total"], event["detail"])
+            self._show_progress(step, event["phase"], event["done"], event["total"], event["unit"], event["detail"])
         elif kind == "note":
             self._console.print(
                 f"[bold]{step:>10}[/] {escape(event['text'])}", style="dim", highlight=False, soft_wrap=True
@@ -151,19 +151,23 @@ class Renderer:
         told = f"begins anew: {run_id} began it on {machine}, and only that hardware goes on with it"
         self._console.print(f"[bold]{step:>10}[/] {told}", highlight=False, soft_wrap=True)
 
-    def _show_progress(self, step: str, phase: str, done: int, total: int, detail: str) -> None:
+    def _show_progress(self, step: str, phase: str, done: int, total: int, unit: str = "", detail: str = "") -> None:
         if not self._console.is_terminal:
-            now = time.monotonic()
-            if done and now - self._last_line >= _PLAIN_INTERVAL_S:
-                self._last_line = now
-                text = f"{step:>10} {phase} {done}/{total}" + (f", {detail}" if detail else "")
-                self._console.print(text, highlight=False, soft_wrap=True)
+            if done and self._pace.is_due(step + phase, done, total):
+                text = f"{step:>10} {progress_text(phase, done, total, unit, detail)}"
+                self._console.print(text, highlight=False, markup=False, soft_wrap=True)
             return
         if self._task is None or self._phase != step + phase:
             self._remove_bar()
             self._phase = step + phase
-            self._task = self._progress.add_task(phase, total=total, step=step, detail="")
-        self._progress.update(self._task, completed=done, total=total, detail=detail)
+            self._task = self._progress.add_task("", total=None, step=step, detail="")
+        self._progress.update(
+            self._task,
+            description=progress_text(phase, done, total, unit),
+            completed=done,
+            total=total if total > 1 else None,  # a phase of one piece shows that it lives, no share
+            detail=detail,
+        )
 
     def _remove_bar(self) -> None:
         if self._task is not None:

@@ -5,6 +5,7 @@ A local run passes a step's output on line by line, so an event is one line: a p
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -24,6 +25,36 @@ _EVENT_INTERVAL_S = 0.2
 _LINE_INTERVAL_S = 5.0
 
 
+def progress_text(phase: str, done: int, total: int, unit: str = "", detail: str = "") -> str:
+    """One line such as "calibrating 32/256 images"; a phase of one piece has no count."""
+    count = f" {done:,}/{total:,} {unit}".rstrip() if total > 1 else ""
+    return f"{phase}{count}" + (f", {detail}" if detail else "")
+
+
+class LinePace:
+    """When the next line of a phase is due: after `interval_s`, then ever later, each a fifth of the time that the phase took.
+
+    The end of a phase is always due where a line of it was printed, so that its counter reaches the end.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._phase = ""
+        self._began = self._last = -math.inf
+        self._is_shown = False
+
+    def is_due(self, phase: str, done: int, total: int) -> bool:
+        """True if the line is to be printed; it then counts as printed."""
+        now = time.monotonic()
+        if phase != self._phase:
+            self._phase, self._began, self._is_shown = phase, now, False
+        ends = self._is_shown and done >= total
+        if not ends and now - self._last < max(self._interval_s, (now - self._began) / 5):
+            return False
+        self._last, self._is_shown = now, done < total
+        return True
+
+
 class StepLog:
     """The voice of one running step."""
 
@@ -36,6 +67,7 @@ class StepLog:
         self._events = os.environ.get(EVENTS_VARIABLE) == "1"
         self._last_progress = 0.0
         self._last_phase = ""
+        self._pace = LinePace(_LINE_INTERVAL_S)
 
     def event(self, event: str, **fields: Any) -> None:
         """Tell the parent something. Nothing is printed where there is no parent."""
@@ -60,17 +92,18 @@ class StepLog:
         if not self._events:
             print(f"{self.step}: {text}", file=sys.stderr, flush=True)
 
-    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
-        """How far a phase is, such as ("training", 1200, 8622, "epoch 2/6, loss 0.81"). Rate-limited."""
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
+        """How far a phase is, such as ("training", 1200, 8622, "epoch 2/6, loss 0.81", unit="steps"). Rate-limited."""
+        if not self._events:
+            if self._pace.is_due(phase, done, total):
+                text = progress_text(phase, done, total, unit, detail)
+                print(f"{self.step}: {text}", file=sys.stderr, flush=True)
+            return
         now = time.monotonic()
-        interval_s = _EVENT_INTERVAL_S if self._events else _LINE_INTERVAL_S
-        if phase == self._last_phase and now - self._last_progress < interval_s and done < total:
+        if phase == self._last_phase and now - self._last_progress < _EVENT_INTERVAL_S and done < total:
             return
         self._last_phase, self._last_progress = phase, now
-        self.event("progress", phase=phase, done=done, total=total, detail=detail)
-        if not self._events:
-            text = f"{self.step}: {phase} {done}/{total}" + (f", {detail}" if detail else "")
-            print(text, file=sys.stderr, flush=True)
+        self.event("progress", phase=phase, done=done, total=total, unit=unit, detail=detail)
 
     def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
         """Log metrics to MLflow; `position` is the epoch, or whatever the x axis of the metric is."""
@@ -140,7 +173,7 @@ class QuietLog(StepLog):
     def event(self, event: str, **fields: Any) -> None:
         """Nothing."""
 
-    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
         """Nothing."""
 
     def _say(self, kind: str, text: str) -> None:

@@ -32,7 +32,7 @@ def run(config: MergeConfig, log: StepLog, *, output: Path) -> str:
             packed.append(Packed(record=record, records=part.path / RECORDS))
             for file in record.files:
                 _link(part.file(file), output / file)
-            log.progress("joining", len(packed), sum(len(one.manifest.shards) for one in parts), "shards")
+            log.progress("joining", len(packed), sum(len(one.manifest.shards) for one in parts), unit="shards")
     packed.sort(key=lambda one: (SPLITS.index(one.record.name.split("-")[0]), one.record.name))
     artifact, problems = assemble(_settings(config, parts[0]), parts[0].manifest.classes, packed, output)
     shutil.rmtree(unfinished)

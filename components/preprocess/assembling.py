@@ -124,7 +124,7 @@ def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: P
         return
     first = next(entries_of(output / REJECTED))
     example = f"{first['path']}: {first['reason']}"
-    where = f"All {num_rejected} are listed in {output / REJECTED}"
+    where = f"All are listed in {output / REJECTED}"
     if config.on_bad == "fail":
         raise UserError(
             f"{num_rejected} of {num_files} files are no usable image, such as {example}, and on_bad is fail. "

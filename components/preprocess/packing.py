@@ -169,7 +169,7 @@ def pack(config: PreprocessConfig, tasks: Sequence[ShardTask], log: StepLog) -> 
     for task, record in _written(left, config.num_workers or num_cores()):
         done[task.name] = record
         num_done += len(task.samples)
-        log.progress("packing", num_done, total, "images")
+        log.progress("packing", num_done, total, unit="files")
     return [done[task.name] for task in tasks]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from components.common.artifacts import Artifact, DatasetManifest, DatasetPartManifest, seal
 from components.common.errors import UserError
 from components.common.steplog import StepLog
-from components.preprocess.assembling import REJECTED, Packed, assemble, check_rejected, join_rejected
+from components.preprocess.assembling import REJECTED, Packed, assemble, check_rejected, entries_of, join_rejected
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.data_card import DATA_CARD
+from components.preprocess.data_card import DATA_CARD, Rejections
 from components.preprocess.findings import Problems
 from components.preprocess.packing import open_output, pack, plan_digest, plan_tasks, stratified, take_over
 from components.preprocess.shards import record_files
@@ -108,9 +108,17 @@ def report(artifact: Artifact[DatasetManifest], problems: Problems, log: StepLog
     log.artifact(artifact.file(REJECTED))
     log.artifact(artifact.file(DATA_CARD))
     if manifest.num_rejected:
-        log.warning(f"{manifest.num_rejected} unusable files left out, see {artifact.file(REJECTED)}")
+        log.warning(_left_out(artifact.file(REJECTED)))
     for line in problems.lines():
         log.warning(line)
+
+
+def _left_out(listing: Path) -> str:
+    """How many files were left out and why, the most frequent reason first, with an example."""
+    rejections = Rejections.of(entries_of(listing))
+    kinds = "; ".join(f"{reason}: {number:,}" for reason, number in rejections.by_kind.items())
+    files = "1 unusable file" if rejections.num_files == 1 else f"{rejections.num_files:,} unusable files"
+    return f"{files} left out ({kinds}), such as {rejections.examples[0][0]}; {listing} lists all"
 
 
 def outcome(artifact: Artifact[DatasetManifest]) -> str:

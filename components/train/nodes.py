@@ -120,7 +120,7 @@ def _share(data: Artifact[DatasetManifest], root: Path, own: Path, log: StepLog)
         copy = half / file.relative_to(data.path)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
-        log.progress("copying to the shared volume", number + 1, len(files))
+        log.progress("copying to the shared volume", number + 1, len(files), unit="files")
     target.parent.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):  # another run has just put the same there
         half.rename(target)

@@ -81,12 +81,12 @@ class ForwardingLog(StepLog):
         """See StepLog."""
         self._forward("warning", text=text)
 
-    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
         """See StepLog."""
         now = time.monotonic()
         if now - self._told_progress >= _PROGRESS_S or done == total:
             self._told_progress = now
-            self._forward("progress", phase=phase, done=done, total=total, detail=detail)
+            self._forward("progress", phase=phase, done=done, total=total, unit=unit, detail=detail)
 
     def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
         """See StepLog."""

@@ -28,9 +28,9 @@ class EpochSpeed:
     tflops_per_s: float | None = None  # sum
     peak_pct: float | None = None  # share of what the GPUs' data sheets say
 
-    def text(self) -> str:
-        """One line for a person."""
-        parts = [f"{self.train_images_per_s:,.0f} images/s", f"{self.data_wait_pct:.1f} % waiting for data"]
+    def load_text(self) -> str:
+        """How busy data and GPUs were, on one line for a person."""
+        parts = [f"{self.data_wait_pct:.1f} % waiting for data"]
         if self.gpu_utilization_pct is not None:
             parts.append(f"GPU {self.gpu_utilization_pct:.0f} % busy")
         if self.gpu_memory_bytes is not None:

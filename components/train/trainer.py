@@ -93,7 +93,7 @@ class Trainer:
         folder = None if checkpoints is None else checkpoints.folder
         self.profiler = StepProfiler(config.profile_steps if world.is_main else 0, world.device, folder)
         self.mllog = MlLog(folder)
-        self._last_speed = ""  # of the epoch before, for a person
+        self._last_load = ""  # of the epoch before, for a person
         self._epoch_began, self._saved_at = time.perf_counter(), time.monotonic()
         self._epoch_ended: float | None = None  # its training; validation may be under way
 
@@ -114,7 +114,7 @@ class Trainer:
             val_loss, val_top1_pct = self.evaluate()
             self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
             self.mllog.end("eval_stop", **number)
-            self._last_speed = speed.text()
+            self._last_load = f"; the epoch before: {speed.load_text()}"
             self._close_epoch(
                 EpochResult(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
             )
@@ -217,7 +217,7 @@ class Trainer:
                 self.num_steps_done += 1
                 self._stop.has_work = True  # not before: compiling for the first step may take minutes
                 self._watch.put(self.num_steps_done, loss)
-                self.log.progress("training", self.num_steps_done, self.num_steps, self._detail(epoch))
+                self.log.progress("training", self.num_steps_done, self.num_steps, self._detail(epoch), unit="steps")
                 self._after_step()
             loss_sum = add_up(self.loss_sum.clone(), self.world).item() / self.world.world_size
             self._epoch_ended = time.perf_counter()
@@ -231,7 +231,7 @@ class Trainer:
         parts = [f"epoch {epoch + 1}/{self.config.epochs}"]
         if self._watch.mean is not None:
             parts.append(f"loss {self._watch.mean:.2f}")
-        parts.append(self._last_speed or f"{self._meter.rate():,.0f} images/s")
+        parts.append(f"{self._meter.rate():,.0f} images/s{self._last_load}")
         return ", ".join(parts)
 
     def _step(self, batches: Iterator[Batch]) -> torch.Tensor:

@@ -93,7 +93,7 @@ class GpuChecks:
         if "mismatch" in nvml.error.lower():
             return missing(f"none: {nvml.error}", "restart: the driver was updated, and the old one is still loaded")
         if num_cards := self._cards_on_pci():
-            return missing(f"{num_cards} NVIDIA card(s) on the PCI bus, but no driver: {nvml.error}", _INSTALL_DRIVER)
+            return missing(f"NVIDIA cards on the PCI bus: {num_cards}, but no driver: {nvml.error}", _INSTALL_DRIVER)
         return absent(f"no NVIDIA GPU ({nvml.error}): {_WITHOUT_GPU}", _ADD_GPU)
 
     def _cards_on_pci(self) -> int:
@@ -128,7 +128,7 @@ class GpuChecks:
         if cuda is None:
             return missing(f"torch {version} is a build without CUDA", "run: make clean install")
         if self._probes.ask("torch", "available"):
-            return ok(f"torch {version}, CUDA {cuda}, {self._probes.ask('torch', 'num_gpus')} GPU(s)")
+            return ok(f"torch {version}, CUDA {cuda}, GPUs: {self._probes.ask('torch', 'num_gpus')}")
         reason = self._probes.ask("torch", "why_not") or "PyTorch gives no reason"
         return missing(
             f"torch {version} (CUDA {cuda}) can't use the GPU: {reason}",

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from components.common.errors import EngineryError, UserError
 from components.common.integrity import first_problem
+from components.common.records import GateCheck
 from pipelines.release.chain import Chain, contradictions, load_chain, unlisted
 from pipelines.release.layout import (
     BOM,
@@ -42,6 +43,8 @@ class Verification:
     num_files: int = 0
     signature: str = ""
     """What can be said of it, for a person."""
+    checks: tuple[GateCheck, ...] = ()
+    """The gate's, each with what was measured and its threshold."""
 
 
 def verify(folder: Path, key: Ed25519PublicKey | None = None) -> Verification:
@@ -72,7 +75,13 @@ def verify(folder: Path, key: Ed25519PublicKey | None = None) -> Verification:
         return Verification(problems=(str(error),), signature=signature)
     found = [*unlisted(chain), *contradictions(chain), *_record_problems(folder, record, chain)]
     found += [*_model_problems(folder, chain), *_bom_problems(folder, chain)]
-    return Verification(problems=tuple(found), record=record, num_files=len(entries), signature=signature)
+    return Verification(
+        problems=tuple(found),
+        record=record,
+        num_files=len(entries),
+        signature=signature,
+        checks=chain.verdict.manifest.checks,
+    )
 
 
 def _read_list(folder: Path) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PROVABLE = ("--max-top1-drop-points", "10")  # by 120 validation images
 
 
 def start(home: Path, *arguments: str, **variables: str) -> subprocess.Popen:
@@ -27,14 +29,17 @@ def finish(process: subprocess.Popen, seconds: float = 120) -> str:
     return text
 
 
-def test_two_first_runs_at_once(tmp_path: Path) -> None:
+def test_two_first_runs_at_once(tmp_path: Path, few_digits: Path) -> None:
     """On a state directory that does not exist yet, where both would create the tracking store."""
-    (tmp_path / "images" / "only").mkdir(parents=True)
-    data = str(tmp_path / "images")
-    processes = [start(tmp_path / "home", "--data", data, "--seed", str(seed)) for seed in (1, 2)]
+    shutil.copytree(few_digits, data := tmp_path / "images")
+    next(path for path in data.glob("*/*") if path.is_file()).write_bytes(b"damaged")
+    (temporary := tmp_path / "tmp").mkdir()
+    options = ("--data", str(data), "--set", "preprocess.on_bad=fail", *PROVABLE)
+    processes = [start(tmp_path / "home", *options, "--seed", str(seed), TMPDIR=str(temporary)) for seed in (1, 2)]
     texts = [finish(process) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert all("has only the class" in text for text in texts)
+    assert all("1 of 600 files are no usable image" in text for text in texts)
+    assert list(temporary.iterdir()) == []
     summaries = [json.loads(path.read_text()) for path in (tmp_path / "home/runs").glob("*/summary.json")]
     assert [summary["exit_code"] for summary in summaries] == [2, 2]
     from mlflow import MlflowClient
@@ -43,7 +48,7 @@ def test_two_first_runs_at_once(tmp_path: Path) -> None:
     (experiment,) = [entry for entry in client.search_experiments() if entry.name == "resnet50"]
     runs = client.search_runs([experiment.experiment_id])
     assert [run.info.status for run in runs] == ["FAILED"] * 4
-    assert all("has only the class" in run.data.tags["enginery.message"] for run in runs)
+    assert all("1 of 600 files are no usable image" in run.data.tags["enginery.message"] for run in runs)
 
 
 def test_a_killed_step_is_explained(tmp_path: Path, few_digits: Path) -> None:

@@ -234,7 +234,7 @@ def test_card_without_a_driver_is_told_from_no_card(tmp_path: Path) -> None:
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
     found = gpu_checks(nothing, tmp_path).gpus()
-    assert "1 NVIDIA card(s) on the PCI bus, but no driver" in found.found
+    assert "NVIDIA cards on the PCI bus: 1, but no driver" in found.found
     assert "docker run --gpus all" in found.fix
     assert "docker run --gpus all" in gpu_checks(nothing, tmp_path).driver().fix
 

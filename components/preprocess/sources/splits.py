@@ -38,8 +38,8 @@ def _split_class(samples: list[Sample], name: str, options: Options) -> tuple[li
     """Hold out a share of one class. The choice of a file depends on its name and the seed alone."""
     if len(samples) < 2:
         raise UserError(
-            f"class {name!r} has {len(samples)} file(s); at least 2 are needed to split it into train and val. "
-            "Add images or remove the class"
+            f"class {name!r} has {'1 file' if samples else 'no files'}; at least 2 are needed to split it into train "
+            "and val. Add images or remove the class"
         )
     drawn = sorted(
         samples, key=lambda sample: digest_bytes(f"{options.seed}:{sample.path}".encode(errors="surrogateescape"))

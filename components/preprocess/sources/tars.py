@@ -70,9 +70,13 @@ def _add(listing: Listing, member: tarfile.TarInfo, stream: BinaryIO) -> None:
     listing.files.pop(shown, None)
     listing.refused.pop(shown, None)
     listing.texts.pop(shown, None)
-    if path is None or not member.isreg() or member.issparse():
+    if path is None:
+        if not member.isdir():
+            listing.refused[shown] = OUTSIDE
+        return
+    if not member.isreg() or member.issparse():
         if is_image_name(shown):
-            listing.refused[shown] = OUTSIDE if path is None else "no regular file of the archive"
+            listing.refused[shown] = "no regular file of the archive"
         return
     listing.files[path] = File(path, member.size, member.offset_data)
     if path.lower().endswith(".cls") and member.size <= _MAX_TEXT_BYTES:

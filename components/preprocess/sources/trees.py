@@ -48,8 +48,17 @@ class LocalTree:
         self._place = place
 
     def folders(self, path: str) -> list[str]:
-        """As Tree."""
-        return checked([entry.name for entry in self._scan(path) if _is_folder(entry)], shown(self.name, path))
+        """As Tree. One that is a link to the folder it lies in, or to one above, can't be a class or split."""
+        names = [entry.name for entry in self._scan(path) if _is_folder(entry)]
+        here = self._real(path)
+        for name in names:
+            real = self._real(joined(path, name))
+            if here == real or is_below(here, real):
+                raise UserError(
+                    f"{shown(self.name, joined(path, name))} is a link to {real}, in which it lies itself, so it is no "
+                    "folder of images; remove the link"
+                )
+        return checked(names, shown(self.name, path))
 
     def names(self, path: str) -> list[str]:
         """As Tree."""

@@ -47,8 +47,10 @@ def list_zip(file: str, name: str) -> Listing:
                         member.compress_size, member.CRC, member.compress_type, bool(member.flag_bits & _ENCRYPTED)
                     )
                     listing.files[path] = File(path, member.file_size, member.header_offset, entry)
-                elif is_image_name(shown):
-                    listing.refused[shown] = "no regular file of the archive" if path else OUTSIDE
+                elif path is None and not member.is_dir():
+                    listing.refused[shown] = OUTSIDE
+                elif path and is_image_name(shown):
+                    listing.refused[shown] = "no regular file of the archive"
     except zipfile.BadZipFile as error:
         raise UserError(f"{name} is no zip that can be read ({error}); make it anew, or fetch it again") from None
     return listing

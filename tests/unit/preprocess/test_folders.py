@@ -142,6 +142,14 @@ def test_loops_of_links_end(tmp_path: Path, write_tree: Callable[..., Any]) -> N
         source.storage.read(Sample(path="a/self", label=0, size_bytes=0))
 
 
+@pytest.mark.parametrize("target", [".", "../images"])
+def test_a_link_to_its_own_parent_is_named(tmp_path: Path, write_tree: Callable[..., Any], target: str) -> None:
+    root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
+    (root / "latest").symlink_to(target)
+    with pytest.raises(UserError, match=f"images/latest is a link to {root}, in which it lies itself"):
+        find_samples(str(root), val_fraction=0.2, seed=0, class_names_file="", scratch=tmp_path)
+
+
 def test_only_regular_files_are_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -44,9 +44,9 @@ FOLDERS: dict[str, tuple[Mapping[str, int] | None, str]] = {
     ),
     "one image": (
         {"many": 4, "single": 1},
-        "class 'single' has 1 file(s); at least 2 are needed to split it into train and val. Add images or remove",
+        "class 'single' has 1 file; at least 2 are needed to split it into train and val. Add images or remove",
     ),
-    "no image": ({"many": 4, "none": 0}, "class 'none' has 0 file(s); at least 2 are needed"),
+    "no image": ({"many": 4, "none": 0}, "class 'none' has no files; at least 2 are needed"),
     "no val": ({"train/a": 2, "train/b": 2}, "images has train/ but no val/; it needs both train/ and val/. Add "),
     "train without classes": ({"train": 2, "val/a": 2}, "images/train has no sub-folders, so no classes; arrange"),
     "class only in val": (

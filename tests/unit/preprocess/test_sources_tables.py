@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[Sequence[str], Rows, str]] = {
     "one class": (HEADER, (GOOD[0], GOOD[2]), "t has only the class 'a'; a classifier needs at least two"),
     "no rows": (HEADER, (), "t has no class"),
     "no val": (HEADER, GOOD[:2], "t has a column split but no row of val; add some, or drop the column"),
-    "one file": (HEADER[:2], (("a/0.png", "a"), ("a/1.png", "a"), ("b/0.png", "b")), r"class 'b' has 1 file\(s\)"),
+    "one file": (HEADER[:2], (("a/0.png", "a"), ("a/1.png", "a"), ("b/0.png", "b")), r"class 'b' has 1 file"),
 }
 
 

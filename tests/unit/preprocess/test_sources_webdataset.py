@@ -172,7 +172,7 @@ def test_folders_of_tars_that_cannot_be_used(tmp_path: Path) -> None:
         ("a", "a has validation tars but no images for training; add tars whose names begin with train"),
         ("b", r"b/n01440764\.tar has no labels \(KEY\.cls beside KEY\.jpg\), so it is no WebDataset tar"),
         ("c", "c has only the class '0'; a classifier needs at least two"),
-        ("d", r"class '1' has 1 file\(s\); at least 2 are needed"),
+        ("d", r"class '1' has 1 file; at least 2 are needed"),
         ("e", r"e/1\.tar is no tar that can be read"),
         ("f", r"can't read .*f/0\.tar: a link out of the data folder"),
         ("g", r"g has tars for testing beside others, such as pets-test-0\.tar; take them away"),

@@ -35,7 +35,7 @@ class Log(StepLog):
         self.said: list[str] = []
         self.sigterm_after = sigterm_after
 
-    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
         if done == self.sigterm_after:
             os.kill(os.getpid(), signal.SIGTERM)
 

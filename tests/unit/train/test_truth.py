@@ -276,7 +276,7 @@ class Recorder(StepLog):
     def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
         self.epochs.append(values)
 
-    def progress(self, phase: str, done: int, total: int, detail: str = "") -> None:
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
         self.details.append(detail)
 
 
