@@ -87,7 +87,7 @@ def main(
     training = chosen.training.config if chosen.training else {}
     notes = (
         f"{chosen.architecture}, {training.get('epochs')} epochs, validation split of {dataset.name}, INT8 by "
-        f"{runtime}. Intervals are 95 %, paired (Bonett and Price, 2012). One run."
+        f"{runtime}. Intervals are paired, 95 % on each side (Tango, 1998). One run."
     )
     write_result(machine, name, measures=measures, runs=runs, notes=notes, directory=results)
 

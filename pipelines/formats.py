@@ -8,7 +8,8 @@ def number(value: float | None, form: str) -> str:
 
 def verdict_text(verdict: str) -> str:
     """A gate's verdict in its colour, as rich markup."""
-    return {"pass": "[green]pass[/]", "fail": "[red]fail[/]"}.get(verdict, verdict)
+    colors = {"pass": "green", "pass, not proved": "yellow", "fail": "red"}
+    return f"[{colors[verdict]}]{verdict}[/]" if verdict in colors else verdict
 
 
 def size_text(size_bytes: int) -> str:

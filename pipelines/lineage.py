@@ -136,14 +136,14 @@ def _chain(registry: Registry, version: RegisteredVersion, problems: list[str]) 
         data.insert(0, Link(name="data set", digest=calibrated, note="calibrated on"))
     split = Link(name="validation split", digest=accuracy.split_digest)
     checkpoint = Link(name="checkpoint", digest=inputs.get("model", ""), note=bundle.manifest.architecture)
-    passed = "pass" if verdict.manifest.passed else "fail"
+    judged = f"{verdict.manifest.precision.upper()} {verdict.manifest.word}"
     return (
         *data,
         split,
         checkpoint,
         Link(name="bundle", digest=bundle.digest, note=_engines(bundle.manifest)),
         Link(name="report", digest=report.digest, note=_top1(report.manifest)),
-        Link(name="verdict", digest=verdict.digest, note=f"{verdict.manifest.precision.upper()} {passed}"),
+        Link(name="verdict", digest=verdict.digest, note=judged),
         Link(name="version", digest=version.number, note=f"registered by run {version.run_id}"),
     )
 

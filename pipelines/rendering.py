@@ -17,6 +17,7 @@ from rich.table import Table
 
 from components.common.records import Speedup
 from components.common.steplog import EVENT_PREFIX, LinePace, progress_text
+from pipelines.formats import verdict_text
 from pipelines.summary import RunSummary
 
 _PLAIN_INTERVAL_S = 10.0  # between progress lines where the output is no terminal
@@ -204,7 +205,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
             _number(row.images_per_s, ",.0f"),
             "" if is_reference else _speedup(row.speedup),
             _number(row.size_bytes / 1e6 if row.size_bytes else None, ".1f"),
-            {"pass": "[green]pass[/]", "fail": "[red]fail[/]"}.get(row.verdict, row.verdict),
+            verdict_text(row.verdict),
         )
     console.print()
     console.print(table)
@@ -243,7 +244,7 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
 def _print_recommendation(console: Console, summary: RunSummary) -> None:
     """What to ship, where that is not what was judged."""
     advice = summary.recommendation
-    passed = [row.precision for row in summary.rows if row.verdict == "pass"]
+    passed = [row.precision for row in summary.rows if row.verdict.startswith("pass")]
     if advice is not None and advice.precision not in passed:
         text = f"[bold]recommended: {advice.precision.upper()}[/], since {escape(advice.reason)}"
         console.print(text, highlight=False, soft_wrap=True)

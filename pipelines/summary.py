@@ -46,7 +46,9 @@ class PrecisionRow(_Record):
     throughput_batch_size: int | None
     speedup: Speedup | None = Field(None, description="Throughput over FP32's at that batch; None for FP32 itself.")
     size_bytes: int
-    verdict: str = Field(description='"reference", "pass", "fail", or "" where the gate did not look.')
+    verdict: str = Field(
+        description='"reference", "pass", "pass, not proved", "fail", or "" where the gate did not look.'
+    )
     note: str
 
 
@@ -137,7 +139,7 @@ class SummaryBuilder:
             self._accuracy, self._benchmark = cached.manifest.accuracy, cached.manifest.benchmark
             self.report = str(cached.path / "report.html")
         elif isinstance(cached.manifest, VerdictManifest):
-            self._verdict = {"passed": cached.manifest.passed, "precision": cached.manifest.precision}
+            self._verdict = {"word": cached.manifest.word, "precision": cached.manifest.precision}
             self.checks = list(cached.manifest.checks)
             self.recommendation = cached.manifest.recommendation
 
@@ -204,4 +206,4 @@ class SummaryBuilder:
             return "reference"
         if self._verdict is None or self._verdict["precision"] != precision:
             return ""
-        return "pass" if self._verdict["passed"] else "fail"
+        return str(self._verdict["word"])

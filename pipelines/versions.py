@@ -118,7 +118,7 @@ def version_summary(registry: "Registry", text: str) -> RunSummary:
     builder = SummaryBuilder(0.0)
     told = {"accuracy": report.accuracy.model_dump(mode="json"), "benchmark": report.benchmark.model_dump(mode="json")}
     builder.handle({"event": "results", **told})
-    builder.handle({"event": "verdict", **verdict.model_dump(mode="json")})
+    builder.handle({"event": "verdict", "word": verdict.word, **verdict.model_dump(mode="json")})
     training = {"train": bundle.training.config} if bundle.training is not None else {}
     return RunSummary(
         pipeline=version.name,

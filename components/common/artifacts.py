@@ -138,6 +138,13 @@ class VerdictManifest(Manifest):
     note: str = ""
 
     @property
+    def word(self) -> str:
+        """The verdict in short: "pass, not proved" where the measured drop was judged without its interval."""
+        if not self.passed:
+            return "fail"
+        return "pass" if self.config.get("confident") else "pass, not proved"
+
+    @property
     def served_precision(self) -> Precision:
         """What to ship: the recommended precision, else the one that was judged."""
         return self.recommendation.precision if self.recommendation is not None else self.precision

@@ -34,10 +34,14 @@ class PairedImages(Record):
 
     num_lost: int = Field(description="Images that the champion gets right and the version gets wrong.")
     num_gained: int = Field(description="Images that the champion gets wrong and the version gets right.")
-    low_points: float = Field(description="Lower end of the 95 % interval of the difference (Bonett and Price, 2012).")
-    high_points: float
-    bootstrap_low_points: float = Field(description="Lower end of its 95 % interval by the paired bootstrap.")
-    bootstrap_high_points: float
+    low_points: float = Field(
+        description="Lower end of the one-sided 95 % interval of the difference (Tango, 1998); of the two-sided one "
+        "where there are bootstrap ends."
+    )
+    high_points: float = Field(description="Upper end, likewise.")
+    # An entry's digest covers what it says, so that they stay.
+    bootstrap_low_points: float | None = Field(None, description="In entries up to version 0.1.")
+    bootstrap_high_points: float | None = Field(None, description="In entries up to version 0.1.")
     mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test.")
 
 

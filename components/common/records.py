@@ -2,9 +2,10 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from components.common.environment import Environment
+from components.common.statistics import drop_lower, drop_upper
 
 Precision = Literal["fp32", "fp16", "int8"]
 _MAX_BUSY_PCT = 10.0  # of the cores' time that others take while a speed is measured
@@ -155,8 +156,11 @@ class Trial(Record):
     excluded: tuple[str, ...] = Field(description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
     top1_pct: float = Field(description="On the selection images, which are training images.")
     delta_top1_points: float = Field(description="top-1 minus that of FP32 on the same images, in percentage points.")
-    low_points: float = Field(description="Lower end of the 95 % interval of that difference (Bonett and Price, 2012).")
-    high_points: float = Field(description="Upper end of that interval.")
+    low_points: float = Field(
+        description="Lower end of the one-sided 95 % interval of that difference (Tango, 1998); up to version 0.1 of "
+        "the two-sided one."
+    )
+    high_points: float = Field(description="Upper end, likewise.")
     agreement_pct: float = Field(description="Images on which FP32 predicts the same class, in per cent.")
     within_budget: bool
 
@@ -206,14 +210,27 @@ class Comparison(Record):
     num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
     num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
     delta_top1_points: float = Field(description="top-1 of the precision minus that of FP32, in percentage points.")
-    low_points: float = Field(description="Lower end of the 95 % interval of that difference (Bonett and Price, 2012).")
-    high_points: float = Field(description="Upper end of that interval.")
-    bootstrap_low_points: float = Field(description="Lower end of its 95 % interval by the paired bootstrap.")
-    bootstrap_high_points: float = Field(description="Upper end of that interval.")
+    drop_lower_points: float = Field(
+        description="Lower end of the one-sided 95 % interval of the drop: the difference with the sign changed."
+    )
+    drop_upper_points: float = Field(
+        description="Upper end of the one-sided 95 % interval of the drop (Tango, 1998): what the gate judges."
+    )
     mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test on the lost and gained images.")
     mcnemar_test: Literal["exact binomial", "chi-square"] = Field(
         description="How it was computed: exactly for fewer than 25 lost and gained images."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_intervals(cls, value: Any) -> Any:
+        """Manifests up to version 0.1 have two other intervals, and the counts that this one follows from."""
+        if not isinstance(value, dict) or "low_points" not in value:
+            return value
+        old = {f"{method}{end}_points" for method in ("", "bootstrap_") for end in ("low", "high")}
+        counts = value["num_images"], value["num_lost"], value["num_gained"]
+        ends = {"drop_lower_points": drop_lower(*counts), "drop_upper_points": drop_upper(*counts)}
+        return {name: entry for name, entry in value.items() if name not in old} | ends
 
 
 class ClassLoss(Record):
@@ -257,6 +274,12 @@ class AccuracyReport(Record):
     split_digest: str
     bundle_digest: str
     rows: tuple[AccuracyRow, ...]
+    most_frequent_class: str = Field("", description="The class with most validation images.")
+    most_frequent_pct: float | None = Field(
+        None,
+        description="Its share of the validation images: top-1 of a model that always answers it. None in reports up "
+        "to version 0.1.",
+    )
 
     def row(self, precision: str) -> AccuracyRow:
         """The row of a precision."""

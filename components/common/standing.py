@@ -13,7 +13,7 @@ from components.common.ledger import Entry
 from components.common.promotions import ChampionComparison, PairedImages
 from components.common.records import AccuracyRow, Precision
 from components.common.registry import RegisteredVersion, Registry
-from components.common.statistics import bootstrap_interval, mcnemar, paired_difference
+from components.common.statistics import mcnemar, paired_difference
 
 PREDICTIONS = "predictions.npz"
 _DIGITS = 9  # percentages carry rounding noise; a difference of exactly the tolerance is within it
@@ -69,8 +69,7 @@ class Standing:
         """The same for the registry, whose versions are searched and read by tags."""
         digests = {f"{name.replace(' ', '_')}_digest": value for name, value in self.digests.items()}
         top1 = {"top1_pct": f"{self.top1_pct:.4f}"} if self.top1_pct is not None else {}
-        verdict = "pass" if self.passed else "fail"
-        return {**digests, **top1, "precision": self.precision, "verdict": verdict}
+        return {**digests, **top1, "precision": self.precision, "verdict": self.verdict.manifest.word}
 
     def right(self) -> np.ndarray | None:
         """[N] bool: on which images that precision is right, in the split's order. None where they are not at hand."""
@@ -138,16 +137,12 @@ def compare_measured(
 
 def _paired(champion: np.ndarray, own: np.ndarray) -> PairedImages:
     difference = paired_difference(champion, own)
-    lost, gained = difference.num_lost, difference.num_gained
-    low, high = bootstrap_interval(difference.num_images, lost, gained)
     return PairedImages(
-        num_lost=lost,
-        num_gained=gained,
+        num_lost=difference.num_lost,
+        num_gained=difference.num_gained,
         low_points=difference.low_points,
         high_points=difference.high_points,
-        bootstrap_low_points=low,
-        bootstrap_high_points=high,
-        mcnemar_p=mcnemar(lost, gained).p_value,
+        mcnemar_p=mcnemar(difference.num_lost, difference.num_gained).p_value,
     )
 
 

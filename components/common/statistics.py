@@ -1,37 +1,35 @@
 """Differences between two models that saw the same images, and how certain they are."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
+if TYPE_CHECKING:  # the settings of gate need this module, and no arrays
+    import numpy as np
 
 SIGNIFICANCE = 0.05  # a p-value below it is no chance
-NUM_RESAMPLES = 10_000  # of the bootstrap: its ends are then steady to about a hundredth of the interval
 
-_Z95 = 1.959964  # two-sided 95 % of the normal distribution
+_Z95 = 1.6448536269514722  # one-sided 95 % of the normal distribution
 _MIN_CHI_SQUARE = 25  # differing images from which McNemar's test takes the chi-square approximation
+_NUM_HALVINGS = 60  # of an interval of length 1: down to what a float can tell
+_MAX_IMAGES = 10_000_000  # that `images_needed` names
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """How often one model is right where the other is wrong, and the difference in top-1 with its 95 % interval."""
+    """How often one model is right where the other is wrong, and the difference in top-1 with its interval."""
 
     num_images: int
     num_lost: int  # the reference is right, the other wrong
     num_gained: int  # the other way round
     delta_points: float  # top-1 of the other minus that of the reference, in percentage points
-    low_points: float
+    low_points: float  # ends of the one-sided 95 % intervals of delta_points: see `drop_upper`
     high_points: float
 
 
-def paired_difference(right_reference: np.ndarray, right_other: np.ndarray) -> PairedDifference:
-    """Compare two models image by image.
-
-    Only those images count on which one is right and the other wrong. The interval is that of Bonett and Price,
-    "Adjusted Wald confidence interval for a difference of binomial proportions based on paired data" (2012), which
-    holds for few images and few differences too.
+def paired_difference(right_reference: "np.ndarray", right_other: "np.ndarray") -> PairedDifference:
+    """Compare two models image by image. Only those images count on which one is right and the other wrong.
 
     Args:
         right_reference: [N] bool, whether the reference's top-1 is the label.
@@ -40,45 +38,99 @@ def paired_difference(right_reference: np.ndarray, right_other: np.ndarray) -> P
     lost = int((right_reference & ~right_other).sum())
     gained = int((~right_reference & right_other).sum())
     count = len(right_reference)
-    share_lost, share_gained = (lost + 1) / (count + 2), (gained + 1) / (count + 2)
-    middle = share_gained - share_lost
-    margin = _Z95 * math.sqrt((share_gained + share_lost - middle**2) / (count + 2))
     return PairedDifference(
         num_images=count,
         num_lost=lost,
         num_gained=gained,
         delta_points=100 * (gained - lost) / max(count, 1),
-        low_points=100 * max(-1.0, middle - margin),
-        high_points=100 * min(1.0, middle + margin),
+        low_points=-drop_upper(count, lost, gained),
+        high_points=-drop_lower(count, lost, gained),
     )
 
 
-def bootstrap_interval(
-    num_images: int, num_lost: int, num_gained: int, *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
-) -> tuple[float, float]:
-    """The 95 % interval of the difference in top-1 by the paired bootstrap, in percentage points.
+def drop_upper(num_images: float, num_lost: float, num_gained: float) -> float:
+    """Upper end of the one-sided 95 % interval of a drop in top-1, in percentage points.
 
-    Images are drawn with replacement and both models judged on the same draw (Efron and Tibshirani, "An Introduction
-    to the Bootstrap", 1993, chapter 13: the percentile interval). A draw's difference depends only on how many of its
-    images are lost and how many gained, so these counts are drawn, from their multinomial distribution: the same as
-    drawing images, in memory that does not depend on how many there are.
-
-    What did not happen once can't be drawn: without lost and gained images the interval is a point, however few images
-    there are. The interval of `paired_difference` allows for what so few images could not show.
+    The score interval of paired proportions (Tango, "Equivalence test and confidence interval for the difference in
+    proportions for the paired-sample design", 1998). Where no image is gained it is a little too short, and the share
+    of lost images has an exact interval (Clopper and Pearson, 1934): the longer one counts. Without any lost image that
+    is the rule of three: at most 3 of N.
 
     Args:
         num_images: images that both models saw.
         num_lost: the reference is right, the other wrong.
         num_gained: the other way round.
-        num_resamples: draws.
-        seed: of the draws; the same counts and seed give the same interval.
     """
-    if num_images == 0:
-        return 0.0, 0.0
-    shares = np.array([num_lost, num_gained, num_images - num_lost - num_gained]) / num_images
-    draws = np.random.default_rng(seed).multinomial(num_images, shares, size=num_resamples)  # [resamples, 3] int64
-    low, high = np.percentile(100 * (draws[:, 1] - draws[:, 0]) / num_images, [2.5, 97.5])
-    return float(low), float(high)
+    if num_images <= 0:
+        return 100.0
+    upper = tango_upper(num_images, num_lost, num_gained)
+    return 100 * (upper if num_gained else max(upper, _exact_upper(num_images, num_lost)))
+
+
+def drop_lower(num_images: float, num_lost: float, num_gained: float) -> float:
+    """Lower end of the one-sided 95 % interval of a drop in top-1, in percentage points: see `drop_upper`."""
+    return -drop_upper(num_images, num_gained, num_lost)
+
+
+def tango_upper(num_images: float, num_lost: float, num_gained: float) -> float:
+    """Upper end of Tango's one-sided 95 % score interval of the share of lost minus that of gained images, in -1..1."""
+    measured = num_lost - num_gained
+
+    def is_within(drop: float) -> bool:
+        """True if so small a measured difference is not surprising where the true one is `drop`."""
+        # The likeliest share of gained images under that drop, from the quadratic equation of the paper.
+        b = (2 * num_images - measured) * drop - num_lost - num_gained
+        root = math.sqrt(max(0.0, b * b + 8 * num_images * num_gained * drop * (1 - drop)))
+        gained = (root - b) / (4 * num_images)
+        variance = num_images * (2 * gained + drop * (1 - drop))
+        return measured - num_images * drop >= -_Z95 * math.sqrt(max(0.0, variance))
+
+    return _last(is_within, measured / num_images, 1.0)
+
+
+def _exact_upper(num_images: float, num_lost: float) -> float:
+    """Upper end of the exact one-sided 95 % interval of a share, in 0..1 (Clopper and Pearson, 1934)."""
+    from scipy.special import betaincinv  # takes a second to import, and settings need this module
+
+    return float(betaincinv(num_lost + 1, num_images - num_lost, 0.95)) if num_lost < num_images else 1.0
+
+
+def images_needed(num_images: int, num_lost: int, num_gained: int, budget_points: float) -> int | None:
+    """Images from which on the interval of the drop lies on one side of a budget, if the shares seen stay as they are.
+
+    Returns:
+        None where more than ten million would be needed, as for a budget of 0 or a drop that is as large as it.
+    """
+    lost, gained = num_lost / num_images, num_gained / num_images
+
+    def is_open(count: float) -> bool:
+        counts = count, lost * count, gained * count
+        return drop_lower(*counts) <= budget_points < drop_upper(*counts)
+
+    enough = 2.0 * num_images
+    while is_open(enough):
+        if enough > _MAX_IMAGES:
+            return None
+        enough *= 2
+    return math.ceil(_last(is_open, enough / 2, enough))
+
+
+def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """The largest value in low..high for which a condition holds that holds for all smaller ones too."""
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return high
+
+
+def chance_of(num_right: int, num_images: int, share: float) -> float:
+    """Probability that so many images or more are right by chance, where each is with probability `share`.
+
+    The exact one-sided binomial test.
+    """
+    from scipy.special import betainc
+
+    return float(betainc(num_right, num_images - num_right + 1, share)) if num_right > 0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The checks that decide whether a precision may be promoted. validate reports them, gate acts on them."""
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,15 +10,18 @@ from components.common.records import (
     AccuracyRow,
     BenchmarkReport,
     ClassLoss,
+    Comparison,
     GateCheck,
     Precision,
     Recommendation,
 )
 from components.common.settings import StepConfig
+from components.common.statistics import SIGNIFICANCE, chance_of, images_needed
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
 _MANY_IMAGES = 5000  # from here on one image is at most 0.02 points
 _MAX_NAMED = 5  # classes named in one explanation
+_PROVED = ("top1_drop_points", "relative_top1_pct")  # what `confident` is about
 _SPEED = ("speedup", "speedup_fp16", "p99_ms")
 
 Verdict = Literal["pass", "fail", "not enough evidence"]
@@ -31,12 +35,17 @@ class Thresholds(StepConfig):
         0.5, ge=0, le=100, description="Most top-1 that the precision may lose against FP32, in percentage points."
     )
     confident: bool = Field(
-        False,
-        description="Whether the whole 95 % interval of the drop must lie within max_top1_drop_points, not only the "
-        "measured drop.",
+        True,
+        description="Whether max_top1_drop_points and min_relative_top1_pct must hold with 95 % confidence, which "
+        "proves them; false judges the measured drop alone.",
     )
     min_relative_top1_pct: float = Field(
         99.0, ge=0, le=100, description="Least top-1 that must remain, as a share of FP32's, in % (MLPerf asks for 99)."
+    )
+    require_above_chance: bool = Field(
+        True,
+        description="Whether FP32 and the precision must be right significantly more often than a model that always "
+        "answers the most frequent class.",
     )
     min_top1_pct: float = Field(0.0, ge=0, le=100, description="Least top-1 of the precision itself, in %; 0 for none.")
     max_class_drop_points: float = Field(
@@ -70,17 +79,23 @@ class Thresholds(StepConfig):
             raise ValueError("min_speedup_fp16 compares INT8 with FP16; set it to 0 where precision is fp16")
         return self
 
+    @classmethod
+    def recorded(cls, config: Mapping[str, Any]) -> "Thresholds":
+        """The thresholds in a manifest. What one of an earlier version does not name was not asked then."""
+        return cls.model_validate({"confident": False, "require_above_chance": False, **config})
 
-def verdict_note(accuracy: AccuracyReport, precision: Precision) -> str:
-    """What a reader of the verdict must know besides: doubts about the runtime, and how much one image is."""
-    own, fp32 = accuracy.row(precision), accuracy.row("fp32")
+
+def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
+    """What a reader of the verdict must know besides: no proof, doubts about the runtime, how much one image is."""
+    own, fp32 = accuracy.row(thresholds.precision), accuracy.row("fp32")
+    unproved = "" if thresholds.confident else "not proved: gate.confident is false, so the measured drop alone counts"
     doubts = own.note if own.top1_pct is not None else ""
     # What makes FP32 worse makes the precision look better.
     others = (
         [part for part in fp32.note.split("; ") if part and part not in doubts] if fp32.top1_pct is not None else []
     )
     reference = f"FP32, which it is compared with: {'; '.join(others)}" if others else ""
-    return "; ".join(filter(None, (doubts, reference, one_image_note(accuracy))))
+    return "; ".join(filter(None, (unproved, doubts, reference, one_image_note(accuracy))))
 
 
 def one_image_note(accuracy: AccuracyReport) -> str:
@@ -91,12 +106,21 @@ def one_image_note(accuracy: AccuracyReport) -> str:
     return f"one of {num_images:,} validation images is {100 / num_images:.2f} points"
 
 
-def run_checks(
-    thresholds: Thresholds, fp32: AccuracyRow, own: AccuracyRow, benchmark: BenchmarkReport
-) -> list[GateCheck]:
+def remedy(checks: Sequence[GateCheck]) -> str:
+    """What to do where the evidence is too little for a proof; empty where that is not the case."""
+    if not any(check.name in _PROVED and check.verdict == "not enough evidence" for check in checks):
+        return ""
+    return (
+        "Validate on more images (a larger validation folder, or preprocess.val_fraction), allow a larger drop "
+        "(gate.max_top1_drop_points), or take the measured drop without a proof (--set gate.confident=false)"
+    )
+
+
+def run_checks(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> list[GateCheck]:
     """Every threshold that is set, against what was measured: docs/validation.md says how each is judged."""
-    checks = accuracy_checks(thresholds, fp32, own)
-    if fp32.top1_pct is None or own.top1_pct is None:
+    own = accuracy.row(thresholds.precision)
+    checks = accuracy_checks(thresholds, accuracy, own)
+    if accuracy.row("fp32").top1_pct is None or own.top1_pct is None:
         return checks
     if thresholds.min_speedup > 0:
         checks.append(_speedup("speedup", "fp32", thresholds.min_speedup, own.precision, benchmark))
@@ -109,15 +133,18 @@ def run_checks(
     return checks
 
 
-def accuracy_checks(thresholds: Thresholds, fp32: AccuracyRow, own: AccuracyRow) -> list[GateCheck]:
+def accuracy_checks(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> list[GateCheck]:
     """The checks that need no speed and no size: whether a precision is as accurate as asked, and surely so."""
+    fp32 = accuracy.row("fp32")
     if fp32.top1_pct is None or own.top1_pct is None:
         missing = own if own.top1_pct is None else fp32
         explanation = f"{missing.precision.upper()} was not measured here: {missing.note}"
         return [_no_evidence("top1_drop_points", thresholds.max_top1_drop_points, explanation)]
     checks = [_top1_drop(thresholds, fp32.top1_pct - own.top1_pct, own)]
     if thresholds.min_relative_top1_pct > 0:
-        checks.append(_relative(thresholds.min_relative_top1_pct, fp32.top1_pct, own.top1_pct))
+        checks.append(_relative(thresholds, fp32.top1_pct, own.top1_pct, own))
+    if thresholds.require_above_chance:
+        checks.append(_above_chance(accuracy, own))
     if thresholds.min_top1_pct > 0:
         checks.append(_at_least("top1_pct", own.top1_pct, thresholds.min_top1_pct, "top-1", "%"))
     if thresholds.max_class_drop_points > 0:
@@ -141,7 +168,7 @@ def recommend(
         None where accuracy does not pass, or where another precision would not help.
     """
     own = thresholds.precision
-    if not _passes(accuracy_checks(thresholds, accuracy.row("fp32"), accuracy.row(own))):
+    if not _passes(accuracy_checks(thresholds, accuracy, accuracy.row(own))):
         return None
     other: Precision = "fp16" if own != "fp16" and _may_replace(thresholds, accuracy, benchmark) else "fp32"
     reasons = [check.explanation for check in checks if check.name in _SPEED and check.verdict == "fail"]
@@ -160,7 +187,7 @@ def _may_replace(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: Be
     fp16 = next((row for row in accuracy.rows if row.precision == "fp16"), None)
     if fp16 is None or fp16.top1_pct is None or benchmark.row("fp16", largest_batch(benchmark)) is None:
         return False
-    return _passes(accuracy_checks(thresholds, accuracy.row("fp32"), fp16))
+    return _passes(accuracy_checks(thresholds, accuracy, fp16))
 
 
 def _passes(checks: list[GateCheck]) -> bool:
@@ -190,24 +217,65 @@ def largest_batch(benchmark: BenchmarkReport) -> int:
 def _top1_drop(thresholds: Thresholds, drop: float, own: AccuracyRow) -> GateCheck:
     allowed = thresholds.max_top1_drop_points
     check = _at_most("top1_drop_points", drop, allowed, "top-1 drop", "points")
-    if not thresholds.confident:
-        return check
-    if own.comparison is None:
-        explanation = f"{check.explanation}; its interval is not in this report, validate again"
-        return _no_evidence(check.name, allowed, explanation, drop)
-    # The bootstrap can't draw what no image showed, the other interval can: the more cautious one counts.
-    possible = -min(own.comparison.low_points, own.comparison.bootstrap_low_points)
-    explanation = f"{check.explanation}; with 95 % confidence at most {_text(possible, allowed)} points"
-    within = round(possible, _DIGITS) <= allowed
-    verdict: Verdict = "not enough evidence" if check.verdict == "pass" and not within else check.verdict
-    return check.model_copy(update={"verdict": verdict, "explanation": explanation})
+    return _prove(check, allowed, own.comparison) if thresholds.confident else check
 
 
-def _relative(threshold: float, fp32_pct: float, own_pct: float) -> GateCheck:
-    name = "relative_top1_pct"
+def _relative(thresholds: Thresholds, fp32_pct: float, own_pct: float, own: AccuracyRow) -> GateCheck:
+    """The share that remains is the drop in other words: FP32's top-1 counts as it was measured."""
+    name, threshold = "relative_top1_pct", thresholds.min_relative_top1_pct
     if fp32_pct == 0:
         return _no_evidence(name, threshold, "FP32 gets no image right, so there is no top-1 to keep a share of")
-    return _at_least(name, 100 * own_pct / fp32_pct, threshold, "share of FP32's top-1", "%")
+    check = _at_least(name, 100 * own_pct / fp32_pct, threshold, "share of FP32's top-1", "%")
+    allowed = (1 - threshold / 100) * fp32_pct
+    return _prove(check, allowed, own.comparison) if thresholds.confident else check
+
+
+def _prove(check: GateCheck, allowed_points: float, comparison: Comparison | None) -> GateCheck:
+    """A check of the drop by its one-sided 95 % interval: pass if all of it is allowed, fail if none of it is."""
+    if comparison is None:
+        explanation = f"{check.explanation}; its interval is not in this report, validate again"
+        return _no_evidence(check.name, check.threshold, explanation, check.measured)
+    lower, upper = comparison.drop_lower_points, comparison.drop_upper_points
+    verdict: Verdict = "not enough evidence"
+    ends = f"at most {_text(upper, allowed_points)}"
+    if round(upper, _DIGITS) <= allowed_points:
+        verdict = "pass"
+    elif round(lower, _DIGITS) > allowed_points:
+        verdict, ends = "fail", f"at least {_text(lower, allowed_points)}"
+    of = "" if check.name == "top1_drop_points" else "a drop of "
+    text = f"{check.explanation}; with 95 % confidence {of}{ends} points"
+    if verdict == "not enough evidence":
+        text = f"{text}, and {_decided_by(comparison, allowed_points)}"
+    return check.model_copy(update={"verdict": verdict, "explanation": text})
+
+
+def _decided_by(comparison: Comparison, allowed_points: float) -> str:
+    """How many images it would take to tell, by the discordance that was seen."""
+    total, lost, gained = comparison.num_images, comparison.num_lost, comparison.num_gained
+    seen = f"{lost:,} lost and {gained:,} gained of {total:,}"
+    needed = images_needed(total, lost, gained, allowed_points)
+    if needed is None:
+        return f"more images hardly tell, since the drop seen is as large as what is allowed ({seen})"
+    unit = 10 ** max(0, len(str(needed)) - 2)
+    return f"about {-(-needed // unit) * unit:,} validation images would tell ({seen})"
+
+
+def _above_chance(accuracy: AccuracyReport, own: AccuracyRow) -> GateCheck:
+    """FP32 and the precision against a model that always answers the most frequent class: exact binomial test."""
+    name, share_pct = "above_chance", accuracy.most_frequent_pct
+    if share_pct is None:
+        return _no_evidence(name, 0.0, "the most frequent class is not named in this report, validate again")
+    row = min(accuracy.row("fp32"), own, key=lambda row: row.top1_pct or 0.0)
+    top1 = row.top1_pct or 0.0
+    always = f"{share_pct:.2f} % of always answering {accuracy.most_frequent_class!r}, the most frequent class"
+    text = f"top-1 of {row.precision.upper()} {_text(top1, share_pct)}"
+    p_value = chance_of(round(top1 / 100 * row.num_images), row.num_images, share_pct / 100)
+    if p_value < SIGNIFICANCE:
+        return _check(name, top1, share_pct, "pass", f"{text}, above the {always}")
+    if round(top1, _DIGITS) > share_pct:
+        return _no_evidence(name, share_pct, f"{text} may be above the {always}, by chance: p = {p_value:.2g}", top1)
+    text = f"{text} is not above the {always}: the model has learned nothing, or its classes are in another order"
+    return _check(name, top1, share_pct, "fail", text)
 
 
 def _class_drop(allowed: float, own: AccuracyRow) -> GateCheck:

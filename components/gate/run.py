@@ -15,7 +15,7 @@ from components.common.artifacts import (
 from components.common.errors import GateFailed, UserError
 from components.common.records import GateCheck
 from components.common.steplog import StepLog
-from components.common.verdict import Thresholds, recommend, run_checks, verdict_note
+from components.common.verdict import Thresholds, recommend, remedy, run_checks, verdict_note
 from components.gate.config import GateConfig
 
 
@@ -30,11 +30,11 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     _check_thresholds(config, measured)
     prepare_directory(output)
     accuracy = measured.manifest.accuracy
-    checks = run_checks(config, accuracy.row("fp32"), accuracy.row(config.precision), measured.manifest.benchmark)
+    checks = run_checks(config, accuracy, measured.manifest.benchmark)
     passed = all(check.verdict == "pass" for check in checks)
-    note = verdict_note(accuracy, config.precision)
+    note = verdict_note(config, accuracy)
     advice = recommend(config, checks, accuracy, measured.manifest.benchmark)
-    seal(
+    verdict = seal(
         output,
         VerdictManifest,
         inputs={"report": measured.digest, "bundle": accuracy.bundle_digest},
@@ -44,20 +44,23 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
         checks=tuple(checks),
         recommendation=advice,
         note=note,
-    )
+    ).manifest
     log.event(
         "verdict",
         passed=passed,
+        word=verdict.word,
         precision=config.precision,
         checks=[check.model_dump() for check in checks],
         recommendation=advice.model_dump() if advice else None,
     )
     log.metrics({"gate_passed": float(passed)})
+    log.tags({"enginery.verdict": verdict.word})
     reasons = "; ".join(check.explanation for check in checks)
     suffix = f" ({note})" if note else ""
     if advice is not None and advice.precision != config.precision:
         suffix += f". Recommended: {advice.precision.upper()}, since {advice.reason}"
     if not passed:
+        suffix += f". {advised}" if (advised := remedy(checks)) else ""
         raise GateFailed(f"{config.precision.upper()} did not pass: {_failures(checks)}{suffix}")
     return f"{config.precision.upper()} passed: {reasons}{suffix}"
 
@@ -73,7 +76,7 @@ def _check_thresholds(config: GateConfig, report: Artifact[ReportManifest]) -> N
     recorded = report.manifest.config.get("gate")
     if recorded is None:  # written before reports held a verdict: there is nothing to contradict
         return
-    shown = Thresholds.model_validate(recorded).model_dump()
+    shown = Thresholds.recorded(recorded).model_dump()
     own = config.model_dump()
     if different := {name: (shown[name], own[name]) for name in own if own[name] != shown[name]}:
         there = " ".join(f"--{name.replace('_', '-')} {shown}" for name, (shown, _) in different.items())

@@ -113,7 +113,7 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
 
 
 def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
-    """What each candidate costs in top-1, with its 95 % interval and the budget: a row each, in the order of trying.
+    """What each candidate costs in top-1, with its interval and the budget: a row each, in the order of trying.
 
     The axis spans what lies near the chosen one. A candidate far below it, which would press all others into one
     line, is written at the edge instead.

@@ -4,25 +4,21 @@ import numpy as np
 
 from components.common.evaluation import Predictions
 from components.common.records import ClassLoss, Comparison
-from components.common.statistics import SIGNIFICANCE, bootstrap_interval, holm, mcnemar, paired_difference
+from components.common.statistics import SIGNIFICANCE, holm, mcnemar, paired_difference
 from components.validate.schema import ClassChange
 
 
 def compare(fp32: Predictions, own: Predictions) -> Comparison:
-    """Lost and gained images, the difference in top-1 with its 95 % intervals, and McNemar's test."""
+    """Lost and gained images, the difference in top-1 with its one-sided 95 % intervals, and McNemar's test."""
     difference = paired_difference(fp32.right, own.right)
-    lost, gained = difference.num_lost, difference.num_gained
-    low, high = bootstrap_interval(difference.num_images, lost, gained)
-    test = mcnemar(lost, gained)
+    test = mcnemar(difference.num_lost, difference.num_gained)
     return Comparison(
         num_images=difference.num_images,
-        num_lost=lost,
-        num_gained=gained,
+        num_lost=difference.num_lost,
+        num_gained=difference.num_gained,
         delta_top1_points=difference.delta_points,
-        low_points=difference.low_points,
-        high_points=difference.high_points,
-        bootstrap_low_points=low,
-        bootstrap_high_points=high,
+        drop_lower_points=-difference.high_points,
+        drop_upper_points=-difference.low_points,
         mcnemar_p=test.p_value,
         mcnemar_test=test.test,
     )

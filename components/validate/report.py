@@ -90,14 +90,14 @@ def _layers(bundle: Artifact[BundleManifest], precision: str) -> tuple[EngineLay
 
 
 def _verdict(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> Verdict:
-    checks = run_checks(thresholds, accuracy.row("fp32"), accuracy.row(thresholds.precision), benchmark)
+    checks = run_checks(thresholds, accuracy, benchmark)
     return Verdict(
         passed=all(check.verdict == "pass" for check in checks),
         precision=thresholds.precision,
         thresholds=Thresholds(**thresholds.model_dump()),
         checks=tuple(checks),
         recommendation=recommend(thresholds, checks, accuracy, benchmark),
-        note=verdict_note(accuracy, thresholds.precision),
+        note=verdict_note(thresholds, accuracy),
     )
 
 

@@ -40,11 +40,15 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     log.progress("loading models", 0, 1)
     servings = serving_runners(models, config.runtime)
     predictions = predict_validation(config, servings, models, data, log)
+    labels = next(iter(predictions.values())).labels
+    counts = np.bincount(labels)  # [classes up to the last one seen] images
     accuracy = AccuracyReport(
         dataset_digest=data.digest,
         split_digest=data.manifest.splits["val"].digest,
         bundle_digest=models.digest,
         rows=tuple(_accuracy_row(serving, predictions, models.manifest.classes) for serving in servings),
+        most_frequent_class=models.manifest.classes[int(counts.argmax())],
+        most_frequent_pct=100 * float(counts.max() / len(labels)),
     )
     benchmark = _benchmark(config, servings, models, accuracy, log)
     for serving in servings:
@@ -53,7 +57,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     write_atomically(output / "accuracy.json", accuracy.model_dump_json(indent=1).encode())
     write_atomically(output / "benchmark.json", benchmark.model_dump_json(indent=1).encode())
     arrays = {name: entry.top for name, entry in predictions.items()}  # [N, k] int16 or int32 each
-    arrays["labels"] = next(iter(predictions.values())).labels
+    arrays["labels"] = labels
     with (output / "predictions.npz").open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
     log.progress("writing the report", 0, 1)

@@ -35,7 +35,7 @@ def is_accurate(accuracy: AccuracyReport, precision: Precision, thresholds: Thre
     """Whether a precision passes the gate's checks on accuracy; FP32, which it is compared with, needs its top-1."""
     if precision == "fp32":
         return reaches_top1(thresholds, accuracy.row("fp32"))
-    checks = accuracy_checks(thresholds, accuracy.row("fp32"), accuracy.row(precision))
+    checks = accuracy_checks(thresholds, accuracy, accuracy.row(precision))
     return all(check.verdict == "pass" for check in checks)
 
 

@@ -8,7 +8,7 @@ from components.common.records import FP16_MANTISSA_BITS, AccuracyRow, ClassLoss
 from components.common.statistics import SIGNIFICANCE
 from components.common.verdict import largest_batch
 from components.validate.formats import TIMES, count, megabytes, number, probability, short, signed
-from components.validate.schema import Change, Report
+from components.validate.schema import Report
 
 Facts = list[tuple[str, str]]  # what, and its value with its unit
 
@@ -39,6 +39,13 @@ def key_figures(report: Report) -> Facts:
     return figures
 
 
+def outcome(report: Report) -> str:
+    """Whether the precision passed, and whether that is proved."""
+    if not report.verdict.passed:
+        return "did not pass"
+    return "passed" if report.verdict.thresholds.confident else "passed, not proved"
+
+
 def change_sentences(report: Report) -> list[str]:
     """What to ship, how the predictions differ from FP32's, and how sure that is."""
     change, advice, sentences = report.change, report.verdict.recommendation, []
@@ -47,23 +54,14 @@ def change_sentences(report: Report) -> list[str]:
     if change is not None:
         sentences.append(
             f"{count(change.num_lost)} of {count(change.num_images)} images are lost against FP32 and "
-            f"{count(change.num_gained)} gained. The difference in top-1 is {signed(change.delta_top1_points)} points, "
-            f"with 95 % confidence between {_interval(change)}. "
+            f"{count(change.num_gained)} gained. The difference in top-1 is {signed(change.delta_top1_points)} points; "
+            f"with 95 % confidence the drop is at most {number(change.drop_upper_points)} points. "
             f"{'It may be chance' if change.mcnemar_p >= SIGNIFICANCE else 'It is hardly chance'}: "
             f"p = {probability(change.mcnemar_p)} by McNemar's test."
         )
     if report.verdict.note:
         sentences.append(f"Note: {report.verdict.note}.")
     return sentences
-
-
-def _interval(change: Change) -> str:
-    """By the bootstrap, where it has anything to draw: without lost and gained images it is a point, however few."""
-    if change.num_lost + change.num_gained:
-        low, high, method = change.bootstrap_low_points, change.bootstrap_high_points, "paired bootstrap"
-    else:
-        low, high, method = change.low_points, change.high_points, "Bonett and Price; the bootstrap can draw no change"
-    return f"{signed(low)} and {signed(high)} ({method})"
 
 
 def accuracy_sentences(report: Report) -> list[str]:

@@ -91,7 +91,7 @@ def _verdict_problems(chain: Chain) -> Iterator[str]:
     """Whether the report leads to this verdict: the checks are run again, by the thresholds it names."""
     decision, accuracy = chain.verdict.manifest, chain.report.manifest.accuracy
     try:
-        thresholds = Thresholds.model_validate(decision.config)
+        thresholds = Thresholds.recorded(decision.config)
     except ValidationError as error:
         yield f"verdict/manifest.json names thresholds that are none: {error.errors()[0]['msg']}"
         return
@@ -101,8 +101,8 @@ def _verdict_problems(chain: Chain) -> Iterator[str]:
     if missing := {"fp32", thresholds.precision} - present:
         yield f"report/manifest.json has no row of {', '.join(sorted(missing))}, so no verdict follows from it"
         return
-    rows = accuracy.row("fp32"), accuracy.row(thresholds.precision)
-    again = {check.name: check.verdict for check in run_checks(thresholds, *rows, chain.report.manifest.benchmark)}
+    checks = run_checks(thresholds, accuracy, chain.report.manifest.benchmark)
+    again = {check.name: check.verdict for check in checks}
     said = {check.name: check.verdict for check in decision.checks}
     if again != said:
         different = sorted(name for name in again.keys() | said.keys() if again.get(name) != said.get(name))

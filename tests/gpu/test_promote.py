@@ -46,7 +46,7 @@ from pipelines.datasets.textures import write_textures
 NAME = "textures"
 RUNTIME = "tensorrt"
 SIZE, NUM_VAL = 64, 128
-LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0}
+LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0, "require_above_chance": False}
 QUICK = {"benchmark_seconds": 0.05, "benchmark_warmup_seconds": 0.0, "min_iterations": 5}
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]

@@ -11,9 +11,17 @@ import pytest
 
 from components.common.artifacts import ReportManifest, VerdictManifest, load, seal
 from components.common.errors import GateFailed, UserError
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow, GateCheck
+from components.common.records import (
+    AccuracyReport,
+    AccuracyRow,
+    BenchmarkReport,
+    BenchmarkRow,
+    Comparison,
+    GateCheck,
+)
 from components.common.runners import openvino
 from components.common.serving import _on_openvino
+from components.common.statistics import drop_lower, drop_upper, mcnemar
 from components.common.steplog import StepLog
 from components.common.verdict import run_checks
 from components.gate.config import GateConfig
@@ -27,6 +35,31 @@ def accuracy(precision: str, top1_pct: float | None, num_images: int = 10_000) -
     if top1_pct is None:
         return AccuracyRow(precision=precision, runtime="n/a", note="needs TensorRT")
     return AccuracyRow(precision=precision, runtime="openvino", top1_pct=top1_pct, num_images=num_images)
+
+
+def measured(fp32: AccuracyRow, *others: AccuracyRow) -> AccuracyReport:
+    """Each of the others loses as many images as its top-1 says, and gains none."""
+    digests = {"dataset_digest": "d", "split_digest": "s", "bundle_digest": "sha256:b"}
+    rows = (fp32, *(row.model_copy(update={"comparison": comparison(fp32, row)}) for row in others))
+    return AccuracyReport(rows=rows, most_frequent_class="ant", most_frequent_pct=10.0, **digests)
+
+
+def comparison(fp32: AccuracyRow, own: AccuracyRow) -> Comparison | None:
+    if fp32.top1_pct is None or own.top1_pct is None:
+        return None
+    change = round((own.top1_pct - fp32.top1_pct) / 100 * own.num_images)
+    lost, gained = max(0, -change), max(0, change)
+    test = mcnemar(lost, gained)
+    return Comparison(
+        num_images=own.num_images,
+        num_lost=lost,
+        num_gained=gained,
+        delta_top1_points=own.top1_pct - fp32.top1_pct,
+        drop_lower_points=drop_lower(own.num_images, lost, gained),
+        drop_upper_points=drop_upper(own.num_images, lost, gained),
+        mcnemar_p=test.p_value,
+        mcnemar_test=test.test,
+    )
 
 
 def speed(precision: str, batch_size: int, images_per_s: float) -> BenchmarkRow:
@@ -49,8 +82,9 @@ def benchmark(*rows: BenchmarkRow) -> BenchmarkReport:
 def check(
     name: str, fp32: float | None, own: float | None, *rows: BenchmarkRow, **settings: Any
 ) -> tuple[str, float | None]:
-    config = GateConfig(**settings)
-    checks = run_checks(config, accuracy("fp32", fp32), accuracy("int8", own), benchmark(*rows))
+    """By what was measured, without its interval: see test_verdict.py for that."""
+    config = GateConfig(**{"confident": False, **settings})
+    checks = run_checks(config, measured(accuracy("fp32", fp32), accuracy("int8", own)), benchmark(*rows))
     found = next(entry for entry in checks if entry.name == name)
     return found.verdict, found.measured
 
@@ -86,8 +120,8 @@ def test_there_is_no_share_of_nothing(own: float) -> None:
 
 
 def test_a_share_that_is_not_asked_for_is_no_check() -> None:
-    config = GateConfig(min_relative_top1_pct=0, min_validation_images=0)
-    checks = run_checks(config, accuracy("fp32", 80.0), accuracy("int8", 80.0), benchmark())
+    config = GateConfig(min_relative_top1_pct=0, min_validation_images=0, require_above_chance=False)
+    checks = run_checks(config, measured(accuracy("fp32", 80.0), accuracy("int8", 80.0)), benchmark())
     assert [entry.name for entry in checks] == ["top1_drop_points"]
 
 
@@ -97,8 +131,9 @@ def test_least_top1(own: float, verdict: str) -> None:
 
 
 def test_thresholds_that_are_not_set_are_not_checked() -> None:
-    checks = run_checks(GateConfig(), accuracy("fp32", 80.0), accuracy("int8", 80.0), benchmark())
-    assert [entry.name for entry in checks] == ["top1_drop_points", "relative_top1_pct", "validation_images"]
+    checks = run_checks(GateConfig(), measured(accuracy("fp32", 80.0), accuracy("int8", 80.0)), benchmark())
+    names = ["top1_drop_points", "relative_top1_pct", "above_chance", "validation_images"]
+    assert [entry.name for entry in checks] == names
 
 
 def test_speedup_is_taken_at_the_largest_batch() -> None:
@@ -115,7 +150,7 @@ def test_speed_that_was_not_measured_does_not_pass() -> None:
 
 @pytest.mark.parametrize(("fp32", "own", "named"), [(80.0, None, "INT8"), (None, 80.0, "FP32"), (None, None, "INT8")])
 def test_accuracy_that_was_not_measured_does_not_pass(fp32: float | None, own: float | None, named: str) -> None:
-    checks = run_checks(GateConfig(), accuracy("fp32", fp32), accuracy("int8", own), benchmark())
+    checks = run_checks(GateConfig(), measured(accuracy("fp32", fp32), accuracy("int8", own)), benchmark())
     assert [(entry.verdict, entry.measured) for entry in checks] == [("not enough evidence", None)]
     assert checks[0].explanation == f"{named} was not measured here: needs TensorRT"
 
@@ -138,7 +173,7 @@ def report(
         ReportManifest,
         inputs={},
         config=config or ValidateConfig(),
-        accuracy=AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="sha256:b", rows=rows),
+        accuracy=measured(*rows),
         benchmark=benchmark(),
     )
     return path
@@ -152,7 +187,9 @@ def test_a_pass_says_what_was_measured(tmp_path: Path) -> None:
     source = report(tmp_path / "report", 80.0, 79.75)
     outcome = run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
     assert outcome == (
-        "INT8 passed: top-1 drop 0.25, allowed 0.5 points; share of FP32's top-1 99.69, at least 99 %; "
+        "INT8 passed: top-1 drop 0.25, allowed 0.5 points; with 95 % confidence at most 0.35 points; "
+        "share of FP32's top-1 99.69, at least 99 %; with 95 % confidence a drop of at most 0.35 points; "
+        "top-1 of INT8 79.75, above the 10.00 % of always answering 'ant', the most frequent class; "
         "10,000 validation images, at least 100"
     )
     verdict = verdict_of(tmp_path / "verdict")
@@ -163,27 +200,28 @@ def test_a_pass_says_what_was_measured(tmp_path: Path) -> None:
         measured=0.25,
         threshold=0.5,
         verdict="pass",
-        explanation="top-1 drop 0.25, allowed 0.5 points",
+        explanation="top-1 drop 0.25, allowed 0.5 points; with 95 % confidence at most 0.35 points",
     )
 
 
 def test_a_fail_is_written_before_it_is_raised(tmp_path: Path) -> None:
-    source = report(tmp_path / "report", 80.0, 79.0, num_images=400)
+    source = report(tmp_path / "report", 80.0, 77.0, num_images=400)
     with pytest.raises(GateFailed) as caught:
         run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
     assert caught.value.exit_code == 3
-    assert str(caught.value).startswith("INT8 did not pass: top-1 drop 1.00, allowed 0.5 points; share of FP32's")
+    assert str(caught.value).startswith("INT8 did not pass: top-1 drop 3.00, allowed 0.5 points; with 95 %")
     assert str(caught.value).endswith("(one of 400 validation images is 0.25 points)")
     verdict = verdict_of(tmp_path / "verdict")
     assert (verdict.passed, verdict.note) == (False, "one of 400 validation images is 0.25 points")
 
 
 def test_what_failed_and_what_could_not_be_told_are_said_apart(tmp_path: Path) -> None:
-    source = report(tmp_path / "report", 80.0, 79.0, num_images=50)
+    source = report(tmp_path / "report", 80.0, 70.0, num_images=50)
     with pytest.raises(GateFailed) as caught:
         run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
     assert str(caught.value) == (
-        "INT8 did not pass: top-1 drop 1.00, allowed 0.5 points; share of FP32's top-1 98.75, at least 99 %; "
+        "INT8 did not pass: top-1 drop 10.00, allowed 0.5 points; with 95 % confidence at least 4.35 points; "
+        "share of FP32's top-1 87.50, at least 99 %; with 95 % confidence a drop of at least 4.35 points; "
         "not enough evidence: 50 validation images, at least 100 (one of 50 validation images is 2.00 points)"
     )
 

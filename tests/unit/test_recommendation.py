@@ -25,7 +25,7 @@ def accuracy(top1_pct: dict[str, float], notes: dict[str, str] | None = None) ->
         )
         for precision, value in top1_pct.items()
     )
-    return AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=rows)
+    return AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=rows, most_frequent_pct=1.0)
 
 
 def advice(measured: AccuracyReport, images_per_s: dict[str, float], **settings: Any) -> Recommendation | None:
@@ -42,8 +42,8 @@ def advice(measured: AccuracyReport, images_per_s: dict[str, float], **settings:
         )
         for precision, speed in images_per_s.items()
     )
-    benchmark, thresholds = BenchmarkReport(bundle_digest="b", rows=rows), Thresholds(**settings)
-    checks = run_checks(thresholds, measured.row("fp32"), measured.row("int8"), benchmark)
+    benchmark, thresholds = BenchmarkReport(bundle_digest="b", rows=rows), Thresholds(confident=False, **settings)
+    checks = run_checks(thresholds, measured, benchmark)
     return recommend(thresholds, checks, measured, benchmark)
 
 
@@ -91,17 +91,19 @@ PLANS = "OpenVINO ran the ONNX file, not the plan: it was built elsewhere (GPU; 
 def test_doubts_about_fp32_stand_beside_the_verdict(notes: dict[str, str], said: str) -> None:
     """An image that FP32 gets wrong can't be lost, so that a fault of FP32 hides those of INT8."""
     measured = accuracy({"fp32": 80.0, "fp16": 80.0, "int8": 80.0}, notes)
-    assert verdict_note(measured, "int8") == said
+    assert verdict_note(Thresholds(), measured) == said
 
 
 @pytest.mark.parametrize(
     ("unseen", "said"), [(1, "1 class has no validation image"), (1200, "1,200 classes have no validation image")]
 )
 def test_classes_without_images_are_counted(unseen: int, said: str) -> None:
-    fp32, int8 = accuracy({"fp32": 80.0, "int8": 80.0}).rows
+    measured = accuracy({"fp32": 80.0, "int8": 80.0})
+    fp32, int8 = measured.rows
     same = predictions_all_right(50)
     own = int8.model_copy(update={"num_unseen_classes": unseen, "comparison": compare(same, same)})
-    checks = run_checks(Thresholds(max_class_drop_points=5), fp32, own, BenchmarkReport(bundle_digest="b", rows=()))
+    measured = measured.model_copy(update={"rows": (fp32, own)})
+    checks = run_checks(Thresholds(max_class_drop_points=5), measured, BenchmarkReport(bundle_digest="b", rows=()))
     found = next(entry for entry in checks if entry.name == "class_drop_points")
     assert found.verdict == "not enough evidence"
     assert found.explanation.endswith(f"; {said}")

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from components.common.statistics import bootstrap_interval, holm, mcnemar, paired_difference
+from components.common.statistics import (
+    chance_of,
+    drop_lower,
+    drop_upper,
+    holm,
+    images_needed,
+    mcnemar,
+    paired_difference,
+    tango_upper,
+)
 
 
 def rights(lost: int, gained: int, both: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
@@ -35,48 +44,49 @@ def test_mcnemar_of_one_direction_counted_by_hand() -> None:
     assert mcnemar(5, 0).p_value == mcnemar(0, 5).p_value == 2 / 32
 
 
-@pytest.mark.parametrize(("lost", "gained", "both", "neither"), [(30, 12, 800, 158), (4, 4, 90, 22), (2, 0, 60, 58)])
-def test_the_bootstrap_of_counts_is_that_of_images(lost: int, gained: int, both: int, neither: int) -> None:
-    reference, other = rights(lost, gained, both, neither)
-
-    def difference(first: np.ndarray, second: np.ndarray, axis: int) -> np.ndarray:
-        return 100 * (second.mean(axis=axis) - first.mean(axis=axis))
-
-    expected = stats.bootstrap(
-        (reference, other), difference, paired=True, vectorized=True, method="percentile", n_resamples=9999, rng=1
-    ).confidence_interval
-    step = 100 / len(reference)  # ends are whole images, and random
-    assert bootstrap_interval(len(reference), lost, gained) == pytest.approx(tuple(expected), abs=1.01 * step)
+@pytest.mark.parametrize(
+    ("count", "lost", "gained", "upper"),
+    # By hand: with none gained (lost - N x)^2 = 2.7055 N x (1 - x) for small x; with all, -(N - 2.7055) / (N + 2.7055)
+    [(359, 1, 0, 1.2388), (719, 3, 1, 0.9163), (719, 4, 0, 1.2334), (1000, 0, 0, 0.2698), (100, 0, 100, -94.7315)],
+)
+def test_tango(count: int, lost: int, gained: int, upper: float) -> None:
+    assert 100 * tango_upper(count, lost, gained) == pytest.approx(upper, abs=1e-3)
 
 
-def test_the_bootstrap_is_repeatable_and_needs_no_images() -> None:
-    assert bootstrap_interval(1000, 30, 12) == bootstrap_interval(1000, 30, 12)
-    assert bootstrap_interval(1000, 30, 12, seed=1) != bootstrap_interval(1000, 30, 12, num_resamples=100, seed=2)
-    low, high = bootstrap_interval(10**9, 3_000_000, 1_000_000)  # as quick as for a thousand
-    assert (low, high) == pytest.approx((-0.2, -0.2), abs=0.001)
-    assert bootstrap_interval(0, 0, 0) == (0.0, 0.0)
+def test_the_interval_allows_for_what_few_images_can_not_show() -> None:
+    """Without gained images the exact interval is longer: N images without a loss are the rule of three."""
+    assert drop_upper(1000, 0, 0) == -drop_lower(1000, 0, 0) == pytest.approx(100 * (1 - 0.05**0.001))
+    exact = stats.binomtest(4, 719).proportion_ci(0.90, "exact")  # two-sided 90 %, so 95 % on each side
+    assert drop_upper(719, 4, 0) == pytest.approx(100 * exact.high)
+    assert drop_upper(719, 3, 1) == 100 * tango_upper(719, 3, 1)
+    assert (drop_upper(7, 7, 0), drop_upper(0, 0, 0)) == (100.0, 100.0)
+    found = paired_difference(*rights(8, 2, 300, 40))
+    assert (found.low_points, found.high_points) == (-drop_upper(350, 8, 2), -drop_lower(350, 8, 2))
+    assert found.low_points < found.delta_points == -100 * 6 / 350 < found.high_points
 
 
-@pytest.mark.parametrize("count", [100, 120, 5000])
-def test_where_nothing_differs_only_one_interval_says_how_little_is_known(count: int) -> None:
-    right = np.ones(count, bool)
-    assert bootstrap_interval(count, 0, 0) == (0.0, 0.0)
-    difference = paired_difference(right, right)
-    assert -difference.low_points == pytest.approx(difference.high_points)
-    assert difference.high_points == pytest.approx(100 * 1.959964 * 2**0.5 / (count + 2))
+@pytest.mark.parametrize(("lost", "gained", "budget"), [(0, 0, 0.5), (1, 1, 0.5), (3, 1, 0.9), (3, 0, 0.4)])
+def test_images_needed_are_the_fewest_that_decide(lost: int, gained: int, budget: float) -> None:
+    needed = images_needed(400, lost, gained, budget)
+    assert needed is not None
+
+    def is_open(count: float) -> bool:
+        counts = count, lost * count / 400, gained * count / 400
+        return drop_lower(*counts) <= budget < drop_upper(*counts)
+
+    assert is_open(needed - 1)
+    assert not is_open(needed)
 
 
-def test_intervals_hold_what_they_promise() -> None:
-    """Of 400 drawn data sets, about 95 % have the true difference inside both intervals."""
-    random = np.random.default_rng(0)
-    draws = random.multinomial(500, [0.04, 0.02, 0.94], size=400)
-    inside = np.zeros((400, 2), bool)
-    for row, (lost, gained, same) in enumerate(draws.tolist()):
-        low, high = bootstrap_interval(500, lost, gained, num_resamples=2000, seed=row)
-        other = paired_difference(*rights(lost, gained, same, 0))
-        inside[row] = low <= -2 <= high, other.low_points <= -2 <= other.high_points
-    assert (inside.mean(axis=0) > 0.92).all()
-    assert (inside.mean(axis=0) < 0.98).all()
+def test_no_number_of_images_tells_a_drop_from_itself() -> None:
+    assert images_needed(400, 2, 0, 0.5) is None
+    assert images_needed(400, 0, 0, 0.0) is None
+
+
+@pytest.mark.parametrize(("num_right", "count", "share"), [(33, 90, 1 / 3), (40, 90, 1 / 3), (0, 5, 0.5), (5, 5, 0.5)])
+def test_chance_is_the_exact_binomial_tail(num_right: int, count: int, share: float) -> None:
+    expected = stats.binomtest(num_right, count, share, alternative="greater").pvalue
+    assert chance_of(num_right, count, share) == pytest.approx(expected)
 
 
 def test_holm_by_hand() -> None:

@@ -87,8 +87,13 @@ def speeds(images_per_s: dict[str, float], batch_sizes: tuple[int, ...] = (1, 12
 
 def check(name: str, own: Predictions, benchmark: BenchmarkReport | None = None, **settings: Any) -> GateCheck:
     fp32 = accuracy("fp32", model({}, per_class=own.num_images // 4))
-    checks = run_checks(GateConfig(**settings), fp32, accuracy("int8", own), benchmark or speeds(GPU_SPEEDS))
+    checks = run_checks(GateConfig(**settings), measured(fp32, accuracy("int8", own)), benchmark or speeds(GPU_SPEEDS))
     return next(entry for entry in checks if entry.name == name)
+
+
+def measured(*rows: AccuracyRow) -> AccuracyReport:
+    digests = {"dataset_digest": "d", "split_digest": "s", "bundle_digest": "sha256:b"}
+    return AccuracyReport(rows=rows, most_frequent_class="ant", most_frequent_pct=25.0, **digests)
 
 
 # Each check
@@ -100,26 +105,76 @@ def check(name: str, own: Predictions, benchmark: BenchmarkReport | None = None,
         (3, 250, 0.5, False, "pass"),  # 0.3 points measured
         (3, 250, 0.5, True, "not enough evidence"),
         (3, 250, 1.0, True, "pass"),
-        (6, 250, 0.5, True, "fail"),
+        (6, 250, 0.5, True, "not enough evidence"),  # 0.6 points measured, and surely 0.3 only
         (6, 250, 0.5, False, "fail"),
+        (16, 250, 0.5, True, "fail"),
         (30, 2500, 0.5, True, "pass"),  # the same 0.3 points on ten times as many images
         (0, 30, 0.5, True, "not enough evidence"),  # nothing lost, on 120 images
-        (0, 2500, 0.5, True, "pass"),
+        (0, 250, 0.5, True, "pass"),
     ],
 )
 def test_top1_drop(lost: int, per_class: int, allowed: float, confident: bool, verdict: str) -> None:
     own = model({"ant": lost}, per_class=per_class)
     found = check("top1_drop_points", own, max_top1_drop_points=allowed, confident=confident)
     assert (found.verdict, found.measured) == (verdict, pytest.approx(100 * lost / (4 * per_class)))
-    assert ("with 95 % confidence at most" in found.explanation) == confident
+    assert ("with 95 % confidence at most" in found.explanation) == (confident and verdict != "fail")
+    assert ("with 95 % confidence at least" in found.explanation) == (confident and verdict == "fail")
+    assert ("validation images would tell" in found.explanation) == (verdict == "not enough evidence")
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "total", "told"),
+    [
+        (0, 0, 400, "about 600 validation images would tell (0 lost and 0 gained of 400)"),  # the rule of three
+        (3, 3, 360, "about 2,000 validation images would tell (3 lost and 3 gained of 360)"),
+        (5, 0, 1000, "more images hardly tell, since the drop seen is as large as what is allowed"),
+    ],
+)
+def test_too_little_evidence_names_the_images_that_would_tell(lost: int, gained: int, total: int, told: str) -> None:
+    right = np.arange(total) >= gained, np.arange(total) < total - lost
+    fp32, own = (Predictions(top=np.where(entry, 0, 1)[:, None], labels=np.zeros(total, int)) for entry in right)
+    rows = (
+        AccuracyRow(precision=name, runtime="openvino", num_images=total, top1_pct=entry.top1_pct)
+        for name, entry in (("fp32", fp32), ("int8", own))
+    )
+    report = measured(*(row.model_copy(update={"comparison": compare(fp32, own)}) for row in rows))
+    (found, *_) = run_checks(GateConfig(), report, speeds({}))
+    assert found.verdict == "not enough evidence"
+    assert told in found.explanation
+
+
+@pytest.mark.parametrize(("share_pct", "verdict"), [(95.9, "pass"), (96.5, "not enough evidence"), (98.0, "fail")])
+def test_the_share_of_fp32_is_proved_like_the_drop(share_pct: float, verdict: str) -> None:
+    """30 of 1,000 are lost: with 95 % confidence at least 2.2 and at most 4.0 %."""
+    found = check("relative_top1_pct", model({"ant": 30}), min_relative_top1_pct=share_pct, max_top1_drop_points=9)
+    assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("share_pct", "verdict"),
+    [(33.33, "pass"), (88.5, "not enough evidence"), (90.0, "fail"), (95.0, "fail"), (None, "not enough evidence")],
+)
+@pytest.mark.parametrize("worse", ["fp32", "int8"])
+def test_a_model_must_be_better_than_always_the_most_frequent_class(
+    share_pct: float | None, verdict: str, worse: str
+) -> None:
+    """The worse of FP32 and INT8 is right on 900 of 1,000 images."""
+    rows = (accuracy(name, model({"ant": 100 if name == worse else 0})) for name in ("fp32", "int8"))
+    report = measured(*rows).model_copy(update={"most_frequent_pct": share_pct})
+    checks = {entry.name: entry for entry in run_checks(Thresholds(), report, speeds({}))}
+    assert checks["above_chance"].verdict == verdict
+    assert share_pct is None or f"of {worse.upper()} 90.00" in checks["above_chance"].explanation
+    assert "above_chance" not in {
+        entry.name for entry in run_checks(Thresholds(require_above_chance=False), report, speeds({}))
+    }
 
 
 def test_the_interval_of_an_older_report_is_not_there() -> None:
     fp32, own = (
         AccuracyRow(precision=name, runtime="openvino", top1_pct=80.0, num_images=500) for name in ("fp32", "int8")
     )
-    config = GateConfig(confident=True, max_class_drop_points=5)
-    found = {entry.name: entry for entry in run_checks(config, fp32, own, speeds({}))}
+    config = GateConfig(max_class_drop_points=5)
+    found = {entry.name: entry for entry in run_checks(config, measured(fp32, own), speeds({}))}
     for name in ("top1_drop_points", "class_drop_points"):
         assert found[name].verdict == "not enough evidence"
         assert found[name].explanation.endswith("validate again")
@@ -147,7 +202,8 @@ def test_worst_class(lost: dict[str, int], per_class: int, verdict: str, named: 
 )
 def test_classes_without_validation_images_leave_the_worst_class_open(lost: dict[str, int], verdict: str) -> None:
     row = accuracy("int8", model(lost)).model_copy(update={"num_unseen_classes": 2})
-    checks = run_checks(GateConfig(max_class_drop_points=5), accuracy("fp32", model({})), row, speeds(GPU_SPEEDS))
+    rows = measured(accuracy("fp32", model({})), row)
+    checks = run_checks(GateConfig(max_class_drop_points=5), rows, speeds(GPU_SPEEDS))
     found = next(entry for entry in checks if entry.name == "class_drop_points")
     assert found.verdict == verdict
     assert ("2 classes have no validation image" in found.explanation) == (verdict != "fail")
@@ -157,7 +213,8 @@ def test_many_lost_classes_are_counted() -> None:
     changes = class_changes(tuple(map(str, range(8))), *two_of(8, lost=40))
     worse, largest = class_losses(changes)
     row = accuracy("int8", model({})).model_copy(update={"worse_classes": worse, "largest_loss": largest})
-    checks = run_checks(GateConfig(max_class_drop_points=5), accuracy("fp32", model({})), row, speeds({}))
+    rows = measured(accuracy("fp32", model({})), row)
+    checks = run_checks(GateConfig(max_class_drop_points=5), rows, speeds({}))
     found = next(entry for entry in checks if entry.name == "class_drop_points")
     assert "4 by 16.00 points (250 images) and 3 more classes; allowed" in found.explanation
 
@@ -237,11 +294,11 @@ def test_size(allowed: float, verdict: str) -> None:
 
 def test_everything_may_be_asked_at_once() -> None:
     settings = {"min_top1_pct": 50, "max_class_drop_points": 5, "min_speedup": 3, "min_speedup_fp16": 1.2}
-    limits = {"max_p99_ms": 3, "max_size_mb": 30, "confident": True}
-    own = accuracy("int8", model({}, per_class=2500))
-    checks = run_checks(Thresholds(**settings, **limits), accuracy("fp32", model({})), own, speeds(GPU_SPEEDS))
+    limits = {"max_p99_ms": 3, "max_size_mb": 30}
+    rows = measured(accuracy("fp32", model({})), accuracy("int8", model({}, per_class=2500)))
+    checks = run_checks(Thresholds(**settings, **limits), rows, speeds(GPU_SPEEDS))
     assert {entry.verdict for entry in checks} == {"pass"}
-    assert len(checks) == 9
+    assert len(checks) == 10
 
 
 # The gate acts on them
@@ -253,18 +310,17 @@ def sealed(path: Path, own: Predictions, benchmark: BenchmarkReport, config: Thr
 
     path.mkdir()
     rows = tuple(accuracy(name, own if name == "int8" else model({})) for name in ("fp32", "fp16", "int8"))
-    measured = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="sha256:b", rows=rows)
     settings = ValidateConfig(gate=Thresholds(**config.model_dump()))
-    seal(path, ReportManifest, inputs={}, config=settings, accuracy=measured, benchmark=benchmark)
+    seal(path, ReportManifest, inputs={}, config=settings, accuracy=measured(*rows), benchmark=benchmark)
     return path
 
 
 def test_too_little_evidence_does_not_pass(tmp_path: Path) -> None:
-    config = GateConfig(confident=True)
+    config = GateConfig()
     report = sealed(tmp_path / "report", model({"ant": 3}), speeds(GPU_SPEEDS), config)
     with pytest.raises(
         GateFailed,
-        match=r"INT8 did not pass: not enough evidence: top-1 drop 0\.30, allowed 0\.5 points; with 95 % confidence",
+        match=r"INT8 did not pass: not enough evidence: top-1 drop 0\.30, .* \(--set gate\.confident=false\)$",
     ):
         run(config, StepLog("gate"), report=report, output=tmp_path / "verdict")
     verdict = load(tmp_path / "verdict", VerdictManifest).manifest
@@ -299,7 +355,18 @@ def test_a_verdict_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     verdict = load(tmp_path / "verdict", VerdictManifest).manifest
     assert verdict.checks[0].verdict == "not enough evidence"
     assert verdict.recommendation is None
-    assert Thresholds.model_validate(old["config"]) == Thresholds()
+    assert verdict.word == "fail"
+    assert Thresholds.recorded(old["config"]) == Thresholds(confident=False, require_above_chance=False)
+
+
+@pytest.mark.parametrize(("confident", "word"), [(True, "pass"), (False, "pass, not proved")])
+def test_a_pass_without_proof_says_so(tmp_path: Path, confident: bool, word: str) -> None:
+    config = GateConfig(confident=confident)
+    report = sealed(tmp_path / "report", model({}), speeds(GPU_SPEEDS), config)
+    said = run(config, StepLog("gate"), report=report, output=tmp_path / "verdict")
+    verdict = load(tmp_path / "verdict", VerdictManifest).manifest
+    assert (verdict.word, "not proved: gate.confident is false" in verdict.note) == (word, not confident)
+    assert verdict.note in said
 
 
 # What to ship
@@ -312,10 +379,8 @@ def advice(
     rows = [accuracy("fp32", model({}), 108_000_000), accuracy("int8", own)]
     if fp16 is not None:
         rows.insert(1, accuracy("fp16", fp16, 48_000_000))
-    measured = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=tuple(rows))
-    benchmark = speeds(images_per_s)
-    checks = run_checks(thresholds, rows[0], measured.row(thresholds.precision), benchmark)
-    return recommend(thresholds, checks, measured, benchmark)
+    report, benchmark = measured(*rows), speeds(images_per_s)
+    return recommend(thresholds, run_checks(thresholds, report, benchmark), report, benchmark)
 
 
 SLOW = {**GPU_SPEEDS, "int8": 2700.0}
@@ -376,9 +441,9 @@ def test_a_difference_within_the_spread_is_none() -> None:
         for row in near.rows
     ]
     rows = (accuracy("fp32", model({})), accuracy("int8", model({})))
-    measured = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=rows)
+    report = measured(*rows)
     for benchmark, precision in ((near, "fp32"), (near.model_copy(update={"rows": tuple(spread)}), "int8")):
-        found = recommend(Thresholds(), run_checks(Thresholds(), *rows, benchmark), measured, benchmark)
+        found = recommend(Thresholds(), run_checks(Thresholds(), report, benchmark), report, benchmark)
         assert found is not None
         assert found.precision == precision
 
@@ -412,7 +477,7 @@ def test_a_class_that_gets_better_is_no_loss() -> None:
 def test_the_summary_of_a_run_says_what_to_ship() -> None:
     found = Recommendation(precision="fp16", reason="INT8 is [slow]")
     builder = SummaryBuilder(0.0)
-    event = {"event": "verdict", "step": "gate", "passed": False, "precision": "int8", "checks": []}
+    event = {"event": "verdict", "step": "gate", "word": "fail", "precision": "int8", "checks": []}
     builder.handle({**event, "recommendation": found.model_dump()})
     assert builder.recommendation == found
     for verdict, expected in (("fail", "recommended: FP16, since INT8 is [slow]\n"), ("pass", "")):

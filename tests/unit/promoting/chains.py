@@ -29,6 +29,7 @@ from components.common.records import (
 from components.common.settings import StepConfig
 from components.common.shapes import ShapeSpec
 from components.common.transforms import transform_for
+from components.gate.config import GateConfig
 
 NUM_IMAGES = 100
 
@@ -102,7 +103,7 @@ def make_chain(folder: Path, top1_pct: int, *, split: str = "one", passed: bool 
         paths["verdict"],
         VerdictManifest,
         inputs={"report": report.digest, "bundle": bundle.digest},
-        config=StepConfig(),
+        config=GateConfig(),
         passed=passed,
         precision="int8",
         checks=(check,),

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from components.common.records import ClassLoss, Recommendation
+from components.common.verdict import Thresholds
 from components.validate.formats import number, probability, short, signed
 from components.validate.rendering import write_report
 from components.validate.schema import (
@@ -366,19 +367,19 @@ def test_limitations_name_classes_that_lose_more_than_chance(reports: dict[str, 
         assert said == [f"The class {name} {lost}" for name in told]
 
 
-def test_an_interval_that_is_a_point_is_not_the_one_told(reports: dict[str, Report], tmp_path: Path) -> None:
-    """Without lost and gained images the bootstrap says 0 to 0, of 10 images as of 10,000."""
+def test_the_interval_told_is_the_one_that_the_gate_judges(reports: dict[str, Report], tmp_path: Path) -> None:
     report = reports["no disagreement"]
     assert report.change is not None
-    drawn = report.change
-    page, _ = write(report, tmp_path)
-    ends = f"{signed(drawn.bootstrap_low_points)} and {signed(drawn.bootstrap_high_points)} (paired bootstrap)"
-    assert f"with 95 % confidence between {ends}" in " ".join(Page(page).paragraphs)
-    none = {"num_lost": 0, "num_gained": 0, "bootstrap_low_points": 0.0, "bootstrap_high_points": 0.0}
-    same = drawn.model_copy(update={**none, "low_points": -2.272, "high_points": 2.272})
-    page, card = write(report.model_copy(update={"change": same}), tmp_path)
-    said = (
-        f"with 95 % confidence between {signed(-2.272)} and {signed(2.272)} (Bonett and Price; the bootstrap can draw"
-    )
+    page, card = write(report, tmp_path)
+    said = f"with 95 % confidence the drop is at most {number(report.change.drop_upper_points)} points"
     assert said in " ".join(Page(page).paragraphs)
     assert said in plain(card)
+
+
+@pytest.mark.parametrize(("confident", "said"), [(True, "INT8 passed"), (False, "INT8 passed, not proved")])
+def test_a_pass_without_proof_says_so(reports: dict[str, Report], tmp_path: Path, confident: bool, said: str) -> None:
+    report = reports["ten classes"]
+    verdict = report.verdict.model_copy(update={"passed": True, "thresholds": Thresholds(confident=confident)})
+    page, card = write(report.model_copy(update={"verdict": verdict}), tmp_path)
+    assert f"<h1>{said}</h1>" in page
+    assert f": {said}\n" in card
