@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from components.common.digests import canonical_json, digest_bytes, digest_file
 from components.common.environment import Environment, environment
 from components.common.errors import EngineryError, UserError
+from components.common.instruction_sets import SATURATING
 from components.common.integrity import (
     check_seal,
     claims_of,
@@ -35,6 +36,7 @@ from components.common.records import (
     Batching,
     BenchmarkReport,
     CalibrationEntry,
+    CpuModel,
     DatasetStatistics,
     EngineEntry,
     EpochRecord,
@@ -111,12 +113,20 @@ class BundleManifest(Manifest):
     transform: TransformSpec
     shapes: ShapeSpec
     models: dict[str, str] = Field(description="ONNX file by name: fp32, fp16, int8, int8_fp16.")
+    cpu_models: tuple[CpuModel, ...] = Field((), description="INT8 for CPUs; empty in bundles up to version 0.1.")
     engines: tuple[EngineEntry, ...] = Field(description="TensorRT plans for the GPU that export ran on.")
     engines_missing: str = Field("", description="Why TensorRT plans are missing, all or some; empty when none is.")
     calibration: CalibrationEntry
     num_quantized_layers: int = Field(description="Convolutions and matrix products with INT8 inputs and weights.")
     num_quantizable_layers: int
     training: TrainingRecord | None = Field(None, description="None for a model that was not trained by this chain.")
+
+    @property
+    def int8_on_cpus(self) -> tuple[CpuModel, ...]:
+        """The files that INT8 can run from on a CPU; of an older bundle the one that TensorRT compiles."""
+        return self.cpu_models or (
+            CpuModel(file=self.models["int8"], weight_bits=8, activations="signed", saturates_on=SATURATING),
+        )
 
 
 class ReportManifest(Manifest):
@@ -176,7 +186,9 @@ class RepositoryManifest(Manifest):
     transform: TransformSpec
     shapes: ShapeSpec
     top_k: int = Field(description="How many classes the ensemble names for each image.")
-    cpu_model: str = Field(description="The ONNX file that OpenVINO runs where there is no GPU.")
+    cpu_model: str = Field(description="The ONNX file that OpenVINO runs where there is no GPU; empty for INT8.")
+    cpu_models: tuple[CpuModel, ...] = Field((), description="Of INT8: the files, of which each CPU takes a fit one.")
+    measured_on: tuple[str, ...] = Field((), description="The CPU's instruction sets that the verdict rests on.")
     engines: tuple[EngineEntry, ...] = Field(description="The TensorRT plans; `file` is the path in the repository.")
     batching: dict[Literal["gpu", "cpu"], Batching] = Field(description="By what serves; no gpu without plans.")
 

@@ -149,6 +149,36 @@ class EngineEntry(Record):
     layers: EngineLayers | None = Field(None, description="What the engine inspector says; None where nothing asked.")
 
 
+class CpuModel(Record):
+    """An INT8 file for CPUs: the scales of int8.onnx, written for what CPUs multiply fast and without saturation."""
+
+    file: str
+    weight_bits: Literal[7, 8] = Field(description="8: weights to +-127; 7: to +-63, which never saturate.")
+    activations: Literal["signed", "unsigned"] = Field(
+        description='"signed": -127..127; "unsigned": 0..255 for tensors that are never negative, such as after a ReLU.'
+    )
+    saturates_on: tuple[str, ...] = Field(
+        description="Instruction sets, by oneDNN's names, on which sums of its products saturate; empty for none."
+    )
+
+    @property
+    def arithmetic(self) -> str:
+        """Such as "7-bit weights, unsigned activations"."""
+        return f"{self.weight_bits}-bit weights, {self.activations} activations"
+
+
+class CpuTrial(Record):
+    """One way to write INT8 for CPUs, measured by OpenVINO's own logits against a simulation in floating point."""
+
+    weight_bits: Literal[7, 8]
+    activations: Literal["signed", "unsigned"]
+    instruction_set: str = Field(description="What OpenVINO ran it with, by oneDNN's name.")
+    logits_error: float = Field(description="RMS difference of OpenVINO's logits from FP32's, over the RMS of FP32's.")
+    simulated_error: float = Field(description="The same of ONNX Runtime, which computes Q/DQ in floating point.")
+    saturates: bool = Field(description="Whether OpenVINO's error is larger than rounding explains.")
+    images_per_s: float | None = Field(None, description="None where accuracy alone decided.")
+
+
 class Trial(Record):
     """One candidate that was measured while INT8 was chosen: a calibration, and layers left in float."""
 
@@ -163,6 +193,8 @@ class Trial(Record):
     high_points: float = Field(description="Upper end, likewise.")
     agreement_pct: float = Field(description="Images on which FP32 predicts the same class, in per cent.")
     within_budget: bool
+    weight_bits: Literal[7, 8] = 8
+    activations: Literal["signed", "unsigned"] = "signed"
 
 
 class LayerCost(Record):
@@ -201,6 +233,7 @@ class CalibrationEntry(Record):
     cached: bool = Field(False, description="Whether the histograms came from the cache.")
     excluded: tuple[str, ...] = Field((), description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
     selection: SelectionEntry | None = Field(None, description="None where nothing was compared.")
+    cpu_trials: tuple[CpuTrial, ...] = Field((), description="Ways to write INT8 for CPUs; empty where a GPU chose.")
 
 
 class Comparison(Record):
@@ -250,6 +283,7 @@ class AccuracyRow(Record):
     precision: Precision
     runtime: str = Field(description='"tensorrt", "openvino", ...; "n/a" when nothing here runs this precision.')
     device: str = ""
+    instruction_set: str = Field("", description="Of the CPU, by oneDNN's name; empty on a GPU and in older reports.")
     file: str = ""
     size_bytes: int = 0
     num_images: int = 0
@@ -284,6 +318,10 @@ class AccuracyReport(Record):
     def row(self, precision: str) -> AccuracyRow:
         """The row of a precision."""
         return next(row for row in self.rows if row.precision == precision)
+
+    def measured_on(self, precision: str) -> tuple[str, ...]:
+        """The CPU's instruction sets that a precision was measured with, which are all that a verdict counts for."""
+        return tuple(row.instruction_set for row in self.rows if row.precision == precision and row.instruction_set)
 
 
 class Speedup(Record):

@@ -1,12 +1,14 @@
 """Which runtime would serve each precision of a bundle on this machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from components.common.artifacts import Artifact, BundleManifest
 from components.common.errors import RuntimeUnavailable, UserError
-from components.common.records import PRECISIONS, EngineEntry, Precision
+from components.common.instruction_sets import instruction_set
+from components.common.records import PRECISIONS, CpuModel, EngineEntry, Precision
 from components.common.runners import Runner
 
 Runtime = Literal["auto", "tensorrt", "openvino", "onnxruntime"]
@@ -43,7 +45,10 @@ def serving_runners(bundle: Artifact[BundleManifest], runtime: Runtime) -> list[
             reason = "its engine was not built" if engines else without
             servings.append(Serving(precision=precision, file=None, runner=None, note=reason))
         else:
-            servings.append(_on_openvino(bundle, precision, unused))
+            try:
+                servings.append(_on_openvino(bundle, precision, unused))
+            except RuntimeUnavailable as error:  # no INT8 file is fit for this CPU; FP32 runs all the same
+                servings.append(Serving(precision=precision, file=None, runner=None, note=str(error)))
     return servings
 
 
@@ -53,7 +58,8 @@ def serving_runner(bundle: Artifact[BundleManifest], precision: Precision, runti
     FP16 without TensorRT is the FP16 file in FP32 arithmetic, since CPUs have no other: the note says so.
 
     Raises:
-        RuntimeUnavailable: `runtime` is "tensorrt" and the bundle has no such engine that runs here.
+        RuntimeUnavailable: `runtime` is "tensorrt" and the bundle has no such engine that runs here; or no INT8 file
+            of the bundle is fit for this CPU.
         UserError: the bundle has no model of this precision.
     """
     engines, unused = _engines_for(bundle, runtime)
@@ -116,16 +122,47 @@ def _on_tensorrt(bundle: Artifact[BundleManifest], engine: EngineEntry) -> Servi
     return Serving(precision=engine.precision, file=file, runner=runner, note=". ".join(notes))
 
 
+def fit_model(models: Sequence[CpuModel]) -> CpuModel:
+    """The INT8 file for this CPU: of those whose sums do not saturate on it, the one with the most bits.
+
+    Args:
+        models: of a bundle or a model repository, at least one.
+
+    Raises:
+        RuntimeUnavailable: sums of each would saturate, and the answers would not be those that were measured.
+    """
+    here = instruction_set()
+    fit = [model for model in models if here not in model.saturates_on]
+    if not fit:
+        held = "; ".join(f"{model.file} ({model.arithmetic})" for model in models)
+        unfit = ", ".join(sorted(set.intersection(*(set(model.saturates_on) for model in models))))
+        raise RuntimeUnavailable(
+            f"no INT8 file is fit for this CPU, which runs INT8 with {here}: sums of {held} saturate on {unfit}. "
+            "Export the model again, which writes a file for every CPU, or use a CPU with VNNI"
+        )
+    return max(fit, key=lambda model: model.weight_bits)
+
+
+def not_measured_here(measured_on: Sequence[str]) -> str:
+    """What to tell somebody who runs a model on a CPU that its verdict does not speak of."""
+    return (
+        f"the verdict on this model was measured with {', '.join(measured_on)}, and this CPU runs INT8 with "
+        f"{instruction_set()}: nobody has proved it here. `python -m components.validate` measures it on this CPU"
+    )
+
+
 def _on_openvino(bundle: Artifact[BundleManifest], precision: Precision, unused: str) -> Serving:
     """`unused` is why the bundle's plans don't run here; empty where it has none."""
-    from components.common.runners.openvino import OpenVINORunner, cpu_has_vnni
+    from components.common.runners.openvino import OpenVINORunner
 
     notes = [f"OpenVINO ran the ONNX file, not the plan: {unused}"] if unused else []
-    if precision == "int8" and not cpu_has_vnni():
-        notes.append("this CPU has no VNNI: INT8 sums may saturate, so accuracy here can differ from other machines")
-    file = bundle.file(bundle.manifest.models[precision])
-    runner = OpenVINORunner(file, bundle.manifest.shapes)
-    return Serving(precision=precision, file=file, runner=runner, note=". ".join(notes))
+    file = bundle.manifest.models[precision]
+    if precision == "int8":
+        model = fit_model(bundle.manifest.int8_on_cpus)
+        file = model.file
+        notes.append(f"{model.arithmetic}, on {instruction_set()}")
+    runner = OpenVINORunner(bundle.file(file), bundle.manifest.shapes)
+    return Serving(precision=precision, file=bundle.file(file), runner=runner, note=". ".join(notes))
 
 
 def _on_onnxruntime(bundle: Artifact[BundleManifest], precision: Precision) -> Serving:

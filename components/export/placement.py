@@ -34,6 +34,8 @@ _VALUE_PRESERVING = (
     "Cast",
     "Dropout",
 )
+_NONNEGATIVE = ("Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs")
+_KEEPS_SIGN = (*_VALUE_PRESERVING, "AveragePool", "GlobalAveragePool", "ReduceMean", "Pad", "Slice", "Split")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,24 @@ class Graph:
             tensor = self.producer[tensor].input[0]
         return tensor
 
+    def is_nonnegative(self, tensor: str) -> bool:
+        """True if no image can make `tensor` negative, by the operators that make it."""
+        node = self.producer.get(tensor)
+        if node is None:
+            return False
+        if node.op_type in _NONNEGATIVE:
+            return True
+        if node.op_type == "Clip":
+            low = _attribute(node, "min", None)  # before opset 11; an input since
+            if len(node.input) > 1 and node.input[1] in self.initializers:
+                low = numpy_helper.to_array(self.initializers[node.input[1]])
+            return low is not None and float(low) >= 0
+        if node.op_type in _KEEPS_SIGN:
+            return self.is_nonnegative(node.input[0])
+        if node.op_type in ("Add", "Concat", "Mul"):
+            return all(self.is_nonnegative(name) for name in node.input)
+        return False
+
     def convolution_into(self, tensor: str) -> NodeProto | None:
         """The Conv (or Conv and BatchNormalization) that makes `tensor` for a single consumer, if one does."""
         node = self.producer.get(tensor)
@@ -132,6 +152,13 @@ def activation_tensors(model: onnx.ModelProto, exclude: Collection[str] = frozen
     graph = Graph(prepared.graph)
     reads = quantized_reads(prepared.graph, exclude)
     return list(dict.fromkeys(graph.scale_source(read.tensor) for read in reads if read.axis is None))
+
+
+def has_unsigned_activations(model: onnx.ModelProto) -> bool:
+    """True if a tensor that is read in INT8 is never negative."""
+    prepared = float_graph(model)
+    graph = Graph(prepared.graph)
+    return any(read.axis is None and graph.is_nonnegative(read.tensor) for read in quantized_reads(prepared.graph, ()))
 
 
 def inline_constants(model: onnx.ModelProto) -> onnx.ModelProto:

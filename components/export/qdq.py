@@ -4,6 +4,7 @@ The pass works on FP32 graphs (opset 13 or newer) and on typed FP16 graphs (opse
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -27,9 +28,27 @@ from components.export.placement import (
 # "qdq": float weights, QuantizeLinear, DequantizeLinear, for builders that refuse constants of type int8 (before 8.6).
 WeightStorage = Literal["qdq", "dq"]
 
+UINT8_MAX = 255
+
 # A scale below the smallest normal number is flushed to zero on some devices, and its reciprocal overflows in FP16.
 MIN_SCALE = 2.0**-60
 _MIN_SCALES = {TensorProto.FLOAT: MIN_SCALE, TensorProto.FLOAT16: 2.0**-14}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """How a graph writes INT8: what its target multiplies fast, and without saturation."""
+
+    weight_bits: Literal[7, 8] = 8  # +-63 or +-127
+    activations: Literal["signed", "unsigned"] = "signed"  # unsigned: 0..255 where a tensor is never negative
+
+    @property
+    def largest_weight(self) -> int:
+        """The largest code of a weight."""
+        return INT8_MAX if self.weight_bits == 8 else INT8_MAX >> 1
+
+
+TENSORRT = Arithmetic()  # TensorRT takes symmetric zero points only
 
 
 def scales_below_fp16(scales: Mapping[str, float]) -> list[str]:
@@ -43,6 +62,7 @@ def insert_qdq(
     *,
     exclude: Collection[str] = frozenset(),
     weights: WeightStorage = "dq",
+    arithmetic: Arithmetic = TENSORRT,
 ) -> onnx.ModelProto:
     """Returns a copy of `model` with Q/DQ pairs inserted.
 
@@ -51,6 +71,7 @@ def insert_qdq(
         scales: real value of INT8 code 1 for each of `activation_tensors(model, exclude)`; others are ignored.
         exclude: ids of nodes to keep out of INT8.
         weights: how quantized weights are stored.
+        arithmetic: how INT8 is written. The scales are the same for each: unsigned codes divide the same range finer.
 
     Raises:
         EngineryError: a scale is missing or not positive, a name in `exclude` is unknown, the model is already
@@ -62,12 +83,13 @@ def insert_qdq(
         raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.")
     reads = quantized_reads(quantized.graph, exclude)
     float_type = _float_type(quantized, graph)
-    inserter = _Inserter(quantized.graph, float_type, weights)
+    inserter = _Inserter(quantized.graph, float_type, weights, arithmetic)
     for read in reads:
         if read.axis is not None:
             inserter.quantize_weights(graph.initializers[read.tensor], read.axis)
         else:
-            inserter.quantize_activation(read.tensor, _checked_scale(scales, graph.scale_source(read.tensor)))
+            scale = _checked_scale(scales, graph.scale_source(read.tensor))
+            inserter.quantize_activation(read.tensor, scale, graph.is_nonnegative(read.tensor))
     for read in reads:
         read.node.input[read.index] = _dequantized(read.tensor)
     inserter.write_nodes()
@@ -106,29 +128,34 @@ def _checked_scale(scales: Mapping[str, float], tensor: str) -> float:
 class _Inserter:
     """Adds Q/DQ nodes and their constants to a graph, once per tensor."""
 
-    def __init__(self, graph: onnx.GraphProto, float_type: int, weights: WeightStorage) -> None:
-        self.graph = graph
+    def __init__(self, graph: onnx.GraphProto, float_type: int, weights: WeightStorage, arithmetic: Arithmetic) -> None:
+        self.graph, self.arithmetic = graph, arithmetic
         self.dtype: np.dtype = helper.tensor_dtype_to_np_dtype(float_type)
         self.min_scale = _MIN_SCALES[float_type]
         self.weights = weights
         self.pairs: dict[str, list[NodeProto]] = {}  # by the tensor that they read
 
-    def quantize_activation(self, tensor: str, scale: float) -> None:
-        if tensor not in self.pairs:
+    def quantize_activation(self, tensor: str, scale: float, nonnegative: bool) -> None:
+        if tensor in self.pairs:
+            return
+        if nonnegative and self.arithmetic.activations == "unsigned":
+            self._add_pair(tensor, np.asarray(scale * INT8_MAX / UINT8_MAX), axis=None, code_type=np.uint8)
+        else:
             self._add_pair(tensor, np.asarray(scale), axis=None)
 
     def quantize_weights(self, tensor: TensorProto, axis: int) -> None:
-        """Per-channel scales max|w| / 127. Weights shared by several nodes are quantized once."""
+        """Per-channel scales max|w| / 127 (or 63). Weights shared by several nodes are quantized once."""
         if tensor.name in self.pairs:
             return
         values = numpy_helper.to_array(tensor).astype(np.float32)
         others = tuple(dim for dim in range(values.ndim) if dim != axis)
-        scales = np.abs(values).max(axis=others) / INT8_MAX  # [channels]
+        largest = self.arithmetic.largest_weight
+        scales = np.abs(values).max(axis=others) / largest  # [channels]
         self._add_pair(tensor.name, scales, axis)
         if self.weights == "dq":
             shape = [-1 if dim == axis else 1 for dim in range(values.ndim)]
             stored = self._stored_scale(scales).astype(np.float32).reshape(shape)
-            codes = np.clip(np.rint(values / stored), -INT8_MAX, INT8_MAX).astype(np.int8)
+            codes = np.clip(np.rint(values / stored), -largest, largest).astype(np.int8)
             self.graph.initializer.append(numpy_helper.from_array(codes, f"{tensor.name}_quantized"))
             del self.pairs[tensor.name][0]
 
@@ -136,10 +163,10 @@ class _Inserter:
         stored: np.ndarray = np.maximum(scale, self.min_scale).astype(self.dtype)
         return stored
 
-    def _add_pair(self, tensor: str, scale: np.ndarray, axis: int | None) -> None:
+    def _add_pair(self, tensor: str, scale: np.ndarray, axis: int | None, code_type: type = np.int8) -> None:
         constants = [
             numpy_helper.from_array(self._stored_scale(scale), f"{tensor}_scale"),
-            numpy_helper.from_array(np.zeros(scale.shape, np.int8), f"{tensor}_zero_point"),
+            numpy_helper.from_array(np.zeros(scale.shape, code_type), f"{tensor}_zero_point"),
         ]
         self.graph.initializer.extend(constants)
         names = [constant.name for constant in constants]

@@ -1,9 +1,8 @@
 """From the FP32 model to INT8 scales and the layers that use them: calibrate, compare, rank, leave out."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 
 from components.common.digests import digest_file, digest_json
 from components.common.errors import EngineryError
-from components.common.records import CalibrationEntry, SelectionEntry
+from components.common.records import CalibrationEntry, CpuModel, CpuTrial, SelectionEntry
 from components.common.runners import to_numpy
 from components.common.runners.torch import TorchGraph
 from components.common.steplog import StepLog
+from components.export.arithmetic import NUM_IMAGES, ArithmeticSearch, cpu_models, first_arithmetic
 from components.export.cache import Histograms, cached_histograms
 from components.export.calibration import NUM_BINS, CalibrationMethod, compute_scale
 from components.export.candidates import Candidates
@@ -23,10 +23,10 @@ from components.export.collection import collect_with_onnxruntime, collect_with_
 from components.export.config import ExportConfig
 from components.export.placement import activation_tensors
 from components.export.precision import FP16_MAX
-from components.export.qdq import scales_below_fp16
+from components.export.qdq import TENSORRT, Arithmetic, scales_below_fp16
 from components.export.samples import MIN_SELECTION_IMAGES, Samples
 from components.export.selection import Budget, Selection
-from components.export.sensitivity import BATCH_SIZE, Ranking, rank_layers
+from components.export.sensitivity import Ranking, rank_layers
 from components.export.sources import SourceModel
 
 
@@ -36,6 +36,7 @@ class Quantization:
 
     scales: dict[str, float]  # by tensor
     excluded: tuple[str, ...]  # node ids
+    cpu_models: tuple[CpuModel, ...]
     calibration: CalibrationEntry
 
 
@@ -79,12 +80,13 @@ def quantize(
     scales = {method: _scales(calibrated.histograms, method, config) for method in methods}
     method, entry = methods[0], None
     excluded: tuple[str, ...] = ()
+    candidates = Candidates(shapes=source.shapes, device=device, directory=fp32_file.parent, log=log)
+    chooser = _Chooser(config, fp32, calibration, candidates)
     if selection is not None and (automatic or config.fallback):
-        candidates = Candidates(
-            samples=selection, shapes=source.shapes, device=device, directory=fp32_file.parent, log=log
-        )
-        method, excluded, entry = _select(config, fp32, scales, candidates, calibration, log)
-    elif config.num_selection_images and (automatic or config.fallback):
+        method, excluded, entry = _select(config, scales, selection, chooser)
+    else:
+        chooser.choose_arithmetic(scales[method])
+    if selection is None and config.num_selection_images and (automatic or config.fallback):
         log.note(
             f"fewer than {MIN_SELECTION_IMAGES} training images are left to measure INT8 on: {method.value} is taken "
             "as it is"
@@ -92,9 +94,11 @@ def quantize(
     if tiny := scales_below_fp16(scales[method]):
         log.warning(f"{len(tiny)} INT8 scales are too small for FP16, such as that of {tiny[0]}: int8_fp16.onnx loses")
     parameters = {"percentile": config.calibration_percentile} if method == CalibrationMethod.PERCENTILE else {}
+    activations = chooser.arithmetic.activations if chooser.on_cpu else first_arithmetic(fp32).activations
     return Quantization(
         scales=scales[method],
         excluded=excluded,
+        cpu_models=cpu_models(activations, chooser.saturates_here),
         calibration=CalibrationEntry(
             method=method.value,
             num_images=calibration.num_images,
@@ -106,6 +110,7 @@ def quantize(
             cached=calibrated.cached,
             excluded=excluded,
             selection=entry,
+            cpu_trials=chooser.trials,
         ),
     )
 
@@ -174,11 +179,9 @@ def _scales(histograms: Histograms, method: CalibrationMethod, config: ExportCon
 
 def _select(
     config: ExportConfig,
-    fp32: onnx.ModelProto,
     scales: dict[CalibrationMethod, dict[str, float]],
-    candidates: Candidates,
-    calibration: Samples,
-    log: StepLog,
+    samples: Samples,
+    chooser: "_Chooser",
 ) -> tuple[CalibrationMethod, tuple[str, ...], SelectionEntry]:
     """The method, the layers that stay in float, and the record of all that was tried."""
     started = time.monotonic()
@@ -186,26 +189,34 @@ def _select(
         max_top1_drop_points=config.gate.max_top1_drop_points, min_relative_top1_pct=config.gate.min_relative_top1_pct
     )
     search = Selection(
-        model=fp32,
+        model=chooser.fp32,
         scales=scales,
-        measure=candidates.measure,
+        measure=lambda models, text: chooser.candidates.predictions(models, samples, text),
         budget=budget,
         deadline=started + config.search_seconds,
+        arithmetic=chooser.arithmetic,
     )
     method = search.choose_method()
-    ranking = _rank(config, fp32, scales[method], calibration, candidates.device, search.deadline, log)
+    search.arithmetic = chooser.choose_arithmetic(scales[method])
+    ranking = Ranking(layers=(), num_images=0)
     excluded: tuple[str, ...] = ()
-    if config.fallback and ranking.layers:
-        excluded = search.exclude_layers(method, ranking)
+    if config.fallback:
+
+        def rank() -> Ranking:
+            nonlocal ranking
+            ranking = chooser.rank(scales[method], search.deadline)
+            return ranking
+
+        excluded = search.exclude_layers(method, rank)
     chosen = search.trial(method, excluded)
     if chosen is None or not chosen.within_budget:
-        log.warning(
+        chooser.log.warning(
             "INT8 is not within the budget on training images"
             + (f" after {config.search_seconds:g} s (export.search_seconds)" if search.out_of_time else "")
         )
     entry = SelectionEntry(
-        runtime=candidates.runtime,
-        num_images=candidates.samples.num_images,
+        runtime=chooser.candidates.runtime,
+        num_images=samples.num_images,
         fp32_top1_pct=search.fp32_top1_pct,
         max_top1_drop_points=budget.max_top1_drop_points,
         min_relative_top1_pct=budget.min_relative_top1_pct,
@@ -218,35 +229,49 @@ def _select(
     return method, excluded, entry
 
 
-def _rank(
-    config: ExportConfig,
-    fp32: onnx.ModelProto,
-    scales: dict[str, float],
-    calibration: Samples,
-    device: torch.device,
-    deadline: float,
-    log: StepLog,
-) -> Ranking:
-    total = min(config.num_ranking_images, calibration.num_images)
-    try:
-        if total == 0:
+class _Chooser:
+    """What is measured on a few calibration images, without labels: how INT8 is written, and what layers cost."""
+
+    def __init__(
+        self, config: ExportConfig, fp32: onnx.ModelProto, calibration: Samples, candidates: Candidates
+    ) -> None:
+        self.config, self.fp32, self.calibration = config, fp32, calibration
+        self.candidates, self.log = candidates, candidates.log
+        self.on_cpu = candidates.runtime == "openvino"
+        self.arithmetic = first_arithmetic(fp32) if self.on_cpu else TENSORRT
+        self.trials: tuple[CpuTrial, ...] = ()
+        self.saturates_here = True
+
+    def choose_arithmetic(self, scales: dict[str, float]) -> Arithmetic:
+        """How a CPU's file is written; on a GPU nothing is chosen, and nobody measures it."""
+        if self.on_cpu:
+            self.log.progress("choosing how INT8 is written for CPUs", 0, 1)
+            batches = self._images(NUM_IMAGES)
+            search = ArithmeticSearch(fp32=self.fp32, scales=scales, batches=batches, candidates=self.candidates)
+            self.arithmetic, self.trials = search.choose(), tuple(search.trials)
+            self.saturates_here = search.saturates
+        return self.arithmetic
+
+    def rank(self, scales: dict[str, float], deadline: float) -> Ranking:
+        """What each layer costs in INT8; nothing where no images are given to it."""
+        if self.config.num_ranking_images == 0:
             return Ranking(layers=(), num_images=0)
+        batches = self._images(self.config.num_ranking_images)
         return rank_layers(
-            fp32,
+            self.fp32,
             scales,
-            _small_batches(calibration, total),
-            device=device,
+            self.arithmetic,
+            lambda model: self.candidates.logits(model, batches),
             deadline=deadline,
-            progress=lambda done: log.progress("ranking layers", done, total, "images"),
+            progress=lambda done, total: self.log.progress("ranking layers", done, total, "layers"),
         )
-    except EngineryError as error:
-        log.warning(f"layers are not ranked, and none is left out of INT8: {error}")
-        return Ranking(layers=(), num_images=0)
 
-
-def _small_batches(calibration: Samples, num_images: int) -> Iterator[torch.Tensor]:
-    images = (part for batch in calibration for part in torch.split(batch.images, BATCH_SIZE))
-    left = num_images
-    for part in islice(images, -(-num_images // BATCH_SIZE)):
-        yield part[:left]
-        left -= len(part)
+    def _images(self, num_images: int) -> list[torch.Tensor]:
+        """The first calibration images: [B, 3, H, W] float32 each, normalized."""
+        batches, left = [], num_images
+        for batch in self.calibration:
+            batches.append(batch.images[:left])
+            left -= len(batches[-1])
+            if left <= 0:
+                break
+        return batches

@@ -67,7 +67,8 @@ def rebuild(
         raise UserError(
             f"{bundle.path} is a bundle, of which only plans are built, but export.tensorrt is off: set it to auto"
         )
-    names = {*_MODELS, "scales.json", *bundle.manifest.models.values()}
+    on_cpus = (model.file for model in bundle.manifest.cpu_models)
+    names = {*_MODELS, "scales.json", *bundle.manifest.models.values(), *on_cpus}
     if absent := sorted(names - set(bundle.manifest.files)):
         raise UserError(f"the bundle {bundle.path} has no {', '.join(absent)}, so export the model again")
     if missing := why_no_tensorrt():

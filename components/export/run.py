@@ -23,7 +23,7 @@ from components.export.onnx_export import check_against_torch
 from components.export.placement import quantizable_layers, with_names
 from components.export.plans import build_plans, cache_folder, describe_plans
 from components.export.precision import raise_opset, to_fp16
-from components.export.qdq import insert_qdq
+from components.export.qdq import Arithmetic, insert_qdq
 from components.export.quantization import Quantization, quantize
 from components.export.rebuild import is_bundle, rebuild
 from components.export.samples import Samples, split_samples
@@ -63,6 +63,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         transform=source.transform,
         shapes=source.shapes,
         models=_MODELS,
+        cpu_models=quantized.cpu_models,
         engines=engines,
         engines_missing=missing,
         calibration=quantized.calibration,
@@ -82,10 +83,13 @@ def _check_numerics(source: SourceModel, samples: Samples, fp32_file: Path, log:
 
 
 def _write_precisions(fp32: onnx.ModelProto, quantized: Quantization, output: Path, log: StepLog) -> None:
-    """The four files: one graph, one set of scales, the same layers in INT8."""
+    """The files beside fp32.onnx: one graph, one set of scales, the same layers in INT8."""
     scales, excluded = quantized.scales, quantized.excluded
     log.progress("writing ONNX", 0, 3, "int8.onnx")
     onnx.save(insert_qdq(fp32, scales, exclude=excluded), output / _MODELS["int8"])
+    for model in quantized.cpu_models:
+        arithmetic = Arithmetic(weight_bits=model.weight_bits, activations=model.activations)
+        onnx.save(insert_qdq(fp32, scales, exclude=excluded, arithmetic=arithmetic), output / model.file)
     log.progress("writing ONNX", 1, 3, "fp16.onnx")
     fp16 = to_fp16(fp32)
     onnx.save(fp16, output / _MODELS["fp16"])

@@ -10,7 +10,7 @@ from components.common.evaluation import Predictions
 from components.common.records import Trial
 from components.common.statistics import paired_difference
 from components.export.calibration import CalibrationMethod
-from components.export.qdq import insert_qdq
+from components.export.qdq import Arithmetic, insert_qdq
 from components.export.sensitivity import Ranking
 
 Scales = dict[str, float]
@@ -44,6 +44,7 @@ class Selection:
     measure: Measure
     budget: Budget
     deadline: float  # on the clock of time.monotonic(): nothing new is tried after it
+    arithmetic: Arithmetic  # of the candidates; those measured in another one don't count
     trials: list[Trial] = field(default_factory=list)
     out_of_time: bool = False
     _fp32: Predictions | None = None
@@ -55,7 +56,7 @@ class Selection:
         many are gained as are lost, so that most differences are noise. Of equals `max` is taken, which clips nothing
         that it has seen.
         """
-        models = {method.value: insert_qdq(self.model, scales) for method, scales in self.scales.items()}
+        models = {method.value: self._quantized(method, ()) for method in self.scales}
         predictions = self.measure({"fp32": self.model, **models}, "comparing calibrations")
         self._fp32 = fp32 = predictions["fp32"]
         for method in self.scales:
@@ -64,15 +65,19 @@ class Selection:
         candidates = sorted(inside or self.scales, key=lambda method: method != CalibrationMethod.MAX)
         return max(candidates, key=lambda method: predictions[method.value].agreement_pct(fp32))  # of equals the first
 
-    def exclude_layers(self, method: CalibrationMethod, ranking: Ranking) -> tuple[str, ...]:
+    def exclude_layers(self, method: CalibrationMethod, rank: Callable[[], Ranking]) -> tuple[str, ...]:
         """The fewest layers that must stay out of INT8 for the budget to hold, in the order of what they cost.
 
-        First the shortest beginning of the ranking that brings the model within budget, by doubling and bisection;
-        then each layer of it, the cheapest first, goes back into INT8 if the budget holds without it. When time runs
-        out, the search stops where it is: with the shortest list seen to hold, or the next longer beginning.
+        Layers are ranked only if the budget does not hold with all of them in INT8. First the shortest beginning of
+        the ranking that brings the model within budget, by doubling and bisection; then each layer of it, the cheapest
+        first, goes back into INT8 if the budget holds without it. When time runs out, the search stops where it is:
+        with the shortest list seen to hold, or the next longer beginning.
         """
-        names = [layer.name for layer in ranking.layers]
-        if self._held(method, ()):
+        if self._holds(method, ()):
+            return ()
+        names = [layer.name for layer in rank().layers]
+        self._late()  # which may have ended the ranking
+        if not names:
             return ()
         low, high = 0, 1  # `low` layers are too few
         while high < len(names) and not self._holds(method, tuple(names[:high])):
@@ -100,7 +105,9 @@ class Selection:
 
     def trial(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> Trial | None:
         """What was measured of a candidate; None if it was not."""
-        return next((t for t in self.trials if t.method == method and t.excluded == excluded), None)
+        wanted = (method.value, excluded, self.arithmetic.weight_bits, self.arithmetic.activations)
+        found = (t for t in self.trials if (t.method, t.excluded, t.weight_bits, t.activations) == wanted)
+        return next(found, None)
 
     def _held(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> bool:
         trial = self.trial(method, excluded)
@@ -108,10 +115,12 @@ class Selection:
 
     def _holds(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> bool:
         if self.trial(method, excluded) is None:
-            model = insert_qdq(self.model, self.scales[method], exclude=excluded)
-            text = f"{len(excluded)} layer{'s' if len(excluded) > 1 else ''} out of INT8"
-            self._remember(method, excluded, self.measure({"int8": model}, text)["int8"])
+            text = f"{len(excluded)} layer{'' if len(excluded) == 1 else 's'} out of INT8"
+            self._remember(method, excluded, self.measure({"int8": self._quantized(method, excluded)}, text)["int8"])
         return self._held(method, excluded)
+
+    def _quantized(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> onnx.ModelProto:
+        return insert_qdq(self.model, self.scales[method], exclude=excluded, arithmetic=self.arithmetic)
 
     def _remember(self, method: CalibrationMethod, excluded: tuple[str, ...], own: Predictions) -> None:
         assert self._fp32 is not None  # choose_method comes first
@@ -126,6 +135,8 @@ class Selection:
                 high_points=difference.high_points,
                 agreement_pct=own.agreement_pct(self._fp32),
                 within_budget=self.budget.holds(self._fp32, own),
+                weight_bits=self.arithmetic.weight_bits,
+                activations=self.arithmetic.activations,
             )
         )
 

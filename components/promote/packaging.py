@@ -1,5 +1,6 @@
 """A bundle in MLflow's format: what makes `mlflow.pyfunc.load_model` return a model that runs it."""
 
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from components.promote import pyfunc
 BUNDLE = "bundle"  # folder of the bundle in the model
 
 
-def write_model(bundle: Artifact[BundleManifest], precision: Precision, output: Path) -> Path:
+def write_model(
+    bundle: Artifact[BundleManifest], precision: Precision, output: Path, measured_on: Sequence[str] = ()
+) -> Path:
     """Write the files of an MLflow model into `output`, which holds the bundle as `bundle/`, now or later.
 
     They name the bundle's digest, so a model loads with this bundle only. Its plans or ONNX files are not touched.
@@ -20,6 +23,7 @@ def write_model(bundle: Artifact[BundleManifest], precision: Precision, output: 
         bundle: what runs.
         precision: which of its models.
         output: made if it is new.
+        measured_on: the CPU's instruction sets that the verdict rests on.
 
     Returns:
         `output`.
@@ -30,7 +34,12 @@ def write_model(bundle: Artifact[BundleManifest], precision: Precision, output: 
         output,
         loader_module=pyfunc.__name__,
         data=BUNDLE,
-        config={"precision": precision, "bundle_digest": bundle.digest, "runtime": "auto"},
+        config={
+            "precision": precision,
+            "bundle_digest": bundle.digest,
+            "runtime": "auto",
+            "measured_on": list(measured_on),
+        },
         signature=classifier_signature(pyfunc.DEFAULT_TOP_K),
         requirements=[_requirement()],
         metadata={

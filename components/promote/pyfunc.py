@@ -3,6 +3,7 @@
 MLflow finds this module by its name in the MLmodel file, in versions registered long ago too: keep the name.
 """
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ import pandas as pd
 from components.common.artifacts import ALL_FILES, Artifact, BundleManifest, load
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.evaluation import most_likely
+from components.common.instruction_sets import instruction_set
 from components.common.records import Precision
-from components.common.serving import Runtime, Serving, serving_runner
+from components.common.serving import Runtime, Serving, not_measured_here, serving_runner
 from components.promote.images_in import encoded_images, image_name
 
 _MOST_DECODED = 32  # images in memory at once, as in validation on a CPU
@@ -27,11 +29,12 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
 
     Args:
         data_path: the bundle.
-        model_config: "precision" and "bundle_digest" as promoted, and "runtime": auto, tensorrt or openvino.
+        model_config: "precision" and "bundle_digest" as promoted, "runtime": auto, tensorrt or openvino, and
+            "measured_on", the CPU's instruction sets that the verdict rests on.
 
     Raises:
         EngineryError: the bundle is not the one that was promoted, or was changed.
-        RuntimeUnavailable: nothing here runs it.
+        RuntimeUnavailable: nothing here runs it, or no INT8 file of the bundle is fit for this CPU.
     """
     bundle = load(Path(data_path), BundleManifest, verify=ALL_FILES)
     if bundle.digest != model_config["bundle_digest"]:
@@ -39,7 +42,12 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
             f"{data_path} is another bundle than was promoted: its manifest is {bundle.digest}, the model's "
             f"MLmodel file says {model_config['bundle_digest']}. Download the version again"
         )
-    return BundleModel(bundle, model_config["precision"], model_config["runtime"])
+    model = BundleModel(bundle, model_config["precision"], model_config["runtime"])
+    measured_on = model_config.get("measured_on") or ()
+    runner = model.serving.runner
+    if measured_on and runner is not None and runner.runtime == "openvino" and instruction_set() not in measured_on:
+        logging.getLogger(__name__).warning(not_measured_here(measured_on))
+    return model
 
 
 class BundleModel:

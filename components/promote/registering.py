@@ -1,6 +1,6 @@
 """The upload of what is promoted, in the form in which MLflow loads it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,6 +18,7 @@ def upload(
     precision: Precision,
     tags: Mapping[str, str],
     parts: Mapping[str, Path],
+    measured_on: Sequence[str],
 ) -> str:
     """Upload bundle, report and verdict as one LoggedModel that `mlflow.pyfunc.load_model` takes.
 
@@ -28,9 +29,10 @@ def upload(
         precision: which of its models.
         tags: of the LoggedModel.
         parts: the three artifacts, by the names of their folders in the model; the bundle's is `packaging.BUNDLE`.
+        measured_on: the CPU's instruction sets that the verdict rests on.
 
     Returns:
         The LoggedModel's id; what it holds lies at `models:/<id>/bundle`, and so on.
     """
     with TemporaryDirectory(prefix="enginery-") as folder:
-        return upload_model(run, name, write_model(bundle, precision, Path(folder)), parts, tags)
+        return upload_model(run, name, write_model(bundle, precision, Path(folder), measured_on), parts, tags)

@@ -109,13 +109,13 @@ def _runner(bundle: Artifact[BundleManifest], precision: Precision) -> "Runner":
         reasons.append(f"its plan {engine.file} does not run here ({missing})")
     if precision != "fp16" and precision in manifest.models:
         from components.common.runners.openvino import OpenVINORunner
+        from components.common.serving import fit_model
 
+        file = fit_model(manifest.int8_on_cpus).file if precision == "int8" else manifest.models[precision]
         try:
-            return OpenVINORunner(bundle.file(manifest.models[precision]), manifest.shapes)
+            return OpenVINORunner(bundle.file(file), manifest.shapes)
         except RuntimeError as error:
-            reasons.append(
-                f"OpenVINO does not load its {manifest.models[precision]}: {' '.join(str(error).split())[:300]}"
-            )
+            reasons.append(f"OpenVINO does not load its {file}: {' '.join(str(error).split())[:300]}")
             raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {'; '.join(reasons)}") from error
     reasons.append("a CPU has no FP16 arithmetic" if precision == "fp16" else f"it has no {precision.upper()} model")
     raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {'; '.join(reasons)}")

@@ -84,8 +84,10 @@ def _register(
     tags = {**standing.tags, "architecture": models.manifest.architecture, **_made_for(models.manifest)}
     name, run = config.registered_model, log.run
     parts: dict[Part, Path] = {"bundle": models.path, "report": standing.report.path, "verdict": standing.verdict.path}
-    model_id = upload(run, name, models, standing.precision, tags, {PARTS[part]: path for part, path in parts.items()})
     measured = standing.report.manifest
+    measured_on = measured.accuracy.measured_on(standing.precision)
+    folders = {PARTS[part]: path for part, path in parts.items()}
+    model_id = upload(run, name, models, standing.precision, tags, folders, measured_on)
     told = measures(measured), settings(models.manifest, measured)
     log_measured(run, model_id, *told, split_digest=standing.split_digest)
     number = registry.create_version(name, run.run_id, tags, model_id=model_id)

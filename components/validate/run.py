@@ -17,6 +17,7 @@ from components.common.artifacts import (
 )
 from components.common.errors import UserError
 from components.common.evaluation import Predictions
+from components.common.instruction_sets import instruction_set
 from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport
 from components.common.serving import Serving, serving_runners
 from components.common.steplog import StepLog
@@ -88,6 +89,7 @@ def _accuracy_row(serving: Serving, predictions: dict[str, Predictions], classes
         precision=serving.precision,
         runtime=serving.runner.runtime,
         device=serving.runner.device,
+        instruction_set=instruction_set() if serving.runner.runtime == "openvino" else "",
         file=serving.file.name,
         size_bytes=serving.file.stat().st_size,
         num_images=own.num_images,

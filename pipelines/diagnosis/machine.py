@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from components.common.environment import cpu_name, num_cores
+from components.common.instruction_sets import SATURATING, cpu_flags, instruction_set
 from pipelines.diagnosis.checks import Finding, missing, ok, warning
 from pipelines.formats import size_text
 
@@ -21,16 +22,6 @@ _MIN_SHM_BYTES = 10**9
 _MIN_DISK_BYTES = 10 * 10**9
 _MIN_DISK_TO_START_BYTES = 10**9
 _MIN_OPEN_FILES = 4096
-# What /proc/cpuinfo calls it -> what people call it. Arm's dot products do what VNNI does.
-_INSTRUCTION_SETS = {
-    "avx2": "AVX2",
-    "avx512_vnni": "AVX-512 VNNI",
-    "avx_vnni": "AVX-VNNI",
-    "amx_int8": "AMX",
-    "asimddp": "NEON dot product",
-    "i8mm": "NEON I8MM",
-}
-_INT8_WITHOUT_SATURATION = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
 
 
 def operating_system() -> Finding:
@@ -67,26 +58,17 @@ def cores() -> Finding:
     )
 
 
-def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
-    """What INT8 on the CPU needs to be fast, and exact."""
-    flags = _cpu_flags(cpuinfo)
-    found = ", ".join(name for flag, name in _INSTRUCTION_SETS.items() if flag in flags) or "none of AVX2, VNNI, AMX"
-    if flags & _INT8_WITHOUT_SATURATION:
-        return ok(found)
-    if not flags:
+def instruction_sets() -> Finding:
+    """What INT8 runs with on this CPU, and from which file of a bundle."""
+    here = instruction_set()
+    if not cpu_flags():
         return warning("not known: /proc/cpuinfo names no flags", "compare INT8 accuracy with another machine's")
-    return warning(
-        f"{found}; no VNNI: INT8 sums may saturate at 16 bits, so accuracy can shift, and INT8 is hardly faster",
-        "judge INT8 on a CPU with VNNI (Intel since Ice Lake, AMD since Zen 4), or on a GPU; in a virtual machine "
-        "pass the host's CPU through (QEMU: -cpu host)",
+    if here not in SATURATING:
+        return ok(f"{here}: INT8 runs with 8-bit weights (int8_cpu.onnx)")
+    return ok(
+        f"{here}, without VNNI: INT8 runs with 7-bit weights (int8_cpu_7bit.onnx), since sums of 8-bit ones saturate "
+        "at 16 bits, unless export has measured that they do not"
     )
-
-
-def _cpu_flags(cpuinfo: Path) -> set[str]:
-    for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-        if line.startswith(("flags", "Features")):
-            return set(line.partition(":")[2].split())
-    return set()
 
 
 def memory() -> Finding:

@@ -145,11 +145,9 @@ def _probe_dali() -> None:
 def _probe_openvino() -> None:
     import openvino
 
-    from components.common.runners.openvino import cpu_has_vnni
-
     version = openvino.__version__.split("-")[0]
     devices = openvino.Core().available_devices
-    _say(version=version, devices=devices, vnni=cpu_has_vnni())
+    _say(version=version, devices=devices)
 
 
 PROBES: Mapping[str, Callable[[], None]] = {

@@ -112,12 +112,8 @@ def openvino(probes: Probes) -> Finding:
     """What runs models on the CPU."""
     try:
         version, devices = probes.ask("openvino", "version"), probes.ask("openvino", "devices")
-        vnni = probes.ask("openvino", "vnni")
     except ProbeError as error:
         return missing(f"does not work: {error}", _REINSTALL)
     if "CPU" not in devices:
         return missing(f"{version} finds no CPU device (it finds {', '.join(devices) or 'nothing'})", _REINSTALL)
-    found = f"{version} on the CPU, INT8 in integer arithmetic"
-    if vnni:
-        return ok(found)
-    return warning(f"{found}, which may saturate", "see the line on instruction sets")
+    return ok(f"{version} on the CPU, INT8 in integer arithmetic")

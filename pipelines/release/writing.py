@@ -148,7 +148,8 @@ def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Ed25519P
             "Validate again"
         )
     shutil.copyfile(card, folder / CARD)
-    write_model(chain.bundle, record.precision, folder)
+    measured_on = chain.report.manifest.accuracy.measured_on(record.precision)
+    write_model(chain.bundle, record.precision, folder, measured_on)
     (folder / RECORD).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     provenance = json.loads(shown.read_bytes())["provenance"]
     (folder / BOM).write_bytes(bill_of_materials(record, chain.bundle, chain.report, provenance))

@@ -114,7 +114,10 @@ class _Writer:
         self.names = ModelNames(ensemble=name)
         self.top_k = min(config.top_k, len(self.bundle.classes))
         self.engines = source.measured_engines
-        self.cpu_model = f"{self.names.network}/{VERSION}/{self.bundle.models[source.precision]}"
+        folder = f"{self.names.network}/{VERSION}"
+        on_cpus = self.bundle.int8_on_cpus if source.precision == "int8" else ()
+        self.cpu_models = tuple(model.model_copy(update={"file": f"{folder}/{model.file}"}) for model in on_cpus)
+        self.cpu_model = "" if on_cpus else f"{folder}/{self.bundle.models[source.precision]}"
 
     def write(self) -> None:
         """All models, and the manifest last."""
@@ -142,6 +145,8 @@ class _Writer:
             shapes=self.bundle.shapes,
             top_k=self.top_k,
             cpu_model=self.cpu_model,
+            cpu_models=self.cpu_models,
+            measured_on=self.source.measured_on,
             engines=tuple(self._renamed(entry) for entry in self.engines),
             batching={"cpu": cpu, **({"gpu": gpu} if plans else {})},
         )
@@ -158,7 +163,8 @@ class _Writer:
         """The network's files and configurations. Returns its plans by compute capability."""
         shapes, num_classes = self.bundle.shapes, len(self.bundle.classes)
         self._model(self.names.network, "network")
-        self._copy(self.bundle.models[self.source.precision], self.root / self.cpu_model)
+        for file in [model.file for model in self.cpu_models] or [self.cpu_model]:
+            self._copy(Path(file).name, self.root / file)
         labels = "".join(f"{label}\n" for label in self.bundle.classes)
         (self.root / self.names.network / LABELS_FILE).write_text(labels, encoding="utf-8")
         plans = {}

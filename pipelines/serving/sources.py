@@ -34,6 +34,11 @@ class Source:
         engines = self.bundle.manifest.engines
         return tuple(entry for entry in engines if entry.precision == self.precision and entry.file in measured)
 
+    @property
+    def measured_on(self) -> tuple[str, ...]:
+        """The CPU's instruction sets that the report measured the precision with; empty where it has none."""
+        return self.report.manifest.accuracy.measured_on(self.precision) if self.report is not None else ()
+
 
 @contextmanager
 def find_source(text: str, precision: Precision | None) -> Iterator[Source]:

@@ -13,7 +13,7 @@ from components.export.calibration import CalibrationMethod, compute_scale
 from components.export.collection import collect_with_onnxruntime, collect_with_torch
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
-from components.export.qdq import insert_qdq
+from components.export.qdq import Arithmetic, insert_qdq
 from components.export.sensitivity import rank_layers
 
 SHAPES = ShapeSpec(height=64, width=64)
@@ -72,13 +72,13 @@ def test_ranking_is_that_of_the_cpu(files):
     proto = onnx.load(folder / "fp32.onnx")
     costs = []
     for device in ("cpu", "cuda"):
+
+        def logits(model: onnx.ModelProto, device: str = device) -> np.ndarray:
+            onnx.save(model, folder / "ranked.onnx")
+            return TorchRunner(folder / "ranked.onnx", SHAPES, device).infer(images[:8])
+
         ranking = rank_layers(
-            proto,
-            scales,
-            [torch.from_numpy(images[:8])],
-            device=torch.device(device),
-            deadline=float("inf"),
-            progress=lambda done: None,
+            proto, scales, Arithmetic(), logits, deadline=float("inf"), progress=lambda done, total: None
         )
         costs.append({layer.name: layer.cost_nats for layer in ranking.layers})
     names = list(costs[0])

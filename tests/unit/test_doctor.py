@@ -133,12 +133,12 @@ def test_quota_below_the_cores_names_a_command(monkeypatch: pytest.MonkeyPatch) 
     assert (finding.status, "taskset -c 0-1 " in finding.fix) == ("warning", True)
 
 
-def test_instruction_sets(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text("processor : 0\nflags : sse avx2 fma\n")
-    assert machine.instruction_sets(file).status == "warning"
-    file.write_text("flags : avx2 avx512_vnni amx_int8\n")
-    assert machine.instruction_sets(file) == ok("AVX2, AVX-512 VNNI, AMX")
+@pytest.mark.parametrize(("limit", "file"), [("AVX2", "int8_cpu_7bit.onnx"), ("", "int8_cpu")])
+def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, limit: str, file: str) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    finding = machine.instruction_sets()
+    assert finding.status == "ok"
+    assert file in finding.found
 
 
 def test_small_shared_memory_names_docker_and_kubernetes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import pytest
 
 from components.common.artifacts import ReportManifest, VerdictManifest, load, seal
 from components.common.errors import GateFailed, UserError
+from components.common.instruction_sets import instruction_set
 from components.common.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
     BenchmarkRow,
     Comparison,
+    CpuModel,
     GateCheck,
 )
 from components.common.runners import openvino
@@ -227,12 +229,13 @@ def test_what_failed_and_what_could_not_be_told_are_said_apart(tmp_path: Path) -
 
 
 def test_a_doubt_about_the_runtime_stands_beside_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What validate notes of INT8 on a CPU without VNNI is in the verdict and in what the gate says."""
-    monkeypatch.setattr(openvino, "cpu_has_vnni", lambda: False)
+    """How INT8 ran on this CPU is in the verdict and in what the gate says."""
     monkeypatch.setattr(openvino, "OpenVINORunner", lambda file, shapes: None)
-    bundle = SimpleNamespace(file=Path, manifest=SimpleNamespace(models={"int8": "int8.onnx"}, shapes=None))
+    model = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
+    manifest = SimpleNamespace(models={"int8": "int8.onnx"}, int8_on_cpus=(model,), shapes=None)
+    bundle = SimpleNamespace(file=Path, manifest=manifest)
     note = _on_openvino(bundle, "int8", "").note  # type: ignore[arg-type]  # only what it reads
-    assert "no VNNI" in note
+    assert note == f"7-bit weights, unsigned activations, on {instruction_set()}"
     source = report(tmp_path / "report", 80.0, 79.75, int8_note=note)
     outcome = run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
     assert verdict_of(tmp_path / "verdict").note == note

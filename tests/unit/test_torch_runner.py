@@ -1,6 +1,5 @@
 """The PyTorch runner against ONNX Runtime: whole networks, each of their nodes, inner tensors, memory."""
 
-import functools
 import itertools
 import weakref
 
@@ -13,9 +12,8 @@ from onnx import TensorProto, helper
 from components.common.errors import EngineryError, UserError
 from components.common.runners import torch_operators
 from components.common.runners.torch import TorchGraph, TorchRunner
-from components.common.runners.torch_layers import fake_quantize
 from components.export.onnx_export import export_onnx
-from components.export.placement import activation_tensors, node_id, quantizable_layers
+from components.export.placement import activation_tensors, node_id
 from components.export.precision import FP16_QDQ_OPSET, raise_opset, to_fp16
 from components.export.qdq import insert_qdq
 
@@ -152,55 +150,6 @@ def test_kept_tensors_are_those_of_the_graph(network):
         graph.run(images, keep=["nothing"])
 
 
-@pytest.mark.parametrize("position", [0, 7, -1])
-def test_rerun_is_the_full_run_with_that_node_quantized(network, position):
-    net = network("resnet18")
-    graph, images = TorchGraph(net.model), torch.from_numpy(net.images)
-    layer = quantizable_layers(net.model)[position]
-    others = {node_id(node) for node in net.model.graph.node} - {layer}
-    expected, _ = TorchGraph(insert_qdq(net.model, net.scales, exclude=others)).run(images)
-
-    node = next(node for node in graph.nodes if node.id == layer)
-    values = graph.run_all(images)
-    before = {name: tensor.clone() for name, tensor in values.items()}
-    weights, zero = graph.constants[node.inputs[1]], torch.zeros((), dtype=torch.int8)
-    (source,) = activation_tensors(net.model, exclude=others)
-    replaced = {
-        (layer, 0): fake_quantize(values[node.inputs[0]], torch.tensor(net.scales[source]), zero),
-        (layer, 1): fake_quantize(weights, weights.abs().flatten(1).amax(1) / 127, zero, axis=0),
-    }
-    assert torch.equal(graph.rerun(values, replaced), expected)
-    assert not torch.equal(expected, values["logits"])
-    assert values.keys() == before.keys()
-    assert all(torch.equal(values[name], before[name]) for name in before)
-
-
-def test_rerun_computes_only_what_depends_on_the_change(network, monkeypatch):
-    net = network("resnet18")
-    computed = []
-    monkeypatch.setitem(torch_operators.OPERATORS, "Conv", counting(torch_operators.OPERATORS["Conv"], computed))
-    graph = TorchGraph(net.model)
-    values = graph.run_all(torch.from_numpy(net.images))
-    num_convs = len(computed)
-    last = [node for node in graph.nodes if node.op_type == "Conv"][-1]
-    computed.clear()
-    assert torch.equal(graph.rerun(values, {(last.id, 0): values[last.inputs[0]]}), values["logits"])
-    assert (num_convs, len(computed)) == (20, 1)
-    with pytest.raises(EngineryError, match="no such inputs of nodes"):
-        graph.rerun(values, {(last.id, 9): values[last.inputs[0]]})
-    with pytest.raises(EngineryError, match=r"values of the batch lack tensor .* run_all"):
-        graph.rerun({}, {(last.id, 1): graph.constants[last.inputs[1]]})
-
-
-def counting(function, calls):
-    @functools.wraps(function)  # its signature is read, too
-    def operator(*inputs, **attributes):
-        calls.append(inputs)
-        return function(*inputs, **attributes)
-
-    return operator
-
-
 # --- the process: memory, flags
 
 
@@ -230,11 +179,6 @@ def test_run_frees_tensors_after_their_last_use(monkeypatch):
     _, kept = graph.run(torch.zeros(1, 8), keep=["t3", "t5"])
     assert set(kept) == {"t3", "t5"}
     assert max(alive) == 4
-    values = graph.run_all(torch.zeros(1, 8))
-    made.clear()
-    alive.clear()
-    graph.rerun(values, {(graph.nodes[4].id, 0): torch.ones(1, 8)})
-    assert max(alive) == 2
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])

@@ -11,9 +11,16 @@ from components.common.runners import Images, Measuring, Timing, measure_host, t
 from components.common.shapes import ShapeSpec
 
 
-def new_session(model: Path | bytes) -> onnxruntime.InferenceSession:
-    """A CPU session that uses the cores this process may use and is silent below errors."""
+def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.InferenceSession:
+    """A CPU session that uses the cores this process may use and is silent below errors.
+
+    Args:
+        model: its file, or what is in it.
+        optimize: False computes each node as it stands, so that Q/DQ are computed in floating point.
+    """
     options = onnxruntime.SessionOptions()
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = num_cores()
     options.log_severity_level = 3
     source = str(model) if isinstance(model, Path) else model

@@ -24,19 +24,6 @@ def _core() -> ov.Core:
     return ov.Core()
 
 
-def cpu_has_vnni() -> bool:
-    """Whether the CPU multiplies INT8 without saturating intermediate sums (AVX-512 VNNI, AVX-VNNI or AMX).
-
-    Without it OpenVINO's products of u8 and s8 can saturate at 16 bits, which shifts accuracy.
-    """
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return True  # not Linux on x86: nothing known against it
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), None)
-    return flags is None or any(name in flags.split() for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
-
-
 class OpenVINORunner:
     """One ONNX file compiled for the CPU."""
 

@@ -1,11 +1,10 @@
 """PyTorch, on a GPU or the CPU: runs an ONNX classifier as its file says, with every inner tensor within reach.
 
-It is the reference on GPUs, and what calibration and the sensitivity of layers look into: `TorchGraph.run` returns
-any inner tensors, `TorchGraph.rerun` computes again only what depends on a change. Q/DQ nodes are simulated in floats,
-so that the speed of a quantized file says nothing.
+It is the reference on GPUs, and what calibration looks into: `TorchGraph.run` returns any inner tensors. Q/DQ nodes are
+simulated in floats, so that the speed of a quantized file says nothing.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,93 +101,37 @@ class TorchGraph:
         if unknown := sorted(set(keep) - known):
             raise EngineryError(f"PyTorch runner: the graph has no tensors named {unknown[:3]}")
         values = {self.input_name: self._placed(images)}
-        logits = self._execute(range(len(self.nodes)), values, {}, {}, keep=keep)
+        logits = self._execute(values, keep=keep)
         return logits, {name: values[name] if name in values else self.constants[name] for name in keep}
 
     @torch.inference_mode()
     def run_all(self, images: Tensor) -> dict[str, Tensor]:
-        """Every tensor of a batch by name, logits and images included, constants not. For `rerun`.
+        """Every tensor of a batch by name, logits and images included, constants not.
 
         Args:
             images: [B, C, H, W] floats, normalized, on any device.
         """
         values = {self.input_name: self._placed(images)}
-        self._execute(range(len(self.nodes)), values, {}, {}, keep=None)
+        self._execute(values, keep=None)
         return values
 
-    @torch.inference_mode()
-    def rerun(self, values: Mapping[str, Tensor], replaced: Mapping[tuple[str, int], Tensor]) -> Tensor:
-        """Logits of a batch in which some nodes read other inputs. Only what depends on these is computed.
+    def _execute(self, values: dict[str, Tensor], *, keep: Collection[str] | None) -> Tensor:
+        """Compute into `values`, which holds the images, and leave there what is to be kept (None: all).
 
-        Args:
-            values: all tensors of the batch, from `run_all`; not modified.
-            replaced: what input number `index` of node `id` reads instead, by (id, index), weights included.
-
-        Returns:
-            [B, classes] on the graph's device, in the file's type.
-
-        Raises:
-            EngineryError: there is no such node or input, or a tensor is missing in `values`.
+        Returns the logits.
         """
-        existing = {(node.id, index) for node in self.nodes for index, name in enumerate(node.inputs) if name}
-        if unknown := sorted(set(replaced) - existing):
-            raise EngineryError(f"PyTorch runner: the graph has no such inputs of nodes: {unknown[:3]}")
-        ids = {node_id for node_id, _ in replaced}
-        changed: set[str] = set()
-        indexes = []
-        for index, node in enumerate(self.nodes):
-            if node.id in ids or not changed.isdisjoint(node.inputs):
-                indexes.append(index)
-                changed.update(node.outputs)
-        if self.output_name not in changed:
-            return values[self.output_name]
-        return self._execute(indexes, {}, values, replaced, keep=())
-
-    def _execute(
-        self,
-        indexes: Iterable[int],
-        fresh: dict[str, Tensor],
-        given: Mapping[str, Tensor],
-        replaced: Mapping[tuple[str, int], Tensor],
-        *,
-        keep: Collection[str] | None,
-    ) -> Tensor:
-        """Computes these nodes into `fresh`, and leaves there what is to be kept (None: all). Returns the logits."""
         with _ieee_float32():
-            for index in indexes:
-                node = self.nodes[index]
-                fresh.update(
-                    _outputs(node, [self._read(node, i, fresh, given, replaced) for i in range(len(node.inputs))])
-                )
+            for index, node in enumerate(self.nodes):
+                inputs = [values[name] if name in values else self.constants.get(name) for name in node.inputs]
+                values.update(_outputs(node, inputs))
                 if keep is not None:
                     for name in self._last_reads[index]:
                         if name not in keep:
-                            fresh.pop(name, None)
-        logits = fresh[self.output_name]
+                            values.pop(name, None)
+        logits = values[self.output_name]
         if keep is not None and self.output_name not in keep:
-            del fresh[self.output_name]
+            del values[self.output_name]
         return logits
-
-    def _read(
-        self,
-        node: TorchNode,
-        index: int,
-        fresh: Mapping[str, Tensor],
-        given: Mapping[str, Tensor],
-        replaced: Mapping[tuple[str, int], Tensor],
-    ) -> Tensor | None:
-        """Input number `index` of a node."""
-        name = node.inputs[index]
-        if (node.id, index) in replaced:
-            return replaced[node.id, index]
-        for tensors in (fresh, self.constants, given):
-            if name in tensors:
-                return tensors[name]
-        if name:
-            raise EngineryError(
-                f"PyTorch runner: the values of the batch lack tensor '{name}': pass those of run_all()"
-            )
-        return None
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """Floats on the graph's device, in the layout that its convolutions are fastest in; integers on the CPU."""

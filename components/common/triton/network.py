@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
+from components.common.instruction_sets import instruction_set
 from components.common.runners.openvino import OpenVINORunner
+from components.common.serving import fit_model, not_measured_here
 from components.common.triton.opening import open_from
 from components.common.triton.pending import PendingRequests
 
@@ -18,10 +20,14 @@ class TritonPythonModel:
     """Called by Triton's Python backend, by one thread."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Check the repository and compile the model, in the arithmetic that its file says."""
+        """Check the repository and compile the model that is fit for this CPU, in the arithmetic that its file says."""
         repository = open_from(Path(args["model_repository"]))
-        self._shapes = repository.manifest.shapes
-        self._runner = OpenVINORunner(repository.file(repository.manifest.cpu_model), self._shapes)
+        record = repository.manifest
+        self._shapes = record.shapes
+        file = fit_model(record.cpu_models).file if record.cpu_models else record.cpu_model
+        if record.measured_on and instruction_set() not in record.measured_on:
+            pb.Logger.log_warn(not_measured_here(record.measured_on))
+        self._runner = OpenVINORunner(repository.file(file), self._shapes)
         self._pending = PendingRequests([args["model_name"]], args["model_config"])
         preferred = repository.manifest.batching["cpu"].preferred_batch_size
         self._largest = min(preferred or _UNMEASURED_BATCH, self._shapes.max_batch)

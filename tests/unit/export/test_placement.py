@@ -14,7 +14,7 @@ from components.export.placement import (
     inline_constants,
     quantizable_layers,
 )
-from components.export.qdq import insert_qdq, scales_below_fp16
+from components.export.qdq import Arithmetic, insert_qdq, scales_below_fp16
 
 # name, Conv nodes, Gemm nodes, residual Adds, poolings
 NETWORKS = [
@@ -190,7 +190,8 @@ def test_openvino_runs_the_same_file_in_int8(resnet18, tmp_path, weights):
     import openvino
 
     _, model, images, scales = resnet18
-    quantized = insert_qdq(model, scales, weights=weights)
+    # Of 7 bits, so that no sum saturates whatever CPU this is; tests/unit/test_instruction_sets.py has the others.
+    quantized = insert_qdq(model, scales, weights=weights, arithmetic=Arithmetic(weight_bits=7))
     onnx.save(quantized, tmp_path / "int8.onnx")
     hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     compiled = openvino.Core().compile_model(tmp_path / "int8.onnx", "CPU", hints)
@@ -202,6 +203,19 @@ def test_openvino_runs_the_same_file_in_int8(resnet18, tmp_path, weights):
     )
     # Named after the weights where the CPU has AMX, after what comes in elsewhere.
     assert precisions in ({"i8": 20}, {"u8": 20})
+
+
+def test_unsigned_codes_where_nothing_is_negative(resnet18):
+    """The same range in twice as many steps after a ReLU; the images and downsampled shortcuts keep their sign."""
+    _, model, images, scales = resnet18
+    unsigned = insert_qdq(model, scales, arithmetic=Arithmetic(activations="unsigned"))
+    graph = Graph(unsigned)
+    for node in graph.of_type("QuantizeLinear"):
+        relu = graph.producer.get(node.input[0])
+        after_relu = relu is not None and relu.op_type in ("Relu", "MaxPool", "GlobalAveragePool", "Flatten")
+        assert graph.array(node.input[2]).dtype == (np.uint8 if after_relu else np.int8), node.input[0]
+    expected = run(model, images)
+    assert relative(run(unsigned, images), expected) < relative(run(insert_qdq(model, scales), images), expected)
 
 
 def test_excluded_nodes_stay_in_float(resnet18):

@@ -7,12 +7,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto, numpy_helper
 from torch import nn
 
 from components.common.artifacts import BundleManifest, load
 from components.common.errors import UserError
+from components.common.instruction_sets import SATURATING, instruction_set
 from components.common.models import build_model
 from components.common.records import LayerCost
+from components.common.serving import fit_model
 from components.common.settings import resolve
 from components.common.steplog import StepLog
 from components.common.transforms import transform_for
@@ -122,13 +125,25 @@ def test_auto_tries_every_method_and_records_all(export):
     assert [trial.method for trial in entry.trials[:4]] == ["max", "percentile", "entropy", "mse"]
     assert (calibration.num_images, entry.num_images) == (240, 240)
     assert entry.runtime == "openvino"
-    assert {layer.name for layer in entry.ranking} >= {
-        node.name for node in onnx.load(bundle.file("fp32.onnx")).graph.node if node.op_type == "Conv"
-    }
-    costs = [layer.cost_nats for layer in entry.ranking]
-    assert costs == sorted(costs, reverse=True)
-    assert entry.num_ranking_images == 2
     assert not any(line.startswith("warning") for line in lines), lines
+
+
+def test_the_file_for_cpus_is_the_one_that_openvino_runs_as_simulated(export):
+    """Weights of 7 bits without VNNI, of 8 bits with it: by measured logits, whatever CPU this is."""
+    bundle, _ = export(calibration_method="max", num_selection_images=0)
+    trials = bundle.manifest.calibration.cpu_trials
+    assert {trial.instruction_set for trial in trials} == {instruction_set()}
+    chosen = fit_model(bundle.manifest.int8_on_cpus)
+    own = next(t for t in trials if (t.weight_bits, t.activations) == (chosen.weight_bits, chosen.activations))
+    assert not own.saturates
+    assert {trial.weight_bits for trial in trials} == ({7, 8} if instruction_set() in SATURATING else {8})
+    codes = {
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in onnx.load(bundle.file("int8_cpu_7bit.onnx")).graph.initializer
+        if tensor.data_type == TensorProto.INT8 and len(tensor.dims) == 4
+    }
+    assert codes
+    assert {int(np.abs(values).max()) for values in codes.values()} == {63}
 
 
 def test_the_cache_serves_the_same_images_and_no_others(export, tmp_path, monkeypatch):
@@ -145,9 +160,11 @@ def test_the_cache_serves_the_same_images_and_no_others(export, tmp_path, monkey
     assert fresh.file("int8.onnx").read_bytes() == again.file("int8.onnx").read_bytes()
 
 
-def test_both_int8_files_leave_the_same_layers_in_float(export, monkeypatch):
-    def exclude_two(search, method, ranking):
-        excluded = tuple(layer.name for layer in ranking.layers if layer.operator == "Conv")[:2]
+def test_all_int8_files_leave_the_same_layers_in_float(export, monkeypatch):
+    def exclude_two(search, method, rank):
+        layers = rank().layers
+        assert layers == tuple(sorted(layers, key=lambda layer: -layer.cost_nats))
+        excluded = tuple(layer.name for layer in layers if layer.operator == "Conv")[:2]
         search._holds(method, excluded)
         return excluded
 
@@ -156,7 +173,7 @@ def test_both_int8_files_leave_the_same_layers_in_float(export, monkeypatch):
     excluded = bundle.manifest.calibration.excluded
     assert len(excluded) == 2
     assert bundle.manifest.num_quantized_layers == bundle.manifest.num_quantizable_layers - 2
-    for name in ("int8.onnx", "int8_fp16.onnx"):
+    for name in ("int8.onnx", "int8_fp16.onnx", "int8_cpu.onnx", "int8_cpu_7bit.onnx"):
         for layer, quantized in dequantized_reads(onnx.load(bundle.file(name))).items():
             assert quantized == [layer not in excluded] * 2, (name, layer)
 
@@ -210,9 +227,9 @@ def test_weights_that_are_not_finite(export, weights, tmp_path):
         export(tmp_path / "nan.pt")
 
 
-def test_an_operator_that_pytorch_lacks_costs_the_ranking_alone(export, tmp_path, digits_dataset):
-    class Hammering(nn.Module):
-        """Hard to rank: its operator has no counterpart in the PyTorch runner."""
+def test_an_operator_that_pytorch_lacks_is_no_obstacle(export, tmp_path, monkeypatch):
+    class Resizing(nn.Module):
+        """Its operator has no counterpart in the PyTorch runner."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -224,13 +241,13 @@ def test_an_operator_that_pytorch_lacks_costs_the_ranking_alone(export, tmp_path
     from components.common.shapes import ShapeSpec
     from components.export.onnx_export import export_onnx
 
-    export_onnx(Hammering().eval(), tmp_path / "own.onnx", ShapeSpec(height=32, width=32))
-    bundle, lines = export(tmp_path / "own.onnx", architecture="")
-    assert len(bundle.manifest.calibration.selection.trials) == 4
-    assert bundle.manifest.calibration.selection.ranking == ()
-    assert any("layers are not ranked" in line and "Resize" in line for line in lines), lines
-    assert bundle.manifest.calibration.excluded == ()
-    assert dequantized_reads(onnx.load(bundle.file("int8.onnx"))) == {"/conv/Conv": [True, True]}
+    export_onnx(Resizing().eval(), tmp_path / "own.onnx", ShapeSpec(height=32, width=32))
+    monkeypatch.setattr(quantization.Budget, "holds", lambda *_: False)  # so that layers are ranked
+    bundle, _ = export(tmp_path / "own.onnx", architecture="")
+    calibration = bundle.manifest.calibration
+    assert {layer.name for layer in calibration.selection.ranking} == {"/conv/Conv", "/ReduceMean"}
+    assert set(calibration.excluded) == {"/conv/Conv", "/ReduceMean"}
+    assert {model.activations for model in bundle.manifest.cpu_models} == {"signed"}  # nothing in it is never negative
 
 
 def test_own_model_without_names_and_with_a_small_batch(export, weights, tmp_path, monkeypatch):
@@ -242,7 +259,7 @@ def test_own_model_without_names_and_with_a_small_batch(export, weights, tmp_pat
     onnx.save(model, tmp_path / "own.onnx")
     last = [node for node in model.graph.node if node.op_type == "Conv"][-1].output[0]
 
-    def exclude_last(search, method, ranking):
+    def exclude_last(search, method, rank):
         search._holds(method, (last,))
         return (last,)
 
@@ -268,14 +285,8 @@ def test_runners_are_closed_when_one_of_them_fails(digits_dataset, weights, expo
 
     _, selection = samples_of(digits_dataset)
     fp32 = onnx.load(bundle.file("fp32.onnx"))
-    candidates = Fragile(
-        samples=selection,
-        shapes=bundle.manifest.shapes,
-        device=torch.device("cpu"),
-        directory=tmp_path,
-        log=Said(),
-    )
+    candidates = Fragile(shapes=bundle.manifest.shapes, device=torch.device("cpu"), directory=tmp_path, log=Said())
     with pytest.raises(UserError, match="does not load"):
-        candidates.measure({"fp32": fp32, "max": fp32, "broken": fp32}, "comparing")
+        candidates.predictions({"fp32": fp32, "max": fp32, "broken": fp32}, selection, "comparing")
     assert sorted(closed) == ["fp32", "max"]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]

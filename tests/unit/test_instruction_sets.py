@@ -1,0 +1,145 @@
+"""INT8 on CPUs that one does not have: oneDNN limited to less than this CPU can do."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from components.common.errors import RuntimeUnavailable
+from components.common.instruction_sets import SATURATING, VARIABLE, available, instruction_set
+from components.common.records import CpuModel
+from components.common.serving import fit_model
+from components.export.qdq import Arithmetic, insert_qdq
+
+WAYS = {
+    "signed": Arithmetic(),
+    "unsigned": Arithmetic(activations="unsigned"),
+    "signed_7bit": Arithmetic(weight_bits=7),
+    "unsigned_7bit": Arithmetic(weight_bits=7, activations="unsigned"),
+}
+# In a process of its own, since oneDNN reads the variable once. Prints each file's answers and kernels.
+PROBE = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from components.common.instruction_sets import instruction_set
+from components.common.runners.openvino import OpenVINORunner
+from components.common.shapes import ShapeSpec
+
+folder, answers, kernels = Path(sys.argv[1]), {}, {}
+images = np.load(folder / "images.npy")
+for file in sorted(folder.glob("*.onnx")):
+    runner = OpenVINORunner(file, ShapeSpec(height=8, width=8))
+    answers[file.stem] = runner.infer(images).tolist()
+    kernels[file.stem] = [
+        node.get_rt_info()["primitiveType"].astype(str)
+        for node in runner._compiled.get_runtime_model().get_ops()
+        if node.get_rt_info()["layerType"].astype(str) == "Convolution"
+    ]
+print(json.dumps([instruction_set(), answers, kernels]))
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two convolutions with the largest activations and weights there are, in FP32 and in each way of INT8."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("files")
+    images = np.ones((2, 32, 8, 8), np.float32)
+    images[1] = rng.uniform(0, 1, images.shape[1:])
+    weights = {"w1": np.ones((32, 32, 3, 3)), "w2": rng.choice([-1.0, 1.0], (16, 32, 1, 1), p=[0.1, 0.9])}
+    graph = helper.make_graph(
+        [
+            helper.make_node("Relu", ["images"], ["r"]),
+            helper.make_node("Conv", ["r", "w1"], ["c"], "first", pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["c"], ["d"]),
+            helper.make_node("Conv", ["d", "w2"], ["e"], "second"),
+            helper.make_node("GlobalAveragePool", ["e"], ["g"]),
+            helper.make_node("Flatten", ["g"], ["logits"]),
+        ],
+        "saturating",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N", 32, 8, 8])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 16])],
+        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()],
+    )
+    fp32 = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    scales = {"r": 1 / 127, "d": 288 / 127, "e": 9000 / 127}
+    np.save(folder / "images.npy", images)
+    models = {"fp32": fp32, **{name: insert_qdq(fp32, scales, arithmetic=way) for name, way in WAYS.items()}}
+    for name, model in models.items():
+        onnx.save(model, folder / f"{name}.onnx")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def simulated(files):
+    """What the files say, computed in floating point."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    images = np.load(files / "images.npy")
+    return {
+        file.stem: ort.InferenceSession(file, options, providers=["CPUExecutionProvider"]).run(
+            None, {"images": images}
+        )[0]
+        for file in files.glob("*.onnx")
+    }
+
+
+@pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
+@pytest.mark.parametrize("limit", [*available(), ""])
+def test_only_7_bit_weights_are_exact_on_every_instruction_set(files, simulated, limit):
+    environment = {**os.environ, VARIABLE: limit} if limit else {k: v for k, v in os.environ.items() if k != VARIABLE}
+    command = [sys.executable, "-c", PROBE, str(files)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    here, answers, kernels = json.loads(done.stdout)
+    assert here == (limit or available()[0])
+    kernel = {"SSE41": "sse4", "AVX2": "avx2", "AVX2_VNNI": "avx2"}.get(here, "avx512")
+    for name in WAYS:
+        assert all(kernel in used and used.endswith("I8") for used in kernels[name]), kernels  # the limit took effect
+    error = {
+        name: float(np.abs(np.asarray(answers[name]) - expected).max() / np.abs(expected).max())
+        for name, expected in simulated.items()
+    }
+    assert max(error["fp32"], error["signed_7bit"], error["unsigned_7bit"]) < 0.02, error
+    assert (error["unsigned"] > 0.2) is (here in SATURATING), error
+
+
+def cpu(tmp_path, flags: str):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu sse4_1 {flags}\n")
+    return tmp_path / "cpuinfo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "expected"),
+    [
+        ("avx2", "", "AVX2"),
+        ("avx2 avx_vnni", "", "AVX2_VNNI"),
+        ("avx2 avx_vnni", "avx2", "AVX2"),
+        ("avx2 avx512bw avx512dq avx512vl", "", "AVX512_CORE"),
+        ("avx2 avx512bw avx512dq avx512vl avx512_vnni amx_int8", "", "AVX512_CORE_AMX"),
+        ("avx2 avx512bw avx512dq avx512vl avx512_vnni amx_int8", "AVX512_CORE_BF16", "AVX512_CORE_VNNI"),
+        ("avx2 avx512bw avx512dq avx512vl avx512_vnni amx_int8", "AVX512_CORE", "AVX512_CORE"),
+        ("", "AVX512_CORE_VNNI", "SSE41"),  # a limit adds nothing
+    ],
+)
+def test_the_widest_set_within_the_limit(tmp_path, monkeypatch, flags, limit, expected):
+    monkeypatch.setenv(VARIABLE, limit)
+    assert instruction_set(cpu(tmp_path, flags)) == expected
+
+
+def test_a_cpu_takes_the_fit_file_or_refuses(monkeypatch):
+    eight = CpuModel(file="int8_cpu.onnx", weight_bits=8, activations="unsigned", saturates_on=SATURATING)
+    seven = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
+    checked = eight.model_copy(update={"saturates_on": ("SSE41", "AVX512_CORE")})  # export has measured AVX2
+    for here, expected in {"AVX2": seven, "AVX2_VNNI": eight, "aarch64": eight}.items():
+        monkeypatch.setattr("components.common.serving.instruction_set", lambda here=here: here)
+        assert fit_model([eight, seven]) == expected
+        assert fit_model([checked, seven]) == checked
+    monkeypatch.setattr("components.common.serving.instruction_set", lambda: "AVX2")
+    with pytest.raises(RuntimeUnavailable, match=r"INT8 with AVX2: .*int8_cpu.onnx \(8-bit.*AVX2, AVX512_CORE, SSE41"):
+        fit_model([eight])
