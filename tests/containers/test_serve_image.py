@@ -88,11 +88,11 @@ def test_a_corrupted_repository_is_refused(repository: Path, tmp_path: Path) -> 
     for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         parent.chmod(0o755)
     shutil.copytree(repository, tmp_path / "models")
-    with (tmp_path / "models/digits_model/1/int8.onnx").open("r+b") as file:
+    with (tmp_path / "models/digits_model/1/int8_cpu.onnx").open("r+b") as file:
         file.seek(100)
         file.write(b"damage")
     done = docker("run", "--rm", *HARDENED_ALONE, "--shm-size", "256m", "--volume", f"{tmp_path / 'models'}:/models:ro",
                   image("serve"), check=False)  # fmt: skip
     assert done.returncode == 1
-    assert "int8.onnx" in done.stderr
+    assert "int8_cpu.onnx" in done.stderr
     assert "Put the original back, or write it again with `enginery serve export`" in done.stderr

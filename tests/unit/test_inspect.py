@@ -22,6 +22,7 @@ from components.common.errors import EngineryError, UserError
 from components.common.loader import Loader
 from components.common.runners import to_numpy
 from components.common.runners.openvino import OpenVINORunner
+from components.common.serving import fit_model
 from components.common.runners.torch import UnsupportedOperators
 from components.common.serving import Serving
 from components.common.settings import resolve
@@ -139,8 +140,8 @@ def test_predictions_are_those_of_the_runners(bundle: Path, few_digits: Path) ->
     assert result.maps_missing == ""
     for entry, file in zip(result.looks, files, strict=True):
         image = load_input(file, opened.manifest.transform)
-        for precision in ("fp32", "int8"):
-            runner = OpenVINORunner(bundle / f"{precision}.onnx", opened.manifest.shapes)
+        for precision, name in {"fp32": "fp32.onnx", "int8": fit_model(opened.manifest.cpu_models).file}.items():
+            runner = OpenVINORunner(bundle / name, opened.manifest.shapes)
             logits = torch.from_numpy(runner.infer(image)[0]).double()
             runner.close()
             own = entry.prediction(precision)

@@ -17,7 +17,7 @@ from components.common.artifacts import (
     load,
     seal,
 )
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, CalibrationEntry
+from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, CalibrationEntry, CpuModel
 from components.common.registry import Registry
 from components.common.settings import StepConfig
 from components.common.shapes import ShapeSpec
@@ -67,6 +67,7 @@ def chain_on(
         transform=transform_for(SIZE, resize_ratio=1.0),
         shapes=ShapeSpec(height=SIZE, width=SIZE),
         models={"int8": "int8.onnx"},
+        cpu_models=(CpuModel(file="int8.onnx", weight_bits=8, activations="signed", saturates_on=()),),
         engines=(),
         calibration=CalibrationEntry(method="max", num_images=1, split="train", seconds=0),
         num_quantized_layers=1,

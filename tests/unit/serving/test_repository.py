@@ -15,6 +15,7 @@ import components
 from components.common.artifacts import Artifact, RepositoryManifest, VerdictManifest, load
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.instruction_sets import instruction_set
 from components.common.records import AccuracyRow, EngineEntry
 from components.common.triton.opening import open_from, open_repository
 from pipelines.commands import cli
@@ -86,13 +87,16 @@ def test_a_repository_for_cpus(exported, source) -> None:
         "digits_labels/1/model.py",
         "digits_model/config.pbtxt",
         "digits_model/labels.txt",
-        "digits_model/1/int8.onnx",
+        "digits_model/1/int8_cpu.onnx",
+        "digits_model/1/int8_cpu_7bit.onnx",
         "digits_model/1/model.py",
         "digits_preprocess/config.pbtxt",
         "digits_preprocess/1/model.py",
     }
-    served = exported.file("digits_model/1/int8.onnx")
-    assert digest_file(served) == source.bundle.manifest.files["int8.onnx"].digest
+    for model, own in zip(exported.manifest.cpu_models, source.bundle.manifest.cpu_models, strict=True):
+        assert model.saturates_on == own.saturates_on
+        assert digest_file(exported.file(model.file)) == source.bundle.manifest.files[own.file].digest
+    assert exported.manifest.measured_on == (instruction_set(),)
     assert (exported.path / "digits_model/labels.txt").read_text().split("\n") == [*"0123456789", ""]
     assert exported.manifest.inputs == source.digests
     for name in ("digits", "digits_labels", "digits_model", "digits_preprocess"):
@@ -102,7 +106,12 @@ def test_a_repository_for_cpus(exported, source) -> None:
 def test_a_repository_for_gpus_and_cpus_holds_the_measured_plans_alone(on_gpu, tmp_path: Path) -> None:
     repository = write_repository(on_gpu, tmp_path / "models", RepositoryConfig())
     network = repository.path / "digits_model"
-    assert sorted(path.name for path in (network / "1").iterdir()) == ["int8-9.0.plan", "int8.onnx", "model.py"]
+    assert sorted(path.name for path in (network / "1").iterdir()) == [
+        "int8-9.0.plan",
+        "int8_cpu.onnx",
+        "int8_cpu_7bit.onnx",
+        "model.py",
+    ]
     gpu, cpu = config(network / "config.pbtxt"), config(network / "configs/cpu.pbtxt")
     assert (gpu.backend, cpu.backend) == ("tensorrt", "python")
     assert dict(gpu.cc_model_filenames) == {"9.0": "int8-9.0.plan"}
@@ -260,11 +269,11 @@ def test_an_exported_repository_is_what_it_is(triton, exported, options, message
 
 
 def damage_network(root: Path) -> str:
-    file = root / "digits_model/1/int8.onnx"
+    file = root / "digits_model/1/int8_cpu.onnx"
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
-    return "int8.onnx"
+    return "int8_cpu.onnx"
 
 
 def remove_labels(root: Path) -> str:
@@ -330,7 +339,7 @@ def test_the_command_refuses_it_before_anything_starts(triton, exported, tmp_pat
     assert running.process.wait(60) == 1
     text = running.log.read_text()
     assert text.startswith("error: ")
-    assert "int8.onnx" in text
+    assert "int8_cpu.onnx" in text
     assert len(text.splitlines()) == 1
 
 
@@ -353,4 +362,4 @@ def test_triton_itself_refuses_it_too(triton, exported: Artifact[RepositoryManif
     )
     assert done.returncode == 1
     assert "failed to load 'digits_preprocess' version 1: Internal: EngineryError: " in done.stderr
-    assert "int8.onnx" in done.stderr
+    assert "int8_cpu.onnx" in done.stderr

@@ -19,6 +19,7 @@ from components.common.artifacts import BundleManifest, load
 from components.common.evaluation import most_likely
 from components.common.image_batches import ImageBatches
 from components.common.runners.openvino import OpenVINORunner
+from components.common.serving import fit_model
 from pipelines.commands import cli
 from pipelines.serving.installation import find_triton
 from pipelines.serving.server import Ports, Server
@@ -72,7 +73,9 @@ def test_pixels_and_probabilities_are_those_of_validation(served, proved, images
     expected = ImageBatches(bundle.manifest.transform, 8).load(images[:8], list("abcdefgh"))
     pixels = served.infer(images[:8], f"{NAME}_preprocess").output("images")
     np.testing.assert_array_equal(np.array(pixels, np.float32).reshape(expected.shape), expected)  # bit for bit
-    logits = OpenVINORunner(bundle.file("int8.onnx"), bundle.manifest.shapes).infer(expected)
+    logits = OpenVINORunner(bundle.file(fit_model(bundle.manifest.cpu_models).file), bundle.manifest.shapes).infer(
+        expected
+    )
     answer = served.send("images", "FP32", list(expected.shape), expected.tobytes(), f"{NAME}_model")
     np.testing.assert_allclose(np.reshape(answer.output("logits"), logits.shape), logits, rtol=1e-5, atol=1e-5)
     shares = [most_likely(row, 5)[1] for row in logits]
