@@ -117,8 +117,9 @@ def main(checkpoint: Path, dataset: Path, machine: str, results: Path) -> None:
         notes=(
             f"{weights.manifest.architecture} in FP32 by PyTorch on the validation split at {spec.crop_size} px. "
             "Differences are the loader's top-1 minus torchvision's on the same files, with intervals of 95 % on "
-            f"each side (Tango, 1998); distances are of the first {_BATCH_SIZE} images in levels of 0 to 255. loader_gpu "
-            f"decodes without the hardware decoder, loader_gpu_hw gives it {HW_DECODER_LOAD:g} of the JPEG files."
+            f"each side (Tango, 1998); distances are of the first {_BATCH_SIZE} images in levels of 0 to 255. "
+            "loader_gpu decodes without the hardware decoder, "
+            f"loader_gpu_hw gives it {HW_DECODER_LOAD:g} of the JPEG files."
         ),
         directory=results,
     )

@@ -32,7 +32,7 @@ def progress_text(phase: str, done: int, total: int, unit: str = "", detail: str
 
 
 class LinePace:
-    """When the next line of a phase is due: after `interval_s`, then ever later, each a fifth of the time that the phase took.
+    """When the next line of a phase is due: after `interval_s`, then ever later, each a fifth of the phase's time.
 
     The end of a phase is always due where a line of it was printed, so that its counter reaches the end.
     """

@@ -22,9 +22,8 @@ from components.common.errors import EngineryError, UserError
 from components.common.loader import Loader
 from components.common.runners import to_numpy
 from components.common.runners.openvino import OpenVINORunner
-from components.common.serving import fit_model
 from components.common.runners.torch import UnsupportedOperators
-from components.common.serving import Serving
+from components.common.serving import Serving, fit_model
 from components.common.settings import resolve
 from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
