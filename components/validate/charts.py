@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from components.common.records import BenchmarkReport, EpochRecord, LayerCost, Precision, SelectionEntry, Trial
-from components.common.svg_charts import GROUND, MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
+from components.common.svg_charts import GROUND, MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic
 from components.validate.formats import count, signed
 from components.validate.layers import short_names
 
@@ -21,7 +21,8 @@ _MAX_BATCHES = 4  # batch sizes written at their points
 _MAX_NAMED = 20  # classes named beside a picture of a confusion matrix
 _MAX_NAME = 18  # characters
 _MAX_RATIO = 20  # of costs, above which the small ones could not be seen on a linear scale
-_ROW_INCHES = 0.19  # of a chart with a row for each trial or layer
+_WIDTH_INCHES = 9.2  # the page's full width, at which the text has the size of the page's
+_ROW_INCHES = 0.23  # of a chart with a row for each trial or layer
 # Where a point's label goes: another side for each, since precisions lie close together.
 _PLACES: dict[str, dict[str, Any]] = {
     "fp32": {"xytext": (5, -11), "ha": "left"},
@@ -41,7 +42,9 @@ def speed_chart(benchmark: BenchmarkReport) -> str:
         return ""
     named = _named_batches([row.batch_size for row in benchmark.plain_rows])
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "speed"}):
-        figure, axes = new_axes("median latency of a batch in ms", "images per second")
+        figure = Figure(figsize=(_WIDTH_INCHES, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set(xlabel="median latency of a batch in ms", ylabel="images per second")
         for precision, color in SERIES.items():
             streams = [row for row in shown if row.precision == precision and row.num_streams > 1]
             hollow: dict[str, Any] = {"linestyle": "", "markerfacecolor": GROUND, "markersize": 5, "zorder": 3}
@@ -71,25 +74,20 @@ def _named_batches(batch_sizes: Sequence[int]) -> set[int]:
     return {sizes[index] for index in np.linspace(0, len(sizes) - 1, _MAX_BATCHES).round().astype(int).tolist()}
 
 
-def loss_chart(history: Sequence[EpochRecord]) -> str:
-    """Loss of training and validation by epoch."""
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "loss"}):
-        figure, axes = new_axes("epoch", "loss")
-        _curve(axes, [entry.train_loss for entry in history], "fp32", "training", "{:.3f}")
-        _curve(axes, [entry.val_loss for entry in history], "int8", "validation", "{:.3f}")
-        axes.set_ylim(0, 1.12 * max(max(entry.train_loss, entry.val_loss or 0.0) for entry in history))
-        figure.legend(loc="outside upper center", ncols=2)
-        return as_svg(figure)
-
-
-def top1_chart(history: Sequence[EpochRecord]) -> str:
-    """Top-1 on the validation split by epoch."""
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "top1"}):
-        figure, axes = new_axes("epoch", "top-1 in %")
-        _curve(axes, [entry.val_top1_pct for entry in history], "int8", "validation", "{:.2f}")
+def training_chart(history: Sequence[EpochRecord]) -> str:
+    """Loss of training and validation by epoch, and beside it top-1 on the validation split."""
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "training"}):
+        figure = Figure(figsize=(_WIDTH_INCHES, 3.2), layout="constrained")
+        loss, top1 = figure.subplots(1, 2)
+        loss.set(xlabel="epoch", ylabel="loss")
+        top1.set(xlabel="epoch", ylabel="top-1 in %")
+        _curve(loss, [entry.train_loss for entry in history], "fp32", "training", "{:.3f}")
+        _curve(loss, [entry.val_loss for entry in history], "int8", "validation", "{:.3f}")
+        _curve(top1, [entry.val_top1_pct for entry in history], "int8", "validation", "{:.2f}")
+        loss.set_ylim(0, 1.12 * max(max(entry.train_loss, entry.val_loss or 0.0) for entry in history))
         if len(history) == 1:
-            axes.set_ylim(0, 108)
-        figure.legend(loc="outside upper center")
+            top1.set_ylim(0, 108)
+        figure.legend(*loss.get_legend_handles_labels(), loc="outside upper center", ncols=2)
         return as_svg(figure)
 
 
@@ -101,7 +99,7 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
     cells = np.where(diagonal[..., None], _HIT, _MISS)  # [N, N, 3], 0..1
     opacity = np.where(diagonal, 0.8 * share, np.where(counts > 0, 0.35 + 0.65 * share, 0))
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"confusion {precision}", "axes.grid": False}):
-        figure = Figure(figsize=(5.0, 4.3), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_INCHES, 7.4), layout="constrained")
         axes = figure.add_subplot()
         axes.imshow(np.dstack([cells, opacity]), interpolation="none")
         named = np.unique(np.linspace(0, len(classes) - 1, _MAX_NAMED).round().astype(int)).tolist()
@@ -143,7 +141,7 @@ def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
         name = f"budget: {signed(-budget)} points{beyond}"
         dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 1.5}  # below the points
         axes.axvline(-budget if not beyond else math.nan, color=TEXT, label=name, **dashes)
-        figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+        figure.legend(loc="outside upper center", ncols=4, fontsize=9)
         return as_svg(figure)
 
 
@@ -239,7 +237,7 @@ def _scientific(value: float) -> str:
 
 def _rows(names: Sequence[str], x_label: str) -> tuple[Figure, Axes]:
     """A row for each name, the first one on top."""
-    figure = Figure(figsize=(4.6, 1.0 + _ROW_INCHES * len(names)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_INCHES, 1.0 + _ROW_INCHES * len(names)), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(x_label)
     axes.set_yticks(range(len(names)), names, fontsize=9)

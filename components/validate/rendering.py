@@ -12,19 +12,19 @@ from markupsafe import Markup
 
 from components.common.artifacts import write_atomically
 from components.validate import formats, speed_wording, wording
+from components.validate.advice import next_steps
 from components.validate.charts import (
     confusion_picture,
     layers_chart,
-    loss_chart,
     speed_chart,
-    top1_chart,
+    training_chart,
     trials_chart,
 )
 from components.validate.schema import Report
 
 REPORT_FILES = ("report.html", "report.json", "model_card.md")
 _MAX_CLASS_ROWS = 20
-_MAX_LAYERS = 20  # of the ranking, in table and chart
+_MAX_LAYERS = 20  # of the ranking, in its chart
 _MAX_NUMBERED = 50  # classes whose confusion matrix is a table; above, a picture
 _MAX_NUMBERED_IN_CARD = 20
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
@@ -42,6 +42,7 @@ def write_report(report: Report, pictures: Mapping[int, str], output: Path) -> N
         "report": report,
         "say": wording,
         "speed": speed_wording,
+        "next_steps": next_steps(report),
         "max_class_rows": _MAX_CLASS_ROWS,
         "max_layers": _MAX_LAYERS,
         "max_numbered": _MAX_NUMBERED,
@@ -66,8 +67,7 @@ def _charts(report: Report) -> dict[str, str]:
     ranking = selection.ranking if selection else ()
     return {
         "speed": speed_chart(report.benchmark),
-        "loss": loss_chart(history) if history else "",
-        "top1": top1_chart(history) if history else "",
+        "training": training_chart(history) if history else "",
         "trials": trials_chart(selection, calibration.chosen) if selection and selection.trials else "",
         "layers": layers_chart(ranking, calibration.excluded, _MAX_LAYERS) if ranking else "",
         **{f"confusion {name}": confusion_picture(entry, classes, name) for name, entry in matrices.items()},

@@ -171,9 +171,6 @@ def _track(
 
 
 def _outcome(accuracy: AccuracyReport) -> str:
-    parts = [
-        f"{row.precision.upper()} {row.top1_pct:.2f} %" if row.top1_pct is not None else f"{row.precision.upper()} n/a"
-        for row in accuracy.rows
-    ]
+    parts = [f"{row.precision.upper()} {row.top1_pct:.2f} %" for row in accuracy.rows if row.top1_pct is not None]
     num_images = max(row.num_images for row in accuracy.rows)
     return f"top-1 on {num_images:,} images: {', '.join(parts)}"

@@ -143,13 +143,13 @@ def speedup(own: BenchmarkRow, reference: BenchmarkRow) -> Speedup:
         outside += 1
     low, high = ratios[outside], ratios[-1 - outside]
     busiest = max(own, reference, key=lambda row: (row.others_pct or 0.0) + (row.steal_pct or 0.0))
-    doubts = [busiest.busy] if busiest.busy else []
-    if len(ratios) < _MIN_TURNS:
+    doubt = busiest.busy
+    if not doubt and len(ratios) < _MIN_TURNS:
         turns = "1 turn tells" if len(ratios) == 1 else f"{len(ratios)} turns tell"
-        doubts.append(f"{turns} no spread: set validate.benchmark_repeats to {_MIN_TURNS} or more")
-    elif (high - low) / median > _MAX_SPREAD:
-        doubts.append(f"the turns scatter from {low:.2f} to {high:.2f}: raise validate.benchmark_seconds")
-    return Speedup(median=median, low=low, high=high, doubt="; ".join(doubts))
+        doubt = f"{turns} no spread: set validate.benchmark_repeats to {_MIN_TURNS} or more"
+    elif not doubt and (high - low) / median > _MAX_SPREAD:
+        doubt = f"the turns scatter from {low:.2f} to {high:.2f}: raise validate.benchmark_seconds"
+    return Speedup(median=median, low=low, high=high, doubt=doubt)
 
 
 def planned_loads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> list[Load]:

@@ -12,7 +12,6 @@ from components.validate.speed_budget import budget_text
 _Column = tuple[str, Callable[[BenchmarkRow], str]]  # its heading with the unit, and the text of a cell
 _Way = tuple[int, int, bool]  # batch size, streams, with copies
 
-_MAX_DOUBTS = 3  # said; rows differ in their figures only
 _SURE_OF_POWER_S = 0.4  # a shorter measurement may hold too few steps of NVML's energy counter
 
 
@@ -53,8 +52,6 @@ def speed_sentences(report: Report) -> list[str]:
             f"The precisions were measured in {turns} turns, one after the other in each. images/s is the median of "
             "the turns; over FP32 is the median of the ratios within a turn, with its one-sided 95 % bounds."
         )
-    doubts = dict.fromkeys(ratio.doubt for row in rows for ratio in row.over.values() if ratio.doubt)
-    sentences += [f"No speed-up is given where {doubt}." for doubt in list(doubts)[:_MAX_DOUBTS]]
     if any(row.power_w is not None for row in rows):
         sentences.append("W is the mean power of the GPU's whole board, from NVML's energy counter.")
     elif on_gpu:
@@ -63,6 +60,13 @@ def speed_sentences(report: Report) -> list[str]:
         reason = "the measurements are too short" if too_short else "NVML's energy counter can't be read here"
         sentences.append(f"Power is not known: {reason}.")
     return sentences
+
+
+def doubt_sentence(report: Report) -> str:
+    """Why speed-ups are unsure, and what to do; empty where none is."""
+    ratios = [ratio for row in report.benchmark.rows for ratio in row.over.values()]
+    doubts = [ratio.doubt for ratio in ratios if ratio.doubt]
+    return f"{len(doubts)} of {len(ratios)} speed-ups are unsure: {doubts[-1]}." if doubts else ""
 
 
 def has_streams(report: Report) -> bool:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from components.common.environment import Environment
 from components.common.records import FP16_MANTISSA_BITS, AccuracyRow, ClassLoss, EngineEntry, ProfileRecord
@@ -17,47 +18,57 @@ _MAX_LOSING_CLASSES = 5
 _RECIPE = ("epochs", "global_batch_size", "learning_rate", "weight_decay", "label_smoothing", "precision", "seed")
 
 
+def state(report: Report) -> Literal["pass", "doubt", "fail"]:
+    """Of the verdict: whether something fails, or nothing does and the evidence is too little."""
+    if report.verdict.passed:
+        return "pass"
+    return "fail" if any(check.verdict == "fail" for check in report.verdict.checks) else "doubt"
+
+
+def outcome(report: Report) -> str:
+    """The verdict in a few words, with the precision that it is on."""
+    precision = report.verdict.precision.upper()
+    if not report.verdict.passed:
+        return f"{precision} did not pass" if state(report) == "fail" else f"{precision}: not enough evidence to pass"
+    return f"{precision} passed" if report.verdict.thresholds.confident else f"{precision} passed, not proved"
+
+
 def key_figures(report: Report) -> Facts:
     """What the judged precision costs and buys, in a few numbers; nothing where it was not measured."""
     precision = report.verdict.precision
     fp32, own = report.accuracy.row("fp32"), report.accuracy.row(precision)
     if own.top1_pct is None or fp32.top1_pct is None:
         return []
+    bound = (
+        f"; the drop is at most {number(report.change.drop_upper_points)}, with 95 % confidence"
+        if report.change
+        else ""
+    )
     figures = [
         (f"{number(own.top1_pct)} %", f"top-1; FP32 {number(fp32.top1_pct)} %"),
-        (f"{signed(own.delta_top1_points)} points", "top-1 against FP32"),
+        (f"{signed(own.delta_top1_points)} points", f"top-1 against FP32{bound}"),
     ]
     largest = largest_batch(report.benchmark)
     if ratio := report.benchmark.speedup(precision, "fp32", largest):
-        batch = f"FP32's images/s at batch {largest}"
+        batch = f"speed of FP32 at batch {largest}"
         if ratio.doubt:
-            figures.append(("no number", f"for {batch}: {ratio.doubt}"))
+            figures.append(("unsure", f"{batch}: {ratio.doubt.partition(':')[0]}"))
         else:
-            turns = f"turns from {number(ratio.low)} to {number(ratio.high)}"
-            figures.append((f"{number(ratio.median)} {TIMES}", f"{batch}; {turns}"))
+            figures.append((f"{number(ratio.median)} {TIMES}", f"{batch}; {number(ratio.low)} to {number(ratio.high)}"))
     figures.append((f"{megabytes(own.size_bytes)} MB", f"file size; FP32 {megabytes(fp32.size_bytes)} MB"))
     return figures
 
 
-def outcome(report: Report) -> str:
-    """Whether the precision passed, and whether that is proved."""
-    if not report.verdict.passed:
-        return "did not pass"
-    return "passed" if report.verdict.thresholds.confident else "passed, not proved"
-
-
 def change_sentences(report: Report) -> list[str]:
-    """What to ship, how the predictions differ from FP32's, and how sure that is."""
+    """What to ship where that is not what was judged, how the predictions differ from FP32's, and what to know."""
     change, advice, sentences = report.change, report.verdict.recommendation, []
-    if advice is not None:
+    own = report.verdict.precision
+    if advice is not None and advice.precision != own:
         sentences.append(f"Recommended: {advice.precision.upper()}, since {advice.reason}.")
     if change is not None:
         sentences.append(
-            f"{count(change.num_lost)} of {count(change.num_images)} images are lost against FP32 and "
-            f"{count(change.num_gained)} gained. The difference in top-1 is {signed(change.delta_top1_points)} points; "
-            f"with 95 % confidence the drop is at most {number(change.drop_upper_points)} points. "
-            f"{'It may be chance' if change.mcnemar_p >= SIGNIFICANCE else 'It is hardly chance'}: "
-            f"p = {probability(change.mcnemar_p)} by McNemar's test."
+            f"Of {count(change.num_images)} images FP32 alone is right on {count(change.num_lost)} (lost) and "
+            f"{own.upper()} alone on {count(change.num_gained)} (gained)."
         )
     if report.verdict.note:
         sentences.append(f"Note: {report.verdict.note}.")
@@ -65,15 +76,19 @@ def change_sentences(report: Report) -> list[str]:
 
 
 def accuracy_sentences(report: Report) -> list[str]:
-    """Where accuracy was measured, and what is to be known about a row."""
-    rows = report.accuracy.rows
+    """Where accuracy was measured, what is to be known about a row, and which there is none of."""
+    rows = [row for row in report.accuracy.rows if row.top1_pct is not None]
     devices = sorted({row.device for row in rows if row.device})
-    num_images = max(row.num_images for row in rows)
+    num_images = max((row.num_images for row in rows), default=0)
     where = f", on {' and '.join(devices)}" if devices else ""
-    notes = [f"{row.precision.upper()}: {row.note}." for row in rows if row.note and row.top1_pct is not None]
+    known = report.verdict.note  # which says it already
+    notes = [f"{row.precision.upper()}: {row.note}." for row in rows if row.note and row.note not in known]
+    missing = [row for row in report.accuracy.rows if row.top1_pct is None]
+    notes += [f"{row.precision.upper()} was not measured: {row.note}." for row in missing]
     return [
         *notes,
-        f"All precisions saw the same {count(num_images)} images of the validation split{where}.",
+        f"All precisions saw the same {count(num_images)} images of the validation split{where}. The drop is at most "
+        "the upper end of its paired one-sided 95 % interval, which the gate judges.",
         "ECE is the expected calibration error over 15 bins of confidence: how far a model is surer, or less sure, "
         "than it is right.",
     ]
@@ -252,6 +267,10 @@ def selection_sentences(report: Report) -> list[str]:
             f"{signed(chosen.low_points)} and {signed(chosen.high_points)}; "
             f"{'within' if chosen.within_budget else 'outside'} the budget."
         )
+    sentences.append(
+        "These are training images, which the model has learned, so its top-1 and losses differ from those on the "
+        "validation images, which alone count for the verdict."
+    )
     return sentences
 
 
@@ -274,7 +293,7 @@ def ranking_sentences(report: Report, max_layers: int) -> list[str]:
         sentences.append("Costly layers that the budget did not need in float went back into INT8.")
     if further := sum(layer.name in calibration.excluded for layer in entry.ranking[max_layers:]):
         sentences.append(f"{_of(further, 'layer')} kept in float cost less than those shown.")
-    return sentences
+    return [*sentences, "The whole ranking is in report.json."]
 
 
 def _why_nothing_was_compared(report: Report) -> str:

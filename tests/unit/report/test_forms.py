@@ -119,12 +119,10 @@ def card_says(card: str) -> dict[str, list[tuple[str, ...]]]:
             heading = plain(line.lstrip("# "))
         elif line.startswith("|") and not re.fullmatch(r"[|:-]+", line):
             cells = [plain(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            if cells[1:2] and cells[1].startswith("not measured"):  # one cell over all other columns in the page
-                cells = cells[:2]
             found.setdefault(heading, []).append(tuple(cells))
         elif line.startswith("- "):
             text, fact = plain(line[2:]), re.match(r"- ([^:*.]+): (.+)", line)
-            is_sentence = fact is None or heading == "Limitations"
+            is_sentence = fact is None or heading in ("Limitations", "What to do next")
             found.setdefault(heading, []).append((text,) if is_sentence else (plain(fact[1]), plain(fact[2])))
     return found
 
@@ -164,7 +162,7 @@ NOT_SHOWN = re.compile(
     r"|model\.(classes|shapes\.(output_name|opt_batch))|model\.engines\.\d+\.precision"
     r"|disagreements\.\d+\.index|confusion\.(matrix|others)|class_changes\.(2\d|[3-9]\d|\d{3})|calibration\.(seconds|cached)"
     r"|class_changes\.\d+\.(p_corrected|significant)"
-    r"|calibration\.selection\.(out_of_time|trials\.\d+\.(excluded|within_budget))|training\.environment|code\.modified"
+    r"|mcnemar|drop_lower|calibration\.selection\.(ranking|out_of_time|trials\.\d+\.(excluded|within_budget))|training\.environment|code\.modified"
 )
 
 
