@@ -94,7 +94,14 @@ class RunRecord:
                 summary = summary.model_copy(update=told)
         message = summary.message or ("interrupted" if summary.status == "killed" else "")
         tags = {"enginery.status": summary.status, "enginery.message": message[:5000]}
-        artifacts = [path for name in (SUMMARY, RUN_LOG) if (path := self.directory / name).exists()]
+        if summary.verdict:
+            tags["enginery.verdict"] = summary.verdict
+        found = [
+            self.directory / SUMMARY,
+            self.directory / RUN_LOG,
+            *([Path(summary.report)] if summary.report else []),
+        ]
+        artifacts = [path for path in found if path.exists()]
         with self.noting("the run's end in MLflow"):
             self.tracked.finish(MLFLOW_STATUS[summary.status], tags, summary.headline(), artifacts)
             self.held.closed()

@@ -79,6 +79,12 @@ class RunSummary(_Record):
     split_digest: str = Field("", description="Digest of the validation split that the rows were measured on.")
     bundle_digest: str = Field("", description="Manifest digest of the Bundle that was measured.")
 
+    @property
+    def verdict(self) -> str:
+        """Such as "INT8 pass"; empty where the gate did not come to one."""
+        judged = [row for row in self.rows if row.verdict not in ("", "reference")]
+        return f"{judged[0].precision.upper()} {judged[0].verdict}" if judged else ""
+
     def headline(self) -> dict[str, float]:
         """The rows as MLflow metrics, named PRECISION_MEASURE, by which runs compare in a list."""
         metrics: dict[str, float | None] = {}

@@ -174,7 +174,12 @@ def test_one_parent_run_and_one_nested_run_per_step(chain: Chain) -> None:
     assert sorted(chain.nested) == sorted(STEPS)
     assert {run.info.status for run in chain.nested.values()} == {"FINISHED"}
     logged = {file.path for file in chain.client.list_artifacts(chain.parent.info.run_id)}
-    assert {"summary.json", "run.log"} <= logged
+    assert {"summary.json", "run.log", "report.html"} <= logged
+    # What MLflow's list of runs shows as columns.
+    assert chain.parent.data.tags["enginery.verdict"] == f"INT8 {chain.row('int8')['verdict']}"
+    for precision in ("fp32", "int8"):
+        assert chain.parent.data.metrics[f"{precision}_top1_pct"] == chain.row(precision)["top1_pct"]
+    assert chain.parent.data.metrics["int8_delta_top1_points"] == chain.row("int8")["delta_top1_points"]
 
 
 def test_parameters_are_the_resolved_configuration(chain: Chain) -> None:
