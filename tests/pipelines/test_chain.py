@@ -175,7 +175,14 @@ def test_one_parent_run_and_one_nested_run_per_step(chain: Chain) -> None:
     assert {run.info.status for run in chain.nested.values()} == {"FINISHED"}
     logged = {file.path for file in chain.client.list_artifacts(chain.parent.info.run_id)}
     assert {"summary.json", "run.log", "report.html"} <= logged
-    # What MLflow's list of runs shows as columns.
+
+
+def test_accuracy_and_verdict_are_columns_of_the_list_of_runs(chain: Chain) -> None:
+    tags = chain.client.get_experiment(chain.parent.info.experiment_id).tags
+    columns = json.loads(json.loads(tags["mlflow.sharedViewState.enginery"])["state"])["selectedColumns"]
+    # A busy machine has no speed-up.
+    known = {"metrics.`int8_speedup`", *(f"metrics.`{name}`" for name in chain.parent.data.metrics)}
+    assert set(columns) <= known | {f"tags.`{name}`" for name in chain.parent.data.tags}
     assert chain.parent.data.tags["enginery.verdict"] == f"INT8 {chain.row('int8')['verdict']}"
     for precision in ("fp32", "int8"):
         assert chain.parent.data.metrics[f"{precision}_top1_pct"] == chain.row(precision)["top1_pct"]
