@@ -7,7 +7,7 @@ STATE := .enginery
 ARGS ?=
 # A test process on each core, eight at most; ARGS=-n0 runs the tests in one process, as a debugger needs it.
 PYTEST = CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest
-PARALLEL = -n logical --maxprocesses 8 --dist worksteal
+PARALLEL = -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Newer than what they were installed from: nothing to do.
 PINS := pyproject.toml constraints.txt
@@ -51,7 +51,7 @@ test: $(INSTALLED_DEV) ## Quick test suite, without a GPU (ARGS="-k gate" is pas
 
 test-all: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## The slow tests and those of the chart, too
 	@$(INSTALL_TRITON)
-	$(PYTEST) $(PARALLEL) tests/unit tests/pipelines tests/fuzz tests/helm -m "not postgresql and not cluster" $(ARGS)
+	$(PYTEST) $(PARALLEL) tests/pipelines tests/helm tests/unit tests/fuzz -m "not postgresql and not cluster" $(ARGS)
 
 test-postgresql: $(INSTALLED_DEV) ## Tests that need PostgreSQL's server; they fail without it (apt-get install postgresql)
 	$(PYTEST) tests/pipelines/test_promotion_races.py -m postgresql $(ARGS)

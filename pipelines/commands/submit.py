@@ -79,7 +79,9 @@ def command_for(path: Path) -> click.Command:
         arguments: dict[str, Any], settings: Path | None, num_nodes: int | None, wait: bool, **values: Any
     ) -> None:
         logs, server = values.pop("logs"), _server(values)
-        placed, of_cluster = load_for_cluster(path, settings, num_nodes)
+        placed, of_cluster = file, ClusterSettings()
+        if settings is not None or num_nodes is not None:
+            placed, of_cluster = load_for_cluster(path, settings, num_nodes)
         request = _request(file, arguments, of_cluster, **values)
         if wait and (request.cron or request.every_s):
             raise UserError("--wait follows one run, and --cron and --every make many; leave --wait out")

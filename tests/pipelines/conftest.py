@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines.kfp_api import Cluster
-from tests.pipelines.submission import REPOSITORY, Done, Submit
+from tests.pipelines.submission import REPOSITORY, Done, Submit, load_once
 from tests.serving import serving
 
 
@@ -24,6 +24,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     from pipelines.cli import main
 
+    monkeypatch.setattr("pipelines.commands.submit.load_pipeline", load_once)
     monkeypatch.setattr(Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "no-context.json"))
     for variable in ("KF_PIPELINES_ENDPOINT", "KFP_COOKIE", "KF_PIPELINES_SA_TOKEN_PATH"):
         monkeypatch.delenv(variable, raising=False)

@@ -1,5 +1,6 @@
 """What the tests of `enginery submit` share."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,9 @@ import yaml
 from click.testing import CliRunner
 
 from pipelines.commands.compile import compile as compile_command
+from pipelines.parameters import load_pipeline
 
+load_once = functools.cache(load_pipeline)  # KFP takes seconds to look at a pipeline where much is imported
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER_YAML = str(REPOSITORY / "pipelines/configs/cluster.yaml")
 

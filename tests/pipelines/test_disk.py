@@ -144,7 +144,14 @@ def test_with_room_again_the_run_goes_on(disk: Path, few_digits: Path) -> None:
             assert digest_file(manifest.parent / name) == entry["digest"]
 
 
-@pytest.mark.parametrize("state", ["no state yet", "with a store", "a little room"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "no state yet",
+        pytest.param("with a store", marks=pytest.mark.slow),
+        pytest.param("a little room", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_on_a_full_disk_does_not_begin(disk: Path, tmp_path: Path, state: str) -> None:
     home = disk / state.replace(" ", "-")
     if state == "with a store":

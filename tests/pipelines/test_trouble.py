@@ -11,6 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from components.common.errors import UserError
+from pipelines.commands import cli
+
+from .submission import load_once
+
 ROOT = Path(__file__).resolve().parents[2]
 PROVABLE = ("--max-top1-drop-points", "10")  # by 120 validation images
 
@@ -79,22 +84,16 @@ def test_unreachable_tracking_server(tmp_path: Path, few_digits: Path) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["home is a file", "runs is a file"])
-def test_state_directory_that_cannot_be_used(tmp_path: Path, few_digits: Path, obstacle: str) -> None:
+def test_state_directory_that_cannot_be_used(
+    tmp_path: Path, few_digits: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
     home = tmp_path / "home"
     if obstacle == "home is a file":
         home.write_text("")
     else:
         home.mkdir()
         (home / "runs").write_text("")
-    process = start(home, "--data", str(few_digits))
-    text = finish(process)
-    assert process.returncode == 2
-    assert f"{home}" in text
-    assert "set ENGINERY_HOME" in text
-
-
-def test_summary_into_a_folder_is_refused_before_the_run(tmp_path: Path, few_digits: Path) -> None:
-    process = start(tmp_path / "home", "--data", str(few_digits), "--summary", str(tmp_path))
-    assert "is a folder; name a file in it" in finish(process)
-    assert process.returncode == 2
-    assert not (tmp_path / "home").exists()
+    monkeypatch.setenv("ENGINERY_HOME", str(home))
+    monkeypatch.setattr("pipelines.commands.run.load_pipeline", load_once)
+    with pytest.raises(UserError, match=rf"{home}.*set ENGINERY_HOME"):
+        cli(["run", str(ROOT / "pipelines/resnet50.py"), "--data", str(few_digits)], standalone_mode=False)

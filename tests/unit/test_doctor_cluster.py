@@ -14,8 +14,8 @@ from kubernetes import client as k8s
 from pipelines.cluster.server import Login
 from pipelines.cluster.settings import load_settings
 from pipelines.commands.doctor import doctor
-from pipelines.diagnosis.checks import Check
-from pipelines.diagnosis.cluster import View, diagnose_cluster
+from pipelines.diagnosis.checks import Check, run_check
+from pipelines.diagnosis.cluster import View, all_checks, conclude, diagnose_cluster
 from pipelines.diagnosis.cluster_images import ImageName
 from pipelines.diagnosis.report import Diagnosis
 from tests.serving import serving
@@ -37,6 +37,10 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterApi]
 
 
 def diagnose(api: ClusterApi, num_nodes: int = 2, endpoint: str = "here", **changes: Any) -> Diagnosis:
+    return diagnose_cluster(view(api, num_nodes, endpoint, **changes))
+
+
+def view(api: ClusterApi, num_nodes: int = 2, endpoint: str = "here", **changes: Any) -> View:
     """By the example settings, with the images in the test's registry."""
     values = yaml.safe_load(EXAMPLE.read_text())
     values["images"] = {"registry": f"{api.host}/vision", "tag": "0.1.0"}
@@ -45,12 +49,18 @@ def diagnose(api: ClusterApi, num_nodes: int = 2, endpoint: str = "here", **chan
     file = api.folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(values))
     settings = load_settings(file, num_nodes=num_nodes)
-    return diagnose_cluster(View(settings, api.endpoint if endpoint == "here" else endpoint, Login(told="")))
+    return View(settings, api.endpoint if endpoint == "here" else endpoint, Login(told=""))
 
 
 def of(diagnosis: Diagnosis, name: str) -> Check:
     (check,) = [check for check in diagnosis.checks if check.name == name]
     return check
+
+
+def check_of(api: ClusterApi, name: str, **changes: Any) -> Check:
+    """Run one check alone."""
+    (planned,) = [planned for planned in all_checks(view(api, **changes)) if planned.name == name]
+    return run_check(planned)
 
 
 def test_a_cluster_where_all_is_well(api: ClusterApi) -> None:
@@ -167,13 +177,13 @@ SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
 )
 def test_what_is_in_the_way(api: ClusterApi, name: str, change: Change, found: str, fix: str) -> None:
     change(api)
-    diagnosis = diagnose(api)
-    check = of(diagnosis, name)
+    check = check_of(api, name)
     assert check.status == "missing", check
     assert found in check.found
     assert fix in check.fix
-    assert diagnosis.exit_code == 1
-    assert name in diagnosis.conclusion
+    conclusion = conclude([check])
+    assert conclusion.exit_code == 1
+    assert name in conclusion.conclusion
 
 
 @pytest.mark.parametrize(
@@ -204,12 +214,12 @@ def test_what_is_doubtful_stops_nothing(api: ClusterApi, name: str, change: Chan
 
 def test_shared_memory_against_what_a_namespace_gives(api: ClusterApi) -> None:
     api.limits.append(limit_range("8Gi"))
-    check = of(diagnose(api, export={"memory": ""}), "shared memory")
+    check = check_of(api, "shared memory", export={"memory": ""})
     assert check.status == "missing"
     assert "gives containers 8Gi of memory, and export has 8Gi of /dev/shm, which counts as memory" in check.found
     assert "set export.memory" in check.fix
     api.limits[0] = limit_range("64Gi")
-    assert of(diagnose(api, export={"memory": ""}), "shared memory").status == "ok"
+    assert check_of(api, "shared memory", export={"memory": ""}).status == "ok"
 
 
 def test_one_node_needs_no_trainer(api: ClusterApi) -> None:
@@ -222,22 +232,22 @@ def test_one_node_needs_no_trainer(api: ClusterApi) -> None:
 def test_a_node_that_is_broken_or_cordoned_does_not_count(api: ClusterApi) -> None:
     api.nodes[0].status.conditions = [k8s.V1NodeCondition(type="Ready", status="Unknown")]
     api.nodes[1].spec.unschedulable = True
-    check = of(diagnose(api), "GPU nodes")
+    check = check_of(api, "GPU nodes")
     assert (check.status, check.found) == ("missing", "of 1 nodes none offers nvidia.com/gpu")
 
 
 def test_the_service_account_of_the_nodes(api: ClusterApi) -> None:
     nodes = {"service_account": "trainer"}
-    check = of(diagnose(api, train_job=nodes), "rights of the step")
+    check = check_of(api, "rights of the step", train_job=nodes)
     assert check.status == "missing"
     assert "there is no service account trainer in team-vision" in check.found
     assert "create serviceaccount trainer" in check.fix
-    assert of(diagnose(api, num_nodes=1, train_job=nodes), "rights of the step").status == "absent"
+    assert check_of(api, "rights of the step", num_nodes=1, train_job=nodes).status == "absent"
 
 
 def test_a_registry_that_lets_nobody_in(api: ClusterApi) -> None:
     api.images["vision/train"] = 401
-    check = of(diagnose(api, image_pull_secrets=[]), "image pull")
+    check = check_of(api, "image pull", image_pull_secrets=[])
     assert "does not let anybody pull" in check.found
 
 
@@ -247,21 +257,21 @@ def test_older_labels_of_drivers_are_read(api: ClusterApi) -> None:
     }
     labels |= {"nvidia.com/cuda.driver.major": "570", "nvidia.com/cuda.driver.minor": "86"}
     api.nodes = [gpu_node("gpu-1", driver="", **labels), gpu_node("gpu-2")]
-    assert "gpu-1 has 570.86.9" in of(diagnose(api), "GPU drivers").found
+    assert "gpu-1 has 570.86.9" in check_of(api, "GPU drivers").found
 
 
 def test_no_tracking_server_is_named(api: ClusterApi) -> None:
-    check = of(diagnose(api, every_step={"env": {}}), "MLflow")
+    check = check_of(api, "MLflow", every_step={"env": {}})
     assert (check.status, check.found[:24]) == ("warning", "the settings name no MLF")
-    check = of(diagnose(api, every_step={"env": {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}}), "MLflow")
+    check = check_of(api, "MLflow", every_step={"env": {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}})
     assert "steps in different pods need a server" in check.found
 
 
 def test_kfp_is_looked_for_where_nobody_names_it(api: ClusterApi) -> None:
-    check = of(diagnose(api, endpoint=""), "Kubeflow Pipelines")
+    check = check_of(api, "Kubeflow Pipelines", endpoint="")
     assert (check.status, "name it with --endpoint" in check.fix) == ("warning", True)
     api.absent.add("/api/v1/namespaces/kubeflow/services/ml-pipeline")
-    assert of(diagnose(api, endpoint=""), "Kubeflow Pipelines").status == "missing"
+    assert check_of(api, "Kubeflow Pipelines", endpoint="").status == "missing"
 
 
 def test_no_cluster_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +298,7 @@ def test_the_table(api: ClusterApi) -> None:
 
 def test_a_registry_that_asks_for_a_login(api: ClusterApi) -> None:
     api.wants_login = True
-    assert of(diagnose(api), "image pull").found.startswith("5 images of 127.0.0.1")
+    assert check_of(api, "image pull").found.startswith("5 images of 127.0.0.1")
     basic = base64.b64encode(b"puller:right").decode()
     assert f"Basic {basic}" in api.tokens  # to the one who gives tokens
     assert "Bearer of-the-registry" in api.tokens
