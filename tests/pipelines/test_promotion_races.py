@@ -113,7 +113,7 @@ def race(uri: str, folder: Path, num_processes: int, num_rounds: int) -> None:
 
 
 def test_two_at_once(tmp_path: Path) -> None:
-    race(fresh_sqlite(tmp_path), tmp_path, num_processes=2, num_rounds=3)
+    race(fresh_sqlite(tmp_path), tmp_path, num_processes=2, num_rounds=1)
 
 
 @pytest.mark.slow

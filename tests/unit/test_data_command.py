@@ -2,46 +2,26 @@
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from components.common.errors import EngineryError, UserError
+from pipelines.commands import cli
 from pipelines.commands.data import _writable
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("arguments", [("digits",), ("textures", "--num-classes", "2", "--num-train", "2")])
 def test_a_place_that_may_not_be_written(arguments: tuple[str, ...]) -> None:
     name, *options = arguments
-    done = subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "data", name, "/sys/images", *options],  # closed to root too
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: can't write the data set to /sys/images: ")
-    assert line.endswith(". Name a directory that you may write")
+    with pytest.raises(UserError, match=r"^can't write the data set to /sys/images: .*\. Name a directory"):
+        cli(["data", name, "/sys/images", *options], standalone_mode=False)  # closed to root too
 
 
 def test_a_folder_with_something_else_in_it(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
-    done = subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "data", "digits", str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert f"{tmp_path} is not empty" in done.stderr
-    assert "Give an empty or a new directory." in done.stderr
+    with pytest.raises(UserError, match=rf"{tmp_path} is not empty.*Give an empty or a new directory\."):
+        cli(["data", "digits", str(tmp_path)], standalone_mode=False)
     assert os.listdir(tmp_path) == ["mine.txt"]
 
 

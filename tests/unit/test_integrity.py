@@ -4,25 +4,37 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from components.common.artifacts import Artifact, BundleManifest, CheckpointManifest, DatasetManifest, seal
+from components.common.errors import EngineryError
 from components.common.records import CalibrationEntry
+from components.common.settings import StepConfig
 from components.common.shapes import ShapeSpec
+from components.common.steplog import StepLog
 from components.common.transforms import transform_for
 from components.export.config import ExportConfig
 from components.train.config import TrainConfig
+from components.validate.config import ValidateConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPEC = transform_for(32, resize_ratio=1.0)
 
 
-def step(name: str, *arguments: str | Path, **variables: str) -> tuple[int, str]:
-    """Exit code and what `python -m components.NAME` says."""
+def refusal(step: str, settings: StepConfig, **folders: Path) -> tuple[int, str]:
+    """Exit code and message of a step that refuses to run."""
+    with pytest.raises(EngineryError) as caught:
+        import_module(f"components.{step}.run").run(settings, StepLog(step), **folders)
+    return caught.value.exit_code, str(caught.value)
+
+
+def gate(*arguments: str | Path, **variables: str) -> tuple[int, str]:
+    """Exit code and what `python -m components.gate` says."""
     done = subprocess.run(
-        [sys.executable, "-m", f"components.{name}", *map(str, arguments)],
+        [sys.executable, "-m", "components.gate", *map(str, arguments)],
         cwd=REPOSITORY,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
         capture_output=True,
@@ -61,9 +73,9 @@ def test_a_swapped_model_of_the_same_size_is_refused(
 ) -> None:
     models = bundle(tmp_path / "bundle", digits_dataset)
     (models / name).write_bytes(name.upper().encode())
-    inputs = ("--bundle", models, "--dataset", digits_dataset.path, "--output", tmp_path / "report")
-    code, text = step("validate", *inputs)
-    assert (code, "Traceback" in text) == (1, False)
+    folders = {"bundle": models, "dataset": digits_dataset.path, "output": tmp_path / "report"}
+    code, text = refusal("validate", ValidateConfig(), **folders)
+    assert code == 1
     assert f"{models / name} was changed after it was sealed" in text
     assert "write it again with `python -m components.export`" in text
 
@@ -77,9 +89,9 @@ def test_swapped_weights_are_refused(tmp_path: Path, digits_dataset: Artifact[Da
     fields = {"architecture": "resnet18", "classes": classes, "transform": SPEC, "metrics": {}}
     seal(checkpoint, CheckpointManifest, inputs={}, config=TrainConfig(), **fields)
     weights.write_bytes(b"Weights")
-    inputs = ("--model", checkpoint, "--dataset", digits_dataset.path, "--output", tmp_path / "bundle")
-    code, text = step("export", *inputs)
-    assert (code, "Traceback" in text) == (1, False)
+    folders = {"model": checkpoint, "dataset": digits_dataset.path, "output": tmp_path / "bundle"}
+    code, text = refusal("export", ExportConfig(), **folders)
+    assert code == 1
     assert f"{weights} was changed after it was sealed" in text
     assert "write it again with `python -m components.train`" in text
 
@@ -116,17 +128,17 @@ def test_a_manifest_that_is_not_what_was_sealed(
     (copy / "manifest.json").unlink()
     (copy / "manifest.json").write_text(change(original), encoding="utf-8")
     assert change(original) != original
-    found, text = step("train", "--dataset", copy, "--output", tmp_path / "checkpoint")
-    assert (found, "Traceback" in text) == (code, False)
+    found, text = refusal("train", TrainConfig(), dataset=copy, output=tmp_path / "checkpoint")
+    assert found == code
     assert f"{copy}" in text
     assert message in text
 
 
 def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
     arguments = ("--report", tmp_path / "absent", "--output", tmp_path / "verdict")
-    code, text = step("gate", *arguments)
+    code, text = gate(*arguments)
     assert (code, text.count("\n"), "Traceback" in text) == (2, 1, False)
-    code, text = step("gate", *arguments, ENGINERY_DEBUG="1")
+    code, text = gate(*arguments, ENGINERY_DEBUG="1")
     assert (code, "Traceback" in text) == (2, True)
     command = [sys.executable, "-m", "pipelines.cli", "--debug", "run", "absent.py"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)

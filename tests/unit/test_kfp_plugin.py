@@ -2,9 +2,6 @@
 variables in the step's container, and at its end logs the step's inputs and closes the run (its handler.go)."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,10 @@ from mlflow.entities import Param, Run
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.errors import UserError
+from components.common.steplog import StepLog
 from components.common.store import prepare_sqlite
 from components.common.tracking import KFP_RUN_VARIABLE, step_run
+from components.train.__main__ import STEP
 from pipelines import resources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -52,15 +51,14 @@ def plugin(tmp_path: Path) -> Plugin:
 
 
 def test_a_step_logs_into_the_run_that_the_plugin_made_and_leaves_its_end_to_it(
-    plugin: Plugin, digits_dataset: Artifact[DatasetManifest], tmp_path: Path
+    plugin: Plugin, digits_dataset: Artifact[DatasetManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id, variables = plugin.start("train")
-    command = [sys.executable, "-m", "components.train", "--dataset", str(digits_dataset.path)]
-    command += ["--output", str(tmp_path / "out"), "--warmup-fraction", "0", "--architecture", "squeezenet1_1"]
-    command += ["--epochs", "1", "--image-size", "32", "--global-batch-size", "64"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "global_batch_size": 64}
+    inputs = {"dataset": digits_dataset.path}
+    STEP._execute(StepLog("train"), {**settings, "warmup_fraction": 0}, tmp_path / "out", inputs)
     runs = plugin.client.search_runs([plugin.experiment_id])
     assert {run.info.run_id for run in runs} == {run_id, plugin.parent}  # none beside them
     assert len(plugin.client.search_experiments()) == 2  # with MLflow's own "Default"

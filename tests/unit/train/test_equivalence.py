@@ -90,7 +90,6 @@ def test_accumulation(at_once: tuple[dict[str, torch.Tensor], list[float]], per_
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"per_gpu_batch_size": 4},
         {"static_graph": True, "ema_decay": 0.5},
         pytest.param({"compile": "default"}, marks=pytest.mark.slow),

@@ -112,6 +112,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
     assert place.weights() == unbroken
 
 
+@pytest.mark.slow  # test_resuming.py has the same in one process
 def test_sigterm_saves_and_ends_with_its_own_code(
     tiny_dataset: Artifact[DatasetManifest], everything: dict[str, Any], unbroken: str, tmp_path: Path
 ) -> None:
@@ -129,7 +130,7 @@ def test_sigterm_saves_and_ends_with_its_own_code(
     assert place.weights() == unbroken
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sigterm_while_it_starts_up(
     tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path, num_processes: int
 ) -> None:
