@@ -1,15 +1,26 @@
-"""What can be told before anything runs: files that are not there, and memory that can't suffice."""
+"""What can be told before anything runs: data or a model that can't be used, too few images, too little memory."""
 
+import json
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
 from components.common.artifacts import MANIFEST
 from components.common.environment import gpus
-from components.common.errors import UserError
-from components.preprocess.sources import check_data_folder
+from components.common.errors import EXIT_FAILURE, EXIT_USER_ERROR, EngineryError, UserError
+from components.common.settings import resolve
+from components.gate.config import GateConfig
+from components.preprocess.config import PreprocessConfig
+from components.preprocess.decoding import decode
+from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples, is_uri, kind_of
+from components.preprocess.structure import Rejected
 from pipelines.diagnosis.machine import memory_limit
 from pipelines.formats import size_text
 
@@ -31,6 +42,134 @@ _ACTIVATION_BYTES_PER_PIXEL = {
 }
 _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers, weights with gradients and momentum
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
+_MAX_OPENED = 256  # files that are opened to see whether any is an image
+_SIGNIFICANCE = 0.05
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def check_inputs(arguments: Mapping[str, Any]) -> None:
+    """Look at a run's data and model as far as that takes seconds, so that nothing is packed in vain.
+
+    Data behind a URI and compressed archives are not listed here, and weights are then only read; the steps do the
+    rest.
+
+    Raises:
+        UserError: they can't be used, don't fit each other, or can't give the proof that the gate asks for.
+        EngineryError: the model is damaged.
+    """
+    check_paths(arguments)
+    source = _listed(arguments)
+    if source is not None:
+        _check_for_images(source, arguments)
+        _check_validation(arguments, source)
+    if model := str(arguments.get("model") or ""):
+        _check_model(model, str(arguments.get("architecture") or ""), source.classes if source is not None else None)
+
+
+def _listed(arguments: Mapping[str, Any]) -> Source | None:
+    """What the preprocess step will find; None where finding it takes longer than a moment."""
+    data = str(arguments.get("data") or "")
+    if "preprocess" not in arguments or not data or is_uri(data) or kind_of(data) == "compressed tar":
+        return None
+    with TemporaryDirectory() as scratch:
+        config = _preprocess_config(arguments)
+        return find_samples(
+            data,
+            val_fraction=config.val_fraction,
+            seed=config.seed,
+            class_names_file=config.class_names_file,
+            scratch=Path(scratch),
+        )
+
+
+def _preprocess_config(arguments: Mapping[str, Any]) -> PreprocessConfig:
+    own = {name: arguments[name] for name in ("data", "seed") if name in arguments}
+    return resolve(PreprocessConfig, "preprocess", arguments["preprocess"], own)
+
+
+def _check_for_images(source: Source, arguments: Mapping[str, Any]) -> None:
+    """Open files, spread over the data, until one is an image, which most often is the first."""
+    max_pixels = _preprocess_config(arguments).max_pixels
+    samples = [sample for split in source.splits.values() for sample in split]
+    opened = samples[:: math.ceil(len(samples) / _MAX_OPENED)]
+    reason = ""
+    for sample in opened:
+        try:
+            decode(source.storage.read(sample), max_pixels)
+            return
+        except (OSError, Unreadable, Rejected) as error:
+            reason = reason or f"{sample.path}: {error}"
+    raise UserError(
+        f"{arguments['data']} holds no image that can be used: {len(opened):,} of its {len(samples):,} files were "
+        f"opened, such as {reason}. Name a folder with images that open in a viewer"
+    )
+
+
+def _check_validation(arguments: Mapping[str, Any], source: Source) -> None:
+    """Refuse data whose validation images are too few for the gate, whatever the model answers."""
+    if "gate" not in arguments:
+        return
+    own = {name: arguments[name] for name in ("max_top1_drop_points",) if name in arguments}
+    thresholds = resolve(GateConfig, "gate", arguments["gate"], own)
+    num_images = len(source.splits["val"])
+    needed: float = thresholds.min_validation_images
+    why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_images}"
+    if thresholds.confident:
+        budget = thresholds.max_top1_drop_points
+        if thresholds.min_relative_top1_pct > 0:
+            budget = min(budget, 100 - thresholds.min_relative_top1_pct)
+        proving = images_to_prove(budget)
+        if proving > max(needed, num_images):
+            needed = proving
+            why = f"a drop of at most {budget:g} points can't be proved by fewer, even if INT8 answers all as FP32"
+            allow = (
+                "a larger --max-top1-drop-points, or --set gate.confident=false, which judges the measured drop alone"
+            )
+    if num_images >= needed:
+        return
+    total = num_images + len(source.splits["train"])
+    share = math.ceil(100 * needed / total) / 100 if needed < math.inf else 1.0
+    more = f"--set preprocess.val_fraction={share:g} where the data has no val/ of its own" if share <= 0.5 else ""
+    least = f"at least {needed:,} are needed" if needed < math.inf else "no number is enough"
+    fixes = ", ".join(filter(None, ("more images" if needed < math.inf else "", more)))
+    raise UserError(
+        f"{num_images:,} of the {total:,} images validate, and {least}: {why}. "
+        f"Give {f'{fixes}, or ' if fixes else ''}{allow}"
+    )
+
+
+def images_to_prove(budget_points: float) -> float:
+    """Fewest images that prove a drop to be within a budget, where both models answer all of them alike.
+
+    The exact one-sided 95 % interval of a share of which no case was seen (the rule of three: at most about 3 of N).
+    """
+    share = budget_points / 100
+    if share <= 0:
+        return math.inf
+    return 1 if share >= 1 else math.ceil(math.log(_SIGNIFICANCE) / math.log1p(-share))
+
+
+def _check_model(model: str, architecture: str, classes: tuple[str, ...] | None) -> None:
+    """Have a model that lies on this machine read by a process of its own: see components.export.checking."""
+    if "://" in model:
+        return
+    given = json.dumps({"model": model, "architecture": architecture, "classes": classes})
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "components.export.checking", given],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
+    if done.returncode in (EXIT_USER_ERROR, EXIT_FAILURE):
+        raise (UserError if done.returncode == EXIT_USER_ERROR else EngineryError)(text)
+    if done.returncode:
+        raise UserError(
+            f"reading the model {model} ended the process that did it ({done.returncode}): the file is damaged, or it "
+            "needs more memory than there is. Export it again, or take a machine with more memory"
+        )
 
 
 def check_paths(arguments: Mapping[str, Any]) -> None:

@@ -60,12 +60,16 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"there is no weights file {path}") from None
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} holds more than weights, and loading it would run code from the file. "
-            "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
-        ) from None
     except Exception as error:  # whatever damaged files make the readers raise
+        if path.suffix != ".safetensors" and not _is_from_torch(path):
+            raise UserError(
+                f"can't read the weights in {path}: torch.save did not write it, or it is damaged"
+            ) from None
+        if isinstance(error, pickle.UnpicklingError):
+            raise UserError(
+                f"{path} holds more than weights, and loading it would run code from the file. "
+                "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
+            ) from None
         raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
     for key in ("state_dict", "model"):  # as timm and torchvision's training scripts save them, beside the optimizer's
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
@@ -73,6 +77,13 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise UserError(f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)")
     return {name.removeprefix("module."): value for name, value in weights.items()}
+
+
+def _is_from_torch(path: Path) -> bool:
+    """True if a file begins as those of torch.save do: a zip archive, or a pickle as of old."""
+    with path.open("rb") as file:
+        start = file.read(2)
+    return start == b"PK" or start[:1] == b"\x80"
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str) -> None:

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +28,26 @@ MAX_RELATIVE_ERROR = 1e-3  # of the logits, against the largest logit
 _TRACE_BATCH = 2  # not 1: a batch of one can be confused with a broadcast axis
 _USER_OPSETS = range(13, 22)
 _PROBE_SEED = 0
+_SUM_TOLERANCE = 1e-3  # of the probabilities of an image
+_MIN_CLASSES = 2
+_SHAPE_ONLY = {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast"}  # what may follow a last activation
 _REEXPORT = (
     "Re-export it with torch.onnx.export(model, torch.zeros(2, 3, height, width), path, dynamo=False, "
     'opset_version=17, input_names=["images"], output_names=["logits"], '
     'dynamic_axes={"images": {0: "batch"}, "logits": {0: "batch"}}).'
 )
+
+
+def _fix(proto: onnx.ModelProto) -> str:
+    """How to export the model again, by what exported it."""
+    size = _dims(proto.graph.input[0]) if proto.graph.input else []
+    if proto.producer_name == "tf2onnx" or (len(size) == 4 and size[3] == 3 != size[1]):
+        return (
+            f"Convert it again by: python -m tf2onnx.convert --saved-model DIR --opset {OPSET} --inputs-as-nchw INPUT "
+            "--output FILE.onnx, where INPUT is its name in TensorFlow, such as "
+            f"{proto.graph.input[0].name.removesuffix(':0')}:0 (from_keras of tf2onnx takes inputs_as_nchw=[INPUT])."
+        )
+    return _REEXPORT
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,8 @@ class OnnxClassifier:
     shapes: ShapeSpec
     """Names and image size from the file; batch range at its defaults."""
     num_classes: int
+    had_softmax: bool = False
+    """Whether the file ends in a softmax, which is left out of what is taken over."""
 
 
 def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
@@ -118,14 +135,34 @@ def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, i
 
 
 def normalize_user_onnx(source: Path, destination: Path) -> OnnxClassifier:
-    """Takes over a user's classifier: checks it and writes it to `destination` at opset 17 and IR 8.
+    """Take over a user's classifier: check it and write it to `destination` at opset 17 and IR 8, with logits.
 
     A file that fits already is copied byte for byte; others are converted, and must answer as before. Names stay.
 
     Args:
-        source: ONNX classifier of opset 13 to 21 with one [N, 3, H, W] float32 input, dynamic in N alone, and one
-            [N, classes] float32 output; without external data.
+        source: see `read_user_onnx`.
         destination: the file to write (atomically).
+
+    Raises:
+        UserError: the file can't be used; the message names what was seen and the fix.
+    """
+    classifier, content = read_user_onnx(source)
+    write_atomically(destination, content)
+    return classifier
+
+
+def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
+    """Check a user's classifier.
+
+    A softmax at its end is left out: all that follows, from the ranking of layers to serving, reads logits. The classes
+    keep their order.
+
+    Args:
+        source: ONNX classifier of opset 13 to 21 with one [N, 3, H, W] float32 input, dynamic in N alone, and one
+            [N, classes] float32 output of logits or of a softmax; without external data.
+
+    Returns:
+        What it is, and the file at opset 17 and IR 8.
 
     Raises:
         UserError: the file can't be used; the message names what was seen and the fix.
@@ -134,20 +171,38 @@ def normalize_user_onnx(source: Path, destination: Path) -> OnnxClassifier:
     opset = model_opset(proto)
     if opset not in _USER_OPSETS:
         raise UserError(
-            f"{source}: opset {opset}, supported are {_USER_OPSETS.start} to {_USER_OPSETS.stop - 1}. {_REEXPORT}"
+            f"{source}: opset {opset}, supported are {_USER_OPSETS.start} to {_USER_OPSETS.stop - 1}. {_fix(proto)}"
         )
     classifier = _describe(proto, source)
-    content = source.read_bytes()
+    original = content = source.read_bytes()
     initializers = {tensor.name for tensor in proto.graph.initializer}
     fits = opset == OPSET and proto.ir_version <= IR_VERSION
     if not fits or any(value.name in initializers for value in proto.graph.input):
-        content = _converted(proto, source).SerializeToString()
-    expected = _probe(source.read_bytes(), classifier, source)
+        proto = _converted(proto, source)
+        content = proto.SerializeToString()
+    expected = _probe(original, classifier, source)
     actual = _probe(content, classifier, source)
     if not _relative_error(actual, expected) <= MAX_RELATIVE_ERROR:
-        raise UserError(f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_REEXPORT}")
-    write_atomically(destination, content)
-    return classifier
+        raise UserError(f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}")
+    last = _last_operator(proto.graph)
+    if last is not None and last.op_type in ("Sigmoid", "HardSigmoid"):
+        raise UserError(
+            f"{source}: ends in a sigmoid ({last.op_type}), so it answers yes or no for each output by itself "
+            "(multi-label). Supported are classifiers of which each image has one class. If yours is one, export it "
+            "without the sigmoid, with logits as its output"
+        )
+    if (expected >= 0).all() and np.allclose(expected.sum(axis=1), 1, atol=_SUM_TOLERANCE):
+        content = _without_softmax(proto, last)
+        if (
+            not content
+            or not _relative_error(_softmax(_probe(content, classifier, source)), expected) <= MAX_RELATIVE_ERROR
+        ):
+            raise UserError(
+                f"{source}: its outputs are probabilities, and not of one softmax at its end, which could be left out. "
+                "Export it with logits as its output"
+            )
+        classifier = replace(classifier, had_softmax=True)
+    return classifier, content
 
 
 def _load(path: Path) -> onnx.ModelProto:
@@ -194,28 +249,71 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
     image, logits = inputs[0], proto.graph.output[0]
     _check_type(image, path, "input", "[N, 3, H, W]")
     _check_type(logits, path, "output", "[N, classes]")
-    size = _dims(image)
+    size, fix = _dims(image), _fix(proto)
+    if len(size) == 4 and size[3] == 3 != size[1]:
+        raise UserError(
+            f"{path}: input '{image.name}' has shape {size}, channels last, as tf2onnx and Keras write models of "
+            f"TensorFlow; expected [N, 3, H, W]. {fix}"
+        )
     if len(size) != 4 or size[1] != 3:
-        raise UserError(f"{path}: input '{image.name}' has shape {size}, expected [N, 3, H, W]. {_REEXPORT}")
+        raise UserError(f"{path}: input '{image.name}' has shape {size}, expected [N, 3, H, W]. {fix}")
     if isinstance(size[0], int):
         raise UserError(
             f"{path}: input '{image.name}' has the fixed batch {size[0]} (shape {size}), expected a dynamic batch "
-            f"axis. {_REEXPORT}"
+            f"axis. {fix}"
         )
     height, width = size[2:]
     if not (isinstance(height, int) and isinstance(width, int)):
         raise UserError(
             f"{path}: input '{image.name}' has shape {size}, expected a fixed height and width with only the batch "
-            f"dynamic. {_REEXPORT}"
+            f"dynamic. {fix}"
         )
     output_size = _dims(logits) or _dims(onnx.shape_inference.infer_shapes(proto).graph.output[0])
     if len(output_size) != 2 or not isinstance(output_size[1], int) or isinstance(output_size[0], int):
         raise UserError(
             f"{path}: output '{logits.name}' has shape {output_size}, expected [N, classes] with a dynamic N and a "
-            f"fixed number of classes. {_REEXPORT}"
+            f"fixed number of classes. {fix}"
+        )
+    if output_size[1] < _MIN_CLASSES:
+        raise UserError(
+            f"{path}: output '{logits.name}' has shape {output_size}, one number for each image, as of a binary "
+            "classifier. Supported are classifiers with one output per class: give it two, the logits of no and of yes"
         )
     shapes = ShapeSpec(input_name=image.name, output_name=logits.name, channels=3, height=height, width=width)
     return OnnxClassifier(shapes, output_size[1])
+
+
+def _last_operator(graph: onnx.GraphProto) -> onnx.NodeProto | None:
+    """What computes the output's numbers: the last node that does more than reshape or cast them."""
+    producers = {name: node for node in graph.node for name in node.output}
+    node = producers.get(graph.output[0].name)
+    while node is not None and node.op_type in _SHAPE_ONLY:
+        node = producers.get(node.input[0])
+    return node
+
+
+def _without_softmax(proto: onnx.ModelProto, last: onnx.NodeProto | None) -> bytes:
+    """The model with the softmax at its end left out; empty where there is none that can be."""
+    graph = proto.graph
+    computed = {name for node in graph.node for name in node.output}
+    if last is None or last.op_type != "Softmax" or last.input[0] not in computed:
+        return b""
+    taken, given = last.input[0], last.output[0]
+    graph.node.remove(last)
+    for node in graph.node:  # the output keeps its name
+        for names in (node.input, node.output):
+            names[:] = [given if name == taken else name for name in names]
+    kept = [value for value in graph.value_info if value.name != taken]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+    return proto.SerializeToString()
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    """Of each row. [B, classes] float -> [B, classes] float."""
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares: np.ndarray = odds / odds.sum(axis=1, keepdims=True)
+    return shares
 
 
 def _check_type(value: ValueInfoProto, path: Path, role: str, shape: str) -> None:

@@ -40,6 +40,8 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     prepare_directory(output)
     fp32_file = output / _MODELS["fp32"]
     source = write_fp32_onnx(model, data, config, fp32_file)
+    if source.note:
+        log.note(source.note)
     cache = cache_folder(config)
     calibration, selection = split_samples(config, data, source.transform, 0 if torch.cuda.is_available() else None)
     if calibration.num_images < len(source.classes):

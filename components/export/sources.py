@@ -1,22 +1,24 @@
 """Where the model comes from: a Checkpoint of the train step, or a file of the user's own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.artifacts import MANIFEST, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.artifacts import MANIFEST, Artifact, BundleManifest, CheckpointManifest, DatasetManifest, load
 from components.common.digests import digest_file
 from components.common.errors import UserError
+from components.common.integrity import claims_of
 from components.common.models import build_model, load_weights, read_weights
 from components.common.records import TrainingRecord
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec, transform_for
 from components.export.config import ExportConfig
-from components.export.onnx_export import export_onnx, normalize_user_onnx
+from components.export.onnx_export import OnnxClassifier, export_onnx, normalize_user_onnx, read_user_onnx
 
-_WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class SourceModel:
     input_digest: str  # of the checkpoint's manifest, or of the user's file
     module: nn.Module | None  # None when the model came as ONNX
     training: TrainingRecord | None = None  # None when the model is the user's own
+    note: str = ""  # what a person should know of how it was taken over
 
 
 def write_fp32_onnx(
@@ -48,16 +51,59 @@ def write_fp32_onnx(
     """
     if model.is_dir() and (model / MANIFEST).exists():
         return _from_checkpoint(model, dataset, config, destination)
+    check_file(model, config.architecture)
+    if model.suffix == ".onnx":
+        return _from_onnx(model, dataset, config, destination)
+    return _from_weights(model, dataset, config, destination)
+
+
+def check_file(model: Path, architecture: str) -> None:
+    """See what can be seen of a model's file without opening it.
+
+    Raises:
+        UserError: there is none, it is of no kind that is read, or it needs an architecture.
+    """
     if not model.is_file():
         raise UserError(
             f"there is no model at {model}; name a Checkpoint or Bundle directory, an .onnx file, or weights "
-            f"({', '.join(_WEIGHT_SUFFIXES)}) together with export.architecture"
+            f"({', '.join(WEIGHT_SUFFIXES)}) together with export.architecture"
         )
+    if model.suffix in WEIGHT_SUFFIXES and not architecture:
+        raise UserError(f"{model} holds weights only: name their architecture, such as --architecture resnet50")
+    if model.suffix not in (".onnx", *WEIGHT_SUFFIXES):
+        raise UserError(f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)})")
+
+
+def check_model(model: Path, architecture: str, classes: Sequence[str] | None) -> None:
+    """Refuse a model of which `write_fp32_onnx` or a rebuild would not make a bundle, before there is a data set.
+
+    Args:
+        model: as for `write_fp32_onnx`, or a Bundle directory.
+        architecture: of weights.
+        classes: the data's; None where they are not known yet.
+
+    Raises:
+        UserError: it is no model, or doesn't fit the classes.
+        EngineryError: a file of it is damaged.
+    """
+    if model.is_dir() and (model / MANIFEST).exists():
+        if claims_of((model / MANIFEST).read_bytes()).get("kind") == "bundle":
+            own = load(model, BundleManifest).manifest.classes
+        else:
+            own = load(model, CheckpointManifest).manifest.classes
+        if classes is not None and own != tuple(classes):
+            raise UserError(
+                f"the model {model} has other classes than the data: {compare_classes(own, tuple(classes))}"
+            )
+        return
+    check_file(model, architecture)
     if model.suffix == ".onnx":
-        return _from_onnx(model, dataset, config, destination)
-    if model.suffix in _WEIGHT_SUFFIXES:
-        return _from_weights(model, dataset, config, destination)
-    raise UserError(f"{model} is neither .onnx nor weights ({', '.join(_WEIGHT_SUFFIXES)})")
+        classifier, _ = read_user_onnx(model)
+        _check_fits(model, classifier, len(classes) if classes is not None else classifier.num_classes)
+    elif classes is not None:
+        _module_of_weights(model, architecture, len(classes))
+    else:
+        read_weights(model)
 
 
 def _from_checkpoint(
@@ -94,11 +140,8 @@ def _from_checkpoint(
 def _from_weights(
     path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path
 ) -> SourceModel:
-    if not config.architecture:
-        raise UserError(f"{path} holds weights only: name their architecture, such as --architecture resnet50")
     classes = dataset.manifest.classes
-    module = build_model(config.architecture, len(classes))
-    load_weights(module, read_weights(path), str(path))
+    module = _module_of_weights(path, config.architecture, len(classes))
     transform = _own_transform(config, config.image_size)
     shapes = _shapes(transform, config)
     export_onnx(module, destination, shapes)
@@ -112,17 +155,28 @@ def _from_weights(
     )
 
 
-def _from_onnx(path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path) -> SourceModel:
-    classifier = normalize_user_onnx(path, destination)
-    classes = dataset.manifest.classes
-    if classifier.num_classes != len(classes):
+def _module_of_weights(path: Path, architecture: str, num_classes: int) -> nn.Module:
+    module = build_model(architecture, num_classes)
+    load_weights(module, read_weights(path), str(path))
+    return module
+
+
+def _check_fits(path: Path, classifier: OnnxClassifier, num_classes: int) -> None:
+    """See that a user's ONNX file can be fed with square images of so many classes."""
+    if classifier.num_classes != num_classes:
         raise UserError(
-            f"{path} has {classifier.num_classes} outputs but the data set has {len(classes)} classes. For a folder "
+            f"{path} has {classifier.num_classes} outputs but the data set has {num_classes} classes. For a folder "
             "that holds only some of the model's classes, or in another order, give preprocess.class_names_file"
         )
     shapes = classifier.shapes
     if shapes.height != shapes.width:
         raise UserError(f"{path} takes {shapes.height} x {shapes.width} pixels; only square inputs are supported")
+
+
+def _from_onnx(path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path) -> SourceModel:
+    classifier = normalize_user_onnx(path, destination)
+    classes, shapes = dataset.manifest.classes, classifier.shapes
+    _check_fits(path, classifier, len(classes))
     transform = _own_transform(config, shapes.height)
     batches = {"opt_batch": min(config.opt_batch, config.max_batch), "max_batch": config.max_batch}
     return SourceModel(
@@ -132,6 +186,9 @@ def _from_onnx(path: Path, dataset: Artifact[DatasetManifest], config: ExportCon
         shapes=shapes.model_copy(update=batches),
         input_digest=digest_file(path),
         module=None,
+        note=f"{path.name} ends in a softmax, which is left out: all files here give logits"
+        if classifier.had_softmax
+        else "",
     )
 
 

@@ -3,17 +3,22 @@
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torchvision
+from safetensors.torch import save_file
 from torch.autograd.graph import saved_tensors_hooks
 
 from components.common.environment import Gpu
 from components.common.errors import UserError
+from components.common.statistics import drop_upper
+from components.export.sources import check_model
 from pipelines import preflight
-from pipelines.preflight import check_memory, check_paths, training_bytes
+from pipelines.preflight import check_inputs, check_memory, check_paths, images_to_prove, training_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GB = 10**9
@@ -77,6 +82,108 @@ def test_the_message_is_that_of_the_export_step(tmp_path: Path) -> None:
     with pytest.raises(UserError) as late:
         write_fp32_onnx(tmp_path / "m.onnx", None, ExportConfig(), tmp_path / "fp32.onnx")  # type: ignore[arg-type]
     assert str(early.value).partition(" together with ")[0] == str(late.value).partition(" together with ")[0]
+
+
+def run_of(data: Path, **arguments: Any) -> dict[str, Any]:
+    """Arguments of a run, as `resolve_arguments` gives them."""
+    return {"data": str(data), "seed": 0, "preprocess": {}, "gate": {}, "max_top1_drop_points": 0.5, **arguments}
+
+
+@pytest.mark.parametrize("kind", ["empty", "no classes", "no image", "empty archive"])
+def test_data_without_images_is_refused(tmp_path: Path, kind: str) -> None:
+    data = tmp_path / "images"
+    data.mkdir()
+    expected = "has no sub-folders, so no classes; arrange the images as DIR/<class>/image.jpg"
+    if kind == "no classes":
+        (data / "0.txt").write_text("text")
+    elif kind == "no image":
+        for name in ("a/0.txt", "a/1.jpg", "b/0.txt", "b/1.png"):
+            (data / name).parent.mkdir(exist_ok=True)
+            (data / name).write_text("text")
+        expected = "holds no image that can be used: 4 of its 4 files were opened, such as "
+    elif kind == "empty archive":
+        data = tmp_path / "images.zip"
+        zipfile.ZipFile(data, "w").close()
+    with pytest.raises(UserError) as caught:
+        check_inputs(run_of(data))
+    assert expected in str(caught.value)
+
+
+def test_a_run_on_an_empty_folder_leaves_nothing(tmp_path: Path) -> None:
+    code, text = enginery(tmp_path / "home", "pipelines/resnet50.py", "--data", str(tmp_path), "--image-size", "32")
+    assert code == 2
+    assert text.startswith(f"{tmp_path} has no sub-folders, so no classes")
+
+
+def test_too_few_validation_images_are_refused_with_what_would_do(few_digits: Path) -> None:
+    """The data validates 120 of its 600 images."""
+    point = {"confident": False}
+    check_inputs(run_of(few_digits, gate=point))
+    with pytest.raises(UserError, match=r"^120 of the 600 images validate, and at least 200 are needed: gate.min_val"):
+        check_inputs(run_of(few_digits, gate={**point, "min_validation_images": 200}))
+    with pytest.raises(UserError, match=r"preprocess.val_fraction=0.34 where .*gate.min_validation_images=120"):
+        check_inputs(run_of(few_digits, gate={**point, "min_validation_images": 200}))
+    with pytest.raises(UserError, match=r"60 of the 600 images validate, and at least 100 are needed"):
+        check_inputs(run_of(few_digits, gate=point, preprocess={"val_fraction": 0.1}))
+
+
+def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
+    proof = {"confident": True, "min_relative_top1_pct": 0.0}
+    check_inputs(run_of(few_digits, gate=proof, max_top1_drop_points=2.5))
+    with pytest.raises(
+        UserError, match=r"at least 149 are needed: a drop of at most 2 points can't be proved by fewer"
+    ):
+        check_inputs(run_of(few_digits, gate=proof, max_top1_drop_points=2.0))
+    with pytest.raises(UserError, match=r"at least 299 are needed: a drop of at most 1 points"):  # 99 % of FP32's top-1
+        check_inputs(run_of(few_digits, gate={"confident": True}, max_top1_drop_points=2.5))
+    with pytest.raises(UserError, match=r"no number is enough.*Give a larger --max-top1-drop-points"):
+        check_inputs(run_of(few_digits, gate=proof, max_top1_drop_points=0.0))
+
+
+@pytest.mark.parametrize("points", [0.1, 0.5, 1.0, 5.0, 50.0])
+def test_the_fewest_images_of_a_proof(points: float) -> None:
+    """The gate's own interval lies within the budget from so many images on."""
+    number = images_to_prove(points)
+    assert drop_upper(number, 0, 0) <= points < drop_upper(number - 1, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["onnx", "pth", "safetensors", "no architecture", "other classes", "checkpoint"])
+def test_models_that_cannot_be_used_are_refused(tmp_path: Path, kind: str) -> None:
+    model = tmp_path / {"no architecture": "m.pth", "other classes": "m.safetensors"}.get(kind, f"m.{kind}")
+    model.write_bytes(b"not a model")
+    expected = f"can't read the weights in {model}"
+    if kind == "onnx":
+        expected = f"{model}: not an ONNX file"
+    elif kind == "no architecture":
+        expected = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
+    elif kind == "other classes":
+        save_file(torchvision.models.resnet18(num_classes=3).state_dict(), model)
+        expected = f"the weights in {model} don't fit this model: "
+    elif kind == "checkpoint":
+        expected = f"{model} is neither .onnx nor weights"
+    with pytest.raises(UserError) as caught:
+        check_model(model, "" if kind == "no architecture" else "resnet18", ("a", "b"))
+    assert str(caught.value).startswith(expected)
+
+
+def test_the_run_is_refused_with_the_message_of_the_check(tmp_path: Path, few_digits: Path) -> None:
+    (tmp_path / "m.pth").write_bytes(b"not a model")
+    command = ("pipelines/quantize.py", "--data", str(few_digits), "--model", str(tmp_path / "m.pth"))
+    code, text = enginery(tmp_path / "home", *command, "--set", "gate.confident=false")
+    assert code == 2
+    assert text.startswith(f"{tmp_path}/m.pth holds weights only: name their architecture")
+
+
+def test_a_model_whose_reading_kills_the_process_is_refused(
+    few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"")
+    (tmp_path / "components/export").mkdir(parents=True)
+    (tmp_path / "components/export/checking.py").write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(preflight, "_ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"reading the model .*m\.onnx ended the process that did it \(-9\)"):
+        check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
 
 
 @pytest.mark.parametrize("architecture", sorted(preflight._ACTIVATION_BYTES_PER_PIXEL))
@@ -150,8 +257,7 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, limit_bytes:
 
 
 def test_the_command_refuses_before_the_run(few_digits: Path, tmp_path: Path) -> None:
-    code, text = enginery(
-        tmp_path / "home", "pipelines/resnet50.py", "--data", str(few_digits), "--global-batch-size", "1000000"
-    )
+    command = ("pipelines/resnet50.py", "--data", str(few_digits), "--set", "gate.confident=false")
+    code, text = enginery(tmp_path / "home", *command, "--global-batch-size", "1000000")
     assert code == 2
     assert text.startswith("training resnet50 at 224 px with batch 1000000 on a CPU takes about 86.1 TB of memory")

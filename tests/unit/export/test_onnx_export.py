@@ -16,6 +16,7 @@ from components.export.onnx_export import (
     normalize_user_onnx,
 )
 
+from ..onnx_outputs import run_ort
 from .conftest import build, random_images, shapes_of
 
 SHAPES = ShapeSpec(height=16, width=24)
@@ -135,6 +136,9 @@ def user_file(path, input_shape=("N", 3, 16, 24), opset=17, ir=8, **changes):
         helper.make_node("Flatten", ["pooled"], ["flat"]),
         helper.make_node("Gemm", ["flat", "w"], ["y"]),
     ]
+    if "last" in changes:  # an activation, and a reshape behind it
+        nodes[-1] = helper.make_node("Gemm", ["flat", "w"], ["scores"])
+        nodes += [helper.make_node(changes["last"], ["scores"], ["odds"]), helper.make_node("Flatten", ["odds"], ["y"])]
     inputs = [helper.make_tensor_value_info("x", changes.get("type", TensorProto.FLOAT), input_shape)]
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, changes.get("output_shape", [input_shape[0], 5]))
     graph = helper.make_graph(
@@ -194,6 +198,13 @@ class TestUserFiles:
             ({"input_shape": ("N", 3, "H", "W")}, r"shape \['N', 3, 'H', 'W'\], expected a fixed height"),
             ({"input_shape": ("N", 1, 16, 24)}, r"shape \['N', 1, 16, 24\], expected \[N, 3, H, W\]"),
             ({"input_shape": ("N", 3, 16)}, r"expected \[N, 3, H, W\]"),
+            (
+                {"input_shape": ("N", 16, 24, 3)},
+                r"\['N', 16, 24, 3\], channels last, as tf2onnx and Keras .*--inputs-as-nchw INPUT .*x:0",
+            ),
+            ({"output_shape": ["N", 1]}, r"output 'y' has shape \['N', 1\], one number for each image"),
+            ({"last": "Sigmoid"}, r"ends in a sigmoid \(Sigmoid\).*without the sigmoid"),
+            ({"last": "HardSigmoid"}, r"ends in a sigmoid"),
             ({"type": TensorProto.FLOAT16}, "type FLOAT16, expected FLOAT"),
             ({"output_shape": ["N", 5, 1, 1]}, r"output 'y' has shape \['N', 5, 1, 1\]"),
             ({"output_shape": [1, 5]}, r"output 'y' has shape \[1, 5\]"),
@@ -245,6 +256,37 @@ class TestUserFiles:
         with pytest.raises(UserError, match=message):
             normalize_user_onnx(source, tmp_path / "fp32.onnx")
         assert not (tmp_path / "fp32.onnx").exists()
+
+    @pytest.mark.parametrize("opset", [13, 17])
+    def test_a_softmax_at_the_end_is_left_out(self, tmp_path, opset):
+        classifier = normalize_user_onnx(
+            user_file(tmp_path / "odds.onnx", opset=opset, last="Softmax"), tmp_path / "a.onnx"
+        )
+        assert classifier.had_softmax
+        plain = normalize_user_onnx(user_file(tmp_path / "logits.onnx"), tmp_path / "b.onnx")
+        assert not plain.had_softmax
+        images = random_images(SHAPES, 3)
+        first, second = (run_ort(onnx.load(tmp_path / name), images)["y"] for name in ("a.onnx", "b.onnx"))
+        np.testing.assert_allclose(first, second, atol=1e-6)
+
+    def test_a_log_softmax_gives_logits_as_it_is(self, tmp_path):
+        source = user_file(tmp_path / "user.onnx", last="LogSoftmax")
+        assert not normalize_user_onnx(source, tmp_path / "fp32.onnx").had_softmax
+        assert (tmp_path / "fp32.onnx").read_bytes() == source.read_bytes()
+
+    def test_probabilities_of_other_operators_are_refused(self, tmp_path):
+        nodes = [
+            helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
+            helper.make_node("Flatten", ["pooled"], ["flat"]),
+            helper.make_node("Gemm", ["flat", "w"], ["scores"]),
+            helper.make_node("Exp", ["scores"], ["odds"]),
+            helper.make_node("ReduceSum", ["odds", "axes"], ["sum"]),
+            helper.make_node("Div", ["odds", "sum"], ["y"]),
+        ]
+        axes = helper.make_node("Constant", [], ["axes"], value=numpy_helper.from_array(np.array([1]), "axes"))
+        source = user_file(tmp_path / "user.onnx", nodes=[axes, *nodes])
+        with pytest.raises(UserError, match="its outputs are probabilities, and not of one softmax at its end"):
+            normalize_user_onnx(source, tmp_path / "fp32.onnx")
 
     def test_batch_that_is_dynamic_in_name_only(self, tmp_path):
         constant = numpy_helper.from_array(np.array([1, -1]), "shape")

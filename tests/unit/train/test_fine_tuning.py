@@ -115,7 +115,7 @@ def test_files_that_hold_something_else(start: Start, tmp_path: Path) -> None:
     torch.save(build_model("resnet18", 2), tmp_path / "model.pth")
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     for name, told in {
-        "text.pth": "text.pth",
+        "text.pth": "text.pth: torch.save did not write it, or it is damaged",
         "model.pth": "holds more than weights",
         "x.safetensors": "don't fit",
     }.items():
