@@ -18,6 +18,7 @@ from components.train.arithmetic import compiled, pick_compile_mode, pick_precis
 from components.train.batches import BatchPlan
 from components.train.checkpointing import CheckpointFolder
 from components.train.config import TrainConfig
+from components.train.convolutions import speed_up_small_convolutions
 from components.train.distributed import Agreement, World, add_up, from_main, same_buffers, to_main
 from components.train.divergence import LossWatch, explain_divergence
 from components.train.fine_tuning import keep_frozen_statistics
@@ -70,6 +71,8 @@ class Trainer:
     ) -> None:
         """`train` and `val` deliver batches on `world.device`; without `checkpoints` none is written."""
         self.model = model.to(world.device).to(memory_format=torch.channels_last)
+        if world.device.type == "cpu":
+            speed_up_small_convolutions(self.model)
         self.config, self.plan, self.world, self.log = config, plan, world, log
         self.train, self.val = train, val
         self.dtype = pick_precision(config, world.device)
