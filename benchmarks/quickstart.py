@@ -32,18 +32,25 @@ def main(machine: str, repeat: int, accuracy_only: bool) -> None:
     if accuracy_only:
         _write_accuracy(machine, runs)
         return
+    top1 = [run["rows"][0]["top1_pct"] for run in runs]
     measures = {
         "quickstart_seconds": _median(run["seconds_wall"] for run in runs),
+        "quickstart_seconds_worst": max(run["seconds_wall"] for run in runs),
         "quickstart_overhead_seconds": _median(run["seconds_overhead"] for run in runs),
         "quickstart_overhead_seconds_worst_step": max(
             step["seconds_overhead"] for run in runs for step in run["steps"]
         ),
-        "quickstart_top1_pct": _median(run["rows"][0]["top1_pct"] for run in runs),
+        "quickstart_top1_pct": _median(top1),
+        "quickstart_top1_pct_worst": min(top1),
         "int8_delta_points": _median(run["rows"][2]["delta_top1_points"] for run in runs),
     }
     for index, step in enumerate(runs[0]["steps"]):
         measures[f"{step['name']}_seconds"] = _median(run["steps"][index]["seconds_total"] for run in runs)
+    for name in runs[0]["shares_pct"]:
+        measures[f"{name}_share_pct"] = _median(run["shares_pct"][name] for run in runs)
+        click.echo(f"{name:>10} {measures[f'{name}_share_pct']:5.1f} %")
     notes = (
+        "Shares of the wall time: each step's own work, and of all steps together imports, MLflow and overhead. "
         "Overhead: wall time between steps that is neither work nor imports nor MLflow. "
         "The parent's start and end are not in it: seconds_parent in runs. "
         f"Medians over {repeat} {'run' if repeat == 1 else 'runs'}."
@@ -91,11 +98,16 @@ def _run(seed: int) -> dict[str, Any]:
     for step in summary["steps"]:
         parts = step["seconds_work"] + step["seconds_imports"] + step["seconds_tracking"]
         steps.append({**step, "seconds_overhead": step["seconds_total"] - parts})
+    seconds_parent = seconds_wall - sum(step["seconds_total"] for step in steps)
+    seconds = {step["name"]: step["seconds_work"] for step in steps}
+    seconds |= {name: sum(step[f"seconds_{name}"] for step in steps) for name in ("imports", "tracking", "overhead")}
+    seconds["parent"] = seconds_parent
     return {
         "seed": seed,
         "seconds_wall": seconds_wall,
-        "seconds_overhead": sum(step["seconds_overhead"] for step in steps),
-        "seconds_parent": seconds_wall - sum(step["seconds_total"] for step in steps),
+        "shares_pct": {name: 100 * value / seconds_wall for name, value in seconds.items()},
+        "seconds_overhead": seconds["overhead"],
+        "seconds_parent": seconds_parent,
         "steps": steps,
         "rows": summary["rows"],
         "checks": summary["checks"],
