@@ -36,7 +36,7 @@ def server(folder: Path, port: int, store: str = "", workers: int = 1) -> Iterat
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             with suppress(requests.RequestException):
                 if requests.get(f"http://127.0.0.1:{port}/health", timeout=2).ok:
@@ -79,7 +79,7 @@ def postgresql() -> Iterator[str]:
         **identity,
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 600
         ready = [_postgresql("pg_isready"), "-h", "127.0.0.1", "-p", str(port), "-q"]
         while subprocess.run(ready, check=False).returncode and time.monotonic() < deadline:
             time.sleep(0.1)

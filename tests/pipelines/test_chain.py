@@ -314,7 +314,7 @@ def test_ways_to_start(command: list[str], expected: str, tmp_path: Path) -> Non
     # With a virtual environment active, as a person's shell has it.
     environment = {**variables(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment["VIRTUAL_ENV"] = sys.prefix
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
 
@@ -328,7 +328,7 @@ def test_kfp_is_found_from_elsewhere(tmp_path: Path) -> None:
         env={**variables(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "--model" in done.stdout

@@ -83,7 +83,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def query(home: Path, text: str) -> list[tuple[str, ...]]:
     try:
-        with closing(sqlite3.connect(f"file:{home / 'mlflow.db'}?mode=ro", uri=True, timeout=20)) as store:
+        with closing(sqlite3.connect(f"file:{home / 'mlflow.db'}?mode=ro", uri=True, timeout=600)) as store:
             return store.execute(text).fetchall()
     except sqlite3.OperationalError:  # not made yet
         return []

@@ -48,14 +48,14 @@ def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path) -> None:
         assert "/500, loss" in seen
         assert len(alive(process.pid)) >= 2
         os.killpg(process.pid, signal.SIGINT)
-        text = process.communicate(timeout=30)[0]
+        text = process.communicate(timeout=600)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, text
     assert "interrupted; nothing was promoted" in text
     assert "Traceback" not in text
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive(process.pid) == []

@@ -151,12 +151,12 @@ def race_with_kills(uri: str, folder: Path, num_kills: int) -> None:
             time.sleep(draw.uniform(0.0, 1.0))
             running[0].send_signal(draw.choice((signal.SIGKILL, signal.SIGTERM)))
             for process in running[1:]:
-                text = process.communicate(timeout=120)[0]
+                text = process.communicate(timeout=600)[0]
                 assert process.returncode == 0, text
                 assert "waiting for it" not in text  # it is seen to be gone
-            running[0].communicate(timeout=60)
+            running[0].communicate(timeout=600)
         last = promoter(uri, folder, ["last-095"])
-        assert last.wait(120) == 0
+        assert last.wait(600) == 0
     check(registry, seen, best_of=["last-095"])
 
 

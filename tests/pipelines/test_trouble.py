@@ -29,7 +29,7 @@ def start(home: Path, *arguments: str, **variables: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, seconds: float = 120) -> str:
+def finish(process: subprocess.Popen, seconds: float = 600) -> str:
     text, _ = process.communicate(timeout=seconds)
     assert "Traceback" not in text
     return text
@@ -59,7 +59,7 @@ def test_two_first_runs_at_once(tmp_path: Path, few_digits: Path) -> None:
 
 def test_a_killed_step_is_explained(tmp_path: Path, few_digits: Path) -> None:
     process = start(tmp_path / "home", "--data", str(few_digits), "--image-size", "32")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     steps: list[psutil.Process] = []
     while not steps and time.monotonic() < deadline:
         family = psutil.Process(process.pid).children(recursive=True)

@@ -118,4 +118,4 @@ def test_a_step_ends_when_the_lock_of_its_run_is_free(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             step.wait(0.5)
         os.close(held.lock)
-        assert step.wait(10) == -signal.SIGKILL
+        assert step.wait(600) == -signal.SIGKILL

@@ -159,7 +159,7 @@ def test_a_killed_run_takes_its_workers_along_and_is_continued(tmp_path: Path) -
         f"if __name__ == '__main__':\n    write_textures(Path({str(directory)!r}), **{arguments!r})\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not list(directory.glob("train/*/*.jpg")):
         assert time.monotonic() < deadline, "no image in 60 s"
         assert process.poll() is None

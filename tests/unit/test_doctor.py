@@ -54,7 +54,7 @@ def doctor(directory: Path, *arguments: str, **variables: str) -> "subprocess.Co
         env={**os.environ, "ENGINERY_HOME": str(directory), "CUDA_VISIBLE_DEVICES": "", **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

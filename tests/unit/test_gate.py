@@ -273,7 +273,7 @@ def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:
     def gate(name: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
         output = tmp_path / f"verdict of {name}"
         command = [sys.executable, "-m", "components.gate", "--output", str(output), "--report", str(tmp_path / name)]
-        done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
         assert "Traceback" not in done.stderr
         return done.returncode, done.stderr, json.loads((output / "failure.json").read_text())
 

@@ -355,6 +355,6 @@ def test_a_picture_that_cannot_be_written(inspect, tmp_path: Path, bundle: Path,
 def test_the_process_ends_with_2_and_one_line(tmp_path: Path) -> None:
     environment = {**os.environ, "ENGINERY_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "pipelines.cli", "inspect", "no.jpg"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: there is no file no.jpg; name an image\n"

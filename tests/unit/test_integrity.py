@@ -39,7 +39,7 @@ def gate(*arguments: str | Path, **variables: str) -> tuple[int, str]:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     return done.returncode, done.stderr
 
@@ -141,6 +141,6 @@ def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
     code, text = gate(*arguments, ENGINERY_DEBUG="1")
     assert (code, "Traceback" in text) == (2, True)
     command = [sys.executable, "-m", "pipelines.cli", "--debug", "run", "absent.py"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert (done.returncode, "Traceback" in done.stderr) == (2, True)
     assert "there is no pipeline file absent.py" in done.stderr

@@ -33,7 +33,7 @@ def enginery(home: Path, *arguments: str) -> tuple[int, str]:
         env={**os.environ, "ENGINERY_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

@@ -252,7 +252,7 @@ def gc(home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

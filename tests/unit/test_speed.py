@@ -101,7 +101,7 @@ second.close()
 os.kill(os.getpid(), signal.SIGTERM)
 """
     command = [sys.executable, "-X", "faulthandler", "-c", code, str(model), SHAPES.model_dump_json()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2])
     assert (ended.returncode, ended.stdout) == (0, "heard\n"), ended.stderr
 
 

@@ -145,7 +145,7 @@ def names_in(bindings: Path, libraries: Path, names: set[str]) -> tuple[str, dic
     environment = os.environ | {"PYTHONPATH": str(bindings), "LD_LIBRARY_PATH": str(libraries)}
     command = [sys.executable, "-c", CHECK]
     done = subprocess.run(
-        command, input=json.dumps(sorted(names)), env=environment, capture_output=True, text=True, timeout=120
+        command, input=json.dumps(sorted(names)), env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

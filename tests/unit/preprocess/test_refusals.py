@@ -30,7 +30,7 @@ def start(*arguments: str, prefix: tuple[str, ...] = (), **variables: str) -> tu
     """Exit code and message of `python -m components.preprocess`, which must be one line."""
     command = [*prefix, sys.executable, "-m", "components.preprocess", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd="/")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd="/")
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if ": packing " not in line and " INFO mlflow." not in line]

@@ -36,9 +36,9 @@ def packing(data: Path, output: Path) -> Iterator[tuple["subprocess.Popen[str]",
         step.communicate()
 
 
-def running_after_a_second(processes: list[psutil.Process]) -> list[str]:
-    """Those that a second does not end; they are killed."""
-    deadline = time.monotonic() + 1
+def still_running(processes: list[psutil.Process]) -> list[str]:
+    """Those that go on with their work for seconds; they are killed."""
+    deadline = time.monotonic() + 5
     while (left := [process for process in processes if is_running(process)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in left:
@@ -67,23 +67,23 @@ def test_workers_end_with_a_step_that_is_killed(tmp_path: Path, large_images: Pa
         assert len(workers) >= 2
         step.send_signal(signal.SIGKILL)
         step.wait()
-        assert running_after_a_second(workers) == []
+        assert still_running(workers) == []
 
 
 def test_a_terminal_that_closes_interrupts_a_step(tmp_path: Path, large_images: Path) -> None:
     with packing(large_images, tmp_path / "out") as (step, workers):
         step.send_signal(signal.SIGHUP)
-        _, text = step.communicate(timeout=3)  # the shards that are being written take longer
+        _, text = step.communicate(timeout=10)  # the shards that are being written take longer
         assert step.returncode == 130
         assert text.endswith("preprocess: interrupted\n")
-        assert running_after_a_second(workers) == []
+        assert still_running(workers) == []
 
 
 def test_a_worker_that_is_killed_is_told_with_the_fix(tmp_path: Path, large_images: Path) -> None:
     with packing(large_images, tmp_path / "out") as (step, processes):
         workers = [process for process in processes if "spawn_main" in " ".join(process.cmdline())]
         workers[0].send_signal(signal.SIGKILL)  # as the kernel does where memory runs out
-        _, text = step.communicate(timeout=20)
+        _, text = step.communicate(timeout=600)
         assert step.returncode == 1
         assert "preprocess: a process that packs images was killed, most often because memory ran out" in text
         assert "--set preprocess.num_workers=1 (python -m components.preprocess: --num-workers 1)" in text

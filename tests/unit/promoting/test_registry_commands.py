@@ -317,5 +317,5 @@ def test_no_store_and_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_help_is_there_before_mlflow_is_imported() -> None:
     names = "promote, audit, models, rollback"
     script = f"import sys; from pipelines.commands import {names}; assert 'mlflow' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

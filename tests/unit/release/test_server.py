@@ -42,7 +42,7 @@ def serving(url: str, path: str, *words: str) -> Iterator[None]:
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},  # where uvicorn is
     )
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline and process.poll() is None:
             with suppress(requests.RequestException):
                 if requests.get(url + path, timeout=2).ok:
@@ -82,10 +82,10 @@ def test_a_server_keeps_the_files(registry: str, proved, tmp_path: Path, few_dig
     words = ["models", "serve", "-m", f"models:/{NAME}@candidate", "--env-manager", "local", "--port", str(port)]
     with serving(url, "/ping", *words):
         sent = {"dataframe_records": [{"image": base64.b64encode(file.read_bytes()).decode()} for file in files]}
-        answer = requests.post(f"{url}/invocations", json={**sent, "params": {"top_k": 2}}, timeout=60)
+        answer = requests.post(f"{url}/invocations", json={**sent, "params": {"top_k": 2}}, timeout=600)
         assert answer.ok, answer.text
         assert [row["label"] for row in answer.json()["predictions"]] == expected["label"].tolist()
-        answer = requests.post(f"{url}/invocations", json={"inputs": ["/etc/passwd!"]}, timeout=60)
+        answer = requests.post(f"{url}/invocations", json={"inputs": ["/etc/passwd!"]}, timeout=600)
         assert answer.status_code == 400
         assert "which is not base64" in answer.text
 

@@ -313,7 +313,7 @@ def test_an_mlmodel_file_that_is_none(release: Path, text: str) -> None:
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "pipelines.cli", "verify", *map(str, arguments)]
-    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 
 def test_the_command(release: Path, signed) -> None:
@@ -346,6 +346,6 @@ def test_verify_needs_neither_mlflow_nor_an_engine_room(release: Path) -> None:
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(release)], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(release)], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.strip() == "[]", done.stderr

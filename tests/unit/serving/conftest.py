@@ -55,7 +55,7 @@ class Running:
     log: Path
 
     def get(self, path: str, port: int | None = None) -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port or self.http}/{path}", timeout=20) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port or self.http}/{path}", timeout=600) as response:
             return response.read()
 
     def infer(self, images: Sequence[bytes], model: str = NAME) -> Answer:
@@ -70,7 +70,7 @@ class Running:
     def post(self, model: str, body: bytes, headers: dict[str, str]) -> Answer:
         url = f"http://127.0.0.1:{self.http}/v2/models/{model}/infer"
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as response:
+            with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=600) as response:
                 return Answer(status=response.status, body=json.load(response))
         except urllib.error.HTTPError as error:
             return Answer(status=error.code, body=json.load(error))
@@ -97,7 +97,7 @@ def start_serving(source: Path | str, folder: Path, *options: str, **environment
 
 
 def wait_until_ready(running: Running) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 600
     while "ready: " not in running.log.read_text():
         assert running.process.poll() is None, running.log.read_text()
         assert time.monotonic() < deadline, running.log.read_text()
@@ -124,7 +124,7 @@ def decoding_process(running: Running) -> psutil.Process:
 def wait_until_pending(running: Running, num: int) -> None:
     """Until Triton says that as many requests wait for the decoder."""
     series = re.compile(rf'^nv_inference_pending_request_count\{{model="{NAME}_preprocess".*\}} (\d+)$', re.M)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while (pending := sum(map(int, series.findall(running.get("metrics", running.metrics).decode())))) < num:
         assert time.monotonic() < deadline, f"{pending} requests wait"
         time.sleep(0.05)
@@ -165,4 +165,4 @@ def served(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
     finally:
         running.process.terminate()
-        running.process.wait(60)
+        running.process.wait(600)

@@ -138,7 +138,7 @@ def test_a_proxy_of_the_environment_is_not_asked(url: str, images: list[Path]) -
         env={**os.environ, **proxies, "no_proxy": "", "NO_PROXY": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 
@@ -232,7 +232,7 @@ def test_with_and_without_dynamic_batching_and_then_as_before(triton, exported, 
         assert json.loads(running.get(f"v2/models/{NAME}_model/config")) == before
     finally:
         running.process.terminate()
-        running.process.wait(60)
+        running.process.wait(600)
 
 
 def metrics(served: Running) -> dict[str, float]:
@@ -250,7 +250,7 @@ def test_predictions_are_counted_by_label_and_confidence(triton, exported, image
         wait_until_ready(running)
         with Client(f"http://127.0.0.1:{running.http}", patience=ONCE) as client:
             answers = client.classify_all([file.read_bytes() for file in images])
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while True:
             found = {key: value for key, value in metrics(running).items() if key.startswith("enginery_prediction")}
             (handed_on,) = (value for key, value in found.items() if key.startswith(f"{CONFIDENCE_COUNT}{{"))
@@ -260,7 +260,7 @@ def test_predictions_are_counted_by_label_and_confidence(triton, exported, image
             time.sleep(0.05)
     finally:
         running.process.terminate()
-        running.process.wait(60)
+        running.process.wait(600)
     labels = [answer.label for answer in answers]
     for label in set(labels):
         counted = [value for key, value in found.items() if f'label="{label}"' in key]
@@ -291,7 +291,7 @@ def test_importing_the_client_does_not_import_the_engine_room() -> None:
         "import sys, pipelines.client.client, pipelines.commands.predict\n"
         "sys.exit(', '.join({'torch', 'mlflow', 'openvino', 'tritonclient', 'kfp'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -130,7 +130,7 @@ def test_metrics_that_are_not_there_are_told(triton, exported, images, monkeypat
     running = Running(process=server.process, http=ports.http, grpc=ports.grpc, metrics=ports.metrics, log=Path())
     try:
         server.wait_until_ready()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not any("no bound on waiting requests: http://127.0.0.1:1/metrics" in line for line in server.log):
             assert time.monotonic() < deadline, list(server.log)
             assert running.infer(images[:1]).status == 200
@@ -194,12 +194,12 @@ def test_the_host_is_a_name_or_ipv6_and_a_proxy_does_not_matter(triton, exported
         wait_until_ready(running)
         assert f"http://{address}:{running.http}\n" in running.log.read_text()
         for port, path in ((running.http, "v2/health/ready"), (running.metrics, "metrics")):
-            with urllib.request.urlopen(f"http://{address}:{port}/{path}", timeout=20) as response:
+            with urllib.request.urlopen(f"http://{address}:{port}/{path}", timeout=600) as response:
                 assert response.status == 200
         assert grpc.InferenceServerClient(f"{address}:{running.grpc}").is_server_ready()
     finally:
         running.process.terminate()
-        running.process.wait(60)
+        running.process.wait(600)
 
 
 def begun_then(number: int, running, images: list[bytes]) -> None:
@@ -214,8 +214,8 @@ def begun_then(number: int, running, images: list[bytes]) -> None:
         done = [request for request in begun if request.exception() is None]  # two may have come too late
     assert [request.result().status for request in done] == [200] * len(done)
     assert len(done) >= 10
-    assert running.process.wait(40) == 0
-    psutil.wait_procs(processes, timeout=5)
+    assert running.process.wait(600) == 0
+    psutil.wait_procs(processes, timeout=60)
     assert [process for process in processes if process.is_running()] == []
     assert list(Path("/dev/shm").glob(f"enginery_{running.process.pid}_*")) == []
     assert "Traceback" not in running.log.read_text()
@@ -257,9 +257,9 @@ def test_nothing_is_left_of_a_killed_triton(triton, exported, images, tmp_path: 
             begun[200].result()
             server.kill()
             pool.shutdown(cancel_futures=True)
-        _, left = psutil.wait_procs(processes, timeout=10)
+        _, left = psutil.wait_procs(processes, timeout=60)
         assert left == []
-        assert running.process.wait(10) == 1
+        assert running.process.wait(600) == 1
     finally:
         running.process.kill()
 
@@ -272,7 +272,7 @@ def test_the_server_ends_with_its_killed_parent(triton, exported, tmp_path: Path
         processes = psutil.Process(running.process.pid).children(recursive=True)
     finally:
         running.process.kill()
-    _, left = psutil.wait_procs(processes, timeout=10)
+    _, left = psutil.wait_procs(processes, timeout=60)
     assert left == []
     running.process.wait()
     again = start_serving(exported.path, tmp_path)
@@ -281,4 +281,4 @@ def test_the_server_ends_with_its_killed_parent(triton, exported, tmp_path: Path
         assert list(Path("/dev/shm").glob(f"enginery_{running.process.pid}_*")) == []  # what the killed one left
     finally:
         os.kill(again.process.pid, signal.SIGTERM)
-        again.process.wait(40)
+        again.process.wait(600)

@@ -42,7 +42,7 @@ def test_the_error_of_two_processes_is_one_line(
     command += ["--output", str(tmp_path / "out"), "--num-processes", "2", "--architecture", "resnet51"]
     command += ["--global-batch-size", "16", "--image-size", "32"]
     environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("train: no model 'resnet51'; did you mean")
@@ -59,7 +59,7 @@ def test_a_torchrun_from_outside(
     command += ["--output", str(tmp_path / "out"), "--config", str(tmp_path / "config.yaml")]
     environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "OMP_NUM_THREADS": "1"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("squeezenet1_1 at") == 1
     assert done.stderr.count("2 processes, 8 images each, 1 times a step") == 1

@@ -136,7 +136,7 @@ class TrainerCluster(Served):
             for node in self.nodes.pop(name, ()):
                 with suppress(ProcessLookupError):
                     node.process.terminate()
-                node.process.wait(timeout=60)
+                node.process.wait(timeout=600)
             return 200, self.jobs.pop(name)
         if codes and all(code == 0 for code in codes):
             self._set(name, "Complete", "JobsCompleted", "jobset completed successfully")
