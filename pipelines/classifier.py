@@ -123,8 +123,9 @@ def prove_and_promote(
     validate_settings: Settings,
     gate_settings: Settings,
     promote_settings: Settings,
+    source: str = "",
 ) -> None:
-    """A bundle to a verdict, and to the registry if it passes."""
+    """A bundle to a verdict, and to the registry if it passes. `source` is the user's own model, which names it."""
     measured = validate(
         bundle=bundle.outputs["bundle"],
         dataset=dataset.outputs["dataset"],
@@ -142,6 +143,7 @@ def prove_and_promote(
         verdict=decided.outputs["verdict"],
         dataset=dataset.outputs["dataset"],
         registered_model=registered_model,
+        source=source,
         settings=promote_settings,
     )
     place(promoted, "promote")

@@ -18,7 +18,7 @@ def engines(
     data: str,
     max_top1_drop_points: float = 0.5,
     latency_budget: str = "",
-    registered_model: str = "engines",
+    registered_model: str = "",
     seed: int = 0,
     preprocess: dict[str, Any] = {},  # noqa: B006
     export: dict[str, Any] = {},  # noqa: B006

@@ -22,7 +22,7 @@ def quantize(
     num_calibration_images: int = 512,
     max_top1_drop_points: float = 0.5,
     latency_budget: str = "",
-    registered_model: str = "quantized",
+    registered_model: str = "",
     seed: int = 0,
     preprocess: dict[str, Any] = {},  # noqa: B006
     export: dict[str, Any] = {},  # noqa: B006
@@ -52,6 +52,7 @@ def quantize(
         validate_settings=validate,
         gate_settings=gate,
         promote_settings=promote,
+        source=model,
     )
 
 

@@ -22,7 +22,7 @@ def resnet50(
     num_calibration_images: int = 512,
     max_top1_drop_points: float = 0.5,
     latency_budget: str = "",
-    registered_model: str = "resnet50",
+    registered_model: str = "",
     seed: int = 0,
     preprocess: dict[str, Any] = {},  # noqa: B006
     train: dict[str, Any] = {},  # noqa: B006

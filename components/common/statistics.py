@@ -12,7 +12,6 @@ SIGNIFICANCE = 0.05  # a p-value below it is no chance
 
 _Z95 = 1.6448536269514722  # one-sided 95 % of the normal distribution
 _MIN_CHI_SQUARE = 25  # differing images from which McNemar's test takes the chi-square approximation
-_NUM_HALVINGS = 60  # of an interval of length 1: down to what a float can tell
 _MAX_IMAGES = 10_000_000  # that `images_needed` names
 
 
@@ -85,7 +84,7 @@ def tango_upper(num_images: float, num_lost: float, num_gained: float) -> float:
         variance = num_images * (2 * gained + drop * (1 - drop))
         return measured - num_images * drop >= -_Z95 * math.sqrt(max(0.0, variance))
 
-    return _last(is_within, measured / num_images, 1.0)
+    return _last(is_within, measured / num_images, 1.0, tolerance=1e-12)
 
 
 def _exact_upper(num_images: float, num_lost: float) -> float:
@@ -112,12 +111,12 @@ def images_needed(num_images: int, num_lost: int, num_gained: int, budget_points
         if enough > _MAX_IMAGES:
             return None
         enough *= 2
-    return math.ceil(_last(is_open, enough / 2, enough))
+    return math.ceil(_last(is_open, enough / 2, enough, tolerance=1e-3))
 
 
-def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
+def _last(holds: Callable[[float], bool], low: float, high: float, *, tolerance: float) -> float:
     """The largest value in low..high for which a condition holds that holds for all smaller ones too."""
-    for _ in range(_NUM_HALVINGS):
+    while high - low > tolerance:
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return high

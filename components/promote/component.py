@@ -12,6 +12,7 @@ def promote(
     verdict: dsl.Input[dsl.Artifact],
     dataset: dsl.Input[dsl.Dataset],
     registered_model: str,
+    source: str,
     settings: dict,  # type: ignore[type-arg]
     promotion: dsl.Output[dsl.Artifact],
 ) -> None:
@@ -19,7 +20,7 @@ def promote(
     from components.promote.__main__ import STEP
 
     STEP.execute(
-        {**settings, "registered_model": registered_model},
+        {**settings, "registered_model": registered_model, "source": source},
         bundle=bundle.path,
         report=report.path,
         verdict=verdict.path,

@@ -10,7 +10,16 @@ class PromoteConfig(StepConfig):
     """Where the model is registered, and when it replaces the champion."""
 
     registered_model: str = Field(
-        "classifier", pattern=r"^[\w.-]+$", description="Name of the registered model in MLflow."
+        "",
+        pattern=r"^[\w.-]*$",
+        description="Name of the registered model in MLflow. Empty for that of the model's file, or of its "
+        "architecture where it came from no file.",
+    )
+    source: str = Field("", description="File or folder that the model came from. A pipeline says it.")
+    allow_other_model: bool = Field(
+        False,
+        description="Whether the version may join versions of another architecture or class list, or, under a name "
+        "that was not given, of another source file.",
     )
     alias: str = Field("candidate", description="Alias that the new version gets.")
     tolerance_points: float = Field(

@@ -26,6 +26,7 @@ from components.common.steplog import StepLog
 from components.promote.config import PromoteConfig
 from components.promote.deciding import Decision, Judgement
 from components.promote.measures import measures, settings
+from components.promote.naming import check_name, identity, model_name
 from components.promote.registering import upload
 
 AUDIT = "audit.json"
@@ -39,7 +40,7 @@ def run(
     Raises:
         GateFailed: the verdict is not a pass.
         EngineryError: report or verdict are of another bundle or data set, or MLflow's server went away.
-        UserError: no MLflow is configured.
+        UserError: no MLflow is configured, or the name belongs to another model.
     """
     models = load(bundle, BundleManifest, verify=ALL_FILES)
     standing = load_standing(report, verdict)
@@ -56,13 +57,15 @@ def run(
         )
     if log.run is None:
         raise UserError("promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
+    registry, name = Registry(log.run.client), model_name(config, models.manifest)
+    if log.tracking_lost:
+        raise registry.lost(f"{name} is not registered")
+    with registry.reached(f"{name} is not registered"):
+        check_name(config, registry, name, identity(config, models.manifest))
+    config = config.model_copy(update={"registered_model": name})
     prepare_directory(output)
     log.dataset("val", standing.split_digest, data.manifest.splits["val"].num_images, "validation")
-    name, registry = config.registered_model, Registry(log.run.client)
-    unfinished = f"{name} is not registered"
-    if log.tracking_lost:
-        raise registry.lost(unfinished)
-    with registry.reached(unfinished):
+    with registry.reached(f"{name} is not registered"):
         version = _register(config, log, registry, models, standing)
     decision = Decision(config, registry, version, standing, data, log)
     with registry.reached(f"{name} version {version} is registered, and its aliases may not be set"):
@@ -81,7 +84,7 @@ def _register(
     assert log.run is not None
     num_bytes = sum(entry.size_bytes for entry in models.manifest.files.values())
     log.progress("uploading", 0, 1, f"{num_bytes / 1e6:.0f} MB")
-    tags = {**standing.tags, "architecture": models.manifest.architecture, **_made_for(models.manifest)}
+    tags = {**standing.tags, **identity(config, models.manifest), **_made_for(models.manifest)}
     name, run = config.registered_model, log.run
     parts: dict[Part, Path] = {"bundle": models.path, "report": standing.report.path, "verdict": standing.verdict.path}
     measured = standing.report.manifest

@@ -18,13 +18,6 @@ from pipelines.parameters import STEP_CONFIGS, PipelineFile, load_pipeline
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 PIPELINES = ("resnet50", "resnet50_parts", "quantize", "engines")
-# Names that stand for another thing in each pipeline: a user's own model has no default architecture.
-OWN_DEFAULTS = {
-    ("resnet50", "registered_model"): "resnet50",
-    ("resnet50-parts", "registered_model"): "resnet50",
-    ("quantize", "registered_model"): "quantized",
-    ("engines", "registered_model"): "engines",
-}
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -87,9 +80,6 @@ def test_input_defaults_are_those_of_the_steps(pipeline: PipelineFile) -> None:
     checked = 0
     for name in pipeline.plain_inputs():
         spec = pipeline.inputs[name]
-        if (pipeline.name, name) in OWN_DEFAULTS:
-            assert spec.default == OWN_DEFAULTS[(pipeline.name, name)]
-            continue
         # The first owner speaks: in resnet50 train decides image_size and architecture, and export follows the model.
         owners = pipeline.owners(name)
         if not owners:

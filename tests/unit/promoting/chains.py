@@ -47,8 +47,10 @@ def make_dataset(path: Path, split: str = "one") -> Path:
     return path
 
 
-def make_chain(folder: Path, top1_pct: int, *, split: str = "one", passed: bool = True) -> dict[str, Path]:
-    """A bundle, its report, the verdict on it and the data set: the inputs of promote."""
+def make_chain(
+    folder: Path, top1_pct: int, *, split: str = "one", passed: bool = True, **model: Any
+) -> dict[str, Path]:
+    """A bundle, its report, the verdict on it and the data set: the inputs of promote. `model` is of the bundle."""
     dataset = load(make_dataset(folder / "dataset", split), DatasetManifest)
     paths = {name: folder / name for name in ("bundle", "report", "verdict")}
     for path in paths.values():
@@ -57,10 +59,10 @@ def make_chain(folder: Path, top1_pct: int, *, split: str = "one", passed: bool 
     bundle = seal(
         paths["bundle"],
         BundleManifest,
-        inputs={"model": "sha256:" + "c" * 64, "dataset": dataset.digest},
+        inputs={"model": model.pop("digest", "sha256:" + "c" * 64), "dataset": dataset.digest},
         config=StepConfig(),
-        architecture="resnet18",
-        classes=("a", "b"),
+        architecture=model.pop("architecture", "resnet18"),
+        classes=model.pop("classes", ("a", "b")),
         transform=transform_for(32, resize_ratio=1.0),
         shapes=ShapeSpec(height=32, width=32),
         models={"int8": "int8.onnx"},
