@@ -23,7 +23,7 @@ class PairedDifference:
     num_lost: int  # the reference is right, the other wrong
     num_gained: int  # the other way round
     delta_points: float  # top-1 of the other minus that of the reference, in percentage points
-    low_points: float  # ends of the one-sided 95 % intervals of delta_points: see `drop_upper`
+    low_points: float  # ends of the one-sided 95 % intervals of delta_points: see `_upper`
     high_points: float
 
 
@@ -42,7 +42,7 @@ def paired_difference(right_reference: "np.ndarray", right_other: "np.ndarray") 
         num_lost=lost,
         num_gained=gained,
         delta_points=100 * (gained - lost) / max(count, 1),
-        low_points=-drop_upper(count, lost, gained),
+        low_points=-_upper(count, lost, gained),
         high_points=-drop_lower(count, lost, gained),
     )
 
@@ -50,29 +50,35 @@ def paired_difference(right_reference: "np.ndarray", right_other: "np.ndarray") 
 def drop_upper(num_images: float, num_lost: float, num_gained: float) -> float:
     """Upper end of the one-sided 95 % interval of a drop in top-1, in percentage points.
 
-    The score interval of paired proportions (Tango, "Equivalence test and confidence interval for the difference in
-    proportions for the paired-sample design", 1998). Where no image is gained it is a little too short, and the share
-    of lost images has an exact interval (Clopper and Pearson, 1934): the longer one counts. Without any lost image that
-    is the rule of three: at most 3 of N.
+    At least 3 of N, the rule of three: so many images prove no smaller drop, whatever was gained on a few of them.
 
     Args:
         num_images: images that both models saw.
         num_lost: the reference is right, the other wrong.
         num_gained: the other way round.
     """
+    return max(_upper(num_images, num_lost, num_gained), _upper(num_images, 0, 0))
+
+
+def drop_lower(num_images: float, num_lost: float, num_gained: float) -> float:
+    """Lower end of the one-sided 95 % interval of a drop in top-1, in percentage points: see `drop_upper`."""
+    return -_upper(num_images, num_gained, num_lost)
+
+
+def _upper(num_images: float, num_lost: float, num_gained: float) -> float:
+    """Tango's interval; without gained images the exact one of the share of lost ones, where that is longer."""
     if num_images <= 0:
         return 100.0
     upper = tango_upper(num_images, num_lost, num_gained)
     return 100 * (upper if num_gained else max(upper, _exact_upper(num_images, num_lost)))
 
 
-def drop_lower(num_images: float, num_lost: float, num_gained: float) -> float:
-    """Lower end of the one-sided 95 % interval of a drop in top-1, in percentage points: see `drop_upper`."""
-    return -drop_upper(num_images, num_gained, num_lost)
-
-
 def tango_upper(num_images: float, num_lost: float, num_gained: float) -> float:
-    """Upper end of Tango's one-sided 95 % score interval of the share of lost minus that of gained images, in -1..1."""
+    """Upper end of the one-sided 95 % score interval of the share of lost minus that of gained images, in -1..1.
+
+    Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
+    1998.
+    """
     measured = num_lost - num_gained
 
     def is_within(drop: float) -> bool:

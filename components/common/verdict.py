@@ -268,7 +268,7 @@ def _above_chance(accuracy: AccuracyReport, own: AccuracyRow) -> GateCheck:
     row = min(accuracy.row("fp32"), own, key=lambda row: row.top1_pct or 0.0)
     top1 = row.top1_pct or 0.0
     always = f"{share_pct:.2f} % of always answering {accuracy.most_frequent_class!r}, the most frequent class"
-    text = f"top-1 of {row.precision.upper()} {_text(top1, share_pct)}"
+    text = f"top-1 of {row.precision.upper()} {_text(top1, round(share_pct, _DIGITS))}"
     p_value = chance_of(round(top1 / 100 * row.num_images), row.num_images, share_pct / 100)
     if p_value < SIGNIFICANCE:
         return _check(name, top1, share_pct, "pass", f"{text}, above the {always}")

@@ -4,21 +4,22 @@ import numpy as np
 
 from components.common.evaluation import Predictions
 from components.common.records import ClassLoss, Comparison
-from components.common.statistics import SIGNIFICANCE, holm, mcnemar, paired_difference
+from components.common.statistics import SIGNIFICANCE, drop_lower, drop_upper, holm, mcnemar, paired_difference
 from components.validate.schema import ClassChange
 
 
 def compare(fp32: Predictions, own: Predictions) -> Comparison:
     """Lost and gained images, the difference in top-1 with its one-sided 95 % intervals, and McNemar's test."""
     difference = paired_difference(fp32.right, own.right)
+    counts = difference.num_images, difference.num_lost, difference.num_gained
     test = mcnemar(difference.num_lost, difference.num_gained)
     return Comparison(
         num_images=difference.num_images,
         num_lost=difference.num_lost,
         num_gained=difference.num_gained,
         delta_top1_points=difference.delta_points,
-        drop_lower_points=-difference.high_points,
-        drop_upper_points=-difference.low_points,
+        drop_lower_points=drop_lower(*counts),
+        drop_upper_points=drop_upper(*counts),
         mcnemar_p=test.p_value,
         mcnemar_test=test.test,
     )

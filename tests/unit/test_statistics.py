@@ -59,6 +59,7 @@ def test_the_interval_allows_for_what_few_images_can_not_show() -> None:
     exact = stats.binomtest(4, 719).proportion_ci(0.90, "exact")  # two-sided 90 %, so 95 % on each side
     assert drop_upper(719, 4, 0) == pytest.approx(100 * exact.high)
     assert drop_upper(719, 3, 1) == 100 * tango_upper(719, 3, 1)
+    assert drop_upper(359, 0, 9) == drop_upper(359, 0, 0) > 100 * tango_upper(359, 0, 9)
     assert (drop_upper(7, 7, 0), drop_upper(0, 0, 0)) == (100.0, 100.0)
     found = paired_difference(*rights(8, 2, 300, 40))
     assert (found.low_points, found.high_points) == (-drop_upper(350, 8, 2), -drop_lower(350, 8, 2))
