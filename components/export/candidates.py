@@ -12,7 +12,6 @@ import torch
 
 from components.common.evaluation import Predictions, predict
 from components.common.runners import Runner
-from components.common.runners.openvino import OpenVINORunner
 from components.common.runners.torch import TorchRunner
 from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
@@ -70,4 +69,6 @@ class Candidates:
     def _runner(self, file: Path) -> Runner:
         if self.runtime == "torch":
             return TorchRunner(file, self.shapes, self.device)
+        from components.common.runners.openvino import OpenVINORunner  # a GPU machine need not have it
+
         return OpenVINORunner(file, self.shapes)

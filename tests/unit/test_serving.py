@@ -1,5 +1,7 @@
 """Which plans of a bundle may run here: everything that ties a plan to a machine is compared before it is loaded."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -164,3 +166,12 @@ def test_one_precision_that_can_not_be_served_as_asked():
     del bundle.manifest.models["fp16"]
     with pytest.raises(UserError, match="the bundle b has no FP16 model; it holds fp32, int8, int8_fp16"):
         serving_runner(bundle, "fp16", "auto")
+
+
+def test_openvino_that_is_not_installed_is_named() -> None:
+    """A GPU machine need not have it: export is imported without, and what asks for it says what to install."""
+    code = "import sys; sys.modules['openvino'] = None; import components.export.candidates; print('export'); "
+    command = [sys.executable, "-c", code + "import components.common.runners.openvino"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "export\n")
+    assert "RuntimeUnavailable: OpenVINO runs models on CPUs and is not installed: pip install openvino" in done.stderr

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Unpack
 
 import numpy as np
-import openvino as ov
-from openvino import properties as props
 
 from components.common.environment import cpu_name, num_cores
+from components.common.errors import RuntimeUnavailable
 from components.common.runners import Images, Measuring, Timing, measure_host, to_numpy
 from components.common.shapes import ShapeSpec
+
+try:
+    import openvino as ov
+    from openvino import properties as props
+except ModuleNotFoundError as error:
+    raise RuntimeUnavailable("OpenVINO runs models on CPUs and is not installed: pip install openvino") from error
 
 
 @cache
