@@ -1,78 +1,116 @@
-"""INT8 over FP32 for ResNet-50 at 224 px on OpenVINO, both in one process, taking turns.
+"""INT8 on a CPU beside NNCF's and FP32: agreement with FP32 and images/s, by instruction set.
 
-    python -m benchmarks.int8_cpu --machine cpu-2core
+    python -m benchmarks.int8_cpu --machine cpu-2core --name digits --checkpoint DIR --dataset DIR
 
-The weights are random: speed does not depend on them. Scales come from the export step's own calibration.
+Both quantize the same checkpoint with the same calibration images: `export` as it is, `nncf.quantize` with its
+defaults. Each instruction set of this CPU is a process of its own, limited by oneDNN's variable; FP32, NNCF's file and
+ours take turns. Needs nncf beside the rest: pip install nncf.
 """
 
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
-import numpy as np
-import onnx
-import torch
 
 from benchmarks.results import write_result
-from components.common.models import build_model
-from components.common.runners.openvino import OpenVINORunner
-from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, compute_scale
-from components.export.collection import collect_with_onnxruntime
-from components.export.onnx_export import export_onnx
-from components.export.placement import activation_tensors
-from components.export.qdq import insert_qdq
+from components.common.instruction_sets import VARIABLE, available, instruction_set
 
-_NUM_CALIBRATION_IMAGES = 16
+_BATCH, _TURNS, _SECONDS = 16, 9, 1.0
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
-@click.option("--architecture", default="resnet50", show_default=True, help="Model by name.")
-@click.option("--image-size", default=224, show_default=True, help="Side of the input, in pixels.")
-@click.option("--batch-sizes", default="1,16", show_default=True, help="Batches, in images.")
-@click.option("--seconds", default=3.0, show_default=True, help="Length of one measurement.")
-@click.option("--repeat", default=5, show_default=True, help="Turns.")
-def main(machine: str, architecture: str, image_size: int, batch_sizes: str, seconds: float, repeat: int) -> None:
-    torch.manual_seed(0)
-    shapes = ShapeSpec(height=image_size, width=image_size)
-    sizes = [int(size) for size in batch_sizes.split(",")]
+@click.option("--machine", help="Plain name of the machine.")
+@click.option("--name", help="Of the network and its data.")
+@click.option("--checkpoint", type=Path, required=True, help="What is quantized: see `components.export`.")
+@click.option("--dataset", type=Path, required=True, help="The data set that it was trained on.")
+@click.option("--images", default=256, show_default=True, help="Calibration images.")
+@click.option("--limit", multiple=True, help="Instruction sets; all of this CPU without it.")
+@click.option("--here", is_flag=True, help="Measure in this process, and print JSON.")
+def main(machine: str, name: str, here: bool, limit: tuple[str, ...], **what: Any) -> None:
+    if here:
+        print(json.dumps(_measure(**what)))
+        return
+    runs = []
+    for own in limit or [entry for entry in available() if entry != "SSE41"]:
+        options = [part for key, value in what.items() for part in (f"--{key}", str(value))]
+        command = [sys.executable, "-m", "benchmarks.int8_cpu", *options, "--here"]
+        done = subprocess.run(command, env={**os.environ, VARIABLE: own}, stdout=subprocess.PIPE, check=True, text=True)
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+        print({key: value for key, value in runs[-1].items() if key != "turns"})
+    measures = {
+        "int8_over_nncf_images_per_s": min(run["int8_over_nncf"] for run in runs),
+        "int8_minus_nncf_agreement_points": min(run["agreement_int8_pct"] - run["agreement_nncf_pct"] for run in runs),
+    }
+    for run in runs:
+        for key in ("int8_over_nncf", "int8_over_fp32", "agreement_int8_pct", "agreement_nncf_pct"):
+            measures[f"{key}_{run['instruction_set'].lower()}"] = run[key]
+    notes = (
+        f"Batch {_BATCH}; ratios are medians of {_TURNS} turns of {_SECONDS:g} s. Agreement: validation images on "
+        "which the class is FP32's. The smallest over the instruction sets stands first."
+    )
+    write_result(machine, f"int8_cpu_{name}", measures=measures, runs=runs, notes=notes)
+
+
+def _measure(checkpoint: Path, dataset: Path, images: int) -> dict[str, Any]:
+    """One instruction set: export, quantize by NNCF, predict, and time by turns."""
+    import nncf
+    import openvino as ov
+
+    from components.common.artifacts import BundleManifest, DatasetManifest, load
+    from components.common.evaluation import predict
+    from components.common.loader import Loader
+    from components.common.runners import to_numpy
+    from components.common.runners.openvino import OpenVINORunner
+    from components.common.serving import fit_model
+    from components.common.settings import resolve
+    from components.common.steplog import StepLog
+    from components.export.config import ExportConfig
+    from components.export.run import run as export
+    from components.export.samples import split_samples
+
+    data = load(dataset, DatasetManifest)
     with tempfile.TemporaryDirectory() as folder:
-        files = _write_models(Path(folder), architecture, shapes)
-        runners = {precision: OpenVINORunner(file, shapes) for precision, file in files.items()}
-        runs = [
-            {"turn": turn, "precision": precision, "batch_size": size, **_measure(runner, size, seconds)}
-            for turn in range(repeat)
-            for size in sizes
-            for precision, runner in runners.items()
-        ]
-    measures = {}
-    for size in sizes:
-        for precision in files:
-            own = [run for run in runs if run["precision"] == precision and run["batch_size"] == size]
-            measures[f"images_per_s_{precision}_b{size}"] = statistics.median(run["images_per_s"] for run in own)
-            measures[f"p50_ms_{precision}_b{size}"] = statistics.median(run["p50_ms"] for run in own)
-        ratio = measures[f"images_per_s_int8_b{size}"] / measures[f"images_per_s_fp32_b{size}"]
-        measures[f"int8_over_fp32_cpu_b{size}"] = ratio
-    notes = f"{architecture} at {image_size} px, random weights; medians over {repeat} turns of {seconds:g} s each."
-    write_result(machine, f"int8_cpu_{architecture}", measures=measures, runs=runs, notes=notes)
-
-
-def _write_models(folder: Path, architecture: str, shapes: ShapeSpec) -> dict[str, Path]:
-    files = {"fp32": folder / "fp32.onnx", "int8": folder / "int8.onnx"}
-    export_onnx(build_model(architecture, 1000), files["fp32"], shapes)
-    fp32 = onnx.load(files["fp32"])
-    images = np.random.default_rng(0).standard_normal(shapes.input_shape(_NUM_CALIBRATION_IMAGES), dtype=np.float32)
-    histograms = collect_with_onnxruntime(files["fp32"], activation_tensors(fp32), [images])
-    scales = {name: compute_scale(histogram, CalibrationMethod.MAX) for name, histogram in histograms.items()}
-    onnx.save(insert_qdq(fp32, scales), files["int8"])
-    return files
-
-
-def _measure(runner: OpenVINORunner, batch_size: int, seconds: float) -> dict[str, float]:
-    timing = runner.measure(batch_size, warmup_s=0.5, duration_s=seconds, min_iterations=10)
-    return {"images_per_s": timing.images_per_s, "p50_ms": timing.percentile_ms(50)}
+        config = resolve(ExportConfig, "export", {"num_calibration_images": images, "tensorrt": "off"})
+        export(config, StepLog("export"), model=checkpoint, dataset=dataset, output=Path(folder, "bundle"))
+        bundle = load(Path(folder, "bundle"), BundleManifest)
+        record = bundle.manifest
+        samples, _ = split_samples(config, data, record.transform, None)
+        batches = [to_numpy(batch.images)[index : index + 1] for batch in samples for index in range(len(batch.images))]
+        quantized = nncf.quantize(
+            ov.Core().read_model(bundle.file("fp32.onnx")), nncf.Dataset(batches), subset_size=len(batches)
+        )
+        ov.save_model(quantized, Path(folder, "nncf.xml"), compress_to_fp16=False)
+        own = fit_model(record.int8_on_cpus)
+        files = {"fp32": bundle.file("fp32.onnx"), "nncf": Path(folder, "nncf.xml"), "int8": bundle.file(own.file)}
+        runners = {name: OpenVINORunner(file, record.shapes) for name, file in files.items()}
+        loader = Loader(data, "val", record.transform, batch_size=32, device_id=None)
+        found = predict(runners, loader, data.manifest.splits["val"].num_images, lambda *_: None)
+        turns = [
+            {name: runner.measure(_BATCH, warmup_s=0.1, duration_s=_SECONDS, min_iterations=3) for name, runner in
+             runners.items()}
+            for _ in range(_TURNS)
+        ]  # fmt: skip
+    speeds = [{name: timing.images_per_s for name, timing in turn.items()} for turn in turns]
+    return {
+        "instruction_set": instruction_set(),
+        "architecture": record.architecture,
+        "num_images": found["fp32"].num_images,
+        "file": own.file,
+        "arithmetic": own.arithmetic,
+        "method": record.calibration.method,
+        **{f"top1_{name}_pct": entry.top1_pct for name, entry in found.items()},
+        **{f"agreement_{name}_pct": found[name].agreement_pct(found["fp32"]) for name in ("int8", "nncf")},
+        **{f"images_per_s_{name}": statistics.median(turn[name] for turn in speeds) for name in files},
+        "int8_over_nncf": statistics.median(turn["int8"] / turn["nncf"] for turn in speeds),
+        "int8_over_fp32": statistics.median(turn["int8"] / turn["fp32"] for turn in speeds),
+        "turns": speeds,
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""export, validate and gate on CPUs that one does not have: the quickstart's checkpoint, oneDNN limited to less."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.common.artifacts import BundleManifest, ReportManifest, VerdictManifest, load
+from components.common.instruction_sets import SATURATING, VARIABLE, available
+from components.common.serving import fit_model
+
+ROOT = Path(__file__).parents[2]
+# The quickstart itself ran with the widest.
+LIMITS = [name for name in available()[1:] if name != "SSE41"] or ["SSE41"]
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Path:
+    """The artifacts of the newest run that trained on the digits."""
+    checkpoints = sorted(
+        (ROOT / ".enginery/runs").glob("*/artifacts/*/train/checkpoint/manifest.json"), key=os.path.getmtime
+    )
+    assert checkpoints, "there is no checkpoint of the digits: run `make quickstart` first"
+    return checkpoints[-1].parents[2]
+
+
+def step(name: str, limit: str, **options: object) -> str:
+    command = [sys.executable, "-m", f"components.{name}"]
+    command += [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    environment = {**os.environ, VARIABLE: limit, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_digits_pass_their_gate(quickstart: Path, tmp_path: Path, limit: str) -> None:
+    dataset, bundle, report = quickstart / "preprocess/dataset", tmp_path / "bundle", tmp_path / "report"
+    gate = "{max_top1_drop_points: 1.0}"
+    step(
+        "export", limit, model=quickstart / "train/checkpoint", dataset=dataset, output=bundle,
+        num_calibration_images=256, gate=gate,
+    )  # fmt: skip
+    record = load(bundle, BundleManifest).manifest
+    trials = record.calibration.cpu_trials
+    assert {trial.instruction_set for trial in trials} == {limit}
+    assert {trial.weight_bits for trial in trials} == ({7, 8} if limit in SATURATING else {8})
+    step("validate", limit, bundle=bundle, dataset=dataset, output=report, benchmark_seconds=0.1, gate=gate)
+    row = load(report, ReportManifest).manifest.accuracy.row("int8")
+    assert row.instruction_set == limit
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(VARIABLE, limit)
+        assert row.file == fit_model(record.cpu_models).file
+    step("gate", limit, report=report, output=tmp_path / "verdict", max_top1_drop_points=1.0)
+    assert load(tmp_path / "verdict", VerdictManifest).manifest.passed
