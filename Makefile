@@ -24,7 +24,7 @@ PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --
 INSTALL_TRITON = $(BIN)/enginery serve install || echo "Tests with a real Triton are skipped."
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart install-tensorrt install-serve install-dev test test-all test-postgresql test-gpu test-faults test-cluster lint lint-images lint-chart typecheck images smoke-images lock golden clean
+.PHONY: help install quickstart install-tensorrt install-serve install-dev test test-all test-postgresql test-instruction-sets test-gpu test-faults test-cluster lint lint-images lint-chart typecheck images smoke-images lock golden clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,9 @@ test-all: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## The slow tests and those of t
 
 test-postgresql: $(INSTALLED_DEV) ## Tests that need PostgreSQL's server; they fail without it (apt-get install postgresql)
 	$(PYTEST) tests/pipelines/test_promotion_races.py -m postgresql $(ARGS)
+
+test-instruction-sets: $(INSTALLED_DEV) ## The quickstart's checkpoint in INT8 as on lesser CPUs (run `make quickstart` first)
+	$(PYTEST) tests/instruction_sets $(ARGS)
 
 test-gpu: $(INSTALLED_DEV) ## Tests that need a GPU and TensorRT; they fail where either is missing
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

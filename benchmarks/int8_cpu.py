@@ -47,6 +47,7 @@ def main(machine: str, name: str, here: bool, limit: tuple[str, ...], **what: An
         "int8_over_nncf_images_per_s": min(run["int8_over_nncf"] for run in runs),
         "int8_minus_nncf_agreement_points": min(run["agreement_int8_pct"] - run["agreement_nncf_pct"] for run in runs),
     }
+    measures["int8_over_fp32_cpu_b16"] = min(run["int8_over_fp32"] for run in runs)
     for run in runs:
         for key in ("int8_over_nncf", "int8_over_fp32", "agreement_int8_pct", "agreement_nncf_pct"):
             measures[f"{key}_{run['instruction_set'].lower()}"] = run[key]
