@@ -22,7 +22,9 @@ def next_steps(report: Report) -> list[str]:
     open_checks = {check.name: check for check in verdict.checks if check.verdict != "pass"}
     if fp32.top1_pct is None or own.top1_pct is None:
         missing = own if own.top1_pct is None else fp32
-        return [f"Measure {missing.precision.upper()} where it runs: {missing.note}."]
+        if "saturate" in missing.note:
+            return ["Export again: it writes a file with 7-bit weights for CPUs without VNNI, such as this one."]
+        return [f"Validate on a machine that runs {missing.precision.upper()}, or judge another one (gate.precision)."]
     steps = []
     if "above_chance" in open_checks:
         steps.append(
@@ -88,11 +90,6 @@ def _after_a_drop(report: Report, own: AccuracyRow) -> list[str]:
 def _against_a_loss(report: Report, own: AccuracyRow) -> list[str]:
     """Remedies for a precision that loses too much, by where and how it does."""
     steps = []
-    if "saturate" in own.note:
-        steps.append(
-            "Export again on this machine: its CPU has no VNNI, so that sums of INT8 products saturate with 8-bit "
-            "weights and not with 7-bit ones."
-        )
     num_lost = own.comparison.num_lost if own.comparison else 0
     few = own.worse_classes[:_FEW_CLASSES]
     if few and 2 * sum(entry.num_lost for entry in few) >= num_lost:

@@ -30,7 +30,7 @@ from components.validate.report import _confusion, change
 from components.validate.run import _undefined_note
 from components.validate.schema import Report, report_schema
 from components.validate.speed_budget import budget_text
-from components.validate.wording import class_sentences
+from components.validate.wording import class_sentences, outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTILE = '<b>"x"&'
@@ -114,8 +114,9 @@ def written(chain: Chain, tmp_path_factory: pytest.TempPathFactory) -> Written:
 def test_the_verdict_comes_first(written: Written) -> None:
     verdict = written.report.verdict
     assert not verdict.passed
-    assert written.text.startswith("INT8 did not pass resnet18, 10 classes, 32 \N{MULTIPLICATION SIGN} 32 px")
-    assert written.card.startswith("# resnet18: INT8 did not pass\n")
+    assert "passed" not in outcome(written.report)
+    assert written.text.startswith(f"{outcome(written.report)} resnet18, 10 classes, 32 \N{MULTIPLICATION SIGN} 32 px")
+    assert written.card.startswith(f"# resnet18: {outcome(written.report)}\n")
     assert [check.name for check in verdict.checks] == ["top1_drop_points", "relative_top1_pct", "validation_images"]
     places = [written.text.index(check.explanation) for check in verdict.checks]
     assert places == sorted(places)
@@ -330,7 +331,7 @@ def test_provenance_leads_back(written: Written, chain: Chain) -> None:
 
 def test_an_unmeasured_precision_is_a_verdict_without_comparison(chain: Chain, tmp_path: Path) -> None:
     written = validate(chain, tmp_path / "report", gate={"precision": "fp16"}, runtime="openvino")
-    assert written.text.startswith("FP16 did not pass")
+    assert written.text.startswith("FP16: not enough evidence to pass")
     assert "FP16 was not measured here: needs TensorRT on a GPU" in written.text
     assert (written.report.change, written.report.confusion) == (None, None)
     assert "disagree" not in written.text
