@@ -117,7 +117,8 @@ def test_the_verdict_comes_first(written: Written) -> None:
     assert "passed" not in outcome(written.report)
     assert written.text.startswith(f"{outcome(written.report)} resnet18, 10 classes, 32 \N{MULTIPLICATION SIGN} 32 px")
     assert written.card.startswith(f"# resnet18: {outcome(written.report)}\n")
-    assert [check.name for check in verdict.checks] == ["top1_drop_points", "relative_top1_pct", "validation_images"]
+    names = ["top1_drop_points", "relative_top1_pct", "above_chance", "validation_images"]
+    assert [check.name for check in verdict.checks] == names
     places = [written.text.index(check.explanation) for check in verdict.checks]
     assert places == sorted(places)
     assert max(places) < written.text.index("one of 120 validation images is 0.83 points") < written.text.index("top-5")

@@ -70,11 +70,11 @@ def bundle(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.T
 
 
 def swap(source: Path, output: Path, first: int, second: int) -> Path:
-    """The bundle, sealed anew, with two rows of the INT8 model's last layer exchanged: weights, scales and bias."""
+    """The bundle, sealed anew, with two rows of the last layer of all INT8 files exchanged: weights, scales, bias."""
     shutil.copytree(source, output, ignore=shutil.ignore_patterns("manifest.json"))
     manifest = load(source, BundleManifest).manifest
-    for name in ("int8", "int8_fp16"):
-        file = output / manifest.models[name]
+    names = {manifest.models["int8"], manifest.models["int8_fp16"], *(entry.file for entry in manifest.cpu_models)}
+    for file in (output / name for name in names):
         model = onnx.load(file)
         rows = {tensor.name: tensor for tensor in model.graph.initializer if tensor.dims[:1] == [10]}
         assert rows, "the last layer has its classes in rows"
