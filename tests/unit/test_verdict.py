@@ -25,6 +25,7 @@ from components.common.records import (
     Recommendation,
     Speedup,
 )
+from components.common.statistics import drop_upper
 from components.common.steplog import StepLog
 from components.common.verdict import Thresholds, recommend, run_checks
 from components.gate.config import GateConfig
@@ -485,3 +486,17 @@ def test_the_summary_of_a_run_says_what_to_ship() -> None:
         rows = [SimpleNamespace(precision="fp16" if verdict == "pass" else "int8", verdict=verdict)]
         _print_recommendation(console, SimpleNamespace(recommendation=builder.recommendation, rows=rows))  # type: ignore[arg-type]
         assert console.file.getvalue() == expected  # type: ignore[attr-defined]
+
+
+def test_a_report_of_an_earlier_version_gets_the_interval_from_its_counts() -> None:
+    """The published example has the intervals of version 0.1 and does not name the most frequent class."""
+    example = Path(__file__).resolve().parents[2] / "docs/examples/h200/report.json"
+    old = json.loads(example.read_text())["accuracy"]
+    assert "bootstrap_low_points" in old["rows"][-1]["comparison"]
+    report = AccuracyReport.model_validate(old)
+    found = report.row("int8").comparison
+    assert found is not None
+    assert found.drop_upper_points == drop_upper(found.num_images, found.num_lost, found.num_gained)
+    drop, *_, chance, _ = run_checks(Thresholds(), report, speeds({}))
+    assert (drop.verdict, chance.name, chance.verdict) == ("pass", "above_chance", "not enough evidence")
+    assert "above_chance" not in {entry.name for entry in run_checks(Thresholds.recorded({}), report, speeds({}))}
