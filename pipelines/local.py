@@ -22,7 +22,7 @@ from components.common.environment import environment
 from components.common.errors import EXIT_FAILURE, UserError
 from components.common.lifetime import PARENT_VARIABLE, adopt_orphans, end_children, end_orphans_of
 from components.common.step import DEBUG_VARIABLE
-from components.common.steplog import EVENTS_VARIABLE
+from components.common.steplog import EVENTS_VARIABLE, RELAY_VARIABLE
 from components.common.unfinished import EARLIER_VARIABLE
 from components.export.config import CACHE_VARIABLE
 from pipelines.caching import (
@@ -136,6 +136,11 @@ class _Chain:
 
             def on_step_event(event: dict[str, Any]) -> None:
                 interrupts.check()
+                if event["event"] in ("track", "finished", "failed"):
+                    with self.record.noting(f"what {event['step']} found, in MLflow"):
+                        self.record.tracked.relay(event)
+                if event["event"] == "track":
+                    return
                 if event["event"] == "started" and self.containers is None:
                     end_orphans_of(event["pid"])
                 elif event["event"] == "finished" and event["digest"]:
@@ -171,6 +176,9 @@ class _Chain:
         for cached in self.reused:
             renderer.show_reused(cached.step, cached.run_id)
         variables = {CACHE_VARIABLE: str(self.state.export_cache), **self.record.tracked.environment()}
+        # A server may go away, which the steps are prepared for; a file is this process's as well as theirs.
+        if self.containers is None and self.record.uri.startswith("sqlite:"):
+            variables[RELAY_VARIABLE] = "1"
         if own := os.environ.get(CACHE_VARIABLE):
             variables[CACHE_VARIABLE] = own
         unfinished = unfinished_outputs(self.file, self.keys, self.state.runs)

@@ -1,8 +1,10 @@
 """Mixup and cutmix: batches of mixed images with probabilities for labels, on the images' device."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
-from torchvision.transforms import v2
 
 from components.common.transforms import Augmentation
 
@@ -15,7 +17,11 @@ class Mixer:
 
     def __init__(self, augmentation: Augmentation, num_classes: int) -> None:
         """Without mixup_alpha and cutmix_alpha in `augmentation`, batches stay as they are."""
-        self._ways: list[v2.Transform] = []
+        self._ways: list[Callable[..., Any]] = []
+        if not (augmentation.mixup_alpha or augmentation.cutmix_alpha):
+            return
+        from torchvision.transforms import v2  # takes seconds, and few recipes mix
+
         if augmentation.mixup_alpha:
             self._ways.append(v2.MixUp(alpha=augmentation.mixup_alpha, num_classes=num_classes))
         if augmentation.cutmix_alpha:

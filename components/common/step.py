@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import click
 
@@ -24,7 +24,10 @@ from components.common.environment import keep_streams_apart, torchrun_rank
 from components.common.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError
 from components.common.lifetime import end_with_parent, process_age_s
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
-from components.common.steplog import QuietLog, StepLog
+from components.common.steplog import RELAY_VARIABLE, QuietLog, RelayedRun, StepLog
+
+if TYPE_CHECKING:  # MLflow takes seconds to import
+    from components.common.tracking import StepRun
 
 DEBUG_VARIABLE = "ENGINERY_DEBUG"  # "1": show tracebacks
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -41,6 +44,7 @@ class Step:
     name: str
     config: type[StepConfig]
     inputs: Mapping[str, str]  # name of each input -> what a person should name there
+    uses_registry: bool = False  # it talks to MLflow itself, also where a parent keeps the steps' runs
     is_preemptible: bool = False  # SIGTERM is no failure, at whatever moment: it ends with EXIT_PREEMPTED
 
     def execute(self, settings: Mapping[str, Any], *, output: str | Path, **inputs: str | Path) -> None:
@@ -77,7 +81,8 @@ class Step:
         started = time.perf_counter()
         with ExitStack() as stack:
             if tracked:
-                stack.enter_context(_tracked(log))
+                relayed = os.environ.get(RELAY_VARIABLE) == "1" and not self.uses_registry
+                stack.enter_context(_tracked(log, relayed=relayed))
             log.tracking_s = time.perf_counter() - started
             log.params(config.model_dump(mode="json"))
             work_started = time.perf_counter()
@@ -135,8 +140,12 @@ class Step:
 
 
 @contextmanager
-def _tracked(log: StepLog) -> Iterator[None]:
+def _tracked(log: StepLog, *, relayed: bool) -> Iterator[None]:
     """Give the step its MLflow run. One whose server is gone by now works all the same, and says so."""
+    if relayed:
+        log.run = cast("StepRun", RelayedRun(log))
+        yield
+        return
     from components.common.tracking import StepRun, is_unreachable, step_run
 
     with ExitStack() as stack:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 EVENT_PREFIX = "@enginery "
 EVENTS_VARIABLE = "ENGINERY_EVENTS"  # set to "1" by a parent that renders events
+RELAY_VARIABLE = "ENGINERY_RELAY"  # set to "1" by a parent that also keeps the steps' runs in MLflow
 
 _EVENT_INTERVAL_S = 0.2
 _LINE_INTERVAL_S = 5.0
@@ -165,6 +166,54 @@ class StepLog:
             self.lose_tracking()
         finally:
             self.tracking_s += time.perf_counter() - started
+
+
+class RelayedRun:
+    """A step's run in MLflow that the parent keeps, since loading MLflow takes each process seconds.
+
+    It takes what `tracking.StepRun` takes, and tells the parent, which calls that.
+    """
+
+    uri = "the run's parent"
+    run_id = ""
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+        self._relay("set_tags", {})  # the run begins, though there is nothing to say of it yet
+
+    def is_unreachable(self, error: Exception) -> bool:
+        """Whether the server is what failed: it is the parent that talks to it."""
+        return False
+
+    def log_params(self, values: dict[str, Any]) -> None:
+        """See StepRun."""
+        self._relay("log_params", values)
+
+    def log_metrics(self, values: dict[str, float], position: int) -> None:
+        """See StepRun."""
+        self._relay("log_metrics", values, position)
+
+    def set_tags(self, values: dict[str, str]) -> None:
+        """See StepRun."""
+        self._relay("set_tags", values)
+
+    def log_artifact(self, path: Path, directory: str = "") -> None:
+        """See StepRun."""
+        self._relay("log_artifact", str(path), directory)
+
+    def log_dataset(self, name: str, digest: str, num_images: int, context: str) -> None:
+        """See StepRun."""
+        self._relay("log_dataset", name, digest, num_images, context)
+
+    def log_model(
+        self, accuracy: "AccuracyRow", benchmark: list["BenchmarkRow"], tags: dict[str, str], *, dataset_digest: str
+    ) -> None:
+        """See StepRun."""
+        rows = [row.model_dump(mode="json") for row in benchmark]
+        self._relay("log_model", accuracy.model_dump(mode="json"), rows, tags, dataset_digest)
+
+    def _relay(self, call: str, *arguments: Any) -> None:
+        self._log.event("track", call=call, arguments=arguments)
 
 
 class QuietLog(StepLog):

@@ -8,7 +8,7 @@ ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException, RestException
 from mlflow.utils.time import get_current_time_millis
 
 from components.common.disk import explain
-from components.common.errors import EngineryError
+from components.common.errors import EXIT_INTERRUPTED, EngineryError
 from components.common.holder import user_name
 from components.common.records import AccuracyRow, BenchmarkRow
 from components.common.store import (
@@ -199,16 +199,11 @@ def step_run(step: str) -> Iterator[StepRun]:
             yield run
         return
     experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, "enginery")
-    tags = {_STEP_TAG: step, "mlflow.source.name": f"components.{step}", "mlflow.user": user_name()}
-    if parent := os.environ.get(PARENT_RUN_VARIABLE):
-        tags["mlflow.parentRunId"] = parent
-    if kfp_run := os.environ.get(KFP_RUN_VARIABLE):
-        tags[RUN_TAG] = kfp_run
-    run = client.create_run(experiment_id, run_name=step, tags=tags)
+    run = _new_step_run(client, experiment_id, step, os.environ.get(PARENT_RUN_VARIABLE, ""))
     status = "FAILED"
     message = ""
     try:
-        yield StepRun(client, run.info.run_id, experiment_id)
+        yield run
         status = "FINISHED"
     except Exception as error:
         message = _told(error)
@@ -217,7 +212,17 @@ def step_run(step: str) -> Iterator[StepRun]:
         status = "KILLED"
         raise
     finally:
-        _end_step_run(client, run.info.run_id, status, message)
+        _end_step_run(client, run.run_id, status, message)
+
+
+def _new_step_run(client: MlflowClient, experiment_id: str, step: str, parent_run_id: str) -> StepRun:
+    tags = {_STEP_TAG: step, "mlflow.source.name": f"components.{step}", "mlflow.user": user_name()}
+    if parent_run_id:
+        tags["mlflow.parentRunId"] = parent_run_id
+    if kfp_run := os.environ.get(KFP_RUN_VARIABLE):
+        tags[RUN_TAG] = kfp_run
+    run = client.create_run(experiment_id, run_name=step, tags=tags)
+    return StepRun(client, run.info.run_id, experiment_id)
 
 
 @contextmanager
@@ -279,6 +284,22 @@ def _saved_view() -> dict[str, str]:
     return {"mlflow.sharedViewState.enginery": json.dumps(view)}
 
 
+def _relayed_model(run: StepRun, accuracy: Any, benchmark: Any, tags: Mapping[str, str], dataset_digest: str) -> None:
+    rows = [BenchmarkRow.model_validate(row) for row in benchmark]
+    run.log_model(AccuracyRow.model_validate(accuracy), rows, tags, dataset_digest=dataset_digest)
+
+
+# What a step may ask of its run.
+_RELAYED: Mapping[str, Callable[..., Any]] = {
+    "log_params": StepRun.log_params,
+    "log_metrics": StepRun.log_metrics,
+    "set_tags": StepRun.set_tags,
+    "log_artifact": lambda run, path, directory: run.log_artifact(Path(path), directory),
+    "log_dataset": StepRun.log_dataset,
+    "log_model": _relayed_model,
+}
+
+
 def _make_tables(uri: str) -> None:
     """MLflow makes them when it is first asked something."""
     MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
@@ -316,6 +337,7 @@ class PipelineRun:
                 self.run_id = run.info.run_id
                 self.step_run = StepRun(self.client, self.run_id, self.experiment_id)
                 self.step_run.log_params(params)
+                self._step_runs: dict[str, StepRun] = {}  # of running steps, by name
         except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
             raise _unusable(tracking_uri, error, place) from error
 
@@ -327,6 +349,22 @@ class PipelineRun:
             PARENT_RUN_VARIABLE: self.run_id,
             **{name: os.environ.get(name, value) for name, value in REQUEST_LIMITS.items()},
         }
+
+    def relay(self, event: Mapping[str, Any]) -> None:
+        """Do what a step asks of its run, or end the run with the step. See `steplog.RelayedRun`.
+
+        Args:
+            event: "track", "finished" or "failed", of a step.
+        """
+        step = event["step"]
+        if event["event"] == "track":
+            if step not in self._step_runs:
+                self._step_runs[step] = _new_step_run(self.client, self.experiment_id, step, self.run_id)
+            _RELAYED[event["call"]](self._step_runs[step], *event["arguments"])
+        elif (run := self._step_runs.pop(step, None)) is not None:
+            failed = "KILLED" if event.get("exit_code") == EXIT_INTERRUPTED else "FAILED"
+            status, message = ("FINISHED", "") if event["event"] == "finished" else (failed, event["message"])
+            _end_step_run(self.client, run.run_id, status, "" if status == "KILLED" else message[:5000])
 
     def finish(
         self, status: str, tags: Mapping[str, str], metrics: Mapping[str, float], artifacts: Sequence[Path]

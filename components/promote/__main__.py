@@ -6,6 +6,7 @@ from components.promote.config import PromoteConfig
 STEP = Step(
     name="promote",
     config=PromoteConfig,
+    uses_registry=True,
     inputs={
         "bundle": "Bundle that export wrote.",
         "report": "Report that validate wrote on it.",

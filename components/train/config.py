@@ -13,6 +13,7 @@ NOT_OF_THE_RESULT = (
     "collective_timeout_s",
     "stuck_after_s",
     "keep_last",
+    "validation_epochs",
     "checkpoint_epochs",
     "checkpoint_minutes",
     "publish",
@@ -131,6 +132,9 @@ class TrainConfig(StepConfig):
     )
     stuck_after_s: float = Field(
         300, gt=0, description="Seconds without a batch after which reading the data set counts as stuck."
+    )
+    validation_epochs: int = Field(
+        1, ge=1, description="Epochs between two validations; the last epoch is always validated."
     )
     checkpoint_epochs: int = Field(
         1,

@@ -97,7 +97,7 @@ def _weights(trainer: Trainer, number: int) -> dict[str, torch.Tensor]:
 
 def _record(epoch: EpochResult) -> EpochRecord:
     # An early epoch may overflow on validation images and the next ones recover; JSON has no infinities.
-    val_loss = epoch.val_loss if math.isfinite(epoch.val_loss) else None
+    val_loss = epoch.val_loss if epoch.val_loss is not None and math.isfinite(epoch.val_loss) else None
     return EpochRecord.model_validate({**epoch.metrics(), "val_loss": val_loss})
 
 

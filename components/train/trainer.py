@@ -39,8 +39,8 @@ class EpochResult:
 
     train_loss: float
     train_images_per_s: float
-    val_loss: float
-    val_top1_pct: float
+    val_loss: float | None = None  # None where the epoch was not validated, as below
+    val_top1_pct: float | None = None
     data_wait_pct: float | None = None
     gpu_utilization_pct: float | None = None
     gpu_memory_bytes: int | None = None
@@ -113,16 +113,18 @@ class Trainer:
             train_loss, speed = self.train_epoch()
             self.mllog.end("epoch_stop", **number)
             self.mllog.event("tracked_stats", {"throughput": speed.train_images_per_s}, **number)
-            self.mllog.start("eval_start", **number)
-            val_loss, val_top1_pct = self.evaluate()
-            self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
-            self.mllog.end("eval_stop", **number)
+            val_loss = val_top1_pct = None
+            if number["epoch_num"] == self.config.epochs or number["epoch_num"] % self.config.validation_epochs == 0:
+                self.mllog.start("eval_start", **number)
+                val_loss, val_top1_pct = self.evaluate()
+                self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
+                self.mllog.end("eval_stop", **number)
             self._last_load = f"; the epoch before: {speed.load_text()}"
             self._close_epoch(
                 EpochResult(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
             )
         result = self.history[self.published_epoch]
-        if not math.isfinite(result.val_loss):
+        if result.val_loss is None or not math.isfinite(result.val_loss):
             raise EngineryError(
                 f"the trained model is of no use: its loss on validation images is {result.val_loss}, though that of "
                 f"training was {result.train_loss:.2f}. Lower train.learning_rate, or raise train.warmup_fraction"
@@ -143,8 +145,10 @@ class Trainer:
     @property
     def best_epoch(self) -> int | None:
         """The epoch, from 0, with the highest top-1 on validation images, the first of equals; None before any."""
-        top1 = [epoch.val_top1_pct for epoch in self.history]
-        return top1.index(max(top1)) if top1 else None
+        top1 = {
+            number: epoch.val_top1_pct or 0.0 for number, epoch in enumerate(self.history) if epoch.val_loss is not None
+        }
+        return max(top1, key=top1.__getitem__) if top1 else None
 
     @property
     def published_epoch(self) -> int:
