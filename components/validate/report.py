@@ -59,6 +59,7 @@ def gather_report(
         class_changes=class_changes(classes, *compared) if compared else (),
         calibration=Calibration(
             **bundle.manifest.calibration.model_dump(),
+            cpu_models=bundle.manifest.cpu_models,
             num_quantized_layers=bundle.manifest.num_quantized_layers,
             num_quantizable_layers=bundle.manifest.num_quantizable_layers,
         ),

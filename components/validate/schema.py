@@ -15,6 +15,7 @@ from components.common.records import (
     BenchmarkReport,
     CalibrationEntry,
     Comparison,
+    CpuModel,
     DatasetStatistics,
     EngineEntry,
     EngineLayer,
@@ -115,11 +116,12 @@ class Calibration(CalibrationEntry):
 
     num_quantized_layers: int
     num_quantizable_layers: int
+    cpu_models: tuple[CpuModel, ...] = Field((), description="The INT8 files for CPUs.")
 
     @property
     def chosen(self) -> Trial | None:
         """The trial that the model is made of; None where nothing was compared."""
-        trials = self.selection.trials if self.selection else ()
+        trials = self.selection.trials[::-1] if self.selection else ()  # the last: measured as it was written
         return next((trial for trial in trials if (trial.method, trial.excluded) == (self.method, self.excluded)), None)
 
 

@@ -282,7 +282,8 @@ def ranking_sentences(report: Report, max_layers: int) -> list[str]:
         return []
     if not entry.ranking:
         off = report.provenance.configs["export"].get("num_ranking_images") == 0
-        return [f"Layers were not ranked{': export.num_ranking_images is 0' if off else ''}."]
+        why = "export.num_ranking_images is 0" if off else "the budget holds with all of them in INT8"
+        return [f"Layers were not ranked: {why}."]
     shown = [layer.name for layer in entry.ranking[:max_layers]]
     which = "All" if len(shown) == len(entry.ranking) else f"The {len(shown)} costliest of"
     sentences = [

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
-MESSAGE = "are in training and in validation"
+MESSAGE = "validation images are training images too"
 
 
 def write_leaking(folder: Path) -> Path:

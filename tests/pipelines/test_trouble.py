@@ -97,4 +97,7 @@ def test_state_directory_that_cannot_be_used(
     monkeypatch.setenv("ENGINERY_HOME", str(home))
     monkeypatch.setattr("pipelines.commands.run.load_pipeline", load_once)
     with pytest.raises(UserError, match=rf"{home}.*set ENGINERY_HOME"):
-        cli(["run", str(ROOT / "pipelines/resnet50.py"), "--data", str(few_digits)], standalone_mode=False)
+        cli(
+            ["run", str(ROOT / "pipelines/resnet50.py"), "--data", str(few_digits), "--set", "gate.confident=false"],
+            standalone_mode=False,
+        )
