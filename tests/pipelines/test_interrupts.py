@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 REPOSITORY = Path(__file__).resolve().parents[2]
 LONG_TRAINING = [
     *("--architecture", "resnet18", "--image-size", "32", "--epochs", "500", "--global-batch-size", "32"),
-    *("--learning-rate", "0.4", "--set", "train.resize_ratio=1.0"),
+    *("--learning-rate", "0.4", "--set", "train.resize_ratio=1.0", "--set", "gate.confident=false"),
 ]
 
 
