@@ -29,6 +29,7 @@ STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
 ENGINERY = [sys.executable, "-m", "pipelines.cli"]
 SMALL = [
     *("--image-size", "32", "--num-calibration-images", "32", "--max-top1-drop-points", "100"),
+    *("--set", "export.calibration_method=max", "--set", "export.num_ranking_images=0"),
     *(
         "--set",
         "gate.min_relative_top1_pct=0",

@@ -89,6 +89,7 @@ def test_a_store_that_is_no_database(tmp_path: Path) -> None:
     assert f"MLflow at sqlite:///{file} can't be used: file is not a database" in text
 
 
+@pytest.mark.slow  # test_two_first_runs_at_once makes a store twice at once
 def test_a_store_whose_making_was_cut_short(tmp_path: Path) -> None:
     """A run killed while it makes the database leaves nothing that the next one stumbles over."""
     home = tmp_path / "home"

@@ -91,7 +91,7 @@ def test_accumulation(at_once: tuple[dict[str, torch.Tensor], list[float]], per_
     "settings",
     [
         {"per_gpu_batch_size": 4},
-        {"static_graph": True, "ema_decay": 0.5},
+        pytest.param({"static_graph": True, "ema_decay": 0.5}, marks=pytest.mark.slow),
         pytest.param({"compile": "default"}, marks=pytest.mark.slow),
         pytest.param({"compile": "default", "per_gpu_batch_size": 4}, marks=pytest.mark.slow),
         pytest.param({"compile": "default", "split_graph": True}, marks=pytest.mark.slow),

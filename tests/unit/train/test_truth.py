@@ -103,6 +103,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_curve(train: Run, 
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+@pytest.mark.slow  # one process above, and an error of two in test_launching.py
 def test_two_processes_end_together_and_say_the_same(train: Run) -> None:
     with pytest.raises(EngineryError, match=r"training diverged in epoch 1, at step \d+ of 18: the loss is .*Before: "):
         train(learning_rate=1e12, warmup_fraction=0, num_processes=2)
