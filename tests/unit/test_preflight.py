@@ -183,6 +183,7 @@ def test_a_model_whose_reading_kills_the_process_is_refused(
         (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "components/export/checking.py").write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setattr(preflight, "_ROOT", tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"reading the model .*m\.onnx ended the process that did it \(-9\)"):
         check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
