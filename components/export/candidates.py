@@ -43,7 +43,7 @@ class Candidates:
                 runners,
                 samples,
                 samples.num_images,
-                lambda done, total: self.log.progress(text, done, total, "images"),
+                lambda done, total: self.log.progress(text, done, total, unit="images"),
             )
 
     def logits(self, model: onnx.ModelProto, batches: list[torch.Tensor]) -> np.ndarray:

@@ -58,6 +58,7 @@ def build_plans(
             return tuple(entries), str(error)
         log.metrics({f"engine_build_seconds_{precision}": entry.build_seconds})
         entries.append(entry.model_copy(update={"layers": layers}))
+    log.progress("building engines", len(PRECISIONS), len(PRECISIONS))
     return tuple(entries), ""
 
 

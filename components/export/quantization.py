@@ -158,7 +158,7 @@ def _collect(
     fp32: onnx.ModelProto, fp32_file: Path, calibration: Samples, device: torch.device, log: StepLog
 ) -> Histograms:
     def progress(done: int) -> None:
-        log.progress("calibrating", done, calibration.num_images, "images")
+        log.progress("calibrating", done, calibration.num_images, unit="images")
 
     tensors = activation_tensors(fp32)
     if device.type == "cuda":
@@ -263,7 +263,7 @@ class _Chooser:
             self.arithmetic,
             lambda model: self.candidates.logits(model, batches),
             deadline=deadline,
-            progress=lambda done, total: self.log.progress("ranking layers", done, total, "layers"),
+            progress=lambda done, total: self.log.progress("ranking layers", done, total, unit="layers"),
         )
 
     def _images(self, num_images: int) -> list[torch.Tensor]:

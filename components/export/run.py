@@ -87,16 +87,17 @@ def _check_numerics(source: SourceModel, samples: Samples, fp32_file: Path, log:
 def _write_precisions(fp32: onnx.ModelProto, quantized: Quantization, output: Path, log: StepLog) -> None:
     """The files beside fp32.onnx: one graph, one set of scales, the same layers in INT8."""
     scales, excluded = quantized.scales, quantized.excluded
-    log.progress("writing ONNX", 0, 3, "int8.onnx")
+    log.progress("writing ONNX", 0, 3, "int8.onnx", unit="precisions")
     onnx.save(insert_qdq(fp32, scales, exclude=excluded), output / _MODELS["int8"])
     for model in quantized.cpu_models:
         arithmetic = Arithmetic(weight_bits=model.weight_bits, activations=model.activations)
         onnx.save(insert_qdq(fp32, scales, exclude=excluded, arithmetic=arithmetic), output / model.file)
-    log.progress("writing ONNX", 1, 3, "fp16.onnx")
+    log.progress("writing ONNX", 1, 3, "fp16.onnx", unit="precisions")
     fp16 = to_fp16(fp32)
     onnx.save(fp16, output / _MODELS["fp16"])
-    log.progress("writing ONNX", 2, 3, "int8_fp16.onnx")
+    log.progress("writing ONNX", 2, 3, "int8_fp16.onnx", unit="precisions")
     onnx.save(insert_qdq(raise_opset(fp16), scales, exclude=excluded), output / _MODELS["int8_fp16"])
+    log.progress("writing ONNX", 3, 3, unit="precisions")
 
 
 def _track(bundle: Artifact[BundleManifest], data: Artifact[DatasetManifest], log: StepLog) -> None:

@@ -90,7 +90,7 @@ class Decision:
                     version,
                     present.precision,
                     self.data,
-                    lambda done, total: self.log.progress("measuring the champion", done, total, "images"),
+                    lambda done, total: self.log.progress("measuring the champion", done, total, unit="images"),
                 )
             again = self._measured[champion]
             return compare_measured(

@@ -10,7 +10,6 @@ def measures(report: ReportManifest) -> dict[str, float]:
     """The numbers of a report, named PRECISION_MEASURE as those of a pipeline's run."""
     accuracy, benchmark = report.accuracy, report.benchmark
     largest = max((row.batch_size for row in benchmark.rows), default=0)
-    fp32 = benchmark.row("fp32", largest)
     found: dict[str, float | None] = {}
     for row in accuracy.rows:
         single, batched = benchmark.row(row.precision, 1), benchmark.row(row.precision, largest)
@@ -19,7 +18,8 @@ def measures(report: ReportManifest) -> dict[str, float]:
         found[f"{row.precision}_images_per_s"] = batched.images_per_s if batched else None
         if row.precision != "fp32":
             found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
-            found[f"{row.precision}_speedup"] = batched.images_per_s / fp32.images_per_s if batched and fp32 else None
+            speedup = benchmark.speedup(row.precision, "fp32", largest)
+            found[f"{row.precision}_speedup"] = speedup.median if speedup and not speedup.doubt else None
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -67,7 +67,7 @@ def predict_validation(
     predictions = predict_in_parts(
         list(zip(every, loaders, strict=True)),
         split.num_images,
-        lambda done, total: log.progress("measuring accuracy", done, total, "images"),
+        lambda done, total: log.progress("measuring accuracy", done, total, unit="images"),
     )
     for others in every[1:]:
         for runner in others.values():
