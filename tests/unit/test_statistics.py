@@ -5,6 +5,7 @@ import pytest
 from scipy import stats
 
 from components.common.statistics import (
+    beta_cdf,
     chance_of,
     drop_lower,
     drop_upper,
@@ -104,3 +105,11 @@ def test_holm_raises_few_false_alarms() -> None:
     named = [min(holm(row)) < 0.05 for row in p_values.tolist()]
     assert 0.03 < np.mean(named) < 0.06
     assert np.mean(p_values.min(axis=1) < 0.05) > 0.9
+
+
+def test_the_beta_function_is_that_of_scipy():
+    rng = np.random.default_rng(0)
+    for a, b, x in zip(10 ** rng.uniform(0, 5, 300), 10 ** rng.uniform(0, 5, 300), rng.uniform(0, 1, 300), strict=True):
+        for point in (x, min(a / (a + b) * (0.8 + 0.4 * x), 0.999)):
+            assert beta_cdf(point, a, b) == pytest.approx(stats.beta.cdf(point, a, b), abs=1e-8)
+    assert (beta_cdf(0.0, 2, 3), beta_cdf(1.0, 2, 3)) == (0.0, 1.0)

@@ -36,8 +36,13 @@ def test_the_chosen_trial_is_marked_once(reports: dict[str, Report], tmp_path: P
     page, card = written(reports["ten classes"], tmp_path)
     assert page.count("(chosen)") == card.count("(chosen)") == 1
     (row,) = re.findall(r'<tr class="chosen">(.*?)</tr>', page)
-    assert re.findall(r"<td[^>]*>([^<]*)", row)[:3] == ["percentile (chosen)", "2", "84.42"]
-    assert "| percentile (chosen) | 2 | 84.42 |" in card
+    assert re.findall(r"<td[^>]*>([^<]*)", row)[:4] == [
+        "percentile (chosen)",
+        "8-bit weights, signed activations",
+        "2",
+        "84.42",
+    ]
+    assert "| percentile (chosen) | 8-bit weights, signed activations | 2 | 84.42 |" in card
     assert page.count("<svg") == 2
 
 
@@ -108,7 +113,7 @@ def test_without_a_ranking_there_is_no_chart_of_it(reports: dict[str, Report], t
     entry = report.calibration.selection.model_copy(update={"ranking": (), "num_ranking_images": 0})
     unranked = changed(report, selection=entry)
     page, _ = written(unranked, tmp_path)
-    assert "<p>Layers were not ranked.</p>" in page
+    assert "<p>Layers were not ranked: the budget holds with all of them in INT8.</p>" in page
     assert page.count("<svg") == 1
     assert ranking_sentences(exported_with(unranked, num_ranking_images=0), 20) == [
         "Layers were not ranked: export.num_ranking_images is 0."
