@@ -9,7 +9,6 @@ import click
 
 from components.common.errors import UserError
 from pipelines.parameters import PipelineFile, load_pipeline, options_of, resolve_arguments, settings_help
-from pipelines.preflight import check_inputs, check_memory
 
 # What follows FILE.py is for the command line that the file itself defines.
 FILE_FIRST: dict[str, Any] = {
@@ -103,6 +102,8 @@ def command_for(path: Path) -> click.Command:
             raise UserError(f"--summary {summary}: the folder {summary.absolute().parent} does not exist; make it")
         if summary is not None and summary.is_dir():
             raise UserError(f"--summary {summary} is a folder; name a file in it, such as {summary / 'summary.json'}")
+        from pipelines.preflight import check_inputs, check_memory
+
         check_inputs(arguments)
         if warning := check_memory(arguments):
             click.secho("warning: ", fg="yellow", nl=False, err=True)

@@ -90,6 +90,14 @@ def test_promote_and_gate_need_no_engine_room() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_submitting_needs_no_picture() -> None:
+    """The command line's image has neither an image decoder nor NumPy."""
+    heavy, light = (*HEAVY, "numpy", "PIL"), [f"pipelines.commands.{verb}" for verb in ("submit", "fetch")]
+    script = IMPORT_BLOCKED.format(heavy=heavy, light=light)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_imports_no_other_step_and_no_pipeline(step: str) -> None:
     others = [f"components.{other}" for other in STEPS if other not in (step, BUILDS_ON.get(step))]
