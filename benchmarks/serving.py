@@ -35,6 +35,7 @@ from pipelines.loadtest.generator import bind
 from pipelines.loadtest.knee import find_knee
 from pipelines.loadtest.measuring import Plan, run_load_test
 from pipelines.loadtest.record import LoadTest
+from pipelines.serving.loading import loading_key
 
 _HTTP, _GRPC, _METRICS = 18300, 18301, 18302
 URL = f"http://127.0.0.1:{_HTTP}"
@@ -123,7 +124,7 @@ def served(source: str, core: int, *, wait: bool = True) -> Iterator[subprocess.
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes]) -> None:
-    with Client(URL, patience=Patience(timeout_s=5, retry_s=0)) as client:
+    with Client(URL, model=_NAME, patience=Patience(timeout_s=5, retry_s=0)) as client:
         while process.poll() is None:
             try:
                 if client.is_ready():
@@ -185,7 +186,7 @@ def _no_batching() -> Iterator[None]:
     """Without dynamic batching, by the server's own interface, until the end."""
 
     async def loaded_with(config: Mapping[str, Any]) -> Mapping[str, Any]:
-        async with AsyncClient(URL, patience=Patience(timeout_s=60)) as client:
+        async with _loading_client() as client:
             network = await client.network()
             if config:
                 await client.load(network.name, config)
@@ -222,14 +223,15 @@ def _plan(setup: Setup, *, concurrencies: tuple[int, ...], rates: tuple[float, .
     )
 
 
+def _loading_client() -> AsyncClient:
+    return AsyncClient(URL, model=_NAME, patience=Patience(timeout_s=60), loading_key=loading_key("localhost"))
+
+
 def _run(setup: Setup, plan: Plan) -> LoadTest:
-    def client() -> AsyncClient:
-        return AsyncClient(URL, patience=Patience(timeout_s=60))
-
     def make(about: Any) -> payloads.Payload:
-        return payloads.tensors(client().address, about.network, plan.images_per_request)
+        return payloads.tensors(_loading_client().address, about.network, plan.images_per_request)
 
-    return run_load_test(client, plan, make, lambda _: None)
+    return run_load_test(_loading_client, plan, make, lambda _: None)
 
 
 def _load_test(setup: Setup) -> LoadTest:
@@ -270,7 +272,7 @@ def _killed(setup: Setup, runs: list[Any]) -> dict[str, float]:
                     except EngineryError as error:
                         failures.append(str(error))
 
-            async with AsyncClient(str(address), patience=Patience(timeout_s=5, retry_s=120)) as client:
+            async with AsyncClient(str(address), model=_NAME, patience=Patience(timeout_s=5, retry_s=120)) as client:
                 asking = [asyncio.create_task(ask(client)) for _ in range(8)]
                 await asyncio.sleep(3)
                 triton = next(p for p in psutil.Process(process.pid).children() if "tritonserver" in p.name())
@@ -304,7 +306,7 @@ def _an_image(setup: Setup) -> bytes:
 
 def _triton_version() -> str:
     async def ask() -> str:
-        async with AsyncClient(URL, patience=Patience(retry_s=0)) as client:
+        async with AsyncClient(URL, model=_NAME, patience=Patience(retry_s=0)) as client:
             return (await client.server())["version"]
 
     return asyncio.run(ask())

@@ -40,16 +40,24 @@ class AsyncClient:
         url: http://HOST:8000 or grpc://HOST:8001.
         model: its name; without one, the server's only model that takes image files.
         patience: time-outs and repetitions.
+        loading_key: of the server, for `load`.
 
     Raises:
         UserError: the address is none.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, model: str | None = None, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        model: str | None = None,
+        patience: Patience | None = None,
+        loading_key: str = "",
+    ) -> None:
         self.address: Address = parse_address(url)
         self.num_retries = 0  # requests that were sent again, so far
         self._patience = patience or Patience()
-        self._name = model
+        self._name, self._loading_key = model, loading_key
         self._transport: Transport | None = None
         self._classifier: ClassifierModel | None = None
         self._lock = asyncio.Lock()
@@ -179,7 +187,7 @@ class AsyncClient:
 
     def _open(self) -> Transport:
         if self._transport is None:
-            self._transport = open_transport(self.address)
+            self._transport = open_transport(self.address, self._loading_key)
         return self._transport
 
     def _note_retry(self) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from components.common.errors import EngineryError
 from pipelines.client.addresses import Address
+from pipelines.serving.loading import loading_headers
 
 MISSING = "the client library of the model server is not installed; run `pip install 'enginery[serve]'`"
 # aiohttp would ask for compressed answers, which cost the server more than the few bytes of a prediction are worth.
@@ -65,14 +66,19 @@ class Transport(Protocol):
         ...
 
 
-def open_transport(address: Address) -> Transport:
+def open_transport(address: Address, loading_key: str = "") -> Transport:
     """A connection to be used within the running event loop; nothing is sent yet.
+
+    Args:
+        address: the server.
+        loading_key: sent with what a server that lets models be loaded keeps for those who have it.
 
     Raises:
         EngineryError: tritonclient is not installed.
     """
     try:
-        return HttpTransport(address) if address.protocol == "http" else GrpcTransport(address)
+        headers = loading_headers(address.protocol, loading_key)
+        return (HttpTransport if address.protocol == "http" else GrpcTransport)(address, headers)
     except (ImportError, RuntimeError) as error:  # tritonclient turns a missing part into a RuntimeError
         raise EngineryError(f"{MISSING} ({' '.join(str(error).split())})") from None
 
@@ -85,10 +91,10 @@ def datatype(values: np.ndarray) -> str:
 class HttpTransport:
     """KServe v2 over HTTP/1.1."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, loading: dict[str, str]) -> None:
         import tritonclient.http.aio as library
 
-        self._library = library
+        self._library, self._loading = library, loading
         self._client = library.InferenceServerClient(
             address.target, conn_limit=0, conn_timeout=_HTTP_TIMEOUT_S, ssl=address.tls
         )
@@ -103,7 +109,7 @@ class HttpTransport:
 
     async def index(self) -> list[dict[str, Any]]:
         """See Transport."""
-        return await self._client.get_model_repository_index()
+        return await self._client.get_model_repository_index(headers=self._loading)
 
     async def metadata(self, model: str) -> dict[str, Any]:
         """See Transport."""
@@ -119,7 +125,7 @@ class HttpTransport:
 
     async def load(self, model: str, config: Mapping[str, Any]) -> None:
         """See Transport."""
-        await self._client.load_model(model, config=json.dumps(config))
+        await self._client.load_model(model, headers=self._loading, config=json.dumps(config))
 
     async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """See Transport."""
@@ -135,10 +141,10 @@ class HttpTransport:
 class GrpcTransport:
     """KServe v2 over gRPC."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, loading: dict[str, str]) -> None:
         import tritonclient.grpc.aio as library
 
-        self._library = library
+        self._library, self._loading = library, loading
         self._client = library.InferenceServerClient(address.target, ssl=address.tls, channel_args=CHANNEL)
 
     async def ready(self) -> bool:
@@ -151,7 +157,7 @@ class GrpcTransport:
 
     async def index(self) -> list[dict[str, Any]]:
         """See Transport."""
-        return (await self._client.get_model_repository_index(as_json=True)).get("models", [])
+        return (await self._client.get_model_repository_index(headers=self._loading, as_json=True)).get("models", [])
 
     async def metadata(self, model: str) -> dict[str, Any]:
         """See Transport."""
@@ -167,7 +173,7 @@ class GrpcTransport:
 
     async def load(self, model: str, config: Mapping[str, Any]) -> None:
         """See Transport."""
-        await self._client.load_model(model, config=json.dumps(config))
+        await self._client.load_model(model, headers=self._loading, config=json.dumps(config))
 
     async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """See Transport."""

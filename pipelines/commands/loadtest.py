@@ -124,10 +124,12 @@ def loadtest(
     """
     if tensors and data is not None:
         raise UserError("--tensors sends random tensors, so it takes no --data; drop one of them")
+    from pipelines.client.addresses import parse_address
     from pipelines.client.client import AsyncClient
     from pipelines.client.retries import Patience
     from pipelines.loadtest.measuring import Plan, run_load_test
     from pipelines.loadtest.page import page
+    from pipelines.serving.loading import loading_key
 
     plan = Plan(
         concurrencies=concurrency,
@@ -142,8 +144,11 @@ def loadtest(
         images_per_request=batch_size,
     )
 
+    key = loading_key(parse_address(url).target.rpartition(":")[0]) if compare_batching else ""
+
     def client() -> AsyncClient:
-        return AsyncClient(url, model=model, patience=Patience(timeout_s=max(timeout, 30.0), retry_s=5))
+        patience = Patience(timeout_s=max(timeout, 30.0), retry_s=5)
+        return AsyncClient(url, model=model, patience=patience, loading_key=key)
 
     prepare_directory(output)
     console = new_console()

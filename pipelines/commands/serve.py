@@ -95,7 +95,7 @@ def export(model: str, directory: Path, precision: Precision | None, name: str, 
 @click.option(
     "--allow-loading",
     is_flag=True,
-    help="Let clients load models with other settings, as `enginery loadtest --compare-batching` does.",
+    help="Let clients with the key load models, as `enginery loadtest --compare-batching` does; see docs/loadtest.md.",
 )
 def start(
     model: str,
@@ -115,14 +115,16 @@ def start(
     wrote. Triton itself is installed once, beside this Python's packages (ENGINERY_TRITON names another folder).
     """
     from pipelines.serving.installation import install_triton
+    from pipelines.serving.loading import loading_key
     from pipelines.serving.server import Ports, Server, address_of
 
     ports = Ports(host=address_of(host), http=http_port, grpc=grpc_port, metrics=metrics_port)
+    key = loading_key(ports.host) if allow_loading else ""
     ports.check()
     triton = install_triton(click.echo)
     config = {"name": name, "top_k": top_k, "max_wait_s": max_wait}
     with _repository(model, precision, config) as repository:
-        server = Server.start(triton, repository.path, ports, allow_loading=allow_loading)
+        server = Server.start(triton, repository.path, ports, loading_key=key)
         with _stopped_by_signals(server):
             server.wait_until_ready()
             server.echo = lambda line: click.echo(line, err=True)

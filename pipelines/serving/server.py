@@ -25,6 +25,7 @@ import components
 from components.common.errors import EngineryError, UserError
 from components.common.triton.opening import CPU
 from pipelines.serving.installation import Triton
+from pipelines.serving.loading import HEADER
 
 DRAIN_S = 30  # time for requests in progress when the server is told to stop
 _POLL_S = 0.1
@@ -123,10 +124,10 @@ class Server:
     echo: Callable[[str], None] | None = None  # for lines of the log, once the server is ready
 
     @classmethod
-    def start(cls, triton: Triton, repository: Path, ports: Ports, *, allow_loading: bool = False) -> "Server":
+    def start(cls, triton: Triton, repository: Path, ports: Ports, *, loading_key: str = "") -> "Server":
         """Start it on a repository that was checked, without a GPU. Returns at once: see `wait_until_ready`.
 
-        `allow_loading`: whether clients may load models with other settings, as a load test does.
+        `loading_key`: lets clients that send it load models, as a load test does; without one nobody may.
         """
         _remove_leftovers()
         command = [
@@ -144,8 +145,8 @@ class Server:
             f"--exit-timeout-secs={DRAIN_S}",
             f"--backend-config=python,shm-region-prefix-name={_SHARED}{os.getpid()}_",
             "--log-info=false",
-            *_closed_to_clients(),
-            *(("--model-control-mode=explicit", "--load-model=*") if allow_loading else ()),
+            *_closed_to_clients(loading_key),
+            *(("--model-control-mode=explicit", "--load-model=*") if loading_key else ()),
         ]
         process = subprocess.Popen(
             command,
@@ -232,10 +233,12 @@ class Server:
         _remove_leftovers()
 
 
-def _closed_to_clients() -> list[str]:
-    """Options with which nobody who can ask for predictions changes what is logged, traced or shared."""
-    key = f"enginery={secrets.token_hex(16)}"  # that nobody is told
-    return [f"--{option}={_CLOSED}:{key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
+def _closed_to_clients(loading_key: str) -> list[str]:
+    """Options with which nobody who can ask for predictions changes what is logged, traced, shared or loaded."""
+    closed = [f"{_CLOSED}:enginery={secrets.token_hex(16)}"]  # that nobody is told
+    if loading_key:  # else Triton loads nothing, and its index of models is open
+        closed.append(f"model-repository:{HEADER}={loading_key}")
+    return [f"--{option}={entry}" for option in ("http-restricted-api", "grpc-restricted-protocol") for entry in closed]
 
 
 def _remove_leftovers() -> None:

@@ -1,5 +1,6 @@
 """Client, `enginery predict`, load test and metrics against a real server."""
 
+import base64
 import json
 import os
 import re
@@ -8,12 +9,16 @@ import subprocess
 import sys
 import tarfile
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from tritonclient import grpc
+from tritonclient.utils import InferenceServerException
 
 from components.common.errors import EngineryError, UserError
 from components.common.serving import serving_runner
@@ -212,10 +217,50 @@ def test_a_load_test_says_why_there_was_no_answer(url: str, tmp_path: Path) -> N
     assert count >= sum(level.num_errors for series in result.series for level in (*series.closed, *series.open))
 
 
-def test_with_and_without_dynamic_batching_and_then_as_before(triton, exported, tmp_path: Path) -> None:
+FOREIGN_MODEL = """
+from pathlib import Path
+Path({proof!r}).touch()
+class TritonPythonModel: ...
+"""
+
+
+def attack(running: Running, proof: Path, headers: dict[str, str]) -> int:
+    """Have the server load a model of the client's own, as a web page can: text/plain needs no preflight."""
+    code = base64.b64encode(FOREIGN_MODEL.format(proof=str(proof)).encode()).decode()
+    parameters = {"config": json.dumps({"backend": "python"}), "file:1/model.py": code}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{running.http}/v2/repository/models/foreign/load",
+        json.dumps({"parameters": parameters}).encode(),
+        {"Content-Type": "text/plain", **headers},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_with_and_without_dynamic_batching_and_then_as_before(
+    triton, exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading is for who has the key alone: nobody else brings code of his own or unloads a model."""
     running = start_serving(exported.path, tmp_path, "--allow-loading")
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     try:
         wait_until_ready(running)
+        key_file, proof = tmp_path / "home/loading.key", tmp_path / "proof"
+        assert key_file.stat().st_mode & 0o777 == 0o600
+        assert [attack(running, proof, headers) for headers in ({}, {"enginery-loading": "0" * 32})] == [403, 403]
+        assert not proof.exists()
+        with grpc.InferenceServerClient(f"127.0.0.1:{running.grpc}") as client:
+            for call in (client.unload_model, client.load_model):
+                with pytest.raises(InferenceServerException, match="restricted"):
+                    call(f"{NAME}_model")
+        for url in (f"http://127.0.0.1:{running.http}", f"grpc://127.0.0.1:{running.grpc}"):
+            with Client(url) as client, pytest.raises(RequestRefused, match="name the model with --model"):
+                client.classify(b"")
+        attack(running, proof, {"enginery-loading": key_file.read_text()})
+        assert proof.exists()  # so the attack is one: with the key it runs
         before = json.loads(running.get(f"v2/models/{NAME}_model/config"))
         options = ["--seconds", "0.5", "--concurrency", "2", "--rates", "20", "--tensors", "--compare-batching"]
         url = f"grpc://127.0.0.1:{running.grpc}"
@@ -233,6 +278,27 @@ def test_with_and_without_dynamic_batching_and_then_as_before(triton, exported, 
     finally:
         running.process.terminate()
         running.process.wait(600)
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "message"),
+    [
+        ("0.0.0.0", None, "needs a key"),
+        ("::", None, "needs a key"),
+        ("127.0.0.1", "short", "must be 16 or more letters, digits, - and _, got 5 characters"),
+        ("127.0.0.1", "a=b,logging:c=0123456789", "must be 16 or more letters"),
+    ],
+)
+def test_loading_without_a_key_is_for_loopback_alone(
+    exported, monkeypatch, host: str, key: str | None, message
+) -> None:
+    monkeypatch.delenv("ENGINERY_LOADING_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("ENGINERY_LOADING_KEY", key)
+    done = CliRunner().invoke(cli, ["serve", str(exported.path), "--allow-loading", "--host", host])
+    assert isinstance(done.exception, UserError)
+    assert message in str(done.exception)
+    assert "openssl rand -hex 16" in str(done.exception)
 
 
 def metrics(served: Running) -> dict[str, float]:
