@@ -1,6 +1,7 @@
 """Folders that files are read from: one of this machine, or one behind a URI."""
 
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,12 +14,14 @@ from urllib.parse import quote, unquote, urlsplit
 
 from fsspec.core import url_to_fs
 
-from components.common.errors import UserError
+from components.common.errors import EngineryError, UserError
 from components.preprocess.sources.locations import credentials_hint, is_uri, is_web, local_path
-from components.preprocess.sources.samples import Sample, Unreadable
+from components.preprocess.sources.samples import AddressRefused, Sample, Unreadable
 
 LINK_OUT = "a link out of the data folder"
 _ATTEMPTS_S = (0.5, 2.0)  # waits before a remote file is tried again
+_CHUNK_BYTES = 1 << 24
+_SPARED_BYTES = 1 << 30  # of a disk that is written to
 _MAX_LISTED = 10_000  # folders, each of which is a request or more
 _NUM_LISTERS = 8
 _Result = TypeVar("_Result")
@@ -96,9 +99,7 @@ class RemotePlace:
 
     def file_system(self, path: str = "") -> tuple[Any, str]:
         """The driver, and what it calls `path`. fsspec keeps one driver per process."""
-        # trust_env: proxies and .netrc
-        options = {"client_kwargs": {"trust_env": True}} if is_web(self.name) else {}
-        driver, root = url_to_fs(self.name, **options)
+        driver, root = url_to_fs(self.name, **_web_options(self.name))
         if self.uri and path == self.file:
             return driver, self.uri
         inside = quote(path, errors="surrogateescape") if is_web(self.name) else path
@@ -121,16 +122,30 @@ class RemotePlace:
 
     def download(self, path: str, target: Path) -> None:
         """Copy a file to this machine."""
-        self._read(path, lambda driver, full: driver.get_file(full, str(target)))
+        from components.preprocess.sources.web import DOWNLOAD
+
+        # Of a web server as a stream: it need not send parts, nor say how much comes.
+        options = {"block_size": 0, "size": 1, **DOWNLOAD} if is_web(self.name) else {}
+
+        def copy(driver: Any, full: str) -> None:
+            with driver.open(full, "rb", **options) as source, target.open("wb") as file:
+                while chunk := source.read(_CHUNK_BYTES):
+                    keep_room(target.parent, self.name)
+                    file.write(chunk)
+
+        self._read(path, copy)
 
     def has_ranges(self, path: str) -> bool:
         """Whether the server sends parts of a file. Simple web servers send the whole of it."""
         if not is_web(self.name):
             return True
-        driver, full = self.file_system(path)
-        # As a stream, of which nothing is fetched but the answer's head.
-        with driver.open(full, "rb", block_size=0, size=1, headers={"Range": "bytes=0-0"}) as file:
-            return bool(file.r.status == 206)
+
+        def ask(driver: Any, full: str) -> bool:
+            # As a stream, of which nothing is fetched but the answer's head.
+            with driver.open(full, "rb", block_size=0, size=1, headers={"Range": "bytes=0-0"}) as file:
+                return bool(file.r.status == 206)
+
+        return self._read(path, ask)
 
     def sizes(self, paths: Collection[str]) -> Mapping[str, int]:
         """As Place: by listing the folders of the files. A folder that may not be listed tells nothing."""
@@ -169,9 +184,11 @@ class RemotePlace:
         for wait_s in (*_ATTEMPTS_S, None):
             try:
                 return how(driver, full)
-            except (FileNotFoundError, PermissionError, IsADirectoryError):
+            except (FileNotFoundError, PermissionError, IsADirectoryError, EngineryError):
                 raise
             except Exception as error:  # drivers raise anything
+                if isinstance(error.__cause__, AddressRefused):  # aiohttp's has it in its words
+                    raise error.__cause__ from None
                 if wait_s is None or _is_refusal(error):
                     raise _as_os_error(error) from error
                 time.sleep(wait_s)
@@ -227,6 +244,8 @@ def told_plainly(name: str) -> Iterator[None]:
         raise
     except Unreadable as error:
         raise UserError(f"can't read {name}: {error}; put the file itself in its place") from None
+    except AddressRefused as error:
+        raise UserError(f"can't read {name}: {error.strerror}") from None
     except FileNotFoundError:
         raise UserError(f"there is nothing at {name}; check the spelling, and that this account sees it") from None
     except Exception as error:
@@ -240,6 +259,29 @@ def told_plainly(name: str) -> Iterator[None]:
                 f"no permission to read {name} ({text}); give credentials in the environment: {credentials_hint(name)}"
             ) from error
         raise UserError(f"can't read {name}: {text}; check the address and the network, then try again") from error
+
+
+def _web_options(uri: str) -> dict[str, Any]:
+    """For fsspec's driver of web servers."""
+    if not is_web(uri):
+        return {}
+    from components.preprocess.sources.web import open_session
+
+    parts = urlsplit(uri)
+    return {"get_client": open_session, "client_kwargs": {"named": f"{parts.scheme}://{parts.netloc}"}}
+
+
+def keep_room(folder: Path, name: str) -> None:
+    """Leave a disk some room while something is written to it.
+
+    Raises:
+        EngineryError: there is too little.
+    """
+    if shutil.disk_usage(folder).free < _SPARED_BYTES:
+        raise EngineryError(
+            f"the disk of {folder} is too small for {name}: less than 1 GB is left. Free some, or unpack it elsewhere "
+            "and name the folder"
+        )
 
 
 def _is_refusal(error: BaseException) -> bool:

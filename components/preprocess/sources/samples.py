@@ -34,6 +34,10 @@ class Unreadable(Exception):
         self.reason = reason
 
 
+class AddressRefused(PermissionError):
+    """A web server leads to an address of an inner network; strerror says which, and what to do."""
+
+
 class Storage(Protocol):
     """Reads samples. Goes to spawned processes by pickle and opens what it needs there."""
 

@@ -48,9 +48,10 @@ def table_source(data: str, scratch: Path, options: Options) -> Source:
     labels = {entry.label for entry in entries.values()}
     names = options.names or plain_names(_sorted(labels))
     if unknown := sorted(labels - set(names.labels)):
+        which = ", ".join(unknown[:5]) if not is_uri(data) else f"{len(unknown):,}"
         raise UserError(
-            f"{data} has labels that class_names_file does not name: {', '.join(unknown[:5])}. Add them to the file, "
-            "or take the rows away"
+            f"{data} has labels that class_names_file does not name: {which}. Add them to the file, or take the rows "
+            "away"
         )
     check_two_classes(names.names, data, "Add rows of another class")
     listed: dict[str, dict[int, list[Sample]]] = {"train": {}, "val": {}}
@@ -89,11 +90,11 @@ def _entries(rows: Iterator[_Row], place: Place, name: str) -> tuple[dict[str, _
         if row.split is not None:
             has_splits = True
             if row.split not in _SPLITS:
-                has = f"the split {row.split!r}" if row.split else "no split"
+                has = f"the split {_told(row.split, name)}" if row.split else "no split"
                 raise UserError(f"{where} has {has}; write train, val, valid or validation, or take the row away")
         entry = _Entry(row.label, _SPLITS[row.split or "train"])
         if entries.setdefault(path, entry) != entry:
-            raise UserError(f"{where} names {path} again with another label or split; keep one row of it")
+            raise UserError(f"{where} names {_told(path, name)} again with another label or split; keep one row of it")
     return entries, has_splits
 
 
@@ -103,7 +104,9 @@ def _check_label(label: str, where: str) -> None:
     try:
         label.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{where} has a label that is not UTF-8: {label!r}; write the table in UTF-8") from None
+        raise UserError(
+            f"{where} has a label that is not UTF-8: {_told(label, where)}; write the table in UTF-8"
+        ) from None
 
 
 def _relative(path: str, place: Place, where: str) -> str:
@@ -124,8 +127,8 @@ def _relative(path: str, place: Place, where: str) -> str:
     found = None if "://" in inside else safe_path(inside)
     if found is None:
         raise UserError(
-            f"{where} leads out of the table's folder: {path!r}; write paths within {place.name}, or put the table in "
-            "a folder above the images"
+            f"{where} leads out of the table's folder: {_told(path, where)}; write paths within "
+            f"{place.name}, or put the table in a folder above the images"
         )
     return found
 
@@ -171,7 +174,7 @@ def _columns(header: list[str], name: str) -> list[str]:
     """Those of ours that a table has."""
     for key in ("path", "label"):
         if key not in header:
-            has = ", ".join(repr(cell) for cell in header[:8]) or "none"
+            has = ", ".join(_told(cell, name) for cell in header[:8]) or "none"
             raise UserError(
                 f"{name} has no column {key!r}; its first row must name the columns path,label or path,label,split, "
                 f"with commas between them. It names: {has}"
@@ -186,4 +189,9 @@ def _cell(value: Any, where: str, key: str) -> str:
         return str(int(value))
     if isinstance(value, str | int) and not isinstance(value, bool):
         return str(value).strip()
-    raise UserError(f"{where} has the {key} {value!r}; write strings or integers")
+    raise UserError(f"{where} has the {key} {_told(value, where)}; write strings or integers")
+
+
+def _told(cell: object, where: str) -> str:
+    """A cell as a message shows it; of a table that was fetched only that it is there, since it may be none of ours."""
+    return repr(cell) if not is_uri(where) else "(not shown, since it was fetched)"

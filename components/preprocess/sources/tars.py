@@ -4,7 +4,6 @@ import bz2
 import gzip
 import importlib
 import lzma
-import shutil
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from components.common.errors import EngineryError, UserError
-from components.preprocess.sources.places import Place
+from components.preprocess.sources.places import Place, keep_room
 from components.preprocess.sources.samples import Sample
 from components.preprocess.sources.trees import File, is_image_name, is_visible, safe_path
 
@@ -21,7 +20,6 @@ OUTSIDE = "a path out of the archive"
 _MAX_TEXT_BYTES = 1000  # of a label
 _CHUNK_BYTES = 1 << 24
 _MAGIC = {b"\x1f\x8b": ".tar.gz", b"BZh": ".tar.bz2", b"\xfd7zXZ": ".tar.xz", b"(\xb5/\xfd": ".tar.zst", b"PK": ".zip"}
-_SPARED_BYTES = 1 << 30  # of the disk that archives are unpacked to
 
 
 @dataclass(kw_only=True)
@@ -121,11 +119,7 @@ def decompress(source: Path, target: Path, name: str) -> None:
     try:
         with _opener(name)(source) as compressed, target.open("wb") as plain:
             while chunk := compressed.read(_CHUNK_BYTES):
-                if shutil.disk_usage(target.parent).free < _SPARED_BYTES:
-                    raise EngineryError(
-                        f"the disk of {target.parent} is too small to unpack {name}: less than 1 GB is left. Free "
-                        "some, or unpack it elsewhere and name the folder"
-                    )
+                keep_room(target.parent, name)
                 plain.write(chunk)
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise UserError(f"{name} is damaged ({error}); make it anew, or fetch it again") from None

@@ -368,7 +368,7 @@ def test_an_archive_that_fills_the_disk_is_given_up(
 ) -> None:
     file = archive(tmp_path / "x.tar.gz", write_tree(tmp_path / "images", {"a": 2, "b": 2}))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**12, 10**12, 10**8))
-    with pytest.raises(EngineryError, match=r"too small to unpack .*x\.tar\.gz: less than 1 GB is left"):
+    with pytest.raises(EngineryError, match=r"too small for .*x\.tar\.gz: less than 1 GB is left"):
         find(file, tmp_path / "scratch")
 
 

@@ -4,20 +4,22 @@ import base64
 import http.server
 import io
 import pickle
+import shutil
 import tarfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.http import HTTPFileSystem
 
-from components.common.errors import UserError
-from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples, places
+from components.common.errors import EngineryError, UserError
+from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples, places, web
 
 WriteTree = Callable[..., Path]
 
@@ -391,3 +393,106 @@ def test_drivers_schemes_and_credentials(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         with pytest.raises(UserError, match=rf"reading \w+:// needs a package that is not installed: {package}"):
             check_data_folder(uri)
+
+
+CREDENTIALS = b'{"AccessKeyId": "AKIA0123", "SecretAccessKey": "of the metadata service", "Token": "t"}\n'
+
+
+class Leading(Handler):
+    """Redirects to `target`, and answers /long without end."""
+
+    target = ""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/long"):
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(bytes(1 << 16))
+        self.send_response(302)
+        self.send_header("Location", self.target)
+        self.end_headers()
+
+
+@contextmanager
+def leading(target: str) -> Iterator[str]:
+    handler = type("Configured", (Leading,), {"target": target})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "x.tar", "x.zip", "x.tar.gz"])
+def test_a_redirect_into_the_inner_network_is_not_followed(tmp_path: Path, name: str, monkeypatch) -> None:
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / name).write_bytes(CREDENTIALS)
+    asked: list[str] = []
+    monkeypatch.setattr(Handler, "log_message", lambda self, *_: asked.append(self.path))
+    with serving(tmp_path / "meta") as inner, leading(f"{inner}/{name}") as outer:
+        with pytest.raises(UserError, match=r"127\.0\.0\.1 port \d+ is no public address and not the one") as caught:
+            find(f"{outer}/{name}", tmp_path / "scratch")
+        assert asked == ["/" + name]  # of the redirect alone: nobody came to the inner server
+        monkeypatch.setenv("ENGINERY_ALLOWED_NETWORKS", "10.0.0.0/8,127.0.0.1")
+        HTTPFileSystem.clear_instance_cache()
+        with pytest.raises(UserError) as allowed:
+            find(f"{outer}/{name}", tmp_path / "scratch")
+        assert len(asked) > 1
+    for error in (caught, allowed):
+        assert "AKIA" not in str(error.value)
+        assert "SecretAccessKey" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://169.254.169.254/latest/meta-data/",
+        "http://[::ffff:127.0.0.1]:1/x",
+        "http://localhost:1/",
+        "http://0.0.0.0/",
+    ],
+)
+def test_other_ways_inside(tmp_path: Path, target: str) -> None:
+    with leading(target) as outer, pytest.raises(UserError, match="no public address"):
+        find(f"{outer}/t.csv", tmp_path / "scratch")
+
+
+def test_a_link_local_address_is_refused_even_where_it_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"169\.254\.169\.254 port 80 is no public address"):
+        find("http://169.254.169.254/latest/meta-data/t.csv", tmp_path / "scratch")
+
+
+def test_a_redirect_behind_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy answers in the place of every server; it may be anywhere, but nothing may lead inside."""
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("NO_PROXY")
+    with leading("http://169.254.169.254/x.csv") as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        with pytest.raises(UserError, match=r"169\.254\.169\.254 port 80 is no public address"):
+            find("http://example.invalid/t.csv", tmp_path / "scratch")
+
+
+def test_an_answer_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = shutil.disk_usage(tmp_path)
+
+    def free(folder: Path) -> Any:
+        used = sum(file.stat().st_size for file in Path(folder).iterdir())
+        return before._replace(free=(1 << 30) + (4 << 20) - used)
+
+    monkeypatch.setattr(web, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(places.shutil, "disk_usage", free)
+    with leading("/") as outer:
+        with pytest.raises(OSError, match="the answer has more than 1,048,576 bytes"):
+            places.RemotePlace(outer).read("long.png")
+        (tmp_path / "scratch").mkdir()
+        with pytest.raises(EngineryError, match=r"the disk of .* is too small for .*less than 1 GB is left"):
+            find(f"{outer}/long.csv", tmp_path / "scratch")

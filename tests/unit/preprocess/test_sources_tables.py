@@ -125,9 +125,9 @@ WRONG: dict[str, tuple[Sequence[str], Rows, str]] = {
     "two labels": (
         HEADER,
         (*GOOD, ("a/0.png", "b", "train")),
-        "t, row 5 names a/0.png again with another label or split",
+        "t, row 5 names 'a/0.png' again with another label or split",
     ),
-    "two splits": (HEADER, (*GOOD, ("./a/0.png", "a", "val")), "t, row 5 names a/0.png again"),
+    "two splits": (HEADER, (*GOOD, ("./a/0.png", "a", "val")), "t, row 5 names 'a/0.png' again"),
     "above": (HEADER, (*GOOD, ("../x.png", "b", "val")), r"t, row 5 leads out of the table's folder: '\.\./x\.png'"),
     "up and down": (HEADER, (*GOOD, ("a/../../t/x.png", "b", "val")), "t, row 5 leads out of the table's folder"),
     "absolute": (
