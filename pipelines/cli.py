@@ -9,6 +9,7 @@ from types import FrameType
 from typing import NoReturn
 
 from components.common.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EngineryError
+from components.common.shown import shown
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,7 +38,7 @@ def _fail(message: str, code: int) -> NoReturn:
     if os.environ.get("ENGINERY_DEBUG") == "1":
         traceback.print_exc()
     click.secho("error: ", fg="red", nl=False, err=True)
-    click.echo(message, err=True)
+    click.echo(shown(message), err=True)
     sys.exit(code)
 
 

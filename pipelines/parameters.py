@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from components.common.errors import UserError
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
+from components.common.shown import without_secrets
 from components.export.config import ExportConfig
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
@@ -272,6 +273,10 @@ def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[st
 
 def _converted(name: str, value: Any, type_name: str) -> Any:
     """An input that no step's config checks: KFP wants the type that the pipeline declares."""
+    try:
+        without_secrets(str(value))
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
     wanted = _TYPES.get(type_name)
     if wanted is None:
         return value

@@ -1,5 +1,7 @@
 """Errors a user can cause or must act on. Every message says what failed, the value seen, and the fix."""
 
+from components.common.shown import shown
+
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_GATE_FAILED = 3
@@ -11,6 +13,9 @@ class EngineryError(Exception):
     """A failure with a message meant for the user. `exit_code` is what the process ends with."""
 
     exit_code = EXIT_FAILURE
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shown(message))
 
 
 class UserError(EngineryError):

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 from components.common.errors import UserError
+from components.common.shown import without_secrets
 
 Config = TypeVar("Config", bound=BaseModel)
 # Attribute of a pydantic constraint -> how a person says it.
@@ -23,9 +24,14 @@ SPEED_ONLY: JsonDict = {"speed_only": True}
 
 
 class StepConfig(BaseModel):
-    """What every step's config has in common: immutable, no unknown keys, no infinities, defaults validated too."""
+    """What every step's config has in common: immutable, no unknown keys, no infinities, no secrets, valid defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _no_secrets(cls, value: Any) -> Any:
+        return without_secrets(value) if isinstance(value, str) else value
 
 
 def decisive(config: BaseModel) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from components.common.environment import keep_streams_apart, torchrun_rank
 from components.common.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError
 from components.common.lifetime import end_with_parent, process_age_s
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
+from components.common.shown import shown
 from components.common.steplog import RELAY_VARIABLE, QuietLog, RelayedRun, StepLog
 
 if TYPE_CHECKING:  # MLflow takes seconds to import
@@ -99,7 +100,7 @@ class Step:
         seconds = {"imports": imports_s, "work": work_s, "tracking": log.tracking_s}
         log.event("finished", outcome=outcome, seconds=seconds, digest=digest)
         if outcome:
-            print(f"{self.name}: {outcome}", file=sys.stderr, flush=True)
+            print(shown(f"{self.name}: {outcome}"), file=sys.stderr, flush=True)
         _succeeded.set()
 
     def command(self) -> click.Command:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from components.common.shown import shown
+
 if TYPE_CHECKING:
     from components.common.records import AccuracyRow, BenchmarkRow
     from components.common.tracking import StepRun
@@ -91,14 +93,14 @@ class StepLog:
     def _say(self, kind: str, text: str) -> None:
         self.event(kind, text=text)
         if not self._events:
-            print(f"{self.step}: {text}", file=sys.stderr, flush=True)
+            print(shown(f"{self.step}: {text}"), file=sys.stderr, flush=True)
 
     def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
         """How far a phase is, such as ("training", 1200, 8622, "epoch 2/6, loss 0.81", unit="steps"). Rate-limited."""
         if not self._events:
             if self._pace.is_due(phase, done, total):
                 text = progress_text(phase, done, total, unit, detail)
-                print(f"{self.step}: {text}", file=sys.stderr, flush=True)
+                print(shown(f"{self.step}: {text}"), file=sys.stderr, flush=True)
             return
         now = time.monotonic()
         if phase == self._last_phase and now - self._last_progress < _EVENT_INTERVAL_S and done < total:

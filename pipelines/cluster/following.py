@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from typing import Any
 
-import click
 import kfp_server_api  # type: ignore[import-untyped]
 import urllib3
 
 from components.common.errors import EXIT_FAILURE, EXIT_GATE_FAILED, EXIT_INTERRUPTED, EngineryError, UserError
 from pipelines.cluster.pods import PodLogs
 from pipelines.cluster.server import Server
+from pipelines.console import echo
 
 _ENDED = {"SUCCEEDED": 0, "SKIPPED": 0, "FAILED": EXIT_FAILURE, "CANCELED": EXIT_FAILURE}
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.5, 15.0
@@ -54,7 +54,7 @@ class Following:
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
         except SystemExit:  # which pipelines.cli makes of Ctrl-C
-            click.echo(f"\nno longer watching; {self._way_back()}")
+            echo(f"\nno longer watching; {self._way_back()}")
             return EXIT_INTERRUPTED
 
     def _way_back(self) -> str:
@@ -78,10 +78,10 @@ class Following:
         steps = dict(states_of(run))
         for step, told in steps.items():
             if self._steps.get(step) != told:
-                click.echo(f"step        {step:<16} {told}")
+                echo(f"step        {step:<16} {told}")
         self._steps.update(steps)
         if state != self._state:
-            click.echo(f"state       {state.lower()}")
+            echo(f"state       {state.lower()}")
             self._state = state
         if self.logs is not None:
             self.logs.look(set(steps_of(run)) or None)
@@ -92,9 +92,9 @@ class Following:
             self.logs.finish()
         failed = [step for step, told in self._steps.items() if told.startswith("failed")]
         if run.error is not None and run.error.message:
-            click.echo(f"reason      {run.error.message}")
+            echo(f"reason      {run.error.message}")
         if self._state == "FAILED" and failed:
-            click.echo(f"failed      {', '.join(failed)}; its log: {self.server.link(self.run_id)}")
+            echo(f"failed      {', '.join(failed)}; its log: {self.server.link(self.run_id)}")
         if self._state == "FAILED" and failed == ["gate"]:
             return EXIT_GATE_FAILED  # nothing else fails a run for quality
         return _ENDED[self._state]

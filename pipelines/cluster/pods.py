@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import click
 import urllib3
 from kubernetes import client, config  # type: ignore[import-untyped]
 from kubernetes.config import ConfigException  # type: ignore[import-untyped]
+
+from pipelines.console import echo
 
 RUN_LABEL = "pipeline/runid"
 _NODE_ANNOTATION = "workflows.argoproj.io/node-name"
@@ -83,7 +84,7 @@ class PodLogs:
         self._is_lost = True
         reason = getattr(error, "reason", None) or error
         told = f"{getattr(error, 'status', '')} {reason}".strip().splitlines()[0]
-        click.echo(
+        echo(
             f"logs        not shown: Kubernetes can't be asked for pods in {self._namespace} ({told}). They need a "
             "KUBECONFIG with the right to read pods and their logs; the page of the run has them, too"
         )
@@ -100,7 +101,7 @@ class PodLogs:
                     stamp, _, text = raw.decode(errors="replace").rstrip("\n").partition(" ")
                     if stamp > last:
                         last = stamp
-                        click.echo(f"{step:<11} | {text}")
+                        echo(f"{step:<11} | {text}")
                 return
             except client.ApiException as error:
                 if error.status != 400:  # the container is about to start

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from components.common.errors import UserError
 from components.common.images import IMAGE_OF, REGISTRY, TAG, reference
 from components.common.settings import load_yaml, show_value
+from components.common.shown import holds_secret
 
 GPU_STEPS = ("train", "export", "validate")
 PRODUCT_LABEL = "nvidia.com/gpu.product"
@@ -49,7 +50,7 @@ def _no_secrets(variables: dict[str, str]) -> dict[str, str]:
     for name, value in variables.items():
         parts = name.upper().split("_")
         is_secret = _SECRET_PARTS.intersection(parts) and parts[-1] not in ("FILE", "PATH", "URL", "URI")
-        if (is_secret and not value.startswith("/")) or re.search(r"://[^/@\s]*:[^/@\s]+@", value):
+        if (is_secret and not value.startswith("/")) or holds_secret(value):
             raise ValueError(f"{name} holds a secret in the clear; put it into a Secret and name that in secrets")
     return variables
 

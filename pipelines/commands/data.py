@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from components.common.errors import EngineryError, UserError
+from pipelines.console import new_console
 from pipelines.datasets import DatasetSummary
 
 DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
@@ -61,7 +61,7 @@ def textures(
     from pipelines.datasets.textures import write_textures
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     with (
         _writable(directory),
         Progress(TextColumn("writing images"), *columns, console=console, transient=True) as progress,

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from components.common.errors import UserError
+from pipelines.console import new_console
 from pipelines.diagnosis.checks import Check
 from pipelines.diagnosis.report import Diagnosis, diagnose
 
@@ -46,9 +46,9 @@ def doctor(as_json: bool, cluster: bool, **of_cluster: Any) -> None:
         diagnosis = look()
         click.echo(diagnosis.model_dump_json(indent=1))
     else:
-        with Console(stderr=True).status("looking; about 10 seconds"):
+        with new_console(stderr=True).status("looking; about 10 seconds"):
             diagnosis = look()
-        _show(Console(file=sys.stdout), diagnosis)
+        _show(diagnosis)
     sys.exit(diagnosis.exit_code)
 
 
@@ -73,7 +73,8 @@ def _at_cluster(
     return lambda: diagnose_cluster(view)
 
 
-def _show(console: Console, diagnosis: Diagnosis) -> None:
+def _show(diagnosis: Diagnosis) -> None:
+    console = new_console()
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -13,9 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from components.common.errors import EngineryError, UserError
+from components.common.shown import shown
 from pipelines.client.image_files import images_in
 from pipelines.commands.options import finite, server_model, server_url, timeout
-from pipelines.console import new_console
+from pipelines.console import echo, new_console
 
 if TYPE_CHECKING:
     from pipelines.client.client import Answer
@@ -148,8 +149,8 @@ def _end(names: Sequence[str], answers: "Sequence[Answer | EngineryError]") -> N
     """One line for each image without an answer, and the exit code."""
     failed = [(name, answer) for name, answer in zip(names, answers, strict=True) if isinstance(answer, EngineryError)]
     for name, error in failed:
-        click.secho(f"{name}: ", fg="red", nl=False, err=True)
-        click.echo(str(error), err=True)
+        click.secho(shown(f"{name}: "), fg="red", nl=False, err=True)
+        echo(str(error), err=True)
     if failed:
         summary = f"{len(failed)} of {len(names)} images have no answer"
         raise (UserError if all(isinstance(error, UserError) for _, error in failed) else EngineryError)(summary)

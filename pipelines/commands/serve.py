@@ -17,6 +17,7 @@ from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest
 from components.common.errors import EngineryError, UserError
 from components.common.integrity import claims_of
 from components.common.records import PRECISIONS, Precision
+from pipelines.console import echo
 from pipelines.state import RunDirectory, StateDirectory, is_held
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ def start(
         server = Server.start(triton, repository.path, ports, loading_key=key)
         with _stopped_by_signals(server):
             server.wait_until_ready()
-            server.echo = lambda line: click.echo(line, err=True)
-            click.echo(f"ready: Triton serves {repository.manifest.name} on this machine's CPU; Ctrl-C ends it")
+            server.echo = lambda line: echo(line, err=True)
+            echo(f"ready: Triton serves {repository.manifest.name} on this machine's CPU; Ctrl-C ends it")
             _show(repository)
             for protocol, url in ports.urls().items():
                 click.echo(f"  {protocol:9}{url}")
@@ -230,8 +231,8 @@ def _told(status: int) -> str:
 def _show(repository: Artifact[RepositoryManifest]) -> None:
     manifest = repository.manifest
     label = f"{manifest.name} version {manifest.version}" if manifest.version else manifest.name
-    click.echo(f"  model    {label}, {manifest.precision.upper()}, bundle {manifest.inputs['bundle']}")
+    echo(f"  model    {label}, {manifest.precision.upper()}, bundle {manifest.inputs['bundle']}")
     plans = ", ".join(f"{entry.gpu_name} (TensorRT {entry.tensorrt_version})" for entry in manifest.engines)
-    click.echo(f"  runs on  {plans + '; ' if plans else ''}CPUs (OpenVINO)")
+    echo(f"  runs on  {plans + '; ' if plans else ''}CPUs (OpenVINO)")
     for where, batching in manifest.batching.items():
-        click.echo(f"  on {where:6}{batching.reason}; waits {batching.queue_delay_us / 1e3:,.2f} ms for others")
+        echo(f"  on {where:6}{batching.reason}; waits {batching.queue_delay_us / 1e3:,.2f} ms for others")

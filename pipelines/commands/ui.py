@@ -5,6 +5,7 @@ import sys
 
 import click
 
+from components.common.store import without_credentials
 from pipelines.state import StateDirectory
 
 
@@ -14,10 +15,11 @@ from pipelines.state import StateDirectory
 def ui(port: int, host: str) -> None:
     """Open the MLflow UI on this machine's runs."""
     uri = StateDirectory.current().tracking_uri
+    shown = without_credentials(uri)
     if uri.startswith(("http://", "https://")):
-        click.echo(f"MLFLOW_TRACKING_URI names a server; its UI is at {uri}")
+        click.echo(f"MLFLOW_TRACKING_URI names a server; its UI is at {shown}")
         return
     # The UI opens on traces of language models unless the address says what this is.
-    click.echo(f"http://{host}:{port}/#/experiments?workflowType=machine_learning shows {uri}; Ctrl-C ends it")
+    click.echo(f"http://{host}:{port}/#/experiments?workflowType=machine_learning shows {shown}; Ctrl-C ends it")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
     os.execv(sys.executable, command)

@@ -3,11 +3,12 @@
 import os
 from pathlib import Path
 from typing import Literal
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
-from fsspec.registry import get_filesystem_class, known_implementations
+from fsspec.registry import get_filesystem_class
 
 from components.common.errors import UserError
+from components.common.shown import without_secrets
 
 Kind = Literal["folder", "tar", "compressed tar", "zip", "csv", "parquet"]
 
@@ -34,9 +35,7 @@ _PACKAGES = {
     **dict.fromkeys(("sftp", "ssh"), "paramiko"),
     "hf": "huggingface_hub",
 }
-# Parameters by which signed links carry a permission, in lower case.
-_SIGNATURES = {"x-amz-signature", "x-amz-security-token", "x-goog-signature", "sig", "signature", "token"}
-_SIGNATURES |= {"access_token", "api_key", "apikey"}
+_SCHEMES = {*_PACKAGES, "memory"}
 
 
 def is_uri(data: str) -> bool:
@@ -107,16 +106,15 @@ def _check_uri(uri: str) -> None:
     scheme = scheme_of(uri)
     if "::" in uri:
         raise UserError(f"the data URI of scheme {scheme} chains several with '::', which is not read; {_WANTED}")
-    parts = urlsplit(uri)
-    signed = is_web(uri) and any(key.lower() in _SIGNATURES for key, _ in parse_qsl(parts.query))
-    if parts.password is not None or signed:
+    try:
+        without_secrets(uri)
+    except ValueError as error:
+        raise UserError(f"{error} ({credentials_hint(uri)})") from None
+    if scheme not in _SCHEMES:
         raise UserError(
-            f"the data URI of {scheme}://{parts.netloc.rpartition('@')[2]} holds a password or a signature, which "
-            f"would be written into manifests; leave it out: credentials come from the environment "
-            f"({credentials_hint(uri)})"
+            f"the data {uri} has the scheme {scheme}, which is not read; use a path, or a URI of file, s3, gs, http, "
+            "https, az or hf"
         )
-    if scheme not in known_implementations:
-        raise UserError(f"the data {uri} has the unknown scheme {scheme}; use a path, or a URI of file, s3, gs or http")
     try:
         get_filesystem_class(scheme)
     except ImportError as error:

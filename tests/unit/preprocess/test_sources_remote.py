@@ -370,15 +370,19 @@ def test_drivers_schemes_and_credentials(monkeypatch: pytest.MonkeyPatch) -> Non
     check_data_folder("memory://bucket/images")
     check_data_folder("http://host/x.tar?download=1")
     for uri, message in (
-        ("s4://bucket/images", "has the unknown scheme s4; use a path, or a URI of file, s3, gs or http"),
+        ("s4://bucket/images", "has the scheme s4, which is not read; use a path, or a URI of file, s3, gs, http"),
         ("http://host/images/", "a web server lists no folders, so http://host/images/ can't be read as one"),
         ("simplecache::s3://bucket/x", "chains several with '::', which is not read"),
-        ("http://me:secret@host/x.tar", r"of http://host holds a password.*credentials come from the environment \(~/"),
-        ("s3://key:secret@bucket/x", r"of s3://bucket holds a password.*the environment \(AWS_ACCESS_KEY_ID"),
-        (
-            "https://b.s3.amazonaws.com/x.tar?X-Amz-Signature=secret",
-            "of https://b.s3.amazonaws.com holds a password or",
-        ),
+        ("http://me:secret@host/x.tar", r"http://\*\*\*@host/x.tar holds a user, a password.*fetched before \(~/"),
+        ("https://secret@host/x.tar", "holds a user"),
+        ("https://host/x.tar?key=secret", "holds a user"),
+        ("https://host/x.tar?v=1&t=secret-and-too-long", "holds a user"),
+        ("https://host/x.tar?secret-and-too-long-secret", "holds a user"),
+        ("s3://key:secret@bucket/x", r"s3://\*\*\*@bucket/x holds a user.*\(AWS_ACCESS_KEY_ID"),
+        ("https://b.s3.amazonaws.com/x.tar?X-Amz-Signature=secret", "https://b.s3.amazonaws.com/x.tar holds a user"),
+        ("github://org:repo@main/x.tar", "holds a user"),
+        ("ftp://host/x.tar", "has the scheme ftp, which is not read"),
+        ("data://text/csv,path", "has the scheme data, which is not read"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             check_data_folder(uri)
@@ -389,7 +393,7 @@ def test_drivers_schemes_and_credentials(monkeypatch: pytest.MonkeyPatch) -> Non
         ("gs://b/x", "pip install gcsfs"),
         ("https://host/x.tar", "pip install aiohttp"),
         ("abfs://b@account/x", "pip install adlfs"),
-        ("ftp://host/x", "Install the driver of ftp"),
+        ("sftp://me@host/x", "pip install paramiko"),
     ):
         with pytest.raises(UserError, match=rf"reading \w+:// needs a package that is not installed: {package}"):
             check_data_folder(uri)

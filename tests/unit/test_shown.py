@@ -1,0 +1,99 @@
+"""Foreign names and secrets of addresses, on their way to terminals and records, through the real commands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from components.common.errors import EngineryError, UserError
+from components.common.settings import resolve
+from components.common.shown import holds_secret, shown
+from components.preprocess.config import PreprocessConfig
+from pipelines.console import new_console
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ATTACK = "cat\x1b]0;owned\x07\x1b[2J\u202e"
+SECRET = "AKIA0123456789SECRET"
+
+
+def run(*command: str, home: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ENGINERY_HOME": str(home)}
+    return subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def everything_written(folder: Path) -> str:
+    return "".join(file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("command", ["components.preprocess", "pipelines.cli"])
+def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> None:
+    """A step and the command line, each of which names the only class of the data."""
+    (tmp_path / "images" / ATTACK).mkdir(parents=True)
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "images" / ATTACK / "a.png")
+    arguments = ["--output", str(tmp_path / "out")] if "preprocess" in command else []
+    verb = [] if arguments else ["run", "pipelines/resnet50.py"]
+    done = run(command, *verb, "--data", str(tmp_path / "images"), *arguments, home=tmp_path / "home")
+    assert done.returncode == 2
+    assert "cat" in done.stdout + done.stderr
+    assert not {"\x1b", "\x07", "\u202e"} & set(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    "uri", [f"https://{SECRET}@host/x.tar", f"https://host/x.tar?key={SECRET}", f"s3://me:{SECRET}@bucket/images"]
+)
+@pytest.mark.parametrize("command", ["run", "submit", "preprocess"])
+def test_a_secret_in_an_address_is_written_nowhere(tmp_path: Path, uri: str, command: str) -> None:
+    if command == "preprocess":
+        done = run("components.preprocess", "--data", uri, "--output", str(tmp_path / "out"), home=tmp_path / "home")
+    else:
+        options = ["--endpoint", "http://127.0.0.1:9"] if command == "submit" else []
+        pipeline = [command, "pipelines/resnet50.py", "--data", uri, *options]
+        done = run("pipelines.cli", *pipeline, home=tmp_path / "home")
+    assert done.returncode == 2
+    assert "holds a user, a password or a signature" in done.stderr
+    assert SECRET not in done.stdout + done.stderr + everything_written(tmp_path)
+
+
+def test_rich_keeps_its_own_controls(capsys: pytest.CaptureFixture[str]) -> None:
+    console = new_console()
+    console.print(f"[bold]{ATTACK}[/]", highlight=False)
+    out = capsys.readouterr().out
+    assert out == "cat\\x1b]0;owned\\x1b[2J\\u202e\n"  # rich itself drops \x07
+
+
+def test_errors_hold_nothing_of_both() -> None:
+    error = EngineryError(f"can't read {ATTACK}: 404, url='https://me:{SECRET}@host/x?sig={SECRET}'\nsecond line")
+    assert str(error) == (
+        "can't read cat\\x1b]0;owned\\x07\\x1b[2J\\u202e: 404, url='https://***@host/x?***'\nsecond line"
+    )
+    assert shown(str(error)) == str(error)
+    assert json.dumps(shown("\udcff")) == '"\\\\udcff"'
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://bucket/a@b/images",
+        "https://host/x.tar?download=1&version=main",
+        "abfs://container@account.dfs.core.windows.net/images",
+        "sqlite:////home/me@work/mlflow.db",
+        "/data/a?key=b",
+        "http://[::1]:8000/x.tar",
+    ],
+)
+def test_what_is_no_secret(uri: str) -> None:
+    assert not holds_secret(uri)
+    assert shown(uri) == uri
+
+
+def test_every_setting_of_a_step_is_looked_at() -> None:
+    with pytest.raises(UserError, match=r"preprocess\.class_names_file: the address") as caught:
+        resolve(PreprocessConfig, "preprocess", {"data": "images", "class_names_file": f"https://{SECRET}@host"})
+    assert SECRET not in str(caught.value)
