@@ -19,29 +19,16 @@ import psutil
 
 from components.common.artifacts import MANIFEST
 from components.common.digests import digest_file
+from tests.pipelines.running import ROOT, SETTINGS
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_KILLS = int(os.environ.get("KILLS", "200"))
-SETTINGS = ["--architecture", "mobilenet_v3_small", "--image-size", "32", "--epochs", "1", "--global-batch-size", "32"]
-SETTINGS += [
-    "--num-calibration-images",
-    "16",
-    "--max-top1-drop-points",
-    "100",
-    "--set",
-    "gate.min_relative_top1_pct=0",
-    "--set",
-    "gate.require_above_chance=false",
-]
-SETTINGS += ["--set", "validate.benchmark_seconds=0.1", "--set", "train.warmup_fraction=0"]
-SETTINGS += ["--set", "export.num_ranking_images=8"]
 
 
 def start(home: Path, data: Path, seed: int) -> subprocess.Popen:
     command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(data)]
     log = (home / "console.log").open("ab")
     return subprocess.Popen(
-        [*command, "--seed", str(seed), *SETTINGS],
+        [*command, "--seed", str(seed), *SETTINGS, "--set", "export.num_ranking_images=8"],
         cwd=ROOT,
         env={**os.environ, "ENGINERY_HOME": str(home), "OMP_NUM_THREADS": "2"},
         stdout=log,

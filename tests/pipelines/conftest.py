@@ -1,14 +1,23 @@
-"""A KFP server and `enginery submit` in this process."""
+"""A KFP server, `enginery submit` and the beginning of `enginery run` in this process."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import mlflow
 import pytest
+from rich.console import Console
 
+from pipelines.parameters import PipelineFile
+from pipelines.record import RunRecord
+from pipelines.state import StateDirectory
 from tests.pipelines.kfp_api import Cluster
 from tests.pipelines.submission import REPOSITORY, Done, Submit, load_once
 from tests.serving import serving
+
+OpenRecord = Callable[..., RunRecord]
 
 
 @pytest.fixture
@@ -44,3 +53,18 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         return Done(int(left.value.code or 0), captured.out, captured.err)
 
     return submitted
+
+
+@pytest.fixture
+def open_record(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRecord]:
+    """`open_record(home, uri)`: what a run does before its first step, up to its entry in MLflow."""
+    pipeline: Any = SimpleNamespace(name="resnet50")
+
+    def opened(home: Path, uri: str = "") -> RunRecord:
+        monkeypatch.setenv("ENGINERY_HOME", str(home))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        file = PipelineFile(path=REPOSITORY / "pipelines/resnet50.py", pipeline=pipeline)
+        return RunRecord.open(StateDirectory.current(), file, {}, file.name, Console(width=200))
+
+    yield opened
+    mlflow.set_tracking_uri(None)

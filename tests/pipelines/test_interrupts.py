@@ -2,20 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 from mlflow import MlflowClient
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-LONG_TRAINING = [
-    *("--architecture", "resnet18", "--image-size", "32", "--epochs", "500", "--global-batch-size", "32"),
-    *("--learning-rate", "0.4", "--set", "train.resize_ratio=1.0", "--set", "gate.confident=false"),
-]
+from .running import finish, hold_in, start
 
 
 def alive(session_id: int) -> list[str]:
@@ -30,31 +25,21 @@ def alive(session_id: int) -> list[str]:
     return found
 
 
-def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path) -> None:
-    home = tmp_path / "home"
-    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(few_digits)]
-    process = subprocess.Popen(
-        [*command, *LONG_TRAINING],
-        cwd=REPOSITORY,
-        env={**os.environ, "ENGINERY_HOME": str(home), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path, empty_store: Path) -> None:
+    (home := tmp_path / "home").mkdir()
+    shutil.copy(empty_store, home / "mlflow.db")
+    process = start(home, few_digits)
     try:
-        assert process.stdout is not None
-        seen = next((line for line in process.stdout if "train training" in line), "it ended")
-        assert "/500, loss" in seen
+        worker = hold_in(process, home, "preprocess")
         assert len(alive(process.pid)) >= 2
         os.killpg(process.pid, signal.SIGINT)
-        text = process.communicate(timeout=600)[0]
+        worker.resume()
+        text = finish(process)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, text
     assert "interrupted; nothing was promoted" in text
-    assert "Traceback" not in text
     deadline = time.monotonic() + 60
     while alive(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -64,7 +49,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path) -> None:
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     statuses = {run.info.run_name: run.info.status for run in runs}
     (parent,) = [name for name in statuses if name.startswith("resnet50-")]
-    assert statuses == {parent: "KILLED", "preprocess": "FINISHED", "train": "KILLED"}
+    assert statuses == {parent: "KILLED", "preprocess": "KILLED"}
     (summary,) = home.glob("runs/*/summary.json")
     record = json.loads(summary.read_text())
     assert (record["status"], record["exit_code"]) == ("killed", 130)

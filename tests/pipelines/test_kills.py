@@ -19,21 +19,9 @@ import pytest
 from components.common.artifacts import MANIFEST, UNFINISHED
 from components.common.digests import digest_file
 
+from .running import ROOT, SETTINGS, STEPS
+
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
-STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
-SETTINGS = ["--architecture", "mobilenet_v3_small", "--image-size", "32", "--epochs", "1", "--global-batch-size", "32"]
-SETTINGS += [
-    "--num-calibration-images",
-    "16",
-    "--max-top1-drop-points",
-    "100",
-    "--set",
-    "gate.min_relative_top1_pct=0",
-    "--set",
-    "gate.require_above_chance=false",
-]
-SETTINGS += ["--set", "validate.benchmark_seconds=0.1", "--set", "train.warmup_fraction=0"]
 
 
 @dataclass

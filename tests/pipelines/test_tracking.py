@@ -3,75 +3,56 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from components.common.tracking import PipelineRun
+from components.common.errors import EngineryError
+from pipelines import record
 from pipelines.state import StateDirectory
 
-from .leaking import MESSAGE, write_leaking
+from .conftest import OpenRecord
+from .leaking import MESSAGE
+from .running import finish, start
 from .servers import door, free_port, server, stop
 
-ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = ["--architecture", "mobilenet_v3_small", "--image-size", "32", "--epochs", "1", "--global-batch-size", "32"]
-SETTINGS += [
-    "--num-calibration-images",
-    "16",
-    "--max-top1-drop-points",
-    "100",
-    "--set",
-    "gate.min_relative_top1_pct=0",
-    "--set",
-    "gate.require_above_chance=false",
-]
-SETTINGS += ["--set", "validate.benchmark_seconds=0.1", "--set", "train.warmup_fraction=0"]
-SETTINGS += ["--set", "gate.min_validation_images=0"]
 
-
-def start(home: Path, data: Path, uri: str, **variables: str) -> subprocess.Popen[str]:
-    if not data.exists():
-        write_leaking(data)  # ends the run in its first step
-    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(data), *SETTINGS]
-    environment = {**os.environ, "ENGINERY_HOME": str(home), "COLUMNS": "200", **variables}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**environment, "MLFLOW_TRACKING_URI": uri},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 600) -> str:
-    text = process.communicate(timeout=seconds)[0]
-    assert "Traceback" not in text
-    return text
-
-
-def test_a_server_that_never_answers(tmp_path: Path) -> None:
+def test_a_server_that_never_answers(
+    tmp_path: Path, open_record: OpenRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setattr(record, "_PATIENCE_S", 0.1)
     with closing(socket.create_server(("127.0.0.1", 0))) as deaf:
         uri = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        process = start(tmp_path / "home", tmp_path / "leaking", uri, MLFLOW_HTTP_REQUEST_TIMEOUT="4")
-        text = finish(process)
-    assert process.returncode == 1
-    assert f"waiting for MLflow at {uri}" in text
-    assert f"MLflow at {uri} can't be used: it did not answer within 4 s (MLFLOW_HTTP_REQUEST_TIMEOUT)" in text
-    assert "unset MLFLOW_TRACKING_URI" in text
+        with pytest.raises(EngineryError) as caught:
+            open_record(tmp_path / "home", uri)
+    assert caught.value.exit_code == 1
+    assert f"MLflow at {uri} can't be used: it did not answer within 1 s (MLFLOW_HTTP_REQUEST_TIMEOUT)" in str(
+        caught.value
+    )
+    assert f"waiting for MLflow at {uri}" in capsys.readouterr().out
     assert not list((tmp_path / "home/runs").iterdir())
+
+
+def test_a_server_that_is_not_there(tmp_path: Path, open_record: OpenRecord) -> None:
+    with pytest.raises(EngineryError) as caught:
+        open_record(tmp_path / "home", "http://user:secret@127.0.0.1:9")
+    assert "MLflow at http://***@127.0.0.1:9 can't be used" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "unset MLFLOW_TRACKING_URI" in str(caught.value)
 
 
 def test_an_interrupt_while_waiting_for_a_server(tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as deaf:
-        process = start(tmp_path / "home", tmp_path / "leaking", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        uri = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        process = start(tmp_path / "home", tmp_path / "leaking", MLFLOW_TRACKING_URI=uri)
         assert process.stdout is not None
         assert "waiting for MLflow" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -80,21 +61,34 @@ def test_an_interrupt_while_waiting_for_a_server(tmp_path: Path) -> None:
     assert "interrupted before the first step" in text
 
 
-def test_a_store_that_is_no_database(tmp_path: Path) -> None:
+def test_a_store_that_is_no_database(tmp_path: Path, open_record: OpenRecord) -> None:
     file = tmp_path / "store.db"
     file.write_text("something else, and more of it than a header has")
-    process = start(tmp_path / "home", tmp_path / "leaking", f"sqlite:///{file}")
-    text = finish(process)
-    assert process.returncode == 1
-    assert f"MLflow at sqlite:///{file} can't be used: file is not a database" in text
+    with pytest.raises(EngineryError, match=f"MLflow at sqlite:///{file} can't be used: file is not a database"):
+        open_record(tmp_path / "home", f"sqlite:///{file}")
 
 
-@pytest.mark.slow  # test_two_first_runs_at_once makes a store twice at once
+def test_two_first_runs_make_one_store(tmp_path: Path, open_record: OpenRecord) -> None:
+    """At once, on a state directory that does not exist yet, beside what a process left that was killed at it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".mlflow.db.new").write_bytes(b"cut short")
+    with ThreadPoolExecutor(2) as both:
+        records = list(both.map(lambda _: open_record(home), range(2)))
+    client = MlflowClient(f"sqlite:///{home / 'mlflow.db'}")
+    (experiment,) = [entry for entry in client.search_experiments() if entry.name == "resnet50"]
+    runs = client.search_runs([experiment.experiment_id])
+    assert {run.info.run_id for run in runs} == {opened.tracked.run_id for opened in records}
+    assert len(runs) == 2
+    assert not list(home.glob(".mlflow.db.new*"))
+
+
+@pytest.mark.slow  # test_two_first_runs_make_one_store has what it leaves
 def test_a_store_whose_making_was_cut_short(tmp_path: Path) -> None:
     """A run killed while it makes the database leaves nothing that the next one stumbles over."""
     home = tmp_path / "home"
     for _ in range(40):
-        process = start(home, tmp_path / "leaking", "")
+        process = start(home, tmp_path / "leaking")
         while process.poll() is None and not list(home.glob(".mlflow.db.new*")):
             time.sleep(0.002)
         process.kill()
@@ -102,35 +96,27 @@ def test_a_store_whose_making_was_cut_short(tmp_path: Path) -> None:
         if list(home.glob(".mlflow.db.new*")):
             break
     assert not (home / "mlflow.db").exists()
-    process = start(home, tmp_path / "leaking", "")
+    process = start(home, tmp_path / "leaking")
     assert MESSAGE in finish(process)
     assert process.returncode == 2
     assert not list(home.glob(".mlflow.db.new*"))
 
 
-def test_runs_are_closed_where_they_are_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_closed_where_they_are_tracked(tmp_path: Path, open_record: OpenRecord, empty_store: Path) -> None:
     """A run killed under another tracking URI stays noted until that one is used again."""
-    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    home, leaking = tmp_path / "home", tmp_path / "leaking"
-    elsewhere, here = f"sqlite:///{tmp_path / 'elsewhere.db'}", f"sqlite:///{tmp_path / 'here.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", elsewhere)
-    state = StateDirectory.current()
-    held = state.new_run("resnet50")
-    PipelineRun(elsewhere, "e", held.path.name, source="x", params={}, place=home)
-    os.close(held.lock)  # as the kernel does for a process that is killed
+    home = tmp_path / "home"
+    elsewhere, here = (f"sqlite:///{shutil.copy(empty_store, tmp_path / name)}" for name in ("elsewhere.db", "here.db"))
+    killed = open_record(home, elsewhere)
+    os.close(killed.held.lock)  # as the kernel does for a process that is killed
 
     def status() -> str:
-        client = MlflowClient(elsewhere)
-        experiments = [entry.experiment_id for entry in client.search_experiments()]
-        (run,) = client.search_runs(experiments, f"tags.`enginery.run` = '{held.path.name}'")
-        return str(run.info.status)
+        return str(MlflowClient(elsewhere).get_run(killed.tracked.run_id).info.status)
 
-    finish(start(home, leaking, here))
+    open_record(home, here)
     assert status() == "RUNNING"
-    assert [run.name for run in state.abandoned_runs()] == [held.path.name]
-    finish(start(home, leaking, elsewhere))
+    open_record(home, elsewhere)
     assert status() == "KILLED"
-    assert not list(state.abandoned_runs())
+    assert not list(StateDirectory.current().abandoned_runs())
 
 
 @pytest.mark.slow
@@ -139,7 +125,7 @@ def test_a_slow_server_is_waited_for(tmp_path: Path) -> None:
     # Less than the 5 s after which uvicorn closes an idle connection, which the client could then meet.
     with server(tmp_path, port), door(port, lambda number: None, lambda: time.sleep(3.0)) as slow:
         uri = f"http://127.0.0.1:{slow}"
-        process = start(tmp_path / "home", tmp_path / "leaking", uri)
+        process = start(tmp_path / "home", tmp_path / "leaking", MLFLOW_TRACKING_URI=uri)
         text = finish(process)
         assert process.returncode == 2, text
         assert f"waiting for MLflow at {uri}" in text
@@ -158,7 +144,7 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path, few_digits: Path) -> N
     uri = f"http://127.0.0.1:{port}"
     home = tmp_path / "home"
     with server(tmp_path, port) as process:
-        run = start(home, few_digits, uri)
+        run = start(home, few_digits, MLFLOW_TRACKING_URI=uri)
         client = MlflowClient(uri)
         deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
@@ -177,7 +163,7 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path, few_digits: Path) -> N
     assert json.loads((directory / "summary.json").read_text())["status"] == "failed"
 
     with server(tmp_path, port):
-        again = start(home, few_digits, uri)
+        again = start(home, few_digits, MLFLOW_TRACKING_URI=uri)
         text = finish(again)
         assert again.returncode == 0, text
         assert text.count(" reused ") == 5

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from mlflow import MlflowClient
 
 from components.common.artifacts import Artifact, DatasetManifest
 from components.common.errors import GateFailed
@@ -81,16 +80,6 @@ def refused(proved: Proved, shared: Shared) -> Proved:
             measure(folder / "bundle", proved.dataset.path, folder, IMPOSSIBLE)
 
     return Proved(dataset=proved.dataset, folder=shared("refused", build))
-
-
-@pytest.fixture(scope="session")
-def empty_store(shared: Shared) -> Path:
-    """MLflow's tables, made once: that takes seconds."""
-
-    def build(folder: Path) -> None:
-        MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}").search_experiments(max_results=1)
-
-    return shared("empty_store", build) / "mlflow.db"
 
 
 @pytest.fixture
