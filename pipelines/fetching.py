@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlparse
@@ -54,7 +54,7 @@ def read_identity(folder: Path) -> Identity:
     return Identity(kind=kind, digest=digest_bytes(data), inputs=inputs, files=files)
 
 
-def fetch(source: str, target: Path, digests: Sequence[str]) -> Identity:
+def fetch(source: str, target: Path, digest: str) -> Identity:
     """Bring an artifact from `source` to the new folder `target`, complete or not at all.
 
     Files that its manifest does not list stay behind. Where `target` is there already and right, nothing is done, so
@@ -63,7 +63,7 @@ def fetch(source: str, target: Path, digests: Sequence[str]) -> Identity:
     Args:
         source: a folder, or a URI that MLflow can download: s3://, gs://, mlflow-artifacts:/ and others.
         target: where it is to be.
-        digests: each must be the artifact's own, or that of the bundle it was made from.
+        digest: of its manifest. What the manifest says of its inputs is a claim that anybody can make.
 
     Raises:
         UserError: there is no such artifact, or `target` is something else.
@@ -71,7 +71,7 @@ def fetch(source: str, target: Path, digests: Sequence[str]) -> Identity:
     """
     if target.exists():
         found = read_identity(target)
-        _check(target, found, digests, str(target))
+        _check(target, found, digest, str(target))
         return found
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
@@ -79,7 +79,7 @@ def fetch(source: str, target: Path, digests: Sequence[str]) -> Identity:
         remote = bool(urlparse(source).scheme)
         origin = _download(source, Path(folder, "all")) if remote else Path(source)
         found = read_identity(origin)
-        _check_digests(found, digests, source)
+        _check_digest(found, digest, source)
         for name, entry in {**found.files, MANIFEST: None}.items():
             if entry is not None and (problem := file_problem(origin, name, entry.size_bytes, None)):
                 raise EngineryError(f"{problem}. Upload the artifact to {source} again")
@@ -88,27 +88,24 @@ def fetch(source: str, target: Path, digests: Sequence[str]) -> Identity:
                 (origin / name).rename(copy / name)
             else:
                 shutil.copyfile(origin / name, copy / name)
-        _check(copy, read_identity(copy), digests, source)
+        _check(copy, read_identity(copy), digest, source)
         copy.rename(target)
     return found
 
 
-def _check(folder: Path, found: Identity, digests: Sequence[str], source: str) -> None:
-    _check_digests(found, digests, source)
+def _check(folder: Path, found: Identity, digest: str, source: str) -> None:
+    _check_digest(found, digest, source)
     for name, entry in found.files.items():
         if problem := file_problem(folder, name, entry.size_bytes, entry.digest):
             raise EngineryError(f"what lies at {source} is not what was sealed: {problem}. Upload it again")
 
 
-def _check_digests(found: Identity, digests: Sequence[str], source: str) -> None:
-    own = [found.digest, *filter(None, [found.inputs.get("bundle")])]
-    for digest in digests:
-        if digest not in own:
-            made_from = f", made from the bundle {own[1]}" if len(own) > 1 else ""
-            raise EngineryError(
-                f"{source} holds the {found.kind} {found.digest}{made_from}, and {digest} is asked for. "
-                "Upload the right one, or ask for another"
-            )
+def _check_digest(found: Identity, digest: str, source: str) -> None:
+    if digest != found.digest:
+        raise EngineryError(
+            f"{source} holds the {found.kind} {found.digest}, and {digest} is asked for. Upload the right one, or ask "
+            "for another"
+        )
 
 
 def _download(source: str, folder: Path) -> Path:

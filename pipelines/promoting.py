@@ -1,7 +1,6 @@
 """Aliases changed by hand: to a version that somebody names, and back to the champion before."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from components.common.artifacts import ALL_FILES, BundleManifest, load
@@ -12,7 +11,6 @@ from components.common.promotions import CHAMPION, ChampionComparison
 from components.common.registry import PARTS, RegisteredVersion, Registry
 from components.common.standing import Standing, check_log, check_tags, compare_standings, standing_of
 
-FORCED_TAG = "enginery.forced"  # of a version: JSON of who overruled a refusal, when and why
 _MAX_LENGTH = 1000  # of a refusal in the audit log
 
 
@@ -36,7 +34,7 @@ def promote_by_hand(
         number: the version.
         alias: that is to point to it.
         why: for the audit log.
-        force: whether to go on where something is against it; the log then says what.
+        force: whether to go on where it is worse or can't be compared; the log then says what.
         say: told what is waited for.
 
     Raises:
@@ -45,7 +43,7 @@ def promote_by_hand(
     """
     version = registry.version(name, number)
     number = version.number
-    found = _checked(registry, version)
+    found = check_files(registry, version)
 
     def propose(situation: Situation) -> Proposal:
         check_log(version, situation.entries, found)
@@ -67,25 +65,7 @@ def promote_by_hand(
             comparison=review.comparison,
         )
 
-    entry = change_aliases(registry, name, propose, say=say)
-    if entry.change.forced:
-        told = {"who": _who(entry), "when": entry.change.when, "why": why}
-        registry.set_tag(name, number, FORCED_TAG, json.dumps(told))
-    return entry
-
-
-def _who(entry: Entry) -> str:
-    return f"{entry.change.holder.user}@{entry.change.holder.host}"
-
-
-def _was_measured(version: RegisteredVersion) -> bool:
-    """Whether enginery registered it. A tag alone that is missing is found by `check_files`."""
-    return any(version.tags.get(f"{part}_digest") for part in ("bundle", "report", "verdict"))
-
-
-def _checked(registry: Registry, version: RegisteredVersion) -> dict[str, str]:
-    """Digests for `check_log`, by which a version that lost all its tags does not pass for one of other origin."""
-    return check_files(registry, version) if _was_measured(version) else dict.fromkeys(PARTS, "no tag names it")
+    return change_aliases(registry, name, propose, say=say)
 
 
 def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str]:
@@ -95,11 +75,20 @@ def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str
         The digests of bundle, report and verdict, by name.
 
     Raises:
-        EngineryError: one is gone or was changed.
+        GateFailed: its verdict is no pass.
+        EngineryError: one is gone or was changed, or enginery never registered the version.
     """
+    if not any(version.tags.get(f"{part}_digest") for part in PARTS):
+        raise EngineryError(
+            f"{version.label} has no tag of enginery's: it did not come from a run of the pipeline, or its tags were "
+            "deleted, so nothing says what it is. Delete the version, and promote its bundle again"
+        )
     with registry.files(version, "bundle") as path:
         check_tags(version, {"bundle": load(path, BundleManifest, verify=ALL_FILES).digest})
     with standing_of(registry, version) as standing:
+        if not standing.passed:
+            failed = [check.explanation for check in standing.verdict.manifest.checks if check.verdict != "pass"]
+            raise GateFailed(f"{version.label} did not pass its gate: {'; '.join(failed) or 'see its report'}")
         digests: dict[str, str] = {part: standing.digests[part] for part in PARTS}
         measured = digests["bundle"]
     if measured != version.tags["bundle_digest"]:
@@ -109,27 +98,24 @@ def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str
 
 def _review(registry: Registry, version: RegisteredVersion, situation: Situation | None) -> _Review:
     """What is against a version as the champion of a situation; None where it is to be something else."""
-    if not version.tags.get("verdict_digest"):
-        return _Review(objection="it has no verdict of enginery's gate" if situation is not None else "")
     with standing_of(registry, version) as standing:
         digests = standing.digests
         if situation is None:
             return _Review(objection="", digests=digests)
-        if not standing.passed:
-            failed = [check.explanation for check in standing.verdict.manifest.checks if check.verdict != "pass"]
-            return _Review(objection=f"it did not pass its gate ({'; '.join(failed)})", digests=digests)
         champion = situation.champion
         if champion is None:
             return _Review(objection="", digests=digests)
-        objection, comparison = _against_champion(registry, version, standing, champion)
+        objection, comparison = _against_champion(registry, version, standing, champion, situation.entries)
         return _Review(objection=objection, comparison=comparison, digests=digests)
 
 
 def _against_champion(
-    registry: Registry, version: RegisteredVersion, standing: Standing, champion: str
+    registry: Registry, version: RegisteredVersion, standing: Standing, champion: str, entries: Sequence[Entry]
 ) -> tuple[str, ChampionComparison | None]:
     try:
-        with standing_of(registry, registry.version(version.name, champion)) as present:
+        against = registry.version(version.name, champion)
+        with standing_of(registry, against) as present:
+            check_log(against, entries, {part: present.digests[part] for part in PARTS})
             if present.split_digest != standing.split_digest:
                 return (
                     f"it was measured on other images than the champion, version {champion}, so the two can't be "
@@ -153,7 +139,7 @@ def roll_back(registry: Registry, name: str, why: str, *, say: Callable[[str], N
     def propose(situation: Situation) -> Proposal:
         version = _champion_before(registry, name, situation)
         tags = version.tags
-        check_log(version, situation.entries, _checked(registry, version))
+        check_log(version, situation.entries, check_files(registry, version))
         left = f"from version {situation.champion}" if situation.champion else "since there was no champion any more"
         return Proposal(
             kind="rollback",

@@ -179,7 +179,9 @@ def load_standing(report: Path, verdict: Path) -> Standing:
 
 
 def check_log(version: RegisteredVersion, entries: Sequence[Entry], digests: Mapping[str, str]) -> None:
-    """Compare what lies in the registry with the audit log's entry of its promotion, which no tag can change.
+    """Compare what lies in the registry with the version's tags, and with the log's entry of its promotion.
+
+    Tags can be edited and deleted, and versions registered by who has MLflow's API alone: both must say the same.
 
     Args:
         version: which one.
@@ -187,12 +189,18 @@ def check_log(version: RegisteredVersion, entries: Sequence[Entry], digests: Map
         digests: of bundle, report and verdict as they lie there, by name.
 
     Raises:
-        EngineryError: they differ.
+        EngineryError: they differ, or `promote` never wrote an entry for the version.
     """
+    check_tags(version, digests)
     promotions = [entry for entry in entries if entry.change.kind == "promote"]
     own = [entry for entry in promotions if version.number in (new.after for new in entry.change.changes.values())]
-    for name, digest in digests.items() if own else ():
-        logged = own[-1].change.digests.get(name, digest)  # the last: a model that was made anew counts from 1 again
+    if not own:
+        raise EngineryError(
+            f"{version.label} is not in the audit log: enginery did not promote it, so nothing says what it is. "
+            "Promote its bundle with a run of the pipeline, or delete the version"
+        )
+    for name, digest in digests.items():
+        logged = own[-1].change.digests.get(name)  # the last: a model that was made anew counts from 1 again
         if logged != digest:
             raise EngineryError(
                 f"the {name} that lies in the registry is not the one that was promoted as {version.label}: {digest}, "

@@ -8,8 +8,8 @@ from components.common.changing import Proposal, Situation
 from components.common.errors import EngineryError
 from components.common.ledger import Entry
 from components.common.promotions import CHAMPION, ChampionComparison
-from components.common.registry import Registry
-from components.common.standing import Standing, compare_measured, compare_standings, standing_of
+from components.common.registry import PARTS, Registry
+from components.common.standing import Standing, check_log, compare_measured, compare_standings, standing_of
 from components.common.steplog import StepLog
 from components.promote.config import PromoteConfig
 from components.promote.remeasuring import Remeasured, remeasure
@@ -65,7 +65,7 @@ class Decision:
         if champion is None:
             return Judgement(champion=True, why="passed its gate, and there was no champion")
         try:
-            comparison = self._compare(champion)
+            comparison = self._compare(champion, situation.entries)
         except EngineryError as error:
             why = f"it can't be compared with the champion, version {champion}: {error}"
             return Judgement(champion=False, why=f"{why}. {self._how_to_go_on()}")
@@ -75,10 +75,11 @@ class Decision:
         why = f"worse than the champion: {comparison.text}{allowed}"
         return Judgement(champion=False, why=why, comparison=comparison)
 
-    def _compare(self, champion: str) -> ChampionComparison:
+    def _compare(self, champion: str, entries: Sequence[Entry]) -> ChampionComparison:
         version = self.registry.version(self.config.registered_model, champion)
         tolerance = self.config.tolerance_points
         with standing_of(self.registry, version) as present:
+            check_log(version, entries, {part: present.digests[part] for part in PARTS})
             if present.split_digest == self.standing.split_digest:
                 return compare_standings(self.standing, present, champion, tolerance)
             if self.standing.top1_pct is None:

@@ -31,7 +31,7 @@ class _Deployment:
 @click.option("--image", "images", metavar="REFERENCE", multiple=True,
               help="An image of the chart by digest: ghcr.io/team/serve@sha256:...; again for others.")  # fmt: skip
 @click.option("--repository", type=_Folder, metavar="DIR",
-              help="What `enginery serve export` wrote for this version: serve that very repository.")  # fmt: skip
+              help="What `enginery serve export` wrote for the version: the repository that is served.")  # fmt: skip
 @click.option("--directory", type=_Folder, default=Path("helm/environments"), show_default=True, metavar="DIR",
               help="Folder of the environments.")  # fmt: skip
 @click.option("--why", default="", metavar="TEXT", help="For the commit's message.")
@@ -49,7 +49,8 @@ def deploy(
     """Write a registered version, by digest, into an environment's Helm values, and commit that file.
 
     Argo CD or Flux do the rest once it is pushed. The version must have passed its gate, and lie in the registry as it
-    was measured: nothing overrules that. `--from staging --env prod` promotes what staging runs.
+    was measured: nothing overrules that. The repository is written again and compared. `--from staging --env prod`
+    promotes what staging runs.
     """
     modes = [word for word, given in (("--check", check), ("--rollback", rollback), ("--from", origin)) if given]
     if len(modes) > 1 or (modes and model) or (modes and (images or repository)):
@@ -90,32 +91,24 @@ def _new(target: Environment, model: str, images: dict[str, str], repository: Pa
         return _Deployment(
             pins=pins, subject=f"Deploy the image{'s' * (len(images) > 1)} {', '.join(images)} to {target.name}"
         )
+    if repository is None:
+        raise UserError(
+            f"name the model repository that serves {model}, as it lies in the store: write it with `enginery serve "
+            f"export {model} DIR`, then deploy with --repository DIR"
+        )
     registry = open_registry()
-    from pipelines.deploying.approving import approve
+    from pipelines.deploying.approving import approve_repository
 
     with registry.reached("nothing was deployed"):
-        approval = approve(registry, find_version(registry, model))
-    version = approval.version
-    own = _repository_digest(repository, approval.digest) if repository is not None else ""
-    pins = replace(pins, model=version.name, version=version.number, digest=approval.digest, repository_digest=own)
+        version = find_version(registry, model)
+        digest, own = approve_repository(registry, version, repository)
+    pins = replace(pins, model=version.name, version=version.number, digest=digest, repository_digest=own)
     aliases = "".join(f" @{alias}" for alias in version.aliases)
     return _Deployment(
         pins=replace(pins, serving=True),
         subject=f"Deploy {version.label} to {target.name}",
-        body=(f"Bundle {approval.digest}{aliases}",),
+        body=(f"Bundle {digest}{aliases}", f"Repository {own}"),
     )
-
-
-def _repository_digest(repository: Path, bundle_digest: str) -> str:
-    from pipelines.fetching import read_identity
-
-    found = read_identity(repository)
-    if found.inputs.get("bundle") != bundle_digest:
-        raise UserError(
-            f"{repository} was made from the bundle {found.inputs.get('bundle', 'of no known digest')}, and the "
-            f"version has {bundle_digest}. Write it anew: enginery serve export NAME/VERSION DIR"
-        )
-    return found.digest
 
 
 def _from(origin: Environment, target: Environment, checkout: Checkout) -> _Deployment:
@@ -149,6 +142,11 @@ def _back(target: Environment, checkout: Checkout) -> _Deployment:
             f"enginery deploy --env {target.name} NAME/VERSION"
         )
     pins = past[-2]
+    if not pins.repository_digest:
+        raise UserError(
+            f"{target.name} served {pins.label} without naming its repository's digest, so nothing says what that was. "
+            f"Deploy it: enginery deploy --env {target.name} {pins.model}/{pins.version} --repository DIR"
+        )
     return _Deployment(
         pins=pins,
         subject=f"Roll back {target.name} to {pins.label}",

@@ -9,19 +9,17 @@ from components.common.errors import UserError
 from pipelines.deploying.environments import is_digest
 
 
-def _digests(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    for value in values:
-        if not is_digest(value):
-            raise click.BadParameter(f"a digest is sha256: and 64 hexadecimal digits; got {value!r}")
-    return values
+def _digest(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not is_digest(value):
+        raise click.BadParameter(f"a digest is sha256: and 64 hexadecimal digits; got {value!r}")
+    return value
 
 
 @click.command()
 @click.argument("source", metavar="SOURCE")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--digest", "digests", multiple=True, required=True, callback=_digests, metavar="sha256:...",
-              help="Of the artifact, or of the bundle that it was made from; with two, both must fit.")  # fmt: skip
-def fetch(source: str, directory: Path, digests: tuple[str, ...]) -> None:
+@click.option("--digest", required=True, callback=_digest, metavar="sha256:...", help="Of the artifact's manifest.")
+def fetch(source: str, directory: Path, digest: str) -> None:
     """Fetch an artifact, such as a model repository, from SOURCE into the new folder DIR, and check every file.
 
     SOURCE is a folder or a URI such as s3://bucket/path. Files that the artifact's manifest does not list are left
@@ -30,7 +28,7 @@ def fetch(source: str, directory: Path, digests: tuple[str, ...]) -> None:
     from pipelines.fetching import fetch as bring
 
     try:
-        found = bring(source, directory, digests)
+        found = bring(source, directory, digest)
     except OSError as error:
         if told := explain(error, directory.absolute().parent):
             raise told from None

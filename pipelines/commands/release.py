@@ -30,7 +30,7 @@ def release(
     """Write a registered version into the new folder DIR, with model card, inputs, checksums and signature.
 
     `enginery verify DIR` checks it anywhere, without a network. `mlflow.pyfunc.load_model("DIR")` runs it.
-    A model without a passed verdict is refused, unless the registry records that somebody overruled the gate.
+    A model without a passed verdict is refused.
     """
     named = {name: path for name, path in zip(_PARTS, (bundle, report, verdict), strict=True) if path is not None}
     if bool(model) == bool(named) or (named and len(named) < len(_PARTS)):

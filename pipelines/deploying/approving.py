@@ -1,47 +1,64 @@
 """Whether a registered version may be deployed: by its files in the registry, not by what somebody says of it."""
 
-from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.settings import resolve
 from pipelines.deploying.environments import Environment, Pins, is_digest
 
 if TYPE_CHECKING:  # MLflow takes seconds to import
     from components.common.registry import RegisteredVersion, Registry
 
 
-@dataclass(frozen=True, kw_only=True)
-class Approval:
-    """A version that may be deployed."""
-
-    version: "RegisteredVersion"
-    digest: str  # of its bundle
-
-
-def approve(registry: "Registry", version: "RegisteredVersion") -> Approval:
+def approve(registry: "Registry", version: "RegisteredVersion") -> str:
     """Read bundle, report and verdict of a version from the registry, each file by its digest.
 
+    Returns:
+        The bundle's digest.
+
     Raises:
-        GateFailed: its gate did not let it through. That somebody forced it in the registry changes nothing.
-        EngineryError: its files are gone, or are not what was measured and registered.
+        GateFailed: its gate did not let it through.
+        EngineryError: its files are gone, or are not what was measured and promoted.
     """
-    from components.common.ledger import Ledger
-    from components.common.standing import check_log, standing_of
-    from pipelines.promoting import check_files
+    from pipelines.serving.sources import registered_chain
 
-    if not version.tags.get("verdict_digest"):
-        raise GateFailed(f"{version.label} has no verdict of enginery's gate, so it is not deployed")
-    digests = check_files(registry, version)
-    check_log(version, Ledger(registry.client, version.name).read(), digests)
-    with standing_of(registry, version) as standing:
-        if not standing.passed:
-            failed = [check.explanation for check in standing.verdict.manifest.checks if check.verdict != "pass"]
-            why = "; ".join(failed) or standing.verdict.manifest.note or "see `enginery audit`"
-            raise GateFailed(f"{version.label} did not pass its gate, so it is not deployed: {why}")
-    return Approval(version=version, digest=digests["bundle"])
+    with registered_chain(registry, version) as chain:
+        return chain.bundle.digest
 
 
-def approve_pins(registry: "Registry", pins: Pins, where: str) -> Approval:
+def approve_repository(registry: "Registry", version: "RegisteredVersion", folder: Path) -> tuple[str, str]:
+    """The same, and see that a folder is what `enginery serve export` writes for the version: it is written again.
+
+    Returns:
+        The digests of the bundle and of the repository.
+
+    Raises:
+        GateFailed: see `approve`.
+        EngineryError: see `approve`; or the folder holds something else, such as a model.py of somebody's own.
+    """
+    from components.common.triton.opening import open_repository
+    from pipelines.serving.repository import RepositoryConfig, write_repository
+    from pipelines.serving.sources import of_chain, registered_chain
+
+    found = open_repository(folder)
+    with registered_chain(registry, version) as chain, TemporaryDirectory(prefix="enginery-") as temporary:
+        source = of_chain(chain, version.name, version.number, found.manifest.precision)
+        config = resolve(RepositoryConfig, "serve", found.manifest.config)
+        again = write_repository(source, Path(temporary) / "models", config)
+        own, due = (entry.manifest.model_dump(exclude={"seal", "environment"}) for entry in (found, again))
+        differing = [name for name in due["files"] | own["files"] if own["files"].get(name) != due["files"].get(name)]
+        if differing or own != due:
+            what = ", ".join(differing) or ", ".join(name for name in due if own[name] != due[name])
+            raise EngineryError(
+                f"{folder} is not what `enginery serve export` writes for {version.label}: {what} differ. Write it "
+                f"again with this enginery: enginery serve export {version.name}/{version.number} DIR"
+            )
+        return chain.bundle.digest, found.digest
+
+
+def approve_pins(registry: "Registry", pins: Pins, where: str) -> None:
     """The same of what an environment's file names.
 
     Raises:
@@ -49,18 +66,18 @@ def approve_pins(registry: "Registry", pins: Pins, where: str) -> Approval:
         UserError: the file names no version, or another digest than the registry's.
         EngineryError: see `approve`.
     """
-    if not (pins.model and pins.version and is_digest(pins.digest)):
+    if not (pins.model and pins.version and is_digest(pins.digest) and is_digest(pins.repository_digest)):
         raise UserError(
-            f"{where} serves name {pins.model!r}, version {pins.version!r}, digest {pins.digest!r}; all three must be "
-            "there. Let `enginery deploy --env ENV NAME@champion` write them"
+            f"{where} serves name {pins.model!r}, version {pins.version!r}, digest {pins.digest!r}, repositoryDigest "
+            f"{pins.repository_digest!r}; all four must be there. Let `enginery deploy --env ENV NAME@champion "
+            "--repository DIR` write them"
         )
-    approval = approve(registry, registry.version(pins.model, pins.version))
-    if approval.digest != pins.digest:
+    digest = approve(registry, registry.version(pins.model, pins.version))
+    if digest != pins.digest:
         raise GateFailed(
-            f"{where} serves {pins.digest} as {pins.label}, and the registry has {approval.digest} under that name. "
-            f"Deploy what is registered: enginery deploy --env ENV {pins.model}/{pins.version}"
+            f"{where} serves {pins.digest} as {pins.label}, and the registry has {digest} under that name. "
+            f"Deploy what is registered: enginery deploy --env ENV {pins.model}/{pins.version} --repository DIR"
         )
-    return approval
 
 
 def check_environments(registry: "Registry", found: list[Environment]) -> dict[str, str]:

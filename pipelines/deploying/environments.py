@@ -22,7 +22,7 @@ class Pins:
     model: str = ""
     version: str = ""
     digest: str = ""  # of the version's bundle
-    repository_digest: str = ""  # of the model repository that Triton reads; any of that bundle where empty
+    repository_digest: str = ""  # of the model repository that Triton reads
     images: dict[str, str] = field(default_factory=dict)  # digest by name, of IMAGES
     serving: bool = False
 

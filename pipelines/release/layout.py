@@ -1,13 +1,15 @@
 """What a release folder holds."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from components.common.artifacts import MANIFEST
 from components.common.records import Precision, Record
 
-BUNDLE, REPORT, VERDICT = "bundle", "report", "verdict"  # folders, each an artifact with its manifest
+BUNDLE: Final = "bundle"
+REPORT: Final = "report"
+VERDICT: Final = "verdict"  # folders, each an artifact with its manifest
 RECORD = "release.json"
 BOM = "inputs.cdx.json"
 CARD = "MODEL_CARD.md"
@@ -42,7 +44,7 @@ class ReleaseRecord(Record):
     architecture: str
     precision: Precision = Field(description="What `mlflow.pyfunc.load_model` runs.")
     passed: bool = Field(description="Whether the verdict is a pass.")
-    forced: Forced | None = Field(None, description="Who released it in spite of its verdict; None where it passed.")
+    forced: Forced | None = Field(None, description="In releases up to version 0.1: who overruled the verdict.")
     digests: dict[str, str] = Field(
         description="Manifest digests of dataset, model (what was exported), bundle, report and verdict."
     )

@@ -9,16 +9,14 @@ from importlib import metadata
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from pydantic import ValidationError
 
 from components.common.artifacts import MANIFEST, Manifest
 from components.common.errors import EngineryError, GateFailed
 from components.common.ledger import Entry
 from components.common.registry import RegisteredVersion
-from components.common.standing import check_log, check_tags
+from components.common.standing import check_log
 from components.promote.packaging import write_model
 from pipelines.new_folders import check_new, give_name, to_disk
-from pipelines.promoting import FORCED_TAG
 from pipelines.release.bom import bill_of_materials
 from pipelines.release.chain import Chain, contradictions, load_chain
 from pipelines.release.layout import (
@@ -31,7 +29,6 @@ from pipelines.release.layout import (
     SIGNATURE,
     SUMS,
     VERDICT,
-    Forced,
     ReleaseRecord,
 )
 from pipelines.release.signing import fingerprint
@@ -63,7 +60,7 @@ def write_release(
         key: to sign with; None for no signature.
 
     Raises:
-        GateFailed: the verdict is not a pass, and the registry has no record that somebody overruled it.
+        GateFailed: the verdict is not a pass.
         EngineryError: the three are not what they were, or don't belong together.
         UserError: `output` exists.
     """
@@ -71,8 +68,6 @@ def write_release(
     chain = load_chain(*(parts[part] for part in PARTS))
     if version is not None:
         digests = {part: chain.digests[part] for part in PARTS}
-        if any(f"{part}_digest" in version.tags for part in PARTS):  # of other origin: only the verdict counts
-            check_tags(version, digests)
         check_log(version, entries, digests)
     for problem in contradictions(chain):
         raise EngineryError(f"this can't be released: {problem}")
@@ -98,17 +93,8 @@ def _record(
     chain: Chain, name: str, version: RegisteredVersion | None, registry: str, key: Ed25519PrivateKey | None
 ) -> ReleaseRecord:
     decision = chain.verdict.manifest
-    forced = None
     if not decision.passed:
-        if version is None or FORCED_TAG not in version.tags:
-            raise GateFailed(
-                f"the verdict on {name} is not a pass, and nobody is recorded to have overruled it: it is not released"
-            )
-        try:
-            forced = Forced.model_validate_json(version.tags[FORCED_TAG])
-        except ValidationError as error:
-            problem = error.errors()[0]["msg"]
-            raise EngineryError(f"the registry's record of who overruled the gate is not valid: {problem}") from None
+        raise GateFailed(f"the verdict on {name} is not a pass, so it is not released")
     return ReleaseRecord(
         name=name,
         version=version.number if version is not None else "",
@@ -119,7 +105,6 @@ def _record(
         architecture=chain.bundle.manifest.architecture,
         precision=decision.served_precision,
         passed=decision.passed,
-        forced=forced,
         digests=chain.digests,
         key_fingerprint=fingerprint(key.public_key()) if key is not None else "",
     )

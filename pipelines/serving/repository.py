@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest, seal
-from components.common.errors import UserError
+from components.common.errors import EngineryError, UserError
+from components.common.integrity import file_problem
 from components.common.records import STRIPPED, VERSION_COMPATIBLE, Batching, EngineEntry
 from components.common.triton.opening import CPU, VERSION, open_repository
 from pipelines.new_folders import check_new, give_name, to_disk
@@ -212,3 +213,6 @@ class _Writer:
 
     def _copy(self, file: str, target: Path) -> None:
         shutil.copyfile(self.source.bundle.file(file), target)
+        entry = self.bundle.files[file]  # of the copy, since what it was copied from may be swapped at any time
+        if problem := file_problem(target.parent, target.name, entry.size_bytes, entry.digest):
+            raise EngineryError(f"{file} of {self.source.bundle.path} was changed while it was copied: {problem}")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.common.artifacts import ALL_FILES, MANIFEST, Artifact, BundleManifest, ReportManifest, load
 from components.common.errors import EngineryError, GateFailed, UserError
@@ -12,7 +13,10 @@ from pipelines.release.chain import Chain, contradictions, load_chain
 from pipelines.release.layout import BUNDLE, REPORT, SUMS, VERDICT
 from pipelines.versions import find_version, is_reference, open_registry
 
-_PARTS = (BUNDLE, REPORT, VERDICT)
+if TYPE_CHECKING:  # MLflow takes seconds to import
+    from components.common.registry import Part, RegisteredVersion, Registry
+
+_PARTS: tuple["Part", ...] = (BUNDLE, REPORT, VERDICT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +74,32 @@ def find_source(text: str, precision: Precision | None) -> Iterator[Source]:
 
 @contextmanager
 def _registered(text: str, precision: Precision | None) -> Iterator[Source]:
-    from components.common.ledger import Ledger
-    from components.common.registry import PARTS
-    from components.common.standing import check_log, check_tags
-    from pipelines.promoting import FORCED_TAG
-
     registry = open_registry()
-    version = find_version(registry, text)
+    with registry.reached("nothing is served"):
+        version = find_version(registry, text)
+        with registered_chain(registry, version) as chain:
+            yield of_chain(chain, version.name, version.number, precision)
+
+
+@contextmanager
+def registered_chain(registry: "Registry", version: "RegisteredVersion") -> Iterator[Chain]:
+    """Bundle, report and verdict of a version that may leave the registry, as long as the context lasts.
+
+    Raises:
+        GateFailed: its verdict is no pass.
+        EngineryError: its files are gone, were changed, don't belong together, or are not what was promoted.
+    """
+    from components.common.ledger import Ledger
+    from components.common.standing import check_log
+
     with ExitStack() as stack:
-        stack.enter_context(registry.reached("nothing is served"))
-        chain = load_chain(*(stack.enter_context(registry.files(version, part)) for part in PARTS))
-        digests = {part: chain.digests[part] for part in _PARTS}
-        if any(f"{part}_digest" in version.tags for part in _PARTS):  # of other origin: only the verdict counts
-            check_tags(version, digests)
-        check_log(version, Ledger(registry.client, version.name).read(), digests)
-        if not chain.verdict.manifest.passed and FORCED_TAG not in version.tags:
-            raise GateFailed(
-                f"{version.label} did not pass its gate, and nobody is recorded to have overruled it: it is not served"
-            )
-        yield _of_chain(chain, version.name, version.number, precision)
+        chain = load_chain(*(stack.enter_context(registry.files(version, part)) for part in _PARTS))
+        check_log(version, Ledger(registry.client, version.name).read(), {part: chain.digests[part] for part in _PARTS})
+        if not chain.verdict.manifest.passed:
+            raise GateFailed(f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`")
+        for problem in contradictions(chain):
+            raise EngineryError(f"{version.label} does not fit itself: {problem}")
+        yield chain
 
 
 def _released(folder: Path, precision: Precision | None) -> Source:
@@ -98,12 +109,11 @@ def _released(folder: Path, precision: Precision | None) -> Source:
     if checked.problems or checked.record is None:
         raise EngineryError(f"the release {folder} is not served: {'; '.join(checked.problems)}")
     chain = load_chain(*(folder / part for part in _PARTS))
-    return _of_chain(chain, checked.record.name, checked.record.version, precision)
+    return of_chain(chain, checked.record.name, checked.record.version, precision)
 
 
-def _of_chain(chain: Chain, name: str, version: str, precision: Precision | None) -> Source:
-    for problem in contradictions(chain):
-        raise EngineryError(f"this is not served: {problem}")
+def of_chain(chain: Chain, name: str, version: str, precision: Precision | None) -> Source:
+    """A precision of it; None for what its verdict says to ship."""
     return Source(
         name=name,
         version=version,

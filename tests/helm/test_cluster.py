@@ -66,7 +66,7 @@ def values(offered: set[tuple[str, str]], namespace: str) -> dict[str, Any]:
     found["claims"]["work"]["namespace"] = namespace
     found["submit"] |= {"namespace": namespace}
     serve = found["serve"]
-    serve["model"]["digest"] = DIGESTS[0]
+    serve["model"]["repositoryDigest"] = DIGESTS[0]
     serve["autoscaling"]["enabled"] = ("autoscaling/v2", "HorizontalPodAutoscaler") in offered
     serve["disruptionBudget"]["enabled"] = ("policy/v1", "PodDisruptionBudget") in offered
     serve["monitoring"]["enabled"] = ("monitoring.coreos.com/v1", "ServiceMonitor") in offered
@@ -133,7 +133,7 @@ def test_install_upgrade_rollback_uninstall(
     again = objects(helm, cluster, namespace)
     assert changed(first, again) == set(), "the same values once more change nothing"
 
-    values["serve"]["model"]["digest"] = DIGESTS[1]
+    values["serve"]["model"]["repositoryDigest"] = DIGESTS[1]
     assert helm.upgrade(CHART, RELEASE, values)["revision"] == 3
     upgraded = objects(helm, cluster, namespace)
     assert served(upgraded) == DIGESTS[1]
@@ -168,7 +168,7 @@ def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any
 
 
 def test_wrong_values_make_nothing(helm: helm_python.Config, namespace: str, values: dict[str, Any]) -> None:
-    values["serve"]["model"]["digest"] = "sha256:3b"
+    values["serve"]["model"]["repositoryDigest"] = "sha256:3b"
     with pytest.raises(helm_python.HelmError, match="digest"):
         helm.install(CHART, RELEASE, values)
     assert helm.list() == []

@@ -31,7 +31,7 @@ def test_the_environments() -> None:
 def test_an_environment_before_and_after_its_first_deployment(name: str) -> None:
     text = values(name)
     assert not [entry for entry in resources(render_files(yaml.safe_load(text))) if entry["kind"] == "Rollout"]
-    deployed = {"name": "classifier", "version": "7", "digest": DIGEST}
+    deployed = {"name": "classifier", "version": "7", "digest": DIGEST, "repositoryDigest": DIGEST}
     text = set_values(text, {("serve", "model", key): value for key, value in deployed.items()}, name)
     text = set_values(text, {("serve", "enabled"): True, ("images", "digests", "serve"): DIGEST}, name)
     objects = resources(render_files(yaml.safe_load(text)))

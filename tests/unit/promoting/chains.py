@@ -23,12 +23,12 @@ from components.common.records import (
     BenchmarkRow,
     CalibrationEntry,
     DatasetStatistics,
-    GateCheck,
     Split,
 )
 from components.common.settings import StepConfig
 from components.common.shapes import ShapeSpec
 from components.common.transforms import transform_for
+from components.common.verdict import run_checks
 from components.gate.config import GateConfig
 
 NUM_IMAGES = 100
@@ -100,15 +100,23 @@ def make_chain(
         accuracy=AccuracyReport(rows=rows, **digests),
         benchmark=BenchmarkReport(bundle_digest=bundle.digest, rows=(speed,)),
     )
-    check = GateCheck(name="top1_pct", measured=top1_pct, threshold=0, verdict="pass", explanation="good")
+    # The right thresholds for any chain, so that the verdict follows from the report, as everybody checks.
+    gate = GateConfig(
+        confident=False,
+        max_top1_drop_points=100,
+        min_relative_top1_pct=0,
+        require_above_chance=False,
+        min_top1_pct=0 if passed else 100,
+    )
+    checks = run_checks(gate, report.manifest.accuracy, report.manifest.benchmark)
     seal(
         paths["verdict"],
         VerdictManifest,
         inputs={"report": report.digest, "bundle": bundle.digest},
-        config=GateConfig(),
-        passed=passed,
+        config=gate,
+        passed=all(check.verdict == "pass" for check in checks),
         precision="int8",
-        checks=(check,),
+        checks=tuple(checks),
     )
     return {**paths, "dataset": folder / "dataset"}
 

@@ -26,7 +26,7 @@ def test_the_first_version_is_champion(uri: str, registry: Registry, tmp_path: P
     assert registry.aliases("m") == {"candidate": "1", "champion": "1"}
     version = registry.version("m", "1")
     promotion = load(tmp_path / "a-070/promotion", PromotionManifest, verify=("",)).manifest
-    assert version.tags["verdict"] == "pass"
+    assert version.tags["verdict"] == "pass, not proved"
     assert version.tags["precision"] == "int8"
     assert version.tags["top1_pct"] == "70.0000"
     assert version.tags["validation_split_digest"] == "val-one"

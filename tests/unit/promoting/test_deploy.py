@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import Result
 
 from components.common.artifacts import BundleManifest, load
+from components.common.digests import digest_file
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.registry import Registry
 from pipelines.deploying.editing import set_values
 from pipelines.deploying.environments import Pins, environments
 
-from .chains import make_and_promote, make_chain
+from .chains import make_and_promote
 from .test_registry_commands import enginery, register_failed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,6 +47,18 @@ def pins(name: str) -> Pins:
     return environments(Path("helm/environments"))[name].read()
 
 
+def exported(reference: str) -> str:
+    """A model repository of a version, as `--repository` takes it."""
+    folder = Path("..", f"repository-{reference.replace('/', '-').replace('@', '-')}").resolve()
+    if not folder.exists():
+        enginery("serve", "export", reference, str(folder))
+    return str(folder)
+
+
+def deploy(env: str, reference: str, *more: str) -> Result:
+    return enginery("deploy", "--env", env, reference, "--repository", exported(reference), *more)
+
+
 def digest_of(folder: Path) -> str:
     return load(folder / "bundle", BundleManifest).digest
 
@@ -58,12 +72,17 @@ def test_deployed_promoted_and_rolled_back_as_commits(checkout: Path, uri: str, 
     git("add", "staged.txt")
 
     for version in ("1", "2"):
-        enginery("deploy", "--env", "staging", f"m/{version}")
+        deploy("staging", f"m/{version}")
     image = f"ghcr.io/enginery/serve@{SERVE}"
-    done = enginery("deploy", "--env", "staging", "m@champion", "--image", image, "--why", "better")
+    done = deploy("staging", "m/3", "--image", image, "--why", "better")
     assert done.output.startswith("Deploy m version 3 to staging (")
     assert pins("staging") == Pins(
-        model="m", version="3", digest=digest_of(tmp_path / "c-070"), images={"serve": SERVE}, serving=True
+        model="m",
+        version="3",
+        digest=digest_of(tmp_path / "c-070"),
+        repository_digest=digest_file(Path(exported("m/3"), "manifest.json")),
+        images={"serve": SERVE},
+        serving=True,
     )
     message = git("log", "-1", "--format=%B")
     assert message.startswith("Deploy m version 3 to staging\n\nWhy: better\n\nBundle sha256:")
@@ -73,10 +92,10 @@ def test_deployed_promoted_and_rolled_back_as_commits(checkout: Path, uri: str, 
     changed = [
         pair for pair in zip(before.splitlines(), file.read_text().splitlines(), strict=True) if len(set(pair)) > 1
     ]
-    assert len(changed) == 5  # image, enabled, name, version, digest; every comment is where it was
+    assert len(changed) == 6  # image, enabled, name, version, two digests; every comment is where it was
 
     count = git("rev-list", "--count", "HEAD")
-    assert "nothing to commit" in enginery("deploy", "--env", "staging", "m@champion").output
+    assert "nothing to commit" in deploy("staging", "m/3").output
     assert git("rev-list", "--count", "HEAD") == count
 
     enginery("deploy", "--env", "prod", "--from", "staging")
@@ -90,7 +109,7 @@ def test_deployed_promoted_and_rolled_back_as_commits(checkout: Path, uri: str, 
         assert pins("staging").images == {}
     with pytest.raises(UserError, match="staging served m version 1 and nothing before"):
         enginery("deploy", "--env", "staging", "--rollback")
-    enginery("deploy", "--env", "staging", "m/3")
+    deploy("staging", "m/3")
     enginery("deploy", "--env", "staging", "--rollback")
     assert pins("staging").version == "1"
     assert pins("prod").version == "3"
@@ -99,24 +118,21 @@ def test_deployed_promoted_and_rolled_back_as_commits(checkout: Path, uri: str, 
     assert checked[1].startswith("prod serves m version 3, which passed its gate (sha256:")
 
 
-def test_the_repository_that_is_served(checkout: Path, uri: str, tmp_path: Path) -> None:
-    make_and_promote(uri, tmp_path, "a-050")
-    other = make_chain(tmp_path / "b-060", 60)
-    # A report is, like a model repository, an artifact made from the bundle.
-    enginery("deploy", "--env", "dev", "m/1", "--repository", str(tmp_path / "a-050/report"))
-    assert pins("dev").repository_digest.startswith("sha256:")
-    with pytest.raises(UserError, match=r"was made from the bundle sha256:.*enginery serve export"):
-        enginery("deploy", "--env", "dev", "m/1", "--repository", str(other["report"]))
+def test_the_repository_is_named_and_of_this_version(checkout: Path, uri: str, tmp_path: Path) -> None:
+    for name in ("a-050", "b-060"):
+        make_and_promote(uri, tmp_path, name)
+    with pytest.raises(UserError, match="name the model repository that serves m/1"):
+        enginery("deploy", "--env", "dev", "m/1")
+    with pytest.raises(EngineryError, match=r"is not what `enginery serve export` writes for m version 2: .*int8.onnx"):
+        enginery("deploy", "--env", "dev", "m/2", "--repository", exported("m/1"))
+    assert not pins("dev").is_deployed
 
 
 def test_a_failed_gate_is_never_deployed(checkout: Path, uri: str, registry: Registry, tmp_path: Path) -> None:
     make_and_promote(uri, tmp_path, "a-050")
     number = register_failed(registry, tmp_path / "f-099")
-    with pytest.raises(GateFailed, match=f"m version {number} did not pass its gate, so it is not deployed"):
-        enginery("deploy", "--env", "dev", f"m/{number}")
-    enginery("promote", "m", number, "--why", "I say so", "--force")
-    with pytest.raises(GateFailed, match="did not pass its gate"):
-        enginery("deploy", "--env", "dev", "m@champion")
+    with pytest.raises(GateFailed, match=f"m version {number} did not pass its gate"):
+        enginery("deploy", "--env", "dev", f"m/{number}", "--repository", exported("m/1"))
     assert not pins("dev").is_deployed
     assert git("status", "--porcelain", "--", "helm") == ""
 
@@ -131,8 +147,8 @@ def edited(name: str, old: str, new: str) -> None:
 def test_ci_refuses_what_was_written_by_hand(checkout: Path, uri: str, registry: Registry, tmp_path: Path) -> None:
     make_and_promote(uri, tmp_path, "a-050")
     number = register_failed(registry, tmp_path / "f-099")
-    enginery("deploy", "--env", "dev", "m/1")
-    enginery("deploy", "--env", "staging", "m/1")
+    deploy("dev", "m/1")
+    deploy("staging", "m/1")
     enginery("deploy", "--check")
     edited("dev", digest_of(tmp_path / "a-050"), digest_of(tmp_path / "f-099"))
     edited("staging", 'version: "1"', f'version: "{number}"')
@@ -153,10 +169,11 @@ def test_ci_refuses_what_was_written_by_hand(checkout: Path, uri: str, registry:
 
 def test_files_that_were_changed_in_the_registry(checkout: Path, uri: str, registry: Registry, tmp_path: Path) -> None:
     make_and_promote(uri, tmp_path, "a-050")
+    exported("m/1")
     with registry.files(registry.version("m", "1"), "bundle", "int8.onnx") as file:
         file.write_bytes(file.read_bytes()[::-1])
     with pytest.raises(EngineryError, match="was changed after it was sealed"):
-        enginery("deploy", "--env", "dev", "m/1")
+        deploy("dev", "m/1")
 
 
 @pytest.mark.parametrize(
@@ -165,9 +182,9 @@ def test_files_that_were_changed_in_the_registry(checkout: Path, uri: str, regis
         (("--env", "qa", "m/1"), "there is no environment 'qa' in helm/environments; there are dev, prod, staging"),
         (("m/1",), "name one environment: --env dev|prod|staging"),
         (("--env", "dev"), "name what to deploy"),
-        (("--env", "dev", "m/9"), "m has no version 9"),
-        (("--env", "dev", "m@lost"), "m has no alias lost"),
-        (("--env", "dev", "nobody/1"), "there is no registered model 'nobody'"),
+        (("--env", "dev", "m/9", "--repository", "x"), "m has no version 9"),
+        (("--env", "dev", "m@lost", "--repository", "x"), "m has no alias lost"),
+        (("--env", "dev", "nobody/1", "--repository", "x"), "there is no registered model 'nobody'"),
         (("--env", "dev", "--from", "dev"), "--from and --env are both dev"),
         (("--env", "dev", "--from", "prod"), "prod serves no model"),
         (("--env", "dev", "--rollback"), "dev served no model and nothing before"),
@@ -191,14 +208,14 @@ def test_what_git_has_against_it(checkout: Path, three: str, tmp_path: Path, mon
     before = file.read_text()
     file.write_text(before + "# a note\n")
     with pytest.raises(UserError, match=r"has changes that are not committed \(M\).*git checkout --"):
-        enginery("deploy", "--env", "dev", "m/1")
+        deploy("dev", "m/1")
     file.write_text(before)
     hook = Path(".git/hooks/pre-commit")
     hook.parent.mkdir(exist_ok=True)
     hook.write_text("#!/bin/sh\necho 'sign it first' >&2\nexit 1\n")
     hook.chmod(0o755)
     with pytest.raises(EngineryError, match="which is now as before: sign it first"):
-        enginery("deploy", "--env", "dev", "m/1")
+        deploy("dev", "m/1")
     assert file.read_text() == before
     assert git("status", "--porcelain", "--", "helm") == ""
 
@@ -207,16 +224,16 @@ def test_what_git_has_against_it(checkout: Path, three: str, tmp_path: Path, mon
     Path("helm/environments").rename(plain / "helm/environments")
     monkeypatch.chdir(plain)
     with pytest.raises(UserError, match="is in no git repository"):
-        enginery("deploy", "--env", "dev", "m/1")
+        deploy("dev", "m/1")
     git("init", "--quiet")
     with pytest.raises(UserError, match="is not in git yet; commit it first"):
-        enginery("deploy", "--env", "dev", "m/1")
+        deploy("dev", "m/1")
 
 
 def test_a_commit_on_no_branch_would_be_lost(checkout: Path, three: str) -> None:
     git("checkout", "--quiet", "--detach")
     with pytest.raises(UserError, match=r"is on no branch .*git switch BRANCH"):
-        enginery("deploy", "--env", "dev", "m/1")
+        deploy("dev", "m/1")
     assert git("rev-list", "--count", "--all").strip() == "1"
     assert git("status", "--porcelain", "--", "helm") == ""
     enginery("deploy", "--check")  # as CI runs it
@@ -224,7 +241,7 @@ def test_a_commit_on_no_branch_would_be_lost(checkout: Path, three: str) -> None
 
 def test_a_rollback_in_a_checkout_without_its_past(checkout: Path, three: str, tmp_path: Path) -> None:
     for version in ("1", "2"):
-        enginery("deploy", "--env", "dev", f"m/{version}")
+        deploy("dev", f"m/{version}")
     git("clone", "--quiet", "--depth", "1", f"file://{checkout}", str(tmp_path / "shallow"))
     directory = str(tmp_path / "shallow/helm/environments")
     with pytest.raises(UserError, match=r"has the last ones alone\. Fetch the others \(git fetch --unshallow\)"):

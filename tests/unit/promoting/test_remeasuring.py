@@ -93,14 +93,17 @@ def chain_on(
 
 def register_on_other_images(registry: Registry, paths: dict[str, Path]) -> None:
     """What promote would have registered when it had those images."""
+    from components.common.changing import Proposal, change_aliases
     from components.common.standing import load_standing
 
     folder = paths["bundle"].parent / "artifacts"  # MLflow's default would be where the tests are run
     run = registry.client.create_run(registry.client.create_experiment("earlier", folder.as_uri()))
     for part in ("bundle", "report", "verdict"):
         registry.client.log_artifacts(run.info.run_id, str(paths[part]), f"model/{part}")
-    registry.create_version("m", run.info.run_id, load_standing(paths["report"], paths["verdict"]).tags)
-    registry.client.set_registered_model_alias("m", "champion", "1")
+    standing = load_standing(paths["report"], paths["verdict"])
+    registry.create_version("m", run.info.run_id, standing.tags)
+    made = Proposal(kind="promote", aliases={"champion": "1"}, why="the first", digests=standing.digests)
+    change_aliases(registry, "m", lambda situation: made)
 
 
 @pytest.mark.parametrize(("reported", "becomes"), [(10.0, True), (9.0, False)])

@@ -17,7 +17,6 @@ from components.common.digests import digest_file
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.promote.packaging import write_model
 from pipelines.commands import cli
-from pipelines.promoting import FORCED_TAG
 from pipelines.release import writing
 from pipelines.release.signing import PASSPHRASE_VARIABLE
 
@@ -129,26 +128,10 @@ def test_nothing_is_overwritten(proved, tmp_path: Path) -> None:
 
 
 def test_a_model_that_did_not_pass(refused, tmp_path: Path) -> None:
-    with pytest.raises(GateFailed, match="is not a pass, and nobody is recorded to have overruled it"):
+    with pytest.raises(GateFailed, match="is not a pass, so it is not released"):
         enginery("release", tmp_path / "out", *by_paths(refused.parts))
     assert not (tmp_path / "out").exists()
     assert left_over(tmp_path) == []
-
-
-def test_a_model_that_somebody_forced(promoted, refused, tmp_path: Path) -> None:
-    client = MlflowClient()
-    logged = client.create_logged_model("0", name="forced")
-    for part, path in refused.parts.items():
-        client.log_model_artifacts(logged.model_id, str(path), part)
-    version = client.create_model_version(NAME, f"models:/{logged.model_id}").version
-    with pytest.raises(GateFailed, match="nobody is recorded"):
-        enginery("release", tmp_path / "out", f"{NAME}/{version}")
-    record = {"who": "ann", "when": "2026-11-22T01:00:00Z", "why": "demo\x1b[2K only"}
-    client.set_model_version_tag(NAME, version, FORCED_TAG, json.dumps(record))
-    text = enginery("release", tmp_path / "out", f"{NAME}/{version}")
-    assert "gate:      NOT PASSED; ann overruled it, 2026-11-22T01:00:00Z: demo\ufffd[2K only" in text
-    assert "NOT PASSED; ann overruled it" in enginery("verify", tmp_path / "out")
-    assert json.loads((tmp_path / "out/release.json").read_text())["forced"] == record
 
 
 @pytest.mark.parametrize(

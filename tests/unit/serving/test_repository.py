@@ -16,7 +16,7 @@ from components.common.artifacts import Artifact, RepositoryManifest, VerdictMan
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.instruction_sets import instruction_set
-from components.common.records import AccuracyRow, EngineEntry
+from components.common.records import AccuracyRow, EngineEntry, FileEntry
 from components.common.triton.opening import open_from, open_repository
 from pipelines.commands import cli
 from pipelines.serving.installation import find_triton
@@ -62,7 +62,11 @@ def on_gpu(source, tmp_path: Path) -> Source:
     engines = (plan("int8", "9.0"), plan("fp16", "9.0"), plan("int8", "8.0"))
     for entry in engines:
         (folder / entry.file).write_bytes(entry.file.encode())
-    bundle = source.bundle.manifest.model_copy(update={"engines": engines})
+    files = {
+        entry.file: FileEntry(size_bytes=len(entry.file), digest=digest_file(folder / entry.file)) for entry in engines
+    }
+    files |= source.bundle.manifest.files
+    bundle = source.bundle.manifest.model_copy(update={"engines": engines, "files": files})
     accuracy = source.report.manifest.accuracy
     measured = AccuracyRow(precision="int8", runtime="tensorrt", file="int8-9.0.plan")
     accuracy = accuracy.model_copy(update={"rows": (*accuracy.rows, measured)})

@@ -5,8 +5,8 @@
 {{/* Values that contradict each other, each with the way out. */}}
 {{- define "enginery.serve.check" -}}
 {{- $serve := .Values.serve -}}
-{{- if not (and $serve.model.name $serve.model.digest) -}}
-{{- fail "serve.model.name and serve.model.digest say what is served. Let `enginery deploy --env ENV NAME@champion` write them, or set serve.enabled to false" -}}
+{{- if not (and $serve.model.name $serve.model.digest $serve.model.repositoryDigest) -}}
+{{- fail "serve.model.name, serve.model.digest and serve.model.repositoryDigest say what is served. Let `enginery deploy --env ENV NAME@champion --repository DIR` write them, or set serve.enabled to false" -}}
 {{- end -}}
 {{- if and $serve.model.uri $serve.model.existingClaim -}}
 {{- fail "serve.model.uri and serve.model.existingClaim are both set. The model comes from one of them: leave one out" -}}
@@ -35,7 +35,7 @@
 {{/* The folder of this version's model repository. */}}
 {{- define "enginery.serve.source" -}}
 {{- $model := .Values.serve.model -}}
-{{- $folder := trimPrefix "sha256:" $model.digest -}}
+{{- $folder := trimPrefix "sha256:" $model.repositoryDigest -}}
 {{- if $model.existingClaim -}}
 {{- printf "/store/%s" $folder -}}
 {{- else -}}
@@ -70,7 +70,7 @@ terminationGracePeriodSeconds: {{ add 10 (int $serve.terminationSeconds) }}
 {{- end }}
 {{- include "enginery.placement" (dict "nodeSelector" $serve.nodeSelector "affinity" $serve.affinity "tolerations" $tolerations) }}
 initContainers:
-  # Copies the model repository and checks every file of it by digest; nothing else reaches Triton.
+  # Copies the model repository of this very digest and checks every file of it; nothing else reaches Triton.
   - name: fetch
     image: {{ include "enginery.image" (list $root "cli") }}
     imagePullPolicy: {{ $root.Values.images.pullPolicy }}
@@ -79,11 +79,7 @@ initContainers:
       - {{ include "enginery.serve.source" $root | quote }}
       - /models/repository
       - --digest
-      - {{ $serve.model.digest }}
-      {{- with $serve.model.repositoryDigest }}
-      - --digest
-      - {{ . }}
-      {{- end }}
+      - {{ $serve.model.repositoryDigest }}
     env:
       {{- include "enginery.storage.env" $root | nindent 6 }}
     securityContext:
