@@ -9,6 +9,7 @@ import onnxruntime as ort
 import torch
 
 from components.common.errors import EngineryError
+from components.common.onnx_files import read_onnx
 from components.common.runners.torch import TorchGraph
 from components.export.calibration import Histogram
 
@@ -71,7 +72,7 @@ def collect_with_onnxruntime(
     Raises:
         EngineryError: the file has no such tensor, there are no batches, or a tensor is not finite.
     """
-    model = onnx.load(fp32_path)
+    model = read_onnx(fp32_path)
     input_name = model.graph.input[0].name
     _check_known(model, tensors, str(fp32_path))
     outputs = [name for name in tensors if name != input_name]

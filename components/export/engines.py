@@ -15,11 +15,11 @@ from typing import Any
 
 import onnx
 import torch
-from onnx.checker import MAXIMUM_PROTOBUF
 
 from components.common.artifacts import write_atomically
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, UserError
+from components.common.onnx_files import onnx_content, parse_onnx
 from components.common.records import (
     FP16_MANTISSA_BITS,
     HARDWARE_COMPATIBLE,
@@ -143,7 +143,6 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...], int | N
     plan, flags = _try_to_build(trt, order, content)
     reasons = "" if plan is not None else logger.take_errors()
     if _FAILS_TO_MERGE in reasons:
-        # Weights that are stored beside the file stay there: with them the model may be too large for one message.
         model = onnx.load_model_from_string(content)
         if apart := keep_apart(model):
             _log.warning(
@@ -160,12 +159,13 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...], int | N
 
 def _content(order: _Order) -> tuple[bytes, int | None]:
     """What the ONNX file holds, with weights rounded where that is ordered, and to how many bits if any were."""
+    content = onnx_content(order.onnx_path)
+    model = parse_onnx(content, order.onnx_path)
     if order.mantissa_bits >= FP16_MANTISSA_BITS:
-        return order.onnx_path.read_bytes(), None
-    model = onnx.load(order.onnx_path)
+        return content, None
     if not round_weights(model, order.mantissa_bits):
         _log.warning("%s has no constant weights that could be rounded: the plan keeps all bits", order.onnx_path)
-        return order.onnx_path.read_bytes(), None
+        return content, None
     if num_scaled := scaled_convolutions(model):
         _log.warning(
             "convolutions of %s that a BatchNormalization follows: %d. TensorRT may multiply it into their rounded "
@@ -173,13 +173,7 @@ def _content(order: _Order) -> tuple[bytes, int | None]:
             order.onnx_path,
             num_scaled,
         )
-    content = model.SerializeToString()
-    if len(content) > MAXIMUM_PROTOBUF:  # its weights lie beside the file, where the parser can't find the rounded ones
-        raise EngineryError(
-            f"{order.onnx_path} and its weights take {len(content):,} bytes, too many to round: the parser reads "
-            f"{MAXIMUM_PROTOBUF:,}. Set export.fp16_mantissa_bits to {FP16_MANTISSA_BITS}"
-        )
-    return content, order.mantissa_bits
+    return model.SerializeToString(), order.mantissa_bits
 
 
 def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tuple[str, ...]]:
@@ -222,8 +216,7 @@ def _network_flags(trt: ModuleType) -> int:
 
 def _parse(trt: ModuleType, network: Any, model: bytes, onnx_path: Path) -> None:
     parser = trt.OnnxParser(network, tensorrt_logger())
-    # The path lets the parser find weights that are stored beside the file.
-    if parser.parse(model, str(onnx_path)):
+    if parser.parse(model):
         return
     reasons = [str(parser.get_error(index)).strip() for index in range(parser.num_errors)]
     listed = "".join(f"\n  {number}. {reason}" for number, reason in enumerate(reasons, start=1))

@@ -18,6 +18,7 @@ from onnx import TensorProto, ValueInfoProto, version_converter
 
 from components.common.artifacts import write_atomically
 from components.common.errors import EngineryError, UserError
+from components.common.onnx_files import onnx_content, parse_onnx
 from components.common.shapes import ShapeSpec
 from components.export.placement import inline_constants, model_opset
 
@@ -167,14 +168,14 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     Raises:
         UserError: the file can't be used; the message names what was seen and the fix.
     """
-    proto = _load(source)
+    original = content = onnx_content(source)
+    proto = _parse(content, source)
     opset = model_opset(proto)
     if opset not in _USER_OPSETS:
         raise UserError(
             f"{source}: opset {opset}, supported are {_USER_OPSETS.start} to {_USER_OPSETS.stop - 1}. {_fix(proto)}"
         )
     classifier = _describe(proto, source)
-    original = content = source.read_bytes()
     initializers = {tensor.name for tensor in proto.graph.initializer}
     fits = opset == OPSET and proto.ir_version <= IR_VERSION
     if not fits or any(value.name in initializers for value in proto.graph.input):
@@ -205,18 +206,10 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     return classifier, content
 
 
-def _load(path: Path) -> onnx.ModelProto:
-    try:
-        proto = onnx.load(path, load_external_data=False)
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file. Give the path of an ONNX model.") from error
-    except Exception as error:  # protobuf's DecodeError has no stable home
-        raise UserError(f"{path}: not an ONNX file ({error}).") from error
-    if any(tensor.data_location == TensorProto.EXTERNAL for tensor in proto.graph.initializer):
-        raise UserError(
-            f"{path}: keeps its weights in external data files. Write one file: "
-            f"onnx.save(onnx.load('{path.name}'), 'single.onnx', save_as_external_data=False)."
-        )
+def _parse(content: bytes, path: Path) -> onnx.ModelProto:
+    proto = parse_onnx(content, path)
+    if proto.functions:
+        raise UserError(f"{path}: defines functions of its own, supported are plain graphs. {_REEXPORT}")
     foreign = sorted(
         {f"{node.domain}.{node.op_type}" for node in proto.graph.node if node.domain not in ("", "ai.onnx")}
     )

@@ -4,9 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import onnx
-
 from components.common.errors import EngineryError, RuntimeUnavailable
+from components.common.onnx_files import read_onnx
 from components.common.records import PRECISIONS, EngineEntry, EngineLayers, Precision
 from components.common.runners.tensorrt_library import why_no_tensorrt
 from components.common.shapes import ShapeSpec
@@ -41,7 +40,7 @@ def build_plans(
         log.note(f"no TensorRT engines: {missing}")
         return (), missing
     check_options(config.engine_options)  # asked for by name: with auto, too, it is no reason to go on without
-    graph = onnx.load(output / "fp32.onnx").graph
+    graph = read_onnx(output / "fp32.onnx").graph
     convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
     entries: list[EngineEntry] = []
     for number, precision in enumerate(PRECISIONS):

@@ -11,6 +11,7 @@ import torch
 
 from components.common.digests import digest_file, digest_json
 from components.common.errors import EngineryError
+from components.common.onnx_files import read_onnx
 from components.common.records import CalibrationEntry, CpuModel, CpuTrial, SelectionEntry
 from components.common.runners import to_numpy
 from components.common.runners.torch import TorchGraph
@@ -71,7 +72,7 @@ def quantize(
         cache: folder of calibration results; None for none.
         log: told about progress and what was found.
     """
-    fp32 = onnx.load(fp32_file)
+    fp32 = read_onnx(fp32_file)
     device = _device(fp32, calibration, log)
     calibrated = _calibrate(fp32, fp32_file, calibration, device, cache, log)
     _warn_about_ranges(calibrated.histograms, log)

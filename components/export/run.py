@@ -16,6 +16,7 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
+from components.common.onnx_files import read_onnx
 from components.common.runners import to_numpy
 from components.common.steplog import StepLog
 from components.export.config import ExportConfig
@@ -50,7 +51,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         )
     _check_numerics(source, calibration, fp32_file, log)
     quantized = quantize(config, source, fp32_file, calibration, selection, cache, log)
-    fp32 = with_names(onnx.load(fp32_file))
+    fp32 = with_names(read_onnx(fp32_file))
     _write_precisions(fp32, quantized, output, log)
     write_atomically(output / "scales.json", json.dumps(quantized.scales, indent=1, sort_keys=True).encode())
     engines, missing = build_plans(config, source.shapes, output, cache, log)

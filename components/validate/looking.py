@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnx
 
 from components.common.artifacts import Artifact, BundleManifest
 from components.common.errors import EngineryError, UserError
 from components.common.evaluation import probabilities
 from components.common.image_files import check_encoded, undecodable
 from components.common.loader import load_image
+from components.common.onnx_files import read_onnx
 from components.common.records import Precision
 from components.common.runners.torch import TorchGraph, UnsupportedOperators
 from components.common.serving import Runtime, Serving, serving_runners
@@ -136,12 +136,12 @@ def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[lis
     if "int8" not in models:
         return [], [], "the bundle has no INT8 model to set beside FP32"
     try:
-        fp32 = TorchGraph(onnx.load(bundle.file(models["fp32"])))
+        fp32 = TorchGraph(read_onnx(bundle.file(models["fp32"])))
         every = feature_layers(fp32, bundle.manifest.shapes)
         if not every and not asked:
             return [], [], "the model has no feature maps of more than one pixel"
         layers = chosen_layers(every, asked)
-        return [fp32, TorchGraph(onnx.load(bundle.file(models["int8"])))], layers, ""
+        return [fp32, TorchGraph(read_onnx(bundle.file(models["int8"])))], layers, ""
     except UnsupportedOperators as error:
         return [], [], str(error)
 

@@ -9,6 +9,7 @@ import torch
 
 from components.common.errors import UserError
 from components.common.models import build_model
+from components.common.onnx_files import read_onnx
 from components.common.shapes import ShapeSpec
 from components.export.calibration import CalibrationMethod, Histogram, compute_scale
 from components.export.collection import collect_with_onnxruntime, collect_with_torch
@@ -43,7 +44,7 @@ def write_network(architecture: str, shapes: ShapeSpec, folder: Path) -> list[st
             # A fresh residual block ends in a factor of zero, and a convolution of zeros is nothing to measure.
             torch.nn.init.uniform_(layer.weight, 0.5, 1.5)
     export_onnx(model, folder / "fp32.onnx", shapes)
-    fp32 = with_names(onnx.load(folder / "fp32.onnx"))
+    fp32 = with_names(read_onnx(folder / "fp32.onnx"))
     histograms = _histograms(fp32, folder / "fp32.onnx", shapes)
     scales = {tensor: compute_scale(values, CalibrationMethod.MAX) for tensor, values in histograms.items()}
     fp16 = to_fp16(fp32)

@@ -7,6 +7,7 @@ import numpy as np
 import onnxruntime
 
 from components.common.environment import cpu_name, num_cores
+from components.common.onnx_files import onnx_content, parse_onnx
 from components.common.runners import Images, Measuring, Timing, measure_host, to_numpy
 from components.common.shapes import ShapeSpec
 
@@ -23,8 +24,9 @@ def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.In
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = num_cores()
     options.log_severity_level = 3
-    source = str(model) if isinstance(model, Path) else model
-    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    content = onnx_content(model) if isinstance(model, Path) else model
+    parse_onnx(content, model if isinstance(model, Path) else Path("model"))
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 class OnnxRuntimeRunner:

@@ -9,6 +9,7 @@ import numpy as np
 
 from components.common.environment import cpu_name, num_cores
 from components.common.errors import RuntimeUnavailable
+from components.common.onnx_files import read_onnx
 from components.common.runners import Images, Measuring, Timing, measure_host, to_numpy
 from components.common.shapes import ShapeSpec
 
@@ -81,6 +82,7 @@ class OpenVINORunner:
 
 
 def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
+    read_onnx(onnx_path)  # refuses weights in other files
     core = _core()
     settings = {props.hint.inference_precision: ov.Type.f32, props.inference_num_threads: num_cores(), **hints}
     return core.compile_model(core.read_model(onnx_path), "CPU", settings)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from components.common.environment import cpu_name
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.onnx_files import read_onnx
 from components.common.runners import Images, Measuring, Timing, measure_host
 from components.common.runners.torch_layers import fake_quantize
 from components.common.runners.torch_operators import as_tensor, bind, why_unsupported
@@ -157,7 +158,7 @@ class TorchRunner:
             EngineryError: see TorchGraph.
         """
         self._shapes = shapes
-        self._graph = TorchGraph(onnx.load(onnx_path), device)
+        self._graph = TorchGraph(read_onnx(onnx_path), device)
         names = (self._graph.input_name, self._graph.output_name)
         if names != (shapes.input_name, shapes.output_name):
             raise UserError(

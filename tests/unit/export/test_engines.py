@@ -1,6 +1,5 @@
 """What TensorRT is given to build, and when again. It is replaced by what it says; tests/gpu builds real engines."""
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +22,14 @@ FAILS_TO_MERGE = "graphOptimizer.cpp::chooseHigherPrecision::1 Error (kFLOAT || 
 
 
 def network(folder: Path, num_siblings: int, weight: float = 1.0) -> Path:
-    """1x1 convolutions that read the same tensor, with their weights beside the file."""
+    """1x1 convolutions that read the same tensor."""
     nodes = [helper.make_node("Conv", ["x", f"w{number}"], [f"y{number}"]) for number in range(num_siblings)]
     weights = [numpy_helper.from_array(np.full((8, 8, 1, 1), weight, np.float32), f"w{number}") for number in range(8)]
     read = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 4, 4])
     written = [helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None) for number in range(num_siblings)]
     graph = helper.make_graph(nodes, "siblings", [read], written, weights[:num_siblings])
     file = folder / "int8.onnx"
-    onnx.save(helper.make_model(graph), file, save_as_external_data=True, location="weights", size_threshold=0)
+    onnx.save(helper.make_model(graph), file)
     return file
 
 
@@ -63,7 +62,6 @@ def test_siblings_that_are_not_merged_are_built_apart(monkeypatch: pytest.Monkey
     assert tried[0] == before == file.read_bytes()
     again = onnx.load_model_from_string(tried[1])
     assert [list(entry.ints) for entry in again.graph.node[1].attribute] == [[2, 2]]
-    assert all(weights.data_location == TensorProto.EXTERNAL for weights in again.graph.initializer)
 
 
 @pytest.mark.parametrize(
@@ -90,20 +88,13 @@ def weights_of(content: bytes) -> list[float]:
 
 
 def test_weights_are_rounded_for_tensorrt_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where they are stored beside the file, and in the second try."""
+    """Also in the second try."""
     file = network(tmp_path, num_siblings=2, weight=1.3)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     tried, (_, _, kept_bits) = build(monkeypatch, file, [FAILS_TO_MERGE], mantissa_bits=2)
     assert kept_bits == 2
     assert [weights_of(content) for content in tried] == [[1.25, 1.25]] * 2
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_too_large_to_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engines, "MAXIMUM_PROTOBUF", 100)
-    tried, error = build(monkeypatch, network(tmp_path, num_siblings=1), [], mantissa_bits=7)
-    assert not tried
-    assert re.search("too many to round: .* Set export.fp16_mantissa_bits to 10", str(error))
 
 
 @pytest.mark.parametrize(("precision", "rounded"), [("fp32", False), ("fp16", True), ("int8", False)])

@@ -1,0 +1,126 @@
+"""An ONNX file that has the weights read from another file, wherever in it that is said."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
+
+from components.common import onnx_files
+from components.common.errors import UserError
+from components.common.onnx_files import read_onnx
+from components.common.runners.onnxruntime import OnnxRuntimeRunner
+from components.common.runners.openvino import OpenVINORunner
+from components.common.runners.torch import TorchRunner
+from components.common.shapes import ShapeSpec
+from components.export.engines import _content, _Order
+from components.export.onnx_export import read_user_onnx
+
+SECRET = "secret.bin"  # in the working directory
+
+
+def foreign(dims: tuple[int, ...] = (2,), location: str = SECRET, *, hidden: bool = False) -> TensorProto:
+    """A tensor in another file. `hidden`: it does not say so, and has a location all the same."""
+    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims)
+    tensor.external_data.add(key="location", value=location)
+    if not hidden:
+        tensor.data_location = TensorProto.EXTERNAL
+    return tensor
+
+
+def constant(tensor: TensorProto) -> onnx.NodeProto:
+    return helper.make_node("Constant", [], ["w"], value=tensor)
+
+
+def sparse(model: onnx.ModelProto) -> None:
+    indices = numpy_helper.from_array(np.array([0, 1]), "at")
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(foreign(), indices, [2]))
+
+
+def in_subgraph(model: onnx.ModelProto) -> None:
+    inner = helper.make_graph([constant(foreign())], "inner", [], [])
+    model.graph.node.insert(0, helper.make_node("If", ["c"], ["w"], then_branch=inner, else_branch=inner))
+
+
+def in_function(model: onnx.ModelProto) -> None:
+    opset = [helper.make_opsetid("", 17)]
+    model.functions.append(helper.make_function("own", "F", [], ["w"], [constant(foreign())], opset))
+
+
+def in_list(model: onnx.ModelProto) -> None:
+    node = helper.make_node("Constant", [], ["w"])
+    node.attribute.append(AttributeProto(name="value", type=AttributeProto.TENSORS, tensors=[foreign()]))
+    model.graph.node.insert(0, node)
+
+
+WAYS: dict[str, Callable[[onnx.ModelProto], None]] = {
+    "initializer": lambda model: model.graph.initializer.append(foreign()),
+    "without a word": lambda model: model.graph.initializer.append(foreign(hidden=True)),
+    "Constant": lambda model: model.graph.node.insert(0, constant(foreign())),
+    "Constant, absolute": lambda model: model.graph.node.insert(0, constant(foreign(location="/etc/hostname"))),
+    "Constant, above": lambda model: model.graph.node.insert(0, constant(foreign(location=f"../{SECRET}"))),
+    "sparse initializer": sparse,
+    "subgraph": in_subgraph,
+    "function": in_function,
+    "list of tensors": in_list,
+}
+
+
+@pytest.fixture(params=WAYS)
+def attack(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A classifier whose bias is in the working directory, which is another one than the file's."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "model").mkdir()
+    for folder in ("work", "model", "."):
+        (tmp_path / folder / SECRET).write_bytes(np.array([41, 42], np.float32).tobytes())
+    monkeypatch.chdir(tmp_path / "work")
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["x"], ["a"]),
+        helper.make_node("Flatten", ["a"], ["b"]),
+        helper.make_node("Slice", ["b", "zero", "two", "one"], ["c2"]),
+        helper.make_node("Add", ["c2", "w"], ["y"]),
+    ]
+    numbers = [numpy_helper.from_array(np.array([value]), name) for name, value in (("zero", 0), ("two", 2))]
+    axes = numpy_helper.from_array(np.array([1]), "one")
+    graph = helper.make_graph(
+        nodes,
+        "attack",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 2])],
+        [*numbers, axes],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    WAYS[request.param](model)
+    file = tmp_path / "model" / "fp32.onnx"
+    file.write_bytes(model.SerializeToString())
+    return file
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_onnx,
+        read_user_onnx,
+        lambda file: OnnxRuntimeRunner(file, SHAPES),
+        lambda file: OpenVINORunner(file, SHAPES),
+        lambda file: TorchRunner(file, SHAPES),
+        lambda file: _content(_Order(file, "fp32", SHAPES, None, 3, 1 << 20, frozenset(), 10)),
+    ],
+    ids=["onnx", "export", "onnxruntime", "openvino", "torch", "tensorrt"],
+)
+def test_weights_in_other_files_are_refused(attack: Path, read: Callable[[Path], object]) -> None:
+    with pytest.raises(UserError, match=r"keeps its weights in external data files\. Write one file"):
+        read(attack)
+
+
+SHAPES = ShapeSpec(height=8, width=8, input_name="x", output_name="y")
+
+
+def test_what_is_larger_than_protobuf_allows_is_not_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_files, "MAXIMUM_PROTOBUF", 100)
+    (tmp_path / "large.onnx").write_bytes(bytes(101))
+    with pytest.raises(UserError, match=re.escape("not an ONNX file, which has at most 100 bytes")):
+        read_onnx(tmp_path / "large.onnx")
