@@ -19,7 +19,15 @@ from components.common.settings import resolve
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import decode
-from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples, is_uri, kind_of
+from components.preprocess.sources import (
+    Source,
+    Unreadable,
+    check_data_folder,
+    find_samples,
+    is_uri,
+    kind_of,
+    read_sample,
+)
 from components.preprocess.structure import Rejected
 from pipelines.diagnosis.machine import memory_limit
 from pipelines.formats import size_text
@@ -95,7 +103,7 @@ def _check_for_images(source: Source, arguments: Mapping[str, Any]) -> None:
     reason = ""
     for sample in opened:
         try:
-            decode(source.storage.read(sample), max_pixels)
+            decode(read_sample(source.storage, sample), max_pixels)
             return
         except (OSError, Unreadable, Rejected) as error:
             reason = reason or f"{sample.path}: {error}"

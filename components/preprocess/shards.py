@@ -19,7 +19,7 @@ from components.common.digests import digest_bytes
 from components.common.records import FileEntry, Record
 from components.preprocess.decoding import as_png, decode, shrink
 from components.preprocess.pixels import PixelSums
-from components.preprocess.sources import Sample, Storage, Unreadable
+from components.preprocess.sources import Sample, Storage, Unreadable, read_sample
 from components.preprocess.structure import Rejected
 from components.preprocess.tar_writer import TarWriter
 
@@ -175,7 +175,7 @@ def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image]:
         OSError: the same, from the system.
     """
     Image.MAX_IMAGE_PIXELS = None  # decode checks, with a message of its own
-    data = task.storage.read(sample)
+    data = read_sample(task.storage, sample)
     extension, image = decode(data, task.max_pixels)
     if 0 < task.max_short_side < min(image.size):
         data, image = shrink(image, task.max_short_side, task.jpeg_quality)

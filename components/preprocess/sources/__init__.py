@@ -6,7 +6,7 @@ splits, with a storage that reads the files, is a source. Tables and WebDataset 
 
 from components.preprocess.sources.finding import find_samples
 from components.preprocess.sources.locations import check_data_folder, is_uri, kind_of, local_path
-from components.preprocess.sources.samples import Sample, Source, Storage, Unreadable, counts_by_label
+from components.preprocess.sources.samples import Sample, Source, Storage, Unreadable, counts_by_label, read_sample
 
 __all__ = [
     "Sample",
@@ -19,4 +19,5 @@ __all__ = [
     "is_uri",
     "kind_of",
     "local_path",
+    "read_sample",
 ]

@@ -38,6 +38,9 @@ class AddressRefused(PermissionError):
     """A web server leads to an address of an inner network; strerror says which, and what to do."""
 
 
+MAX_FILE_BYTES = 1 << 29  # of an image file; more is not read into memory
+
+
 class Storage(Protocol):
     """Reads samples. Goes to spawned processes by pickle and opens what it needs there."""
 
@@ -48,6 +51,18 @@ class Storage(Protocol):
             OSError: it is gone, may not be read, or its server can't be reached.
             Unreadable: it must not or can't be used.
         """
+
+
+def read_sample(storage: Storage, sample: Sample) -> bytes:
+    """The file's bytes, as Storage.read, unless there are more than an image has.
+
+    Raises:
+        OSError: as Storage.read.
+        Unreadable: as Storage.read, or it is too large.
+    """
+    if sample.size_bytes > MAX_FILE_BYTES:
+        raise Unreadable(f"has {sample.size_bytes:,} bytes, more than an image may have")
+    return storage.read(sample)
 
 
 @dataclass(frozen=True, kw_only=True)

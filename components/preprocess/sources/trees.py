@@ -8,6 +8,7 @@ from components.common.errors import UserError
 from components.preprocess.sources.places import FileStorage, LocalPlace, RemotePlace, is_below, told_plainly
 from components.preprocess.sources.samples import Sample, Storage, ZipEntry
 
+_MAX_NAME_CHARACTERS = 1 << 28  # of all folders of a list; each is known by the whole of its path
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 
@@ -119,11 +120,18 @@ class ListedTree:
         self._storage = storage
         for file in files:
             self._files.setdefault(file.path.rpartition("/")[0], []).append(file)
+        num_characters = 0
         for folder in self._files:
             while folder:
                 above, _, last = folder.rpartition("/")
-                self._folders.setdefault(above, set()).add(last)
+                below = self._folders.setdefault(above, set())
+                if last in below:
+                    break
+                below.add(last)
+                num_characters += len(folder)
                 folder = above
+            if num_characters > _MAX_NAME_CHARACTERS:
+                raise UserError(f"{name} has too many folders, or too many in one another; take the odd ones away")
 
     def folders(self, path: str) -> list[str]:
         """As Tree."""

@@ -16,10 +16,9 @@ import aiohttp
 import yarl
 
 from components.common.errors import UserError
-from components.preprocess.sources.samples import AddressRefused
+from components.preprocess.sources.samples import MAX_FILE_BYTES, AddressRefused
 
 ALLOWED = "ENGINERY_ALLOWED_NETWORKS"
-_MAX_BYTES = 1 << 29  # of an answer that is held in memory: an image, or a part of an archive
 _CONNECT_S = 30.0
 _SILENCE_S = 60.0  # without a byte
 _TOTAL_S = 300.0
@@ -38,9 +37,9 @@ class _Response(aiohttp.ClientResponse):
             found = bytearray()
             async for chunk in self.content.iter_chunked(1 << 20):
                 found += chunk
-                if len(found) > _MAX_BYTES:
+                if len(found) > MAX_FILE_BYTES:
                     self.close()
-                    raise OSError(f"the answer has more than {_MAX_BYTES:,} bytes")
+                    raise OSError(f"the answer has more than {MAX_FILE_BYTES:,} bytes")
             self._body = bytes(found)
         return self._body
 

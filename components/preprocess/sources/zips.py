@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.common.errors import UserError
-from components.preprocess.sources.samples import Sample, Unreadable, ZipEntry
+from components.preprocess.sources.samples import MAX_FILE_BYTES, Sample, Unreadable, ZipEntry
 from components.preprocess.sources.tars import OUTSIDE, Listing
 from components.preprocess.sources.trees import File, is_image_name, is_visible, safe_path
 
-_MAX_BYTES = 10**9  # of one image, unpacked
+_MAX_DIRECTORY_BYTES = 1 << 28  # about 2.5 million members, whose entries take ten times as much in memory
 _ENCRYPTED = 0x1
 _SIGNATURE = b"PK\x03\x04"
 _HEADER = struct.Struct("<26xHH")  # of a member: lengths of its name and of extra fields, which follow
@@ -34,6 +34,7 @@ def list_zip(file: str, name: str) -> Listing:
     """
     listing = Listing()
     try:
+        _check_directory(file, name)
         with zipfile.ZipFile(file) as archive:
             for path, member in _members(archive):
                 if path and member.is_dir():
@@ -69,7 +70,7 @@ class ZipStorage:
             raise FileNotFoundError(2, "not in the archive", sample.path)
         if entry.is_encrypted:
             raise Unreadable("encrypted; unpack the archive with its password and name the folder")
-        if max(sample.size_bytes, entry.packed_bytes) > _MAX_BYTES:
+        if max(sample.size_bytes, entry.packed_bytes) > MAX_FILE_BYTES:
             raise Unreadable(f"unpacks to {sample.size_bytes:,} bytes, more than an image may have")
         with open(self.file, "rb") as archive:
             archive.seek(sample.offset)
@@ -84,6 +85,14 @@ class ZipStorage:
         if zlib.crc32(data) != entry.crc:
             raise Unreadable("damaged in the archive: its checksum is wrong")
         return data
+
+
+def _check_directory(file: str, name: str) -> None:
+    """Refuse a directory that is too large to read, by the record at the end of the archive."""
+    with open(file, "rb") as stream:
+        end = zipfile._EndRecData(stream)  # type: ignore[attr-defined]
+    if end and end[zipfile._ECD_SIZE] > _MAX_DIRECTORY_BYTES:  # type: ignore[attr-defined]
+        raise UserError(f"{name} has a directory of more than {_MAX_DIRECTORY_BYTES:,} bytes; pack it as a tar")
 
 
 def _unpacked(packed: bytes, method: int, size_bytes: int) -> bytes:

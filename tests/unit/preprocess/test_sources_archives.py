@@ -1,6 +1,7 @@
 """Images within tar and zip archives, which may be hostile."""
 
 import io
+import lzma
 import os
 import pickle
 import shutil
@@ -9,6 +10,7 @@ import sys
 import tarfile
 import tracemalloc
 import zipfile
+import zlib
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from components.common.errors import EngineryError, UserError
-from components.preprocess.sources import Sample, Source, Unreadable, find_samples
+from components.preprocess.sources import Sample, Source, Unreadable, find_samples, read_sample
 
 WriteTree = Callable[..., Path]
 MODES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".tar.bz2": "w:bz2", ".tar.xz": "w:xz"}
@@ -184,7 +186,7 @@ def test_hostile_members_of_a_zip_are_never_read(tmp_path: Path, monkeypatch: py
         packed.writestr("./", b"")
         packed.writestr("/root.png", b"evil")
         packed.writestr(link, "/etc/passwd")
-    monkeypatch.setattr("components.preprocess.sources.zips._MAX_BYTES", 4999)
+    monkeypatch.setattr("components.preprocess.sources.zips.MAX_FILE_BYTES", 4999)
     source = find(file, tmp_path / "scratch")
     assert reasons(source) == {
         "../up.png": "a path out of the archive",
@@ -399,3 +401,121 @@ def test_names_of_an_archive_need_not_be_unicode(tmp_path: Path) -> None:
             packed.addfile(info, io.BytesIO(data))
     found = contents(find(file, tmp_path / "scratch"))
     assert odd in found["train"] | found["val"]
+
+
+MANY = 400 << 20
+
+
+def header(kind: bytes, size: int, name: str = "a/0.png") -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def sparse_file(file: Path, start: bytes, size: int) -> Path:
+    """`start`, then nothing but a hole: it takes a block of the disk."""
+    file.write_bytes(start)
+    os.truncate(file, size)
+    assert file.stat().st_blocks * 512 <= len(start) + (64 << 10)
+    return file
+
+
+def pax_record(key: str, value: str) -> bytes:
+    text = f" {key}={value}\n".encode()
+    length = len(text) + len(str(len(text) + 2))
+    return f"{length}".encode() + text
+
+
+PAX_SPARSE = pax_record("GNU.sparse.major", "1") + pax_record("GNU.sparse.minor", "0")
+BOMBS = {
+    "GNU long name": header(tarfile.GNUTYPE_LONGNAME, MANY),
+    "GNU long link": header(tarfile.GNUTYPE_LONGLINK, MANY),
+    "PAX header": header(tarfile.XHDTYPE, MANY),
+    "global PAX header": header(tarfile.XGLTYPE, MANY),
+    "PAX sparse map": header(tarfile.XHDTYPE, len(PAX_SPARSE))
+    + PAX_SPARSE.ljust(512, b"\0")
+    + header(tarfile.REGTYPE, MANY),
+    "chain of long names": (header(tarfile.GNUTYPE_LONGNAME, 2) + b"a\0".ljust(512, b"\0")) * 2000,
+    "large member": header(tarfile.REGTYPE, 1 << 40),
+    "negative size": header(tarfile.REGTYPE, 512)[:124] + b"\xff" * 12 + header(tarfile.REGTYPE, 512)[136:],
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_tar_of_a_few_kilobytes_costs_no_memory(tmp_path: Path, name: str) -> None:
+    """It claims to hold 400 MB and more; listing it, and reading what is listed, takes next to nothing."""
+    file = sparse_file(tmp_path / "x.tar", BOMBS[name], MANY + (1 << 20))
+
+    def read() -> bytes:
+        source = find(file, tmp_path / "scratch")
+        return read_sample(source.storage, source.splits["train"][0])
+
+    tracemalloc.start()
+    try:
+        with pytest.raises((UserError, Unreadable)):
+            read()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 10_000_000
+
+
+def test_what_is_larger_than_an_image_is_not_read(tmp_path: Path, write_tree: WriteTree) -> None:
+    root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
+    sparse_file(root / "a" / "large.png", b"", 1 << 40)
+    samples = [sample for split in find(root, tmp_path / "scratch").splits.values() for sample in split]
+    (large,) = (sample for sample in samples if "large" in sample.path)
+    with pytest.raises(Unreadable, match=r"has 1,099,511,627,776 bytes, more than an image may have"):
+        read_sample(find(root, tmp_path / "scratch").storage, large)
+
+
+def test_folders_in_one_another_without_end(tmp_path: Path) -> None:
+    file = tmp_path / "x.tar"
+    with tarfile.open(file, "w", format=tarfile.GNU_FORMAT) as packed:
+        for number in range(4):
+            packed.addfile(member(f"{number}/{'d/' * 30_000}0.png")[0])
+    with pytest.raises(UserError, match="has too many folders, or too many in one another"):
+        find(file, tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("number", ["_MAX_MEMBERS", "_MAX_DIRECTORY_BYTES"])
+def test_too_many_members(tmp_path: Path, write_tree: WriteTree, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
+    suffix, module = (".tar", "tars") if number == "_MAX_MEMBERS" else (".zip", "zips")
+    monkeypatch.setattr(f"components.preprocess.sources.{module}.{number}", 3)
+    with pytest.raises(UserError, match=r"has (more than 3 members|a directory of more than 3 bytes); pack it as "):
+        find(archive(tmp_path / f"images{suffix}", root), tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.xz", ".tar.bz2"])
+def test_a_compressed_bomb_is_given_up_before_it_fills_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr("components.preprocess.sources.tars._MIN_BOMB_BYTES", 1 << 24)
+    file = tmp_path / f"x{suffix}"
+    with tarfile.open(file, MODES[suffix]) as packed:
+        info = tarfile.TarInfo("a/0.png")
+        info.size = 64 << 20
+        packed.addfile(info, io.BytesIO(bytes(info.size)))
+    with pytest.raises(UserError, match=r"unpacks to more than 16,777,216 bytes, 200 times its size"):
+        find(file, tmp_path / "scratch")
+    assert sum(left.stat().st_size for left in (tmp_path / "scratch").iterdir()) <= 1 << 24
+
+
+def test_the_dictionary_of_an_xz_file_is_bounded(tmp_path: Path) -> None:
+    body = bytearray(lzma.compress(bytes(1 << 16), format=lzma.FORMAT_XZ, check=lzma.CHECK_NONE))
+    at = body.index(b"\x21\x01") + 2  # LZMA2's filter, one byte of properties: the dictionary's size
+    body[at] = 39  # 3 GiB
+    header_size = (body[12] + 1) * 4
+    body[12 + header_size - 4 : 12 + header_size] = zlib.crc32(body[12 : 12 + header_size - 4]).to_bytes(4, "little")
+    (tmp_path / "x.tar.xz").write_bytes(body)
+    with pytest.raises(UserError, match=r"x\.tar\.xz is damaged \(Memory usage limit exceeded\)"):
+        find(tmp_path / "x.tar.xz", tmp_path / "scratch")
+
+
+def test_several_xz_streams_are_one_file(tmp_path: Path, write_tree: WriteTree) -> None:
+    plain = archive(tmp_path / "x.tar", write_tree(tmp_path / "images", {"a": 2, "b": 2})).read_bytes()
+    parts = [lzma.compress(plain[:700]), lzma.compress(plain[700:])]
+    (tmp_path / "x.tar.xz").write_bytes(parts[0] + bytes(4) + parts[1] + bytes(8))
+    source = find(tmp_path / "x.tar.xz", tmp_path / "scratch")
+    assert contents(source) == contents(find(tmp_path / "x.tar", tmp_path / "scratch"))

@@ -492,7 +492,7 @@ def test_an_answer_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         used = sum(file.stat().st_size for file in Path(folder).iterdir())
         return before._replace(free=(1 << 30) + (4 << 20) - used)
 
-    monkeypatch.setattr(web, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(web, "MAX_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(places.shutil, "disk_usage", free)
     with leading("/") as outer:
         with pytest.raises(OSError, match="the answer has more than 1,048,576 bytes"):
