@@ -1,6 +1,7 @@
 """How a step starts and ends, the same under KFP, in a container and typed by a person."""
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -77,7 +78,10 @@ class Step:
         log.event("started", process_started=time.time() - process_age_s(), pid=os.getpid())
         config = resolve(self.config, self.name, settings)
         tracked = not torchrun_rank() and any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
+        gc.disable()  # a library makes objects by the million, and none of them is garbage
         run: Callable[..., str] = import_module(f"components.{self.name}.run").run
+        gc.freeze()
+        gc.enable()
         imports_s = process_age_s()
         started = time.perf_counter()
         with ExitStack() as stack:

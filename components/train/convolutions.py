@@ -19,13 +19,25 @@ class SmallConv2d(nn.Conv2d):
         if isinstance(padding, str) or input.shape[2] * input.shape[3] * kernel_h * kernel_w > _MAX_ROWS:
             return super()._conv_forward(input, weight, bias)
         pad_h, pad_w = padding
+        rows = _windows(input.shape[2], kernel_h, stride_h, pad_h)
+        columns = _windows(input.shape[3], kernel_w, stride_w, pad_w)
         images = nn.functional.pad(input.permute(0, 2, 3, 1), (0, 0, pad_w, pad_w, pad_h, pad_h))
-        windows = images.unfold(1, kernel_h, stride_h).unfold(2, kernel_w, stride_w)  # [B, OH, OW, C, KH, KW]
-        batch_size, height, width = windows.shape[:3]
-        columns = windows.permute(0, 1, 2, 4, 5, 3).reshape(batch_size * height * width, -1)
-        # The weights lie as [O, KH, KW, C] in memory, so neither they nor the result are copied.
-        result = nn.functional.linear(columns, weight.permute(0, 2, 3, 1).flatten(1), bias)
-        return result.view(batch_size, height, width, -1).permute(0, 3, 1, 2)
+        # [B, OH, OW, KH * KW * C], as the weights lie in memory: [O, KH, KW, C]
+        seen = [images[:, row, column] for row in rows.values() for column in columns.values()]
+        windows = torch.cat(seen, dim=3) if len(seen) > 1 else seen[0]
+        if len(rows) < kernel_h or len(columns) < kernel_w:
+            weight = weight[:, :, min(rows) : max(rows) + 1, min(columns) : max(columns) + 1]
+        result = nn.functional.linear(windows, weight.permute(0, 2, 3, 1).flatten(1), bias)
+        return result.permute(0, 3, 1, 2)
+
+
+def _windows(size: int, kernel: int, stride: int, padding: int) -> dict[int, slice]:
+    """What each place of the kernel sees of a padded side; without the outer places that see padding alone."""
+    length = (size + 2 * padding - kernel) // stride * stride + 1
+    windows = {place: slice(place, place + length, stride) for place in range(kernel)}
+    pixels = range(padding, padding + size)
+    used = [place for place in windows if any(seen in pixels for seen in range(place, place + length, stride))]
+    return {place: windows[place] for place in range(used[0], used[-1] + 1)} if used else windows
 
 
 def speed_up_small_convolutions(model: nn.Module) -> None:
