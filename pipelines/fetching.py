@@ -14,6 +14,7 @@ from components.common.digests import digest_bytes
 from components.common.errors import EngineryError, UserError
 from components.common.integrity import check_seal, claims_of, file_problem, read_manifest
 from components.common.records import FileEntry
+from components.common.trust import SIGNATURE, check_chain, check_folder, read_statements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ def fetch(source: str, target: Path, digest: str) -> Identity:
     if target.exists():
         found = read_identity(target)
         _check(target, found, digest, str(target))
+        _check_trusted(target, found, str(target))
         return found
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
@@ -88,7 +90,11 @@ def fetch(source: str, target: Path, digest: str) -> Identity:
                 (origin / name).rename(copy / name)
             else:
                 shutil.copyfile(origin / name, copy / name)
+        for file in (SIGNATURE, *read_statements(origin)):
+            if (origin / file).is_file():
+                shutil.copyfile(origin / file, copy / file)
         _check(copy, read_identity(copy), digest, source)
+        _check_trusted(copy, found, source)
         copy.rename(target)
     return found
 
@@ -98,6 +104,15 @@ def _check(folder: Path, found: Identity, digest: str, source: str) -> None:
     for name, entry in found.files.items():
         if problem := file_problem(folder, name, entry.size_bytes, entry.digest):
             raise EngineryError(f"what lies at {source} is not what was sealed: {problem}. Upload it again")
+
+
+def _check_trusted(folder: Path, found: Identity, source: str) -> None:
+    what = f"the {found.kind} at {source}"
+    check_folder(what, folder)
+    parts = {**found.inputs, found.kind: found.digest}
+    digests: dict[str, str] = {part: parts[part] for part in ("bundle", "report", "verdict") if part in parts}
+    if "bundle" in digests:
+        check_chain(what, digests, read_statements(folder), say=lambda text: None)
 
 
 def _check_digest(found: Identity, digest: str, source: str) -> None:

@@ -23,6 +23,8 @@ for _name in ("ENGINERY_HOME", "ENGINERY_EVENTS", "ENGINERY_DEBUG", "ENGINERY_PA
     os.environ.pop(_name, None)
 for _name in ("ENGINERY_IMAGE_REGISTRY", "ENGINERY_IMAGE_TAG", "KFP_TOKEN"):
     os.environ.pop(_name, None)
+for _name in ("ENGINERY_TRUST_POLICY", "ENGINERY_SIGNING_KEY", "ENGINERY_KEY_PASSPHRASE"):
+    os.environ.pop(_name, None)
 for _name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
     os.environ.pop(_name, None)
 

@@ -3,6 +3,7 @@
 Nothing here decides anything: components/common/changing.py changes aliases, by the log of components/common/ledger.py.
 """
 
+import fnmatch
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from mlflow.exceptions import MlflowException
 from components.common.errors import EngineryError, UserError
 from components.common.store import database_is_gone, without_credentials
 from components.common.tracking import REQUEST_LIMITS, check_store, is_unreachable
+from components.common.trust import STATEMENTS, read_statements
 
 Part = Literal["bundle", "report", "verdict"]
 Result = TypeVar("Result")
@@ -293,6 +295,27 @@ class Registry:
                     "Put its files back, or delete the version"
                 ) from error
             yield Path(path)
+
+    def statements(self, version: RegisteredVersion) -> dict[str, bytes]:
+        """The signed statements that lie with a version, by file name. Who may write there may have put them there."""
+        root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
+        if urlparse(root).scheme in ("", "file"):
+            return read_statements(Path(url2pathname(urlparse(root).path)))
+        at = {"tracking_uri": str(self.client.tracking_uri)}
+        names = [entry.path for entry in mlflow.artifacts.list_artifacts(artifact_uri=root, **at)]
+        with TemporaryDirectory(prefix="enginery-") as folder:
+            for name in fnmatch.filter((Path(name).name for name in names), STATEMENTS):
+                mlflow.artifacts.download_artifacts(artifact_uri=f"{root}/{name}", dst_path=folder, **at)
+            return read_statements(Path(folder))
+
+    def add_statement(self, version: RegisteredVersion, file: str, statement: bytes) -> None:
+        """Put a signed statement beside a version's files, in the place of an earlier one of that name."""
+        with TemporaryDirectory(prefix="enginery-") as folder:
+            Path(folder, file).write_bytes(statement)
+            if version.source.startswith("models:/"):
+                self.client.log_model_artifacts(version.source.removeprefix("models:/"), folder)
+            else:
+                self.client.log_artifacts(version.run_id, folder, DIRECTORY)
 
 
 def download(uri: str, folder: Path) -> Path:

@@ -11,10 +11,12 @@ from components.common.artifacts import (
     load,
     prepare_directory,
     seal,
+    write_atomically,
 )
 from components.common.errors import GateFailed, UserError
 from components.common.records import GateCheck
 from components.common.steplog import StepLog
+from components.common.trust import VERDICT, sign_verdict, step_key
 from components.common.verdict import Thresholds, recommend, remedy, run_checks, verdict_note
 from components.gate.config import GateConfig
 
@@ -26,6 +28,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
         GateFailed: a check did not pass.
         UserError: the report was written for other thresholds, so it would contradict the verdict.
     """
+    key = step_key()
     measured = load(report, ReportManifest, verify=ALL_FILES)  # all files, they are small
     _check_thresholds(config, measured)
     prepare_directory(output)
@@ -34,7 +37,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     passed = all(check.verdict == "pass" for check in checks)
     note = verdict_note(config, accuracy)
     advice = recommend(config, checks, accuracy, measured.manifest.benchmark)
-    verdict = seal(
+    sealed = seal(
         output,
         VerdictManifest,
         inputs={"report": measured.digest, "bundle": accuracy.bundle_digest},
@@ -44,7 +47,11 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
         checks=tuple(checks),
         recommendation=advice,
         note=note,
-    ).manifest
+    )
+    if key is not None:
+        digests = {"bundle": accuracy.bundle_digest, "report": measured.digest, "verdict": sealed.digest}
+        write_atomically(output / VERDICT, sign_verdict(digests, passed, key))
+    verdict = sealed.manifest
     log.event(
         "verdict",
         passed=passed,

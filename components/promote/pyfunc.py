@@ -4,9 +4,11 @@ MLflow finds this module by its name in the MLmodel file, in versions registered
 """
 
 import logging
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from components.common.evaluation import most_likely
 from components.common.instruction_sets import instruction_set
 from components.common.records import Precision
 from components.common.serving import Runtime, Serving, not_measured_here, serving_runner
+from components.common.trust import check_chain, read_statements
 from components.promote.images_in import encoded_images, image_name
 
 _MOST_DECODED = 32  # images in memory at once, as in validation on a CPU
@@ -36,13 +39,20 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
         EngineryError: the bundle is not the one that was promoted, or was changed.
         RuntimeUnavailable: nothing here runs it, or no INT8 file of the bundle is fit for this CPU.
     """
-    bundle = load(Path(data_path), BundleManifest, verify=ALL_FILES)
+    temporary = TemporaryDirectory(prefix="enginery-")  # a copy: what was checked can't be swapped any more
+    copy = shutil.copytree(data_path, Path(temporary.name) / "bundle", symlinks=True)
+    bundle = load(copy, BundleManifest, verify=ALL_FILES)
+    statements = read_statements(Path(data_path).parent)
+    check_chain(
+        f"the bundle {data_path}", {"bundle": bundle.digest}, statements, say=logging.getLogger(__name__).warning
+    )
     if bundle.digest != model_config["bundle_digest"]:
         raise EngineryError(
             f"{data_path} is another bundle than was promoted: its manifest is {bundle.digest}, the model's "
             f"MLmodel file says {model_config['bundle_digest']}. Download the version again"
         )
     model = BundleModel(bundle, model_config["precision"], model_config["runtime"])
+    model.folder = temporary
     measured_on = model_config.get("measured_on") or ()
     runner = model.serving.runner
     if measured_on and runner is not None and runner.runtime == "openvino" and instruction_set() not in measured_on:
@@ -69,6 +79,8 @@ class BundleModel:
         self._batch_size = min(_MOST_DECODED, bundle.manifest.shapes.max_batch)
         self._images = ImageBatches(bundle.manifest.transform, self._batch_size)
         self._lock = threading.Lock()
+
+    folder: TemporaryDirectory[str] | None = None  # that goes with the model
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
         """A row per image, in order: see `table`.

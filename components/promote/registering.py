@@ -8,6 +8,7 @@ from components.common.artifacts import Artifact, BundleManifest
 from components.common.mlflow_models import upload_model
 from components.common.records import Precision
 from components.common.tracking import StepRun
+from components.common.trust import read_statements
 from components.promote.packaging import write_model
 
 
@@ -35,4 +36,7 @@ def upload(
         The LoggedModel's id; what it holds lies at `models:/<id>/bundle`, and so on.
     """
     with TemporaryDirectory(prefix="enginery-") as folder:
-        return upload_model(run, name, write_model(bundle, precision, Path(folder), measured_on), parts, tags)
+        files = write_model(bundle, precision, Path(folder), measured_on)
+        for file, statement in read_statements(parts["verdict"]).items():
+            (files / file).write_bytes(statement)
+        return upload_model(run, name, files, parts, tags)

@@ -23,6 +23,7 @@ from components.common.promotions import CHAMPION
 from components.common.registry import PARTS, Part, Registry
 from components.common.standing import Standing, check_tags, load_standing, standing_of
 from components.common.steplog import StepLog
+from components.common.trust import check_chain, read_statements
 from components.promote.config import PromoteConfig
 from components.promote.deciding import Decision, Judgement
 from components.promote.measures import measures, settings
@@ -39,7 +40,8 @@ def run(
 
     Raises:
         GateFailed: the verdict is not a pass.
-        EngineryError: report or verdict are of another bundle or data set, or MLflow's server went away.
+        EngineryError: report or verdict are of another bundle or data set, no key of the machine's policy signed the
+            verdict, or MLflow's server went away.
         UserError: no MLflow is configured, or the name belongs to another model.
     """
     models = load(bundle, BundleManifest, verify=ALL_FILES)
@@ -49,6 +51,8 @@ def run(
     if standing.report.manifest.inputs["bundle"] != models.digest:
         raise EngineryError(f"the report {report} was measured on another bundle than {bundle}; validate this one")
     _check_measured(models, standing.report)
+    digests: dict[str, str] = {part: standing.digests[part] for part in PARTS}
+    check_chain(f"the bundle {bundle}", digests, read_statements(verdict), environment="", say=log.note)
     data = load(dataset, DatasetManifest)
     if data.manifest.splits["val"].digest != standing.split_digest:
         raise EngineryError(

@@ -18,6 +18,7 @@ _COMMANDS = {
     "models": "List registered models: versions, aliases, verdicts.",
     "promote": "Point an alias of a registered model to a version.",
     "rollback": "Make the previous champion champion again.",
+    "approve": "Sign that a version may run in an environment.",
     "audit": "Show why the champion is it, and every change of an alias.",
     "inspect": "Show what each precision predicts for an image, and where it looks.",
     "serve": "Serve a promoted model by Triton, or export its model repository.",

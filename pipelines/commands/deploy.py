@@ -101,7 +101,7 @@ def _new(target: Environment, model: str, images: dict[str, str], repository: Pa
 
     with registry.reached("nothing was deployed"):
         version = find_version(registry, model)
-        digest, own = approve_repository(registry, version, repository)
+        digest, own = approve_repository(registry, version, repository, target.name)
     pins = replace(pins, model=version.name, version=version.number, digest=digest, repository_digest=own)
     aliases = "".join(f" @{alias}" for alias in version.aliases)
     return _Deployment(
@@ -122,7 +122,7 @@ def _from(origin: Environment, target: Environment, checkout: Checkout) -> _Depl
     from pipelines.deploying.approving import approve_pins
 
     with registry.reached("nothing was deployed"):
-        approve_pins(registry, pins, origin.name)
+        approve_pins(registry, pins, origin.name, target.name)
     return _Deployment(
         pins=replace(pins, images={**target.read().images, **pins.images}),
         subject=f"Deploy {pins.label} to {target.name}, as it runs in {origin.name}",

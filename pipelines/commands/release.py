@@ -22,7 +22,7 @@ _Folder = click.Path(path_type=Path)
 @click.option("--report", type=_Folder, metavar="DIR", help="What validate wrote on it.")
 @click.option("--verdict", type=_Folder, metavar="DIR", help="What gate wrote on that.")
 @click.option(
-    "--key", type=_Folder, metavar="FILE", help="Ed25519 private key in PEM to sign with.  [default: unsigned]"
+    "--key", type=_Folder, metavar="FILE", help="Private key to sign with, ECDSA P-256 in PEM.  [default: unsigned]"
 )
 def release(
     directory: Path, model: str, bundle: Path | None, report: Path | None, verdict: Path | None, key: Path | None
@@ -39,9 +39,10 @@ def release(
             "--verdict; see `enginery release --help`"
         )
     # MLflow takes seconds to import: mistakes are said before.
-    from pipelines.release.signing import private_key
+    from components.common.trust import read_statements, signing_key
 
-    signer = private_key(key) if key is not None else None
+    if key is not None:
+        signing_key(key)
     from components.common.ledger import Ledger
     from components.common.registry import PARTS
     from components.common.store import without_folders
@@ -51,7 +52,8 @@ def release(
     try:
         with ExitStack() as stack:
             if named:
-                checked = write_release(named, directory, name=named["bundle"].absolute().name, key=signer)
+                name, statements = named["bundle"].absolute().name, read_statements(named["verdict"])
+                checked = write_release(named, directory, name=name, statements=statements, key=key)
             else:
                 registry = open_registry()
                 version = find_version(registry, model)
@@ -60,6 +62,7 @@ def release(
                         part: stack.enter_context(registry.files(version, part)) for part in PARTS
                     }
                     entries = Ledger(registry.client, version.name).read()
+                    statements = registry.statements(version)
                 checked = write_release(
                     parts,
                     directory,
@@ -67,7 +70,8 @@ def release(
                     version=version,
                     registry=without_folders(registry.uri),
                     entries=entries,
-                    key=signer,
+                    statements=statements,
+                    key=key,
                 )
     except OSError as error:
         if told := explain(error, directory.absolute().parent):

@@ -15,7 +15,6 @@ import click
 
 from components.common.artifacts import MANIFEST, Artifact, RepositoryManifest
 from components.common.errors import EngineryError, UserError
-from components.common.integrity import claims_of
 from components.common.records import PRECISIONS, Precision
 from pipelines.console import echo
 from pipelines.state import RunDirectory, StateDirectory, is_held
@@ -62,18 +61,26 @@ _max_wait = click.option(
 @_name
 @_top_k
 @_max_wait
-def export(model: str, directory: Path, precision: Precision | None, name: str, top_k: int, max_wait: float) -> None:
+@click.option(
+    "--key", type=click.Path(path_type=Path), metavar="FILE", help="Private key to sign with.  [default: unsigned]"
+)
+def export(
+    model: str, directory: Path, precision: Precision | None, name: str, top_k: int, max_wait: float, key: Path | None
+) -> None:
     """Write a model repository for Triton into the new folder DIR.
 
     The model is a registered version, or the folder of a release or of a bundle. Plans are written where they were
     measured; the same repository is served on a CPU by `tritonserver --model-config-name=cpu`.
     """
+    from components.common.trust import signing_key
     from pipelines.serving.repository import gpu_server_options, write_repository
     from pipelines.serving.sources import find_source
 
     config = _config(name=name, top_k=top_k, max_wait_s=max_wait)
+    if key is not None:
+        signing_key(key)
     with find_source(model, precision) as source:
-        repository = write_repository(source, directory, config)
+        repository = write_repository(source, directory, config, key)
         unmeasured = len(source.bundle.manifest.engines) and not source.measured_engines
     click.echo(f"wrote {directory}")
     _show(repository)
@@ -152,23 +159,26 @@ def _repository(
 ) -> Iterator[Artifact[RepositoryManifest]]:
     """What is served: an exported repository as it is, or one that is written for as long as the server runs."""
     from components.common.triton.opening import open_repository
+    from pipelines.fetching import fetch, read_identity
     from pipelines.serving.repository import write_repository
     from pipelines.serving.sources import find_source
 
     folder = Path(model).expanduser()
-    if (folder / MANIFEST).is_file() and claims_of((folder / MANIFEST).read_bytes()).get("kind") == "repository":
-        if given := _given("precision", "name", "top_k", "max_wait"):
-            raise UserError(
-                f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or "
-                "export anew with it"
-            )
-        yield open_repository(folder)
-        return
+    is_exported = (folder / MANIFEST).is_file() and read_identity(folder).kind == "repository"
+    if is_exported and (given := _given("precision", "name", "top_k", "max_wait")):
+        raise UserError(
+            f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or export "
+            "anew with it"
+        )
     parent = StateDirectory.current().path / "serve"
     parent.mkdir(exist_ok=True)
     _remove_left(parent)
     with TemporaryDirectory(dir=parent) as temporary:
         RunDirectory.hold(Path(temporary))
+        if is_exported:  # a copy: what was checked can't be swapped any more
+            fetch(str(folder), Path(temporary) / "models", read_identity(folder).digest)
+            yield open_repository(Path(temporary) / "models")
+            return
         with find_source(model, precision) as source:
             repository = write_repository(source, Path(temporary) / "models", _config(**config))
         yield repository

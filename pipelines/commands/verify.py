@@ -13,13 +13,20 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="The signer's Ed25519 public key in PEM.")
+@click.option(
+    "--key",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The signer's public key in PEM.  [default: the machine's trust policy]",
+)
 def verify(directory: Path, key: Path | None) -> None:
     """Check a folder that `enginery release` wrote: every file, the chain from data set to verdict, the signature.
 
     Needs no network and no registry. Ends with 1 and a line for each problem where something is wrong. Without --key
-    the signature is not checked, and only a signature shows who released it.
+    and without a trust policy the signature is not checked, and only a signature shows who released it.
     """
+    from components.common.trust import check_chain, check_folder, read_statements
+    from pipelines.release.layout import BUNDLE, REPORT, VERDICT
     from pipelines.release.signing import public_key
     from pipelines.release.verifying import verify as check
 
@@ -27,6 +34,11 @@ def verify(directory: Path, key: Path | None) -> None:
     for problem in checked.problems:
         click.secho("failed: ", fg="red", nl=False, err=True)
         click.echo(_plain(problem), err=True)
+    if key is None and not checked.problems:
+        check_folder(f"the release {directory}", directory, say=lambda text: None)
+        assert checked.record is not None  # there where no problem is
+        digests = {part: checked.record.digests[part] for part in (BUNDLE, REPORT, VERDICT)}
+        check_chain(f"the release {directory}", digests, read_statements(directory), model=checked.record.name)
     if checked.problems:
         number = len(checked.problems)
         raise EngineryError(

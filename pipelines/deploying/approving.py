@@ -12,23 +12,26 @@ if TYPE_CHECKING:  # MLflow takes seconds to import
     from components.common.registry import RegisteredVersion, Registry
 
 
-def approve(registry: "Registry", version: "RegisteredVersion") -> str:
-    """Read bundle, report and verdict of a version from the registry, each file by its digest.
+def approve(registry: "Registry", version: "RegisteredVersion", environment: str) -> str:
+    """Read bundle, report and verdict of a version from the registry, each file by its digest, and who approved it.
 
     Returns:
         The bundle's digest.
 
     Raises:
         GateFailed: its gate did not let it through.
-        EngineryError: its files are gone, or are not what was measured and promoted.
+        EngineryError: its files are gone, or are not what was measured and promoted; or no key of the machine's policy
+            approved it for the environment.
     """
     from pipelines.serving.sources import registered_chain
 
-    with registered_chain(registry, version) as chain:
+    with registered_chain(registry, version, environment) as chain:
         return chain.bundle.digest
 
 
-def approve_repository(registry: "Registry", version: "RegisteredVersion", folder: Path) -> tuple[str, str]:
+def approve_repository(
+    registry: "Registry", version: "RegisteredVersion", folder: Path, environment: str
+) -> tuple[str, str]:
     """The same, and see that a folder is what `enginery serve export` writes for the version: it is written again.
 
     Returns:
@@ -39,12 +42,14 @@ def approve_repository(registry: "Registry", version: "RegisteredVersion", folde
         EngineryError: see `approve`; or the folder holds something else, such as a model.py of somebody's own.
     """
     from components.common.triton.opening import open_repository
+    from components.common.trust import check_folder
     from pipelines.serving.repository import RepositoryConfig, write_repository
     from pipelines.serving.sources import of_chain, registered_chain
 
     found = open_repository(folder)
-    with registered_chain(registry, version) as chain, TemporaryDirectory(prefix="enginery-") as temporary:
-        source = of_chain(chain, version.name, version.number, found.manifest.precision)
+    check_folder(f"the model repository {folder}", folder)
+    with registered_chain(registry, version, environment) as chain, TemporaryDirectory(prefix="enginery-") as temporary:
+        source = of_chain(chain, version.name, version.number, found.manifest.precision, {})
         config = resolve(RepositoryConfig, "serve", found.manifest.config)
         again = write_repository(source, Path(temporary) / "models", config)
         own, due = (entry.manifest.model_dump(exclude={"seal", "environment"}) for entry in (found, again))
@@ -58,7 +63,7 @@ def approve_repository(registry: "Registry", version: "RegisteredVersion", folde
         return chain.bundle.digest, found.digest
 
 
-def approve_pins(registry: "Registry", pins: Pins, where: str) -> None:
+def approve_pins(registry: "Registry", pins: Pins, where: str, environment: str) -> None:
     """The same of what an environment's file names.
 
     Raises:
@@ -72,7 +77,7 @@ def approve_pins(registry: "Registry", pins: Pins, where: str) -> None:
             f"{pins.repository_digest!r}; all four must be there. Let `enginery deploy --env ENV NAME@champion "
             "--repository DIR` write them"
         )
-    digest = approve(registry, registry.version(pins.model, pins.version))
+    digest = approve(registry, registry.version(pins.model, pins.version), environment)
     if digest != pins.digest:
         raise GateFailed(
             f"{where} serves {pins.digest} as {pins.label}, and the registry has {digest} under that name. "
@@ -97,7 +102,7 @@ def check_environments(registry: "Registry", found: list[Environment]) -> dict[s
             lines[environment.name] = "serves no model"
             continue
         try:
-            approve_pins(registry, pins, environment.name)
+            approve_pins(registry, pins, environment.name, environment.name)
         except EngineryError as error:
             problems.append(f"{environment.name}: {error}")
             worst = error if not isinstance(worst, GateFailed) else worst

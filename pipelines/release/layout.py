@@ -16,7 +16,7 @@ CARD = "MODEL_CARD.md"
 REPORT_CARD = "model_card.md"  # what it is a copy of
 MODEL_FILES = ("MLmodel", "requirements.txt", "python_env.yaml")  # the release is a model of MLflow, too
 SUMS = "SHA256SUMS"
-SIGNATURE = "SHA256SUMS.sig"
+OLD_SIGNATURE = "SHA256SUMS.sig"  # Ed25519, of releases up to version 0.1
 ROOT_FILES = (RECORD, BOM, CARD, *MODEL_FILES)  # what SUMS lists besides the three artifacts
 REQUIRED = (*ROOT_FILES, *(f"{part}/{MANIFEST}" for part in (BUNDLE, REPORT, VERDICT)))
 

@@ -7,15 +7,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from components.common.digests import digest_file
-from pipelines.release.layout import SIGNATURE, SUMS
+from components.common.trust import SIGNATURE
+from pipelines.release.layout import OLD_SIGNATURE, SUMS
 
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>.+)")
+_UNLISTED = (SUMS, SIGNATURE, OLD_SIGNATURE)
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\\\\]+")  # names that sha256sum writes as they are
 
 
 def write_sums(folder: Path) -> bytes:
     """The content of SHA256SUMS for all files of a folder."""
-    names = sorted(name for name, problem in found_files(folder) if not problem and name not in (SUMS, SIGNATURE))
+    names = sorted(name for name, problem in found_files(folder) if not problem and name not in _UNLISTED)
     lines = [f"{digest_file(folder / name).removeprefix('sha256:')}  {name}\n" for name in names]
     return "".join(lines).encode()
 
@@ -49,7 +51,7 @@ def _name_problem(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "which leads out of the release"
-    if str(path) != name or name in (".", SUMS, SIGNATURE) or not _PLAIN.fullmatch(name):
+    if str(path) != name or name in (".", *_UNLISTED) or not _PLAIN.fullmatch(name):
         return "which is no plain name of a file in the release"
     return ""
 
@@ -82,7 +84,7 @@ def check_files(folder: Path, entries: dict[str, str]) -> Iterable[str]:
         seen.add(name)
         if problem:
             yield f"{name} {problem}"
-        elif name in (SUMS, SIGNATURE):
+        elif name in _UNLISTED:
             continue
         elif name not in entries:
             yield f"{name} is not listed in {SUMS}: it was added"

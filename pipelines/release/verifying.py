@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,23 @@ from pydantic import ValidationError
 from components.common.errors import EngineryError, UserError
 from components.common.integrity import first_problem
 from components.common.records import GateCheck
+from components.common.trust import SIGNATURE, STATEMENTS, folder_problem, public_pem
 from pipelines.release.chain import Chain, contradictions, load_chain, unlisted
 from pipelines.release.layout import (
     BOM,
     BUNDLE,
     CARD,
+    OLD_SIGNATURE,
     RECORD,
     REPORT,
     REPORT_CARD,
     REQUIRED,
     ROOT_FILES,
-    SIGNATURE,
     SUMS,
     VERDICT,
     ReleaseRecord,
 )
-from pipelines.release.signing import fingerprint, is_signed_by
+from pipelines.release.signing import PublicKey, fingerprint, is_signed_by
 from pipelines.release.sums import check_files, read_sums
 
 LOADER = "components.promote.pyfunc"
@@ -47,12 +49,12 @@ class Verification:
     """The gate's, each with what was measured and its threshold."""
 
 
-def verify(folder: Path, key: Ed25519PublicKey | None = None) -> Verification:
+def verify(folder: Path, key: PublicKey | None = None) -> Verification:
     """Check signature, files, and the chain from data set to verdict. Nothing in the release is run.
 
     Args:
         folder: what `enginery release` wrote.
-        key: the signer's; with it, a missing signature is a problem.
+        key: the signer's; with it, a missing signature is a problem. Without it the caller asks the machine's policy.
 
     Raises:
         UserError: it is no release.
@@ -95,23 +97,33 @@ def _read_list(folder: Path) -> bytes:
     return file.read_bytes()
 
 
-def _check_signature(folder: Path, listed: bytes, key: Ed25519PublicKey | None) -> tuple[list[str], str]:
+def _check_signature(folder: Path, listed: bytes, key: PublicKey | None) -> tuple[list[str], str]:
     """What is wrong with the signature, and what to say of it."""
-    file = folder / SIGNATURE
-    signed = file.is_file() and not file.is_symlink()
+    name = OLD_SIGNATURE if isinstance(key, Ed25519PublicKey) else SIGNATURE
+    files = [folder / name] if key is not None else [folder / SIGNATURE, folder / OLD_SIGNATURE]
+    signed = any(file.is_file() and not file.is_symlink() for file in files)
     if key is None:
         if signed:
             return [], "NOT CHECKED: name the signer's public key with --key"
         return [], "none: this release is not signed, so whoever could write it could also change it"
     if not signed:
-        return [f"{SIGNATURE} is missing: this release is not signed"], "missing"
-    if not is_signed_by(key, file.read_bytes(), listed):
-        return [f"{SIGNATURE} is no signature of {SUMS} by the key {fingerprint(key)}"], "wrong"
+        return [f"{name} is missing: this release is not signed"], "missing"
+    if not isinstance(key, Ed25519PublicKey):
+        problem = folder_problem(folder, public_pem(key))
+    else:
+        valid = is_signed_by(key, files[0].read_bytes(), listed)
+        problem = "" if valid else f"{name} is no signature of {SUMS} by that key"
+    if problem:
+        return [f"{problem} ({fingerprint(key)})"], "wrong"
     return [], f"valid, by the key {fingerprint(key)}"
 
 
 def _has_a_place(name: str) -> bool:
-    return name in ROOT_FILES or (name.split("/")[0] in (BUNDLE, REPORT, VERDICT) and "/" in name)
+    return (
+        name in ROOT_FILES
+        or fnmatch(name, STATEMENTS)
+        or (name.split("/")[0] in (BUNDLE, REPORT, VERDICT) and "/" in name)
+    )
 
 
 def _record_problems(folder: Path, record: ReleaseRecord, chain: Chain) -> Iterator[str]:

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from types import MappingProxyType
 
 from components.common.artifacts import MANIFEST, Manifest
 from components.common.errors import EngineryError, GateFailed
 from components.common.ledger import Entry
 from components.common.registry import RegisteredVersion
 from components.common.standing import check_log
+from components.common.trust import check_chain, sign_folder, signing_key
 from components.promote.packaging import write_model
 from pipelines.new_folders import check_new, give_name, to_disk
 from pipelines.release.bom import bill_of_materials
@@ -26,7 +26,6 @@ from pipelines.release.layout import (
     RECORD,
     REPORT,
     REPORT_CARD,
-    SIGNATURE,
     SUMS,
     VERDICT,
     ReleaseRecord,
@@ -46,7 +45,8 @@ def write_release(
     version: RegisteredVersion | None = None,
     registry: str = "",
     entries: Sequence[Entry] = (),
-    key: Ed25519PrivateKey | None = None,
+    statements: Mapping[str, bytes] = MappingProxyType({}),
+    key: Path | None = None,
 ) -> Verification:
     """Copy bundle, report and verdict, write what belongs to them, verify all of it, and only then give it its name.
 
@@ -57,11 +57,13 @@ def write_release(
         registry: where the version is; empty for none.
         entries: the audit log of the model.
         name: of the model.
-        key: to sign with; None for no signature.
+        statements: signed, that lie with the version.
+        key: file of the private key to sign with; None for no signature.
 
     Raises:
         GateFailed: the verdict is not a pass.
-        EngineryError: the three are not what they were, or don't belong together.
+        EngineryError: the three are not what they were or don't belong together, or nobody whom the machine's policy
+            trusts vouches for them.
         UserError: `output` exists.
     """
     check_new(output, "a release")
@@ -69,6 +71,8 @@ def write_release(
     if version is not None:
         digests = {part: chain.digests[part] for part in PARTS}
         check_log(version, entries, digests)
+    what = version.label if version is not None else f"the bundle {parts[BUNDLE]}"
+    check_chain(what, {part: chain.digests[part] for part in PARTS}, statements, model=version.name if version else "")
     for problem in contradictions(chain):
         raise EngineryError(f"this can't be released: {problem}")
     record = _record(chain, name, version, registry, key)
@@ -78,8 +82,10 @@ def write_release(
         _copy(chain.bundle.path, chain.bundle.manifest, temporary / BUNDLE)
         _copy(chain.report.path, chain.report.manifest, temporary / REPORT)
         _copy(chain.verdict.path, chain.verdict.manifest, temporary / VERDICT)
+        for file, statement in statements.items():
+            (temporary / file).write_bytes(statement)
         _write_rest(temporary, record, chain, key)
-        checked = verify(temporary, key.public_key() if key is not None else None)
+        checked = verify(temporary, signing_key(key).public_key() if key is not None else None)
         if checked.problems:
             raise EngineryError(f"this can't be released: {'; '.join(checked.problems)}")
         to_disk(temporary)
@@ -90,7 +96,7 @@ def write_release(
 
 
 def _record(
-    chain: Chain, name: str, version: RegisteredVersion | None, registry: str, key: Ed25519PrivateKey | None
+    chain: Chain, name: str, version: RegisteredVersion | None, registry: str, key: Path | None
 ) -> ReleaseRecord:
     decision = chain.verdict.manifest
     if not decision.passed:
@@ -106,7 +112,7 @@ def _record(
         precision=decision.served_precision,
         passed=decision.passed,
         digests=chain.digests,
-        key_fingerprint=fingerprint(key.public_key()) if key is not None else "",
+        key_fingerprint=fingerprint(signing_key(key).public_key()) if key is not None else "",
     )
 
 
@@ -125,7 +131,7 @@ def _copy(source: Path, manifest: Manifest, destination: Path) -> None:
         shutil.copyfile(source / name, target)
 
 
-def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Ed25519PrivateKey | None) -> None:
+def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Path | None) -> None:
     card, shown = folder / REPORT / REPORT_CARD, folder / REPORT / "report.json"
     if not card.is_file() or not shown.is_file():
         raise EngineryError(
@@ -138,7 +144,6 @@ def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Ed25519P
     (folder / RECORD).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     provenance = json.loads(shown.read_bytes())["provenance"]
     (folder / BOM).write_bytes(bill_of_materials(record, chain.bundle, chain.report, provenance))
-    listed = write_sums(folder)
-    (folder / SUMS).write_bytes(listed)
+    (folder / SUMS).write_bytes(write_sums(folder))
     if key is not None:
-        (folder / SIGNATURE).write_bytes(key.sign(listed))
+        sign_folder(folder, key)

@@ -12,6 +12,7 @@ from components.common.errors import EngineryError, UserError
 from components.common.integrity import file_problem
 from components.common.records import STRIPPED, VERSION_COMPATIBLE, Batching, EngineEntry
 from components.common.triton.opening import CPU, VERSION, open_repository
+from components.common.trust import sign_folder
 from pipelines.new_folders import check_new, give_name, to_disk
 from pipelines.serving.batching import DEFAULT_MAX_WAIT_S, batching_for
 from pipelines.serving.model_config import (
@@ -60,8 +61,12 @@ class RepositoryConfig(BaseModel):
     )
 
 
-def write_repository(source: Source, output: Path, config: RepositoryConfig) -> Artifact[RepositoryManifest]:
+def write_repository(
+    source: Source, output: Path, config: RepositoryConfig, key: Path | None = None
+) -> Artifact[RepositoryManifest]:
     """Write the models beside their final place, check all of it, and only then give it its name.
+
+    The statements of its source lie beside the manifest, and the signature where there is a key to sign with.
 
     Raises:
         UserError: `output` exists, the names of model or classes can't be Triton's, or a plan has no weights.
@@ -88,6 +93,10 @@ def write_repository(source: Source, output: Path, config: RepositoryConfig) -> 
     try:
         temporary.mkdir()
         _Writer(source, temporary, name, config).write()
+        for file, statement in source.statements.items():
+            (temporary / file).write_bytes(statement)
+        if key is not None:
+            sign_folder(temporary, key)
         repository = open_repository(temporary)
         to_disk(temporary)
         give_name(temporary, output)

@@ -1,14 +1,17 @@
 """What a person names to have it served: a registered version, a release, or a bundle."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from components.common.artifacts import ALL_FILES, MANIFEST, Artifact, BundleManifest, ReportManifest, load
 from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.records import EngineEntry, Precision
+from components.common.trust import check_chain, check_folder, read_statements
 from pipelines.release.chain import Chain, contradictions, load_chain
 from pipelines.release.layout import BUNDLE, REPORT, SUMS, VERDICT
 from pipelines.versions import find_version, is_reference, open_registry
@@ -29,6 +32,7 @@ class Source:
     bundle: Artifact[BundleManifest]
     report: Artifact[ReportManifest] | None  # None where nothing was measured
     digests: dict[str, str] = field(default_factory=dict)  # of bundle, report and verdict
+    statements: dict[str, bytes] = field(default_factory=dict)  # signed, by file name
 
     @property
     def measured_engines(self) -> tuple[EngineEntry, ...]:
@@ -62,7 +66,8 @@ def find_source(text: str, precision: Precision | None) -> Iterator[Source]:
         with _registered(text, precision) as source:
             yield source
     elif (folder / SUMS).is_file():
-        yield _released(folder, precision)
+        with TemporaryDirectory(prefix="enginery-") as temporary:  # what is checked can't be swapped any more
+            yield _released(shutil.copytree(folder, Path(temporary) / "release", symlinks=True), text, precision)
     elif (folder / MANIFEST).is_file():
         yield _bundle_alone(folder, precision)
     else:
@@ -78,23 +83,34 @@ def _registered(text: str, precision: Precision | None) -> Iterator[Source]:
     with registry.reached("nothing is served"):
         version = find_version(registry, text)
         with registered_chain(registry, version) as chain:
-            yield of_chain(chain, version.name, version.number, precision)
+            yield of_chain(chain, version.name, version.number, precision, registry.statements(version))
 
 
 @contextmanager
-def registered_chain(registry: "Registry", version: "RegisteredVersion") -> Iterator[Chain]:
+def registered_chain(
+    registry: "Registry", version: "RegisteredVersion", environment: str | None = None
+) -> Iterator[Chain]:
     """Bundle, report and verdict of a version that may leave the registry, as long as the context lasts.
+
+    Args:
+        registry: of the version.
+        version: which one.
+        environment: that it is for; None for this machine's own, "" for none.
 
     Raises:
         GateFailed: its verdict is no pass.
-        EngineryError: its files are gone, were changed, don't belong together, or are not what was promoted.
+        EngineryError: its files are gone, were changed, don't belong together, or are not what was promoted; or nobody
+            whom the machine's policy trusts vouches for it.
     """
     from components.common.ledger import Ledger
     from components.common.standing import check_log
 
     with ExitStack() as stack:
         chain = load_chain(*(stack.enter_context(registry.files(version, part)) for part in _PARTS))
-        check_log(version, Ledger(registry.client, version.name).read(), {part: chain.digests[part] for part in _PARTS})
+        digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
+        check_log(version, Ledger(registry.client, version.name).read(), digests)
+        statements = registry.statements(version)
+        check_chain(version.label, digests, statements, environment=environment, model=version.name)
         if not chain.verdict.manifest.passed:
             raise GateFailed(f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`")
         for problem in contradictions(chain):
@@ -102,17 +118,22 @@ def registered_chain(registry: "Registry", version: "RegisteredVersion") -> Iter
         yield chain
 
 
-def _released(folder: Path, precision: Precision | None) -> Source:
+def _released(folder: Path, shown: str, precision: Precision | None) -> Source:
     from pipelines.release.verifying import verify
 
+    check_folder(f"the release {shown}", folder)
     checked = verify(folder)
     if checked.problems or checked.record is None:
-        raise EngineryError(f"the release {folder} is not served: {'; '.join(checked.problems)}")
-    chain = load_chain(*(folder / part for part in _PARTS))
-    return of_chain(chain, checked.record.name, checked.record.version, precision)
+        raise EngineryError(f"the release {shown} is not served: {'; '.join(checked.problems)}")
+    chain, statements = load_chain(*(folder / part for part in _PARTS)), read_statements(folder)
+    digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
+    check_chain(f"the release {shown}", digests, statements, model=checked.record.name, say=lambda text: None)
+    return of_chain(chain, checked.record.name, checked.record.version, precision, statements)
 
 
-def of_chain(chain: Chain, name: str, version: str, precision: Precision | None) -> Source:
+def of_chain(
+    chain: Chain, name: str, version: str, precision: Precision | None, statements: dict[str, bytes]
+) -> Source:
     """A precision of it; None for what its verdict says to ship."""
     return Source(
         name=name,
@@ -121,11 +142,13 @@ def of_chain(chain: Chain, name: str, version: str, precision: Precision | None)
         bundle=chain.bundle,
         report=chain.report,
         digests={part: chain.digests[part] for part in _PARTS},
+        statements=statements,
     )
 
 
 def _bundle_alone(folder: Path, precision: Precision | None) -> Source:
     bundle = load(folder, BundleManifest, verify=ALL_FILES)
+    check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, read_statements(folder))
     return Source(
         name=bundle.manifest.architecture,
         version="",

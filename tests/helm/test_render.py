@@ -152,6 +152,10 @@ def test_the_model_is_fetched_by_digest() -> None:
     assert pod["initContainers"][0]["args"] == [
         "fetch", source, "/models/repository", "--digest", model["repositoryDigest"]
     ]  # fmt: skip
+    environment = {entry["name"]: entry.get("value") for entry in pod["initContainers"][0]["env"]}
+    assert environment["ENGINERY_TRUST_POLICY"] == "/etc/enginery/trust/trust.yaml"
+    (policy,) = (volume for volume in pod["volumes"] if volume["name"] == "trust")
+    assert policy["configMap"]["name"] == "enginery-trust"
     gpus = named(rendered_case("gpus"), "Deployment")["spec"]["template"]["spec"]
     assert gpus["initContainers"][0]["args"][1] == f"/store/{folder}"
     store = next(mount for mount in gpus["initContainers"][0]["volumeMounts"] if mount["name"] == "store")

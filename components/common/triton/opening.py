@@ -6,6 +6,7 @@ from pathlib import Path
 from components.common.artifacts import ALL_FILES, MANIFEST, Artifact, RepositoryManifest, load
 from components.common.errors import EngineryError
 from components.common.records import EngineEntry
+from components.common.trust import SIGNATURE, STATEMENTS
 
 VERSION = "1"  # folder of the only version of each model
 CPU = "cpu"  # name of the configurations for a server without a GPU: `tritonserver --model-config-name=cpu`
@@ -25,7 +26,8 @@ def open_repository(root: Path, *, bytecode: bool = False) -> Artifact[Repositor
         EngineryError: it was changed since it was exported, or something was added.
     """
     repository = load(root, RepositoryManifest, verify=ALL_FILES)
-    files = {MANIFEST, *repository.manifest.files}
+    beside = (SIGNATURE, *(file.name for file in root.glob(STATEMENTS) if not file.is_symlink()))
+    files = {MANIFEST, *beside, *repository.manifest.files}
     folders = {folder.as_posix() for file in files for folder in Path(file).parents}
     for path in sorted(root.rglob("*")):
         inside = path.relative_to(root)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import mlflow
@@ -15,10 +16,10 @@ from mlflow import MlflowClient
 from components.common.artifacts import ReportManifest, VerdictManifest, load
 from components.common.digests import digest_file
 from components.common.errors import EngineryError, GateFailed, UserError
+from components.common.trust import PASSPHRASE_VARIABLE
 from components.promote.packaging import write_model
 from pipelines.commands import cli
 from pipelines.release import writing
-from pipelines.release.signing import PASSPHRASE_VARIABLE
 
 from .making import NAME, promote_parts, reseal, write_keys
 
@@ -50,7 +51,7 @@ def test_a_release_of_a_registered_version(promoted, proved, tmp_path: Path, key
     names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     root = {name for name in names if "/" not in name}
     assert root == {
-        *("release.json", "inputs.cdx.json", "MODEL_CARD.md", "SHA256SUMS", "SHA256SUMS.sig"),
+        *("release.json", "inputs.cdx.json", "MODEL_CARD.md", "SHA256SUMS", "model.sig"),
         *("MLmodel", "requirements.txt", "python_env.yaml"),
     }
     for part, path in proved.parts.items():
@@ -65,15 +66,15 @@ def test_a_release_of_a_registered_version(promoted, proved, tmp_path: Path, key
     assert f"signature: valid, by the key {record['key_fingerprint']}" in text
 
 
-def test_coreutils_and_openssl_agree(promoted, tmp_path: Path, keys) -> None:
+def test_coreutils_openssl_and_model_signing_agree(promoted, tmp_path: Path, keys) -> None:
     private, public = keys
     out = tmp_path / "out"
     enginery("release", out, f"{NAME}/1", "--key", private)
     done = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=out, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    command = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(public), "-rawin", "-in", "SHA256SUMS"]
-    done = subprocess.run([*command, "-sigfile", "SHA256SUMS.sig"], cwd=out, capture_output=True, text=True)
-    assert "Signature Verified Successfully" in done.stdout, done.stdout + done.stderr
+    command = [sys.executable, "-m", "model_signing", "verify", "key", str(out), "--signature", str(out / "model.sig")]
+    done = subprocess.run([*command, "--public_key", str(public)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     der = subprocess.run(
         ["openssl", "pkey", "-pubin", "-in", str(public), "-outform", "DER"], capture_output=True, check=True
     ).stdout
@@ -237,9 +238,9 @@ def test_keys_of_every_kind(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words = ["release", tmp_path / "out", *by_paths(proved.parts), "--key"]
     for file, said in (
         (tmp_path / "nothing", "can't read the key .*nothing: No such file"),
-        (tmp_path / "text.key", "is no private key in PEM .*openssl genpkey -algorithm ed25519"),
+        (tmp_path / "text.key", "is no private key in PEM .*openssl genpkey -algorithm EC"),
         (public, "is no private key in PEM"),
-        (rsa, "is a key of another kind than Ed25519"),
+        (rsa, "is a key of another kind than ECDSA P-256"),
         (locked, f"has a passphrase; set {PASSPHRASE_VARIABLE}"),
     ):
         with pytest.raises(UserError, match=said):

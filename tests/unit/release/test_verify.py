@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from components.common.errors import EngineryError, UserError
-from pipelines.release.signing import private_key, public_key
+from pipelines.release.signing import PublicKey, public_key
 from pipelines.release.sums import write_sums
 from pipelines.release.verifying import verify
 from pipelines.release.writing import write_release
@@ -28,7 +29,7 @@ def signed(proved, tmp_path_factory) -> tuple[Path, Path]:
     """A signed release, and the public key."""
     folder = tmp_path_factory.mktemp("signed")
     private, public = write_keys(folder / "signer")
-    write_release(proved.parts, folder / "out", name="digits", key=private_key(private))
+    write_release(proved.parts, folder / "out", name="digits", key=private)
     return folder / "out", public
 
 
@@ -39,11 +40,11 @@ def release(signed, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def key(signed) -> Ed25519PublicKey:
+def key(signed) -> PublicKey:
     return public_key(signed[1])
 
 
-def problems(release: Path, key: Ed25519PublicKey | None = None) -> str:
+def problems(release: Path, key: PublicKey | None = None) -> str:
     return "\n".join(verify(release, key).problems)
 
 
@@ -101,7 +102,7 @@ def test_an_added_file(release: Path, key, name: str, listed: bool) -> None:
         list_anew(release)
         said = "is not named in bundle/manifest.json" if name.startswith("bundle") else "has no place in a release"
         assert f"{name} {said}" in problems(release)
-        assert "SHA256SUMS.sig is no signature of SHA256SUMS" in problems(release, key)
+        assert "model.sig does not fit" in problems(release, key)
 
 
 def test_links_pipes_and_empty_folders(release: Path) -> None:
@@ -130,36 +131,50 @@ def test_a_folder_behind_a_link(release: Path) -> None:
 
 
 def test_a_signature_that_is_a_link(release: Path, key) -> None:
-    os.rename(release / "SHA256SUMS.sig", release.parent / "sig")
-    (release / "SHA256SUMS.sig").symlink_to(release.parent / "sig")
-    assert "SHA256SUMS.sig is a symbolic link" in problems(release, key)
+    os.rename(release / "model.sig", release.parent / "sig")
+    (release / "model.sig").symlink_to(release.parent / "sig")
+    assert "model.sig is a symbolic link" in problems(release, key)
     assert "not signed" in problems(release, key)
 
 
 def test_a_list_written_anew(release: Path, key) -> None:
     (release / "MODEL_CARD.md").write_text("100 % top-1")
     list_anew(release)
-    assert "SHA256SUMS.sig is no signature of SHA256SUMS by the key sha256:" in problems(release, key)
+    assert "model.sig does not fit MODEL_CARD.md, SHA256SUMS (sha256:" in problems(release, key)
     assert problems(release) == "MODEL_CARD.md is not the report's model_card.md"
 
 
 def test_another_releases_signature(release: Path, key, proved, tmp_path: Path) -> None:
     private, public = write_keys(tmp_path / "stranger")
-    write_release(proved.parts, tmp_path / "other", name="other", key=private_key(private))
-    own = (release / "SHA256SUMS.sig").read_bytes()
-    shutil.copyfile(tmp_path / "other/SHA256SUMS.sig", release / "SHA256SUMS.sig")
-    assert "SHA256SUMS.sig is no signature" in problems(release, key)
-    assert "SHA256SUMS.sig is no signature" in problems(release, public_key(public))
+    write_release(proved.parts, tmp_path / "other", name="other", key=private)
+    own = (release / "model.sig").read_bytes()
+    shutil.copyfile(tmp_path / "other/model.sig", release / "model.sig")
+    assert "model.sig does not fit" in problems(release, key)
+    assert "model.sig does not fit" in problems(release, public_key(public))
     for data in (b"", own[:-1], own + b"x", bytes(64)):
-        (release / "SHA256SUMS.sig").write_bytes(data)
-        assert "SHA256SUMS.sig is no signature" in problems(release, key)
-    (release / "SHA256SUMS.sig").write_bytes(own)
-    assert "SHA256SUMS.sig is no signature" in problems(release, public_key(public))
+        (release / "model.sig").write_bytes(data)
+        assert "model.sig does not fit" in problems(release, key)
+    (release / "model.sig").write_bytes(own)
+    assert "model.sig does not fit" in problems(release, public_key(public))
+
+
+def test_a_release_of_version_0_1(proved, tmp_path: Path) -> None:
+    """Signed with Ed25519 over SHA256SUMS: it stays readable."""
+    write_release(proved.parts, tmp_path / "out", name="digits")
+    key = Ed25519PrivateKey.generate()
+    (tmp_path / "old.pub").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    (tmp_path / "out/SHA256SUMS.sig").write_bytes(key.sign((tmp_path / "out/SHA256SUMS").read_bytes()))
+    old = public_key(tmp_path / "old.pub")
+    assert verify(tmp_path / "out", old).signature.startswith("valid, by the key sha256:")
+    (tmp_path / "out/release.json").write_bytes(b"{}")
+    list_anew(tmp_path / "out")
+    assert "SHA256SUMS.sig is no signature of SHA256SUMS" in problems(tmp_path / "out", old)
+    assert "model.sig is missing" in problems(tmp_path / "out", public_key(write_keys(tmp_path / "new")[1]))
 
 
 def test_a_signature_taken_away(release: Path, key) -> None:
-    (release / "SHA256SUMS.sig").unlink()
-    assert problems(release, key) == "SHA256SUMS.sig is missing: this release is not signed"
+    (release / "model.sig").unlink()
+    assert problems(release, key) == "model.sig is missing: this release is not signed"
     assert verify(release).signature.startswith("none: this release is not signed")
 
 
@@ -240,7 +255,7 @@ def test_a_manifest_sealed_again(release: Path, key, part: str, forgery: Forgery
     reseal(release / part / "manifest.json", forgery)
     list_anew(release)
     assert said in problems(release)
-    assert "SHA256SUMS.sig is no signature" in problems(release, key)
+    assert "model.sig does not fit" in problems(release, key)
 
 
 def test_a_manifest_that_leads_out(release: Path) -> None:
@@ -327,9 +342,9 @@ def test_the_command(release: Path, signed) -> None:
     done = command(release, "--key", signed[1])
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("failed: bundle/int8.onnx was changed: its digest is sha256:e3b0c44298fc")
-    assert lines[1] == "failed: new\ufffd[31m is not listed in SHA256SUMS: it was added"
-    assert lines[2].endswith("is not as it was released: 2 problems. Get it again from who released it")
+    assert lines[1].startswith("failed: bundle/int8.onnx was changed: its digest is sha256:e3b0c44298fc")
+    assert lines[2] == "failed: new\ufffd[31m is not listed in SHA256SUMS: it was added"
+    assert lines[3].endswith("is not as it was released: 3 problems. Get it again from who released it")
     assert "Traceback" not in done.stderr
     assert "released" not in done.stdout
     done = command(release.parent)

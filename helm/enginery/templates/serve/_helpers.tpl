@@ -82,6 +82,10 @@ initContainers:
       - {{ $serve.model.repositoryDigest }}
     env:
       {{- include "enginery.storage.env" $root | nindent 6 }}
+      {{- with $root.Values.trust.existingConfigMap }}
+      - name: ENGINERY_TRUST_POLICY
+        value: /etc/enginery/trust/{{ $root.Values.trust.key }}
+      {{- end }}
     securityContext:
       {{- include "enginery.containerSecurityContext" $root | nindent 6 }}
     resources:
@@ -97,6 +101,11 @@ initContainers:
         {{- with $serve.model.path }}
         subPath: {{ . }}
         {{- end }}
+        readOnly: true
+      {{- end }}
+      {{- if $root.Values.trust.existingConfigMap }}
+      - name: trust
+        mountPath: /etc/enginery/trust
         readOnly: true
       {{- end }}
       {{- include "enginery.storage.mounts" $root | nindent 6 }}
@@ -169,6 +178,11 @@ volumes:
     persistentVolumeClaim:
       claimName: {{ . }}
       readOnly: true
+  {{- end }}
+  {{- with $root.Values.trust.existingConfigMap }}
+  - name: trust
+    configMap:
+      name: {{ . }}
   {{- end }}
   {{- include "enginery.storage.volumes" $root | nindent 2 }}
 {{- end -}}
