@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from components.common.errors import UserError
 from components.common.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
 from components.common.shown import without_secrets
-from components.export.config import ExportConfig
+from components.export.config import WEIGHT_SUFFIXES, ExportConfig
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
 from components.promote.config import PromoteConfig
@@ -204,7 +204,11 @@ def resolve_arguments(
     _fill(file, plain)
     if local:
         _make_absolute(plain)
-    return _checked(file, plain, steps)
+    arguments = _checked(file, plain, steps)
+    model, architecture = (str(arguments.get(name) or "") for name in ("model", "architecture"))
+    if model.endswith(WEIGHT_SUFFIXES) and not architecture:
+        raise UserError(f"{model} holds weights only: name their architecture, such as --architecture resnet50")
+    return arguments
 
 
 def _take(

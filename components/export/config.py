@@ -9,6 +9,7 @@ from components.common.settings import StepConfig
 from components.common.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolation
 from components.common.verdict import Thresholds
 
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory
 TIMING_CACHES = "tensorrt"  # folder in it
 

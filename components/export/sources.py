@@ -15,10 +15,8 @@ from components.common.models import build_model, load_weights, read_weights
 from components.common.records import TrainingRecord
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec, transform_for
-from components.export.config import ExportConfig
+from components.export.config import WEIGHT_SUFFIXES, ExportConfig
 from components.export.onnx_export import OnnxClassifier, export_onnx, normalize_user_onnx, read_user_onnx
-
-WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 @dataclass(frozen=True, kw_only=True)

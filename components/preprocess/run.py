@@ -95,7 +95,7 @@ def _close_part(
         shards=tuple(one.record.name for one in packed),
     )
     num_images = sum(one.record.num_images for one in packed)
-    return f"part {config.part}: {num_images:,} images in {len(packed)} shards, {num_rejected} files rejected"
+    return f"part {config.part}: {num_images:,} images in {len(packed)} shards, {num_rejected} rejected"
 
 
 def report(artifact: Artifact[DatasetManifest], problems: Problems, log: StepLog) -> None:
@@ -126,5 +126,5 @@ def outcome(artifact: Artifact[DatasetManifest]) -> str:
     splits = artifact.manifest.splits
     return (
         f"{splits['train'].num_images:,} training and {splits['val'].num_images:,} validation images, "
-        f"{len(artifact.manifest.classes)} classes, {artifact.manifest.num_rejected} files rejected"
+        f"{len(artifact.manifest.classes)} classes, {artifact.manifest.num_rejected} rejected"
     )

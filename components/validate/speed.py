@@ -88,7 +88,7 @@ def measure_speed(
         config: what is measured, and how long.
         runners: by precision; all on one device.
         max_batch: the largest batch that the models take.
-        progress: told before each measurement.
+        progress: told before each measurement, and after the last.
 
     Returns:
         A row for each precision and way, by streams, copies and batch size.
@@ -110,6 +110,7 @@ def measure_speed(
             reading = gpu.reading() if gpu is not None else None
             found = _Turn(timing=timing, reading=reading, memory_bytes=runner.memory_bytes)
             measured.setdefault((load, precision), []).append(found)
+    progress(config.benchmark_repeats * len(ways), config.benchmark_repeats * len(ways), "")
     rows = [
         _row(precision, runner, load, measured[load, precision], cpus.get((load, precision)))
         for load, precision, runner in ways

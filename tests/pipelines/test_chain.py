@@ -137,7 +137,7 @@ def test_it_ends_well_and_says_what_came_out(chain: Chain) -> None:
     text = chain.done.stdout
     for step in STEPS:
         assert re.search(rf"^ *{step} done +\d+\.\d s  \S", text, re.MULTILINE), step
-    assert "480 training and 120 validation images, 10 classes, 0 files rejected" in text
+    assert "480 training and 120 validation images, 10 classes, 0 rejected" in text
     int8, fp32 = chain.row("int8"), chain.row("fp32")
     assert re.search(rf"FP32 +openvino +{fp32['top1_pct']:.2f} .*reference", text)
     assert re.search(rf"INT8 +openvino +{int8['top1_pct']:.2f} .*pass", text)

@@ -84,6 +84,12 @@ def test_nodes_for_a_pipeline_that_does_not_train(cluster: Cluster, submit: Subm
     assert "quantize.py does not train; it has preprocess, export, validate, gate, promote" in message
 
 
+def test_weights_without_an_architecture(cluster: Cluster, submit: Submit) -> None:
+    model = ("--model", "/mnt/model.pth", "--data", "/mnt/images")
+    message = one_message(submit(cluster.endpoint, *model, name="quantize"), 2)
+    assert "/mnt/model.pth holds weights only: name their architecture, such as --architecture resnet50" in message
+
+
 def test_what_a_step_gets_falls_to_every_step() -> None:
     settings = load_settings(Path(CLUSTER_YAML))
     train, promote = settings.of("train"), settings.of("promote")
