@@ -3,6 +3,7 @@
 import functools
 import itertools
 import tomllib
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -257,8 +258,79 @@ def test_a_submission_reaches_its_endpoint_behind_a_service() -> None:
     values = case("full")
     values["submit"]["endpoint"] = "http://ml-pipeline-ui.kubeflow"
     values["networkPolicy"]["egressPorts"] = [443, 3000]
-    (rule,) = named(render_files(values), "NetworkPolicy", "submit")["spec"]["egress"]
-    assert [port["port"] for port in rule["ports"]] == [53, 53, 80, 443, 3000]
+    names, endpoint = named(render_files(values), "NetworkPolicy", "submit")["spec"]["egress"]
+    assert [port["port"] for port in names["ports"]] == [53, 53]
+    assert [port["port"] for port in endpoint["ports"]] == [80, 443, 3000]
+    assert endpoint["to"] == [namespace("kubeflow")]
+
+
+def namespace(name: str) -> dict[str, Any]:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+
+def reaches(rules: list[dict[str, Any]], address: str, port: int) -> bool:
+    """Whether a policy lets a pod out to an address that is no pod's."""
+    for rule in rules:
+        if "ports" in rule and port not in {entry["port"] for entry in rule["ports"]}:
+            continue
+        blocks = [peer["ipBlock"] for peer in rule.get("to", [{"ipBlock": {"cidr": "0.0.0.0/0"}}]) if "ipBlock" in peer]
+        for block in blocks:
+            nets = [ip_network(text) for text in (block["cidr"], *block.get("except", ()))]
+            if ip_address(address) in nets[0] and not any(ip_address(address) in net for net in nets[1:]):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_pod_reaches_the_clouds_credentials_or_any_machine_around(name: str) -> None:
+    policies = [entry for entry in resources(rendered_case(name)) if entry["kind"] == "NetworkPolicy"]
+    for policy in policies:
+        rules = policy["spec"]["egress"]
+        assert all(rule.get("to") for rule in rules), policy["metadata"]["name"]
+        for address, port in (("169.254.169.254", 80), ("169.254.169.254", 443), ("::1", 443), ("10.0.0.7", 443)):
+            assert not reaches(rules, address, port), (policy["metadata"]["name"], address, port)
+
+
+def test_where_pods_reach() -> None:
+    def egress(part: str, **changed: Any) -> list[dict[str, Any]]:
+        values = case("full")
+        values["objectStore"] = {"endpointUrl": changed.pop("store", "")}
+        values["networkPolicy"] = {**values["networkPolicy"], **changed}
+        found: list[dict[str, Any]] = named(render_files(values), "NetworkPolicy", part)["spec"]["egress"]
+        return found
+
+    assert reaches(egress("serve"), "142.250.1.1", 443)
+    assert not reaches(egress("serve"), "142.250.1.1", 5432)
+    assert reaches(egress("mlflow"), "10.20.3.4", 5432)
+    assert not reaches(egress("mlflow"), "10.21.3.4", 5432)
+    assert reaches(egress("mlflow", egressCidrs=[], egressNamespaces=[]), "10.21.3.4", 5432)  # nobody said where
+    assert namespace("storage") in egress("serve", store="http://seaweedfs.storage:8333")[1]["to"]
+    assert namespace("storage") in egress("serve", store="http://minio.storage.svc.cluster.local")[1]["to"]
+    assert egress("serve", store="http://minio:9000")[1]["to"] == [{"podSelector": {}}]
+    assert egress("serve", store="http://10.1.2.3:9000")[1]["to"] == [{"ipBlock": {"cidr": "10.1.2.3/32"}}]
+    assert egress("serve", store="https://s3.example.org")[1]["to"][2]["ipBlock"] == {"cidr": "10.20.0.0/16"}
+    claim = case("full")
+    claim["serve"]["model"] = {**claim["serve"]["model"], "uri": "", "existingClaim": "models"}
+    assert named(render_files(claim), "NetworkPolicy", "serve")["spec"]["egress"] == []
+
+
+def test_the_identity_that_fetches_is_not_that_of_triton() -> None:
+    values = case("full")
+    role = "arn:aws:iam::123456789012:role/models"
+    values["serve"]["identity"] = {"audience": "sts.amazonaws.com", "awsRoleArn": role}
+    pod = named(render_files(values), "Deployment", "serve")["spec"]["template"]["spec"]
+    (fetch,), (triton,) = pod["initContainers"], pod["containers"]
+    assert environment(fetch)["AWS_ROLE_ARN"] == role
+    assert environment(fetch)["AWS_WEB_IDENTITY_TOKEN_FILE"] == "/var/run/secrets/enginery/token"
+    assert "identity" in {mount["name"] for mount in fetch["volumeMounts"]}
+    assert "env" not in triton
+    assert not {"identity", "gcs"} & {mount["name"] for mount in triton["volumeMounts"]}
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "identity")
+    token = {"audience": "sts.amazonaws.com", "path": "token"}
+    assert volume["projected"] == {"sources": [{"serviceAccountToken": token}]}
+    values["serve"]["identity"].pop("audience")
+    with pytest.raises(Exception, match=r"serve\.identity\.audience is empty"):
+        render_files(values)
 
 
 def test_a_run_that_failed_is_not_submitted_again() -> None:

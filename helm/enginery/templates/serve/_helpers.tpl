@@ -23,6 +23,9 @@
 {{- if and (eq $serve.kind "InferenceService") $serve.test.image -}}
 {{- fail "serve.test is for the kinds Deployment and Rollout. KServe decides at which address an InferenceService answers: leave serve.test.image out" -}}
 {{- end -}}
+{{- if and $serve.identity.awsRoleArn (not $serve.identity.audience) -}}
+{{- fail "serve.identity.awsRoleArn is set and serve.identity.audience is empty. A role of AWS is taken with a token for sts.amazonaws.com" -}}
+{{- end -}}
 {{- $memory := get (default dict $serve.resources.limits) "memory" -}}
 {{- if and $memory (ge (float64 (include "enginery.bytes" $serve.sharedMemory)) (float64 (include "enginery.bytes" $memory))) -}}
 {{- fail (printf "serve.sharedMemory is %v, and serve.resources.limits.memory %v. Shared memory counts as the pod's: give it more" $serve.sharedMemory $memory) -}}
@@ -86,6 +89,12 @@ initContainers:
       - name: ENGINERY_TRUST_POLICY
         value: /etc/enginery/trust/{{ $root.Values.trust.key }}
       {{- end }}
+      {{- with $serve.identity.awsRoleArn }}
+      - name: AWS_ROLE_ARN
+        value: {{ . | quote }}
+      - name: AWS_WEB_IDENTITY_TOKEN_FILE
+        value: /var/run/secrets/enginery/token
+      {{- end }}
     securityContext:
       {{- include "enginery.containerSecurityContext" $root | nindent 6 }}
     resources:
@@ -106,6 +115,11 @@ initContainers:
       {{- if $root.Values.trust.existingConfigMap }}
       - name: trust
         mountPath: /etc/enginery/trust
+        readOnly: true
+      {{- end }}
+      {{- if $serve.identity.audience }}
+      - name: identity
+        mountPath: /var/run/secrets/enginery
         readOnly: true
       {{- end }}
       {{- include "enginery.storage.mounts" $root | nindent 6 }}
@@ -183,6 +197,12 @@ volumes:
   - name: trust
     configMap:
       name: {{ . }}
+  {{- end }}
+  {{- with $serve.identity.audience }}
+  - name: identity # for the container that fetches; Triton has none
+    projected:
+      sources:
+        - serviceAccountToken: {audience: {{ . | quote }}, path: token}
   {{- end }}
   {{- include "enginery.storage.volumes" $root | nindent 2 }}
 {{- end -}}

@@ -46,15 +46,92 @@
 {{- end }}
 {{- end -}}
 
-{{/* Rules of a network policy: names, object stores and what else is outside. */}}
+{{/* Rules of a network policy: names, the object store and what else is outside. */}}
 {{- define "enginery.storage.egress" -}}
-- ports:
-    - {port: 53, protocol: UDP}
-    - {port: 53, protocol: TCP}
-- ports:
-    {{- $ports := list }}
-    {{- range .Values.networkPolicy.egressPorts }}{{ $ports = append $ports (toString .) }}{{ end }}
-    {{- with .Values.objectStore.endpointUrl }}{{ $ports = append $ports (include "enginery.portOf" .) }}{{ end }}
+{{- include "enginery.egress.names" . }}
+{{- with .Values.objectStore.endpointUrl }}
+{{ include "enginery.egress.url" (list $ .) }}
+{{- end }}
+{{ include "enginery.egress.outside" . }}
+{{- end -}}
+
+{{/* To the cluster's name servers. */}}
+{{- define "enginery.egress.names" -}}
+- to:
+    {{- range .Values.networkPolicy.dns.namespaces }}
+    - namespaceSelector:
+        matchLabels:
+          kubernetes.io/metadata.name: {{ . }}
+    {{- end }}
+    {{- range .Values.networkPolicy.dns.cidrs }}
+    - ipBlock: {cidr: {{ . | quote }}}
+    {{- end }}
+  ports:
+    {{- range .Values.networkPolicy.dns.ports }}
+    - {port: {{ . }}, protocol: UDP}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
+{{- end -}}
+
+{{/* To public addresses and those that are named. */}}
+{{- define "enginery.egress.outside" -}}
+- to:
+    {{- include "enginery.egress.peers" . | nindent 4 }}
+  ports:
+    {{- range .Values.networkPolicy.egressPorts }}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
+{{- end -}}
+
+{{/* Not the networks of nodes, pods and machines around them, nor the service that hands out a cloud's credentials. */}}
+{{- define "enginery.egress.peers" -}}
+- ipBlock:
+    cidr: 0.0.0.0/0
+    except: [10.0.0.0/8, 100.64.0.0/10, 127.0.0.0/8, 169.254.0.0/16, 172.16.0.0/12, 192.168.0.0/16]
+- ipBlock:
+    cidr: ::/0
+    except: ["::1/128", "fc00::/7", "fe80::/10", "64:ff9b::/96"]
+{{- range .Values.networkPolicy.egressCidrs }}
+- ipBlock: {cidr: {{ . | quote }}}
+{{- end }}
+{{- range .Values.networkPolicy.egressNamespaces }}
+- namespaceSelector:
+    matchLabels:
+      kubernetes.io/metadata.name: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* A host of which no address is known: any but the machine's own and a cloud's, until some are named. */}}
+{{- define "enginery.egress.unknown" -}}
+{{- if or .Values.networkPolicy.egressCidrs .Values.networkPolicy.egressNamespaces }}
+{{- include "enginery.egress.peers" . }}
+{{- else -}}
+- ipBlock: {cidr: 0.0.0.0/0, except: [127.0.0.0/8, 169.254.0.0/16]}
+- ipBlock: {cidr: "::/0", except: ["::1/128", "fe80::/10", "64:ff9b::/96"]}
+{{- end -}}
+{{- end -}}
+
+{{/* To the host of a URL: list of root and URL. Of a Service the second part of its name is the namespace. */}}
+{{- define "enginery.egress.url" -}}
+{{- $root := index . 0 -}}
+{{- $host := regexReplaceAll ":[0-9]+$" (urlParse (index . 1)).host "" -}}
+{{- $parts := splitList "." $host -}}
+- to:
+    {{- if regexMatch "^[0-9.]+$" $host }}
+    - ipBlock: {cidr: {{ $host }}/32}
+    {{- else if eq (len $parts) 1 }}
+    - podSelector: {}
+    {{- else if or (eq (len $parts) 2) (eq (index $parts 2) "svc") }}
+    - namespaceSelector:
+        matchLabels:
+          kubernetes.io/metadata.name: {{ index $parts 1 }}
+    {{- else }}
+    {{- include "enginery.egress.unknown" $root | nindent 4 }}
+    {{- end }}
+  ports:
+    # Behind a Service the pods' own port counts, which egressPorts names.
+    {{- $ports := list (include "enginery.portOf" (index . 1)) }}
+    {{- range $root.Values.networkPolicy.egressPorts }}{{ $ports = append $ports (toString .) }}{{ end }}
     {{- range $ports | uniq }}
     - {port: {{ . }}, protocol: TCP}
     {{- end }}
