@@ -5,6 +5,7 @@ import warnings
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from components.common.image_files import open_image
 from components.preprocess.exif import check_exif, is_turned_alike
 from components.preprocess.structure import Rejected, check_structure
 
@@ -37,15 +38,13 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(data))
-            if image.format not in _EXTENSIONS:
-                raise Rejected(f"format {image.format} is not supported; convert it to JPEG or PNG")
+            image = open_image(data)
             if image.width * image.height > max_pixels:
                 raise Rejected(f"{image.width}x{image.height} has more than max_pixels = {max_pixels} pixels")
             if image.format == "TIFF" and image.mode not in _TIFF_MODES:
                 raise Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
-            check_structure(image.format, data)
-            kind, is_alike = image.format, _is_read_alike(image)
+            kind, is_alike = str(image.format), _is_read_alike(image)
+            check_structure(kind, data)
             image.load()
             block = image.info.get("exif", b"")  # of a PNG file it may come behind the picture
             check_exif(block)
@@ -60,7 +59,7 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
     except MemoryError:  # what a damaged file asks for, too
         raise Rejected(f"takes more memory than is left ({len(data):,} bytes to decode)") from None
     except UnidentifiedImageError:
-        raise Rejected("not an image") from None
+        raise Rejected("not an image, or of a format that is not read; convert it to JPEG or PNG") from None
     except Exception as error:  # damaged data: mostly OSError, but Pillow's parsers let everything through
         raise Rejected(f"damaged: {error}") from None
 
@@ -110,4 +109,4 @@ def shrink(image: Image.Image, max_short_side: int, quality: int) -> tuple[bytes
     width, height = (max(max_short_side, round(side * scale)) for side in image.size)
     encoded = io.BytesIO()
     image.resize((width, height), Image.Resampling.LANCZOS).save(encoded, "JPEG", quality=quality)
-    return encoded.getvalue(), Image.open(encoded).convert("RGB")
+    return encoded.getvalue(), open_image(encoded.getvalue()).convert("RGB")

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from components.common.artifacts import Artifact, DatasetManifest
+from components.common.image_files import open_image
 from components.common.shard_index import image_places
 
 _MAX_SIDE = 160  # pixels
@@ -31,7 +32,7 @@ def thumbnails(data: Artifact[DatasetManifest], keys: Iterable[str]) -> dict[str
 
 def _data_uri(data: bytes) -> str:
     """A small JPEG, or a PNG of an image that is small already. `data` was decoded once by preprocess."""
-    image = _rgb(Image.open(io.BytesIO(data)))
+    image = _rgb(open_image(data))
     exact = max(image.size) <= _SMALL_SIDE
     image.thumbnail((_MAX_SIDE, _MAX_SIDE))
     encoded = io.BytesIO()

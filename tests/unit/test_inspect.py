@@ -118,7 +118,7 @@ def test_what_is_no_image_is_said(tmp_path: Path, digit: Path) -> None:
     for name, said in (
         ("nothing.jpg", "there is no file .*nothing.jpg"),
         ("", "is a folder; name image files in it"),
-        ("a.gif", "is a GIF, which is not supported; take a JPEG"),
+        ("a.gif", "is not an image; take a JPEG"),
         ("bits.tif", "is a TIFF of mode 1, which is not supported"),
         ("text.jpg", "is not an image; take a JPEG"),
         ("empty.jpg", "is not an image; take a JPEG"),

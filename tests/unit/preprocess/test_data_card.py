@@ -138,7 +138,7 @@ def test_problems_come_with_sentence_and_evidence(tmp_path: Path) -> None:
 def test_rejected_files_by_kind_and_the_first_fifty(tmp_path: Path) -> None:
     reasons = ["damaged: image file is truncated (3 bytes)", "damaged: broken data stream", "empty file"]
     reasons += [
-        "format GIF is not supported; convert it to JPEG or PNG",
+        "not an image, or of a format that is not read; convert it to JPEG or PNG",
         "9000x8000 has more than max_pixels = 5 pixels",
     ]
     entries = [{"path": f"bad/{index}.jpg", "reason": reasons[index % 5]} for index in range(100)]
@@ -147,7 +147,7 @@ def test_rejected_files_by_kind_and_the_first_fifty(tmp_path: Path) -> None:
     assert rejections.by_kind == {
         "damaged": 40,
         "empty file": 20,
-        "format GIF is not supported": 20,
+        "not an image, or of a format that is not read": 20,
         "more than max_pixels = 5 pixels": 20,
     }
     page = written(tmp_path, card(("cat", "dog"), listing("t", [0, 1]), listing("v", [0, 1]), rejections=rejections))

@@ -48,7 +48,7 @@ def with_bad_files(
 BAD = {
     "text.jpg": "not an image",
     "empty.jpg": "empty file",
-    "anim.gif": "format GIF is not supported; convert it to JPEG or PNG",
+    "anim.gif": "not an image, or of a format that is not read; convert it to JPEG or PNG",
     "truncated.jpg": "damaged: image file is truncated",
     "no_end.png": "damaged: the end of the PNG is missing",
     "marker.jpg": "damaged: no JPEG marker at byte",

@@ -50,7 +50,7 @@ def _goes_on(served) -> Iterator[None]:
         (b"hello", "image 0 is not an image; take a JPEG, PNG, WebP, BMP or TIFF"),
         (b"", "image 0 is not an image"),
         (picture()[:300], "image 0 is damaged"),
-        (picture(form="GIF"), "image 0 is a GIF, which is not supported"),
+        (picture(form="GIF"), "image 0 is not an image; take a JPEG"),
         (b"\xff\xd8" + b"\xa5" * 1000, "image 0 is not an image"),
     ],
 )
