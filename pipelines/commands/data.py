@@ -24,10 +24,10 @@ def data() -> None:
 @data.command()
 @DIRECTORY
 def digits(directory: Path) -> None:
-    """Real handwritten digits: 1,797 gray images of 32x32 px in 10 classes, a second to write.
+    """1,797 real handwritten digits, 10 classes.
 
-    Written as DIRECTORY/<class>/<index>.jpg, in one tree: `enginery run` splits it. Enough to try the whole
-    chain on a CPU in minutes.
+    Gray, 32x32 px, a second to write: enough to try the whole chain on a CPU in minutes. Written as
+    DIRECTORY/<class>/<index>.jpg, in one tree: `enginery run` splits it.
     """
     from pipelines.datasets.digits import write_digits
 
@@ -52,11 +52,12 @@ def textures(
     image_size: int,
     num_workers: int,
 ) -> None:
-    """Procedural textures, as many as you like: a benchmark that a ResNet-50 does not learn to perfection.
+    """Procedural textures, as many as you like.
 
-    Written as DIRECTORY/train/<class>/<index>.jpg and DIRECTORY/val/<class>/<index>.jpg. The defaults take
-    about 6 ms per image and core, and 1.1 GB. The same arguments give the same files for any number of
-    workers. A killed run continues where it stopped when the same command is given again.
+    A benchmark that a ResNet-50 does not learn to perfection. Written as DIRECTORY/train/<class>/<index>.jpg and
+    DIRECTORY/val/<class>/<index>.jpg. The defaults take about 6 ms per image and core, and 1.1 GB. The same
+    arguments give the same files for any number of workers. A killed run continues where it stopped when the same
+    command is given again.
     """
     from pipelines.datasets.textures import write_textures
 
