@@ -1,15 +1,15 @@
 """Why a version is the champion: from the digest of its data to every change of an alias."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from components.common.artifacts import MANIFEST, BundleManifest, ReportManifest, VerdictManifest, load_manifest
-from components.common.changing import explained
+from components.common.audit_log import AuditLog, entry_json
+from components.common.changing import champions, explained
 from components.common.errors import EngineryError
-from components.common.ledger import Entry, Ledger, chain_problems, entry_json
 from components.common.promotions import CHAMPION
 from components.common.registry import PARTS, RegisteredVersion, Registry
 from components.common.standing import check_log
@@ -56,8 +56,8 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
     """
     registry.versions(name)  # there is such a model
     aliases = registry.aliases(name)
-    entries = Ledger(registry.client, name).read()
-    problems = [*chain_problems(entries), *_unexplained(aliases, entries)]
+    entries = AuditLog(registry.client, name).read()
+    problems = _unexplained(aliases, explained(entries, registry.run_ids(name)), name)
     champion = aliases.get(CHAMPION, "")
     chain: tuple[Link, ...] = ()
     if champion:
@@ -72,6 +72,10 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
         except EngineryError as error:
             what = "was changed" if chain else "has no chain"
             problems.append(f"the champion, {version.label}, {what}: {error}")
+    elif past := champions(entries):
+        problems.append(
+            f"the champion by the log, version {past[-1]}, is not there any more. Go back: enginery rollback {name}"
+        )
     return Audit(
         model=name,
         tracking_uri=registry.uri,
@@ -84,28 +88,14 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
     )
 
 
-def _unexplained(aliases: Mapping[str, str], entries: Sequence[Entry]) -> list[str]:
-    """Changes that were begun and not ended, and aliases that the log does not explain."""
-    problems = []
-    last = entries[-1] if entries else None
-    pending = last.change if last is not None and last.outcome is None else None
-    if last is not None and pending is not None:
-        holder = pending.holder
-        shows = ", ".join(f"@{alias} is {aliases.get(alias) or 'nothing'}" for alias in pending.changes)
-        problems.append(
-            f"entry {last.number} was begun {pending.when} by {holder.user}@{holder.host} (process {holder.pid}) and "
-            f"has no outcome: it is going on, or it was killed ({shows}). The next change of {pending.model} settles it"
-        )
-    expected = explained(entries)
-    for alias in sorted({*aliases, *expected}):
-        now, should = aliases.get(alias), expected.get(alias)
-        begun = pending.changes.get(alias) if pending is not None else None
-        if now != should and not (begun is not None and begun.after == now):
-            problems.append(
-                f"@{alias} is {_shown(now)}, by the log it is {_shown(should)}: it was changed without enginery. The "
-                "next change writes that down"
-            )
-    return problems
+def _unexplained(aliases: Mapping[str, str], expected: Mapping[str, str], model: str) -> list[str]:
+    """Aliases that are not as the log says."""
+    return [
+        f"@{alias} is {_shown(aliases.get(alias))}, by the log it is {_shown(expected.get(alias))}: it was changed "
+        f"without enginery, or a change of {model} goes on or was killed. The next one sets what the log has named"
+        for alias in sorted({*aliases, *expected})
+        if aliases.get(alias) != expected.get(alias)
+    ]
 
 
 def _shown(number: str | None) -> str:

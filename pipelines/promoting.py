@@ -1,12 +1,12 @@
 """Aliases changed by hand: to a version that somebody names, and back to the champion before."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from components.common.artifacts import ALL_FILES, BundleManifest, load
+from components.common.audit_log import Entry
 from components.common.changing import Proposal, Situation, champions, change_aliases
 from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.ledger import Entry
 from components.common.promotions import CHAMPION, ChampionComparison
 from components.common.registry import PARTS, RegisteredVersion, Registry
 from components.common.standing import Standing, check_log, check_tags, compare_standings, standing_of
@@ -23,9 +23,7 @@ class _Review:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-def promote_by_hand(
-    registry: Registry, name: str, number: str, alias: str, why: str, *, force: bool, say: Callable[[str], None]
-) -> Entry:
+def promote_by_hand(registry: Registry, name: str, number: str, alias: str, why: str, *, force: bool) -> Entry:
     """Point an alias to a version. As champion only one that passed its gate and is not worse than the present one.
 
     Args:
@@ -35,7 +33,6 @@ def promote_by_hand(
         alias: that is to point to it.
         why: for the audit log.
         force: whether to go on where it is worse or can't be compared; the log then says what.
-        say: told what is waited for.
 
     Raises:
         GateFailed: something is against it, and it was not forced.
@@ -56,7 +53,7 @@ def promote_by_hand(
                 "--force overrules this, and the audit log says so"
             )
         return Proposal(
-            kind="by hand",
+            kind="manual",
             aliases={alias: number},
             why=why,
             forced=bool(review.objection),
@@ -65,7 +62,7 @@ def promote_by_hand(
             comparison=review.comparison,
         )
 
-    return change_aliases(registry, name, propose, say=say)
+    return change_aliases(registry, name, propose)
 
 
 def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str]:
@@ -127,7 +124,7 @@ def _against_champion(
     return ("" if comparison.not_worse else f"it is worse: {comparison.text}"), comparison
 
 
-def roll_back(registry: Registry, name: str, why: str, *, say: Callable[[str], None]) -> Entry:
+def roll_back(registry: Registry, name: str, why: str) -> Entry:
     """Make the champion before the present one champion again; a second time goes one further back.
 
     Raises:
@@ -148,7 +145,7 @@ def roll_back(registry: Registry, name: str, why: str, *, say: Callable[[str], N
             digests={part: tags[f"{part}_digest"] for part in _PARTS if f"{part}_digest" in tags},
         )
 
-    return change_aliases(registry, name, propose, say=say)
+    return change_aliases(registry, name, propose)
 
 
 _PARTS = ("dataset", "bundle", "report", "verdict")

@@ -26,7 +26,7 @@ def check_alias(alias: str) -> str:
     return alias
 
 
-Kind = Literal["promote", "by hand", "rollback", "outside", "repair"]
+Kind = Literal["promote", "manual", "rollback"]
 
 
 class PairedImages(Record):
@@ -34,14 +34,8 @@ class PairedImages(Record):
 
     num_lost: int = Field(description="Images that the champion gets right and the version gets wrong.")
     num_gained: int = Field(description="Images that the champion gets wrong and the version gets right.")
-    low_points: float = Field(
-        description="Lower end of the one-sided 95 % interval of the difference (Tango, 1998); of the two-sided one "
-        "where there are bootstrap ends."
-    )
+    low_points: float = Field(description="Lower end of the one-sided 95 % interval of the difference (Tango, 1998).")
     high_points: float = Field(description="Upper end, likewise.")
-    # An entry's digest covers what it says, so that they stay.
-    bootstrap_low_points: float | None = Field(None, description="In entries up to version 0.1.")
-    bootstrap_high_points: float | None = Field(None, description="In entries up to version 0.1.")
     mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test.")
 
 
@@ -75,49 +69,26 @@ class ChampionComparison(Record):
 
 
 class AliasChange(Record):
-    """What an alias pointed to, and what it is to point to; None for nothing."""
+    """What an alias pointed to, None for nothing, and what it is to point to."""
 
     before: str | None
-    after: str | None
-
-
-class Holder(Record):
-    """The process that makes a change: enough to tell, on its own machine, whether it still lives."""
-
-    user: str
-    host: str
-    boot: str = Field("", description="The kernel's boot id and the namespace of process ids.")
-    pid: int
-    started_ticks: int = Field(description="When the process began, in clock ticks since the kernel did.")
+    after: str
 
 
 class Change(Record):
     """One entry of the audit log, as it was decided and before any alias was touched. Never changed afterwards."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     model: str
-    kind: Kind = Field(
-        description='"outside": found changed without enginery. "repair": undone, since another change came first.'
-    )
+    kind: Kind
     changes: dict[str, AliasChange] = Field(description="By alias.")
     why: str
     forced: bool = Field(False, description="Whether --force overruled a refusal.")
     overruled: str = Field("", description="The refusal that --force overruled.")
     when: str = Field(description="UTC.")
-    holder: Holder
+    who: str = Field(description="USER@HOST.")
     run_id: str = Field("", description="MLflow run that asked for it; empty for a person at a terminal.")
     digests: dict[str, str] = Field(
         default_factory=dict, description="Of dataset, validation split, bundle, report and verdict, where known."
     )
     comparison: ChampionComparison | None = Field(None, description="None where nothing was compared.")
-    previous: str = Field("", description="MLflow run of the entry before; empty for the first.")
-    previous_digest: str = Field("", description="Of what the entry before says, with its outcome.")
-
-
-class Outcome(Record):
-    """What became of a change. Written once, after the aliases were set, or by who found the change unfinished."""
-
-    status: Literal["done", "partly done", "not done"]
-    aliases: dict[str, str | None] = Field(description="What the aliases of the change pointed to then.")
-    when: str = Field(description="UTC.")
-    settled_by: str = Field("", description="Who found it unfinished; empty where who began it finished it.")

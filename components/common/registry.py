@@ -1,6 +1,6 @@
 """The model registry of an MLflow store: versions, aliases, and the files that lie behind them.
 
-Nothing here decides anything: components/common/changing.py changes aliases, by the log of components/common/ledger.py.
+Nothing here decides anything: components/common/changing.py changes aliases, by the log of audit_log.py.
 """
 
 import fnmatch
@@ -167,6 +167,13 @@ class Registry:
         by_number = self._by_number(name)  # MLflow's search leaves the aliases out
         versions = [_version(entry, by_number.get(str(entry.version), ())) for entry in found]
         return sorted(versions, key=lambda version: int(version.number), reverse=True)
+
+    def run_ids(self, name: str) -> dict[str, str]:
+        """The runs that the versions of a model came from, by number; none where there is no such model."""
+        try:
+            return {version.number: version.run_id for version in self.versions(name)}
+        except UserError:
+            return {}
 
     def _by_number(self, name: str) -> dict[str, tuple[str, ...]]:
         numbers: dict[str, tuple[str, ...]] = {}

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from components.common.artifacts import ALL_FILES, Artifact, ReportManifest, VerdictManifest, load
+from components.common.audit_log import Entry
 from components.common.errors import EngineryError
-from components.common.ledger import Entry
 from components.common.promotions import ChampionComparison, PairedImages
 from components.common.records import AccuracyRow, Precision
 from components.common.registry import RegisteredVersion, Registry

@@ -5,6 +5,7 @@ MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the pare
 ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
 """
 
+import getpass
 import json
 import os
 import re
@@ -22,7 +23,6 @@ from mlflow.utils.time import get_current_time_millis
 
 from components.common.disk import explain
 from components.common.errors import EXIT_INTERRUPTED, EngineryError
-from components.common.holder import user_name
 from components.common.records import AccuracyRow, BenchmarkRow
 from components.common.store import (
     beside_database,
@@ -213,6 +213,14 @@ def step_run(step: str) -> Iterator[StepRun]:
         raise
     finally:
         _end_step_run(client, run.run_id, status, message)
+
+
+def user_name() -> str:
+    """Who runs this process."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an arbitrary UID in a container has no name
+        return str(os.getuid())
 
 
 def _new_step_run(client: MlflowClient, experiment_id: str, step: str, parent_run_id: str) -> StepRun:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from components.common.artifacts import Artifact, DatasetManifest
+from components.common.audit_log import Entry
 from components.common.changing import Proposal, Situation
 from components.common.errors import EngineryError
-from components.common.ledger import Entry
 from components.common.promotions import CHAMPION, ChampionComparison
 from components.common.registry import PARTS, Registry
 from components.common.standing import Standing, check_log, compare_measured, compare_standings, standing_of
@@ -121,15 +121,13 @@ def _rolled_back(bundle_digest: str, entries: Sequence[Entry]) -> str:
         change.after: entry.change.digests.get("bundle")
         for entry in entries
         for change in entry.change.changes.values()
-        if entry.change.kind in ("promote", "by hand")
+        if entry.change.kind in ("promote", "manual")
     }
     for entry in entries[::-1]:
-        if entry.outcome is None or entry.outcome.status == "not done":
-            continue
         left = entry.change.changes.get(CHAMPION)
-        if entry.change.kind == "by hand" and left is not None and bundles.get(left.after) == bundle_digest:
+        if entry.change.kind == "manual" and left is not None and bundles.get(left.after) == bundle_digest:
             return ""  # and somebody wanted it again
-        if entry.change.kind == "rollback" and left is not None and bundles.get(left.before) == bundle_digest:
+        if entry.change.kind == "rollback" and left is not None and bundles.get(left.before or "") == bundle_digest:
             return (
                 f"this very bundle was champion as version {left.before}, and was rolled back on "
                 f"{entry.change.when[:10]} ({entry.change.why})"

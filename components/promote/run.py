@@ -14,10 +14,10 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
+from components.common.audit_log import Entry, entry_json
 from components.common.changing import change_aliases
 from components.common.digests import canonical_json
 from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.ledger import Entry, entry_json
 from components.common.mlflow_models import log_measured
 from components.common.promotions import CHAMPION
 from components.common.registry import PARTS, Part, Registry
@@ -73,7 +73,7 @@ def run(
         version = _register(config, log, registry, models, standing)
     decision = Decision(config, registry, version, standing, data, log)
     with registry.reached(f"{name} version {version} is registered, and its aliases may not be set"):
-        entry = change_aliases(registry, name, decision.propose, run_id=log.run.run_id, say=log.note)
+        entry = change_aliases(registry, name, decision.propose, run_id=log.run.run_id)
     return _record(config, log, output, models, standing, version, decision.judgement, entry)
 
 

@@ -14,7 +14,7 @@ from pipelines.console import new_console
 from pipelines.versions import open_registry
 
 if TYPE_CHECKING:
-    from components.common.ledger import Entry
+    from components.common.audit_log import Entry
     from pipelines.lineage import Audit
 
 _MAX_WHY = 500  # characters
@@ -27,9 +27,9 @@ _MAX_WHY = 500  # characters
 def audit(name: str, files: bool, as_json: bool) -> None:
     """Show why the champion of the registered model NAME is it: from its data's digest to every change of an alias.
 
-    The exit code is 1 when something does not fit together: an alias that the log does not explain, a change that was
-    begun and not ended, or digests that contradict each other. Of the champion the manifests are read, which hold the
-    digests of all other files; those are read with --files, and whenever a version is promoted, loaded or released.
+    The exit code is 1 when something does not fit together: an alias that the log does not explain, or digests that
+    contradict each other. Of the champion the manifests are read, which hold the digests of all other files; those are
+    read with --files, and whenever a version is promoted, loaded or released.
     """
     registry = open_registry()
     from pipelines.lineage import trace
@@ -76,20 +76,14 @@ def _checked(found: "Audit") -> str:
 
 
 def _show_entry(console: Console, entry: dict[str, Any]) -> None:
-    outcome = entry["outcome"]
-    status = "[yellow]no outcome[/]" if outcome is None else outcome["status"]
-    if outcome is not None and outcome["settled_by"]:
-        status += f", settled by {escape(outcome['settled_by'])}"
     changes = ", ".join(
         f"@{alias} {change['before'] or 'none'} -> {change['after'] or 'none'}"
         for alias, change in sorted(entry["changes"].items())
     )
     forced = "  [red]forced[/]" if entry["forced"] else ""
-    holder = entry["holder"]
-    who = f"{holder['user']}@{holder['host']}"
     console.print(
-        f"[bold]{entry['number']:3d}[/]  {entry['when']}  {escape(who)}  {entry['kind']}{forced}  {escape(changes)}  "
-        f"[dim]{status}[/]",
+        f"[bold]{entry['number']:3d}[/]  {entry['when']}  {escape(entry['who'])}  {entry['kind']}{forced}  "
+        f"{escape(changes)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -28,19 +28,17 @@ def _alias(context: click.Context, parameter: click.Parameter, value: str) -> st
     help="The alias that is to point to it.",
 )
 @why_option(required=True)
-@click.option("--force", is_flag=True, help="Go on where something is against it; the audit log says what.")
+@click.option("--force", is_flag=True, help="Take a worse champion all the same; the audit log says so.")
 def promote(name: str, version: str, alias: str, why: str, force: bool) -> None:
     """Point an alias of the registered model NAME to VERSION, a number.
 
-    To be the champion a version must have passed its gate, and be no worse than the present champion on the same
-    validation images. --force overrules that, and nothing else: what lies in the registry must be what was measured.
+    To be the champion a version must be no worse than the present champion on the same validation images. --force
+    overrules that, and nothing else: the version must have passed its gate, and be what was measured and promoted.
     """
     registry = open_registry()
     from pipelines.promoting import promote_by_hand
 
     console = new_console()
     with registry.reached(f"{name}@{alias} may not be changed"):
-        entry = promote_by_hand(
-            registry, name, version, alias, why, force=force, say=lambda text: console.print(text, highlight=False)
-        )
+        entry = promote_by_hand(registry, name, version, alias, why, force=force)
     console.print(changed_text(entry), highlight=False, soft_wrap=True)

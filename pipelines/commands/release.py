@@ -43,7 +43,7 @@ def release(
 
     if key is not None:
         signing_key(key)
-    from components.common.ledger import Ledger
+    from components.common.audit_log import AuditLog
     from components.common.registry import PARTS
     from components.common.store import without_folders
     from pipelines.release.writing import write_release
@@ -61,7 +61,7 @@ def release(
                     parts: dict[str, Path] = {
                         part: stack.enter_context(registry.files(version, part)) for part in PARTS
                     }
-                    entries = Ledger(registry.client, version.name).read()
+                    entries = AuditLog(registry.client, version.name).read()
                     statements = registry.statements(version)
                 checked = write_release(
                     parts,

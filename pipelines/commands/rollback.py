@@ -20,5 +20,5 @@ def rollback(name: str, why: str) -> None:
 
     console = new_console()
     with registry.reached(f"{name}@champion may not be changed"):
-        entry = roll_back(registry, name, why, say=lambda text: console.print(text, highlight=False))
+        entry = roll_back(registry, name, why)
     console.print(changed_text(entry), highlight=False, soft_wrap=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from components.common.artifacts import MANIFEST, Manifest
+from components.common.audit_log import Entry
 from components.common.errors import EngineryError, GateFailed
-from components.common.ledger import Entry
 from components.common.registry import RegisteredVersion
 from components.common.standing import check_log
 from components.common.trust import check_chain, sign_folder, signing_key

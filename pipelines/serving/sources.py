@@ -102,13 +102,13 @@ def registered_chain(
         EngineryError: its files are gone, were changed, don't belong together, or are not what was promoted; or nobody
             whom the machine's policy trusts vouches for it.
     """
-    from components.common.ledger import Ledger
+    from components.common.audit_log import AuditLog
     from components.common.standing import check_log
 
     with ExitStack() as stack:
         chain = load_chain(*(stack.enter_context(registry.files(version, part)) for part in _PARTS))
         digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
-        check_log(version, Ledger(registry.client, version.name).read(), digests)
+        check_log(version, AuditLog(registry.client, version.name).read(), digests)
         statements = registry.statements(version)
         check_chain(version.label, digests, statements, environment=environment, model=version.name)
         if not chain.verdict.manifest.passed:

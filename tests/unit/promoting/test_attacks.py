@@ -60,17 +60,20 @@ def test_a_forged_chain_without_an_entry_in_the_log(writer: Registry, checkout: 
     """A bundle with report and verdict that fit each other, uploaded and tagged as `promote` does, made champion."""
     number = register_forged(writer, tmp_path / "forged")
     writer.client.set_registered_model_alias("m", "champion", number)
+    assert enginery("audit", "m").exit_code == 1
     repository = exported("m/1")
+    with pytest.raises(EngineryError, match="is not in the audit log"):
+        enginery("deploy", "--env", "prod", "m@champion", "--repository", repository)
     for words in ("is not in the audit log", "has no tag of enginery's|its tag bundle_digest says nothing"):
         for command in (
-            ("serve", "export", "m@champion", str(tmp_path / "out")),
+            ("serve", "export", f"m/{number}", str(tmp_path / "out")),
             ("release", str(tmp_path / "out"), f"m/{number}"),
-            ("deploy", "--env", "prod", "m@champion", "--repository", repository),
+            ("deploy", "--env", "prod", f"m/{number}", "--repository", repository),
             ("promote", "m", number, "--to", "staging", "--why", "x", "--force"),
         ):
             with pytest.raises(EngineryError, match=f"m version {number} .*({words})"):
                 enginery(*command)
-        assert enginery("audit", "m").exit_code == 1
+        assert writer.aliases("m")["champion"] == "1", "which the next command puts right"
         for name in writer.version("m", number).tags:  # which was enough to be taken for somebody else's model
             writer.client.delete_model_version_tag("m", number, name)
     assert not (tmp_path / "out").exists()

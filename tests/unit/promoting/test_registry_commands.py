@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 from pydantic import ValidationError
 
+from components.common.audit_log import AuditLog
 from components.common.changing import Proposal, change_aliases
 from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.ledger import Ledger
 from components.common.registry import PARTS, Registry
 from components.common.standing import load_standing
 from components.promote.config import PromoteConfig
@@ -72,7 +72,7 @@ def test_rollback_goes_further_back_each_time(three: str, registry: Registry) ->
     assert registry.aliases("m")["champion"] == "1"
     with pytest.raises(UserError, match="m has no champion before version 1: the audit log knows of none"):
         enginery("rollback", "m")
-    last = Ledger(registry.client, "m").read()[-1]
+    last = AuditLog(registry.client, "m").read()[-1]
     assert (last.change.kind, last.change.why) == ("rollback", "it confuses 3 and 8")
 
 
@@ -101,7 +101,7 @@ def test_rollback_where_the_champion_was_deleted(three: str, registry: Registry)
     assert "problem" in enginery("audit", "m").output
     enginery("rollback", "m")
     assert registry.aliases("m") == {"champion": "1"}
-    assert [entry.change.kind for entry in Ledger(registry.client, "m").read()][-2:] == ["outside", "rollback"]
+    assert [entry.change.kind for entry in AuditLog(registry.client, "m").read()][-2:] == ["promote", "rollback"]
 
 
 def test_rollback_to_files_that_were_changed(three: str, registry: Registry) -> None:
@@ -123,8 +123,8 @@ def test_by_hand_a_worse_one_is_refused_or_forced(three: str, registry: Registry
     assert registry.aliases("m")["champion"] == "3"
     done = enginery("promote", "m", "2", "--to", "champion", "--why", "smaller", "--force")
     assert "m@champion: version 3 -> 2 forced, overruling: it is worse" in done.output
-    last = Ledger(registry.client, "m").read()[-1].change
-    assert (last.forced, last.why, last.kind) == (True, "smaller", "by hand")
+    last = AuditLog(registry.client, "m").read()[-1].change
+    assert (last.forced, last.why, last.kind) == (True, "smaller", "manual")
     assert last.overruled.startswith("it is worse: top-1 40.00 %")
     assert "forced" in enginery("audit", "m").output
 
@@ -194,7 +194,7 @@ def test_by_hand_measured_on_other_images(three: str, registry: Registry, tmp_pa
 def test_forced_is_only_what_was_refused(three: str, registry: Registry) -> None:
     enginery("rollback", "m")
     enginery("promote", "m", "3", "--why", "back again", "--force")
-    assert Ledger(registry.client, "m").read()[-1].change.forced is False
+    assert AuditLog(registry.client, "m").read()[-1].change.forced is False
 
 
 def test_audit_shows_the_chain(three: str, registry: Registry) -> None:
@@ -291,16 +291,16 @@ def test_a_version_with_a_zero_before_it(three: str, registry: Registry) -> None
     enginery("promote", "m", "01", "--to", "staging", "--why", "x")
     assert registry.aliases("m")["staging"] == "1"
     assert registry.version("m", "03").aliases == ("candidate", "champion")
-    assert Ledger(registry.client, "m").read()[-1].change.changes["staging"].after == "1"
+    assert AuditLog(registry.client, "m").read()[-1].change.changes["staging"].after == "1"
 
 
 @pytest.mark.parametrize("alias", ["we ird", "v3", "Latest", "", "a/b"])
 def test_an_alias_that_mlflow_refuses_does_not_get_into_the_log(three: str, registry: Registry, alias: str) -> None:
-    before = len(Ledger(registry.client, "m").read())
+    before = len(AuditLog(registry.client, "m").read())
     done = enginery("promote", "m", "1", "--to", alias, "--why", "x")
     assert done.exit_code == 2
     assert "alias" in done.output
-    assert len(Ledger(registry.client, "m").read()) == before
+    assert len(AuditLog(registry.client, "m").read()) == before
     with pytest.raises(ValidationError, match="alias"):
         PromoteConfig(alias=alias)
 
