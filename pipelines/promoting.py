@@ -10,6 +10,7 @@ from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.promotions import CHAMPION, ChampionComparison
 from components.common.registry import PARTS, RegisteredVersion, Registry
 from components.common.standing import Standing, check_log, check_tags, compare_standings, standing_of
+from components.common.trust import check_chain
 
 _MAX_LENGTH = 1000  # of a refusal in the audit log
 
@@ -73,7 +74,8 @@ def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str
 
     Raises:
         GateFailed: its verdict is no pass.
-        EngineryError: one is gone or was changed, or enginery never registered the version.
+        EngineryError: one is gone or was changed, enginery never registered the version, or no key of the machine's
+            policy signed its verdict.
     """
     if not any(version.tags.get(f"{part}_digest") for part in PARTS):
         raise EngineryError(
@@ -90,6 +92,7 @@ def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str
         measured = digests["bundle"]
     if measured != version.tags["bundle_digest"]:
         raise EngineryError(f"the report that lies with {version.label} is on another bundle ({measured})")
+    check_chain(version.label, digests, registry.statements(version), environment="", model=version.name)
     return digests
 
 

@@ -9,6 +9,7 @@ environment. Folders are signed by OpenSSF's model-signing. The policy lies on t
       board: {public_key: "...", approves: [production], expires: 2027-06-30}
 """
 
+import base64
 import json
 import os
 import re
@@ -183,7 +184,7 @@ def _checked(
         statement = json.loads(envelope.payload)
         subjects = {entry["name"]: f"sha256:{entry['digest']['sha256']}" for entry in statement["subject"]}
         predicate = dict(statement["predicate"])
-    except (ValueError, KeyError, TypeError, AttributeError, Error):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Error):
         raise EngineryError(f"{what} is refused: its {file} is no signed statement, or is damaged") from None
     known = {
         name: SSlibKey.from_crypto(load_public_key(key.public_key.encode(), name)) for name, key in policy.keys.items()
@@ -244,8 +245,6 @@ def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -
 def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = _to_stderr) -> str:
     """Refuse a folder that no key of the policy signed as it is; without a policy say that nobody vouches for it.
 
-    Files that are not among those signed are for the caller's list of files, which is signed.
-
     Returns:
         The key's name; empty without a policy.
 
@@ -291,7 +290,15 @@ def folder_problem(folder: Path, public_key: str) -> str:
             text = " ".join(str(error).split())
             files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", text)  # the rest of that message is bytes
             return f"{SIGNATURE} does not fit {', '.join(files) or text}"
-    return ""
+    # Statements may come later; anything else could be what is loaded, beside what was signed for something else.
+    envelope = json.loads((folder / SIGNATURE).read_bytes())["dsseEnvelope"]
+    signed = {entry["name"] for entry in json.loads(base64.b64decode(envelope["payload"]))["predicate"]["resources"]}
+    free = {folder / SIGNATURE, *folder.glob(STATEMENTS)}
+    others = (
+        file for file in sorted(folder.rglob("*")) if file not in free and (file.is_symlink() or not file.is_dir())
+    )
+    added = [name for file in others if (name := file.relative_to(folder).as_posix()) not in signed]
+    return f"{SIGNATURE} does not cover {', '.join(added[:5])}" if added else ""
 
 
 def sign_folder(folder: Path, key: Path) -> None:

@@ -124,7 +124,7 @@ def test_every_folder_of_components_is_a_step_or_common() -> None:
 @pytest.mark.parametrize(
     ("library", "homes"),
     [
-        ("mlflow", {f"components/common/{name}.py" for name in ("tracking", "registry", "ledger", "mlflow_models")}),
+        ("mlflow", {f"components/common/{name}.py" for name in ("tracking", "registry", "audit_log", "mlflow_models")}),
         ("tensorrt", {"components/common/runners/tensorrt_library.py"}),
     ],
 )

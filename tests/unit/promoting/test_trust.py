@@ -150,6 +150,7 @@ def test_a_registry_writer_without_a_key(promoted: Machine, uri: str, registry: 
         ("serve", "export", "m@champion", str(tmp_path / "out")),
         ("release", str(tmp_path / "out"), f"m/{number}"),
         ("approve", f"m/{number}", "--env", "prod", "--key", str(promoted.key("board"))),
+        ("promote", "m", number, "--to", "staging", "--why", "x", "--force"),
     )
     own = registry.statements(registry.version("m", "1"))["verdict.dsse.json"]
     for words in ("the gate signed no verdict", "verdict.dsse.json is about the bundle sha256:"):
@@ -269,6 +270,21 @@ def test_a_store_writer_against_the_pod(promoted: Machine, tmp_path: Path) -> No
         with pytest.raises(EngineryError, match=words):
             enginery("serve", "start", str(store), "--http-port", "1")
         assert not (tmp_path / "pod").exists()
+
+
+def test_a_signature_of_something_else_with_a_repository_added_to_it(promoted: Machine, tmp_path: Path) -> None:
+    """All that the key signed is there, a release, and beside it what would be loaded."""
+    forged, repository = tmp_path / "forged", served("m/1", tmp_path / "repository")
+    shutil.copytree(repository, forged)
+    (forged / "model.py").write_text("the only thing that was signed")
+    signed = tmp_path / "signed"
+    signed.mkdir()
+    shutil.copy(forged / "model.py", signed)
+    trust.sign_folder(signed, promoted.key("ci"))
+    shutil.copy(signed / "model.sig", forged)
+    digest = reseal(forged, "model.py", (forged / "model.py").read_bytes())
+    with pytest.raises(EngineryError, match=r"model.sig does not cover m/1/README, .*"):
+        fetch(str(forged), tmp_path / "pod", digest)
 
 
 def test_a_policy_that_can_not_be_read_trusts_nothing(promoted: Machine, tmp_path: Path, monkeypatch) -> None:

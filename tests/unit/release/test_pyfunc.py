@@ -25,6 +25,7 @@ from components.common.instruction_sets import instruction_set
 from components.common.loader import Loader
 from components.common.runners.openvino import OpenVINORunner
 from components.common.serving import fit_model
+from components.promote import pyfunc
 from components.promote.packaging import write_model
 from components.promote.pyfunc import table
 
@@ -59,6 +60,29 @@ def model(proved, tmp_path_factory):
 @pytest.fixture(scope="module")
 def images(proved) -> list[bytes]:
     return validation_images(proved)[0]
+
+
+def test_links_swapped_between_check_and_load(proved, images, model, tmp_path: Path, monkeypatch) -> None:
+    """Whoever can write where the model lies turns its files to others once they were checked."""
+    bundle = Path(shutil.copytree(proved.parts["bundle"], tmp_path / "bundle"))
+    write_model(load(bundle, BundleManifest), "int8", tmp_path)
+    files = list(bundle.glob("*.onnx"))
+    for file in files:
+        file.rename(file.with_suffix(".original"))
+        file.symlink_to(file.with_suffix(".original").name)
+    checked = pyfunc.load
+
+    def check(*arguments: Any, **options: Any) -> Any:
+        found = checked(*arguments, **options)
+        for file in files:
+            file.unlink()
+            file.write_bytes(b"another network")
+        return found
+
+    monkeypatch.setattr(pyfunc, "load", check)
+    loaded = mlflow.pyfunc.load_model(str(tmp_path))
+    assert files[0].read_bytes() == b"another network"
+    pd.testing.assert_frame_equal(loaded.predict(images[:3]), model.predict(images[:3]))
 
 
 # --- the validated predictions
