@@ -110,6 +110,7 @@ def race(uri: str, folder: Path, num_processes: int, num_rounds: int) -> None:
     assert len(promoted) == num_processes * num_rounds  # won or lost
 
 
+@pytest.mark.slow  # test_changing.py has each order of two changes, one process in place of the other
 def test_two_at_once(tmp_path: Path) -> None:
     race(fresh_sqlite(tmp_path), tmp_path, num_processes=2, num_rounds=1)
 

@@ -1,15 +1,14 @@
 """What `enginery run` tells before anything runs: files that are not there, and memory that can't suffice."""
 
-import os
-import subprocess
-import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchvision
+from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -18,35 +17,41 @@ from components.common.errors import UserError
 from components.common.statistics import drop_upper
 from components.export.sources import check_model
 from pipelines import preflight
+from pipelines.commands import cli
 from pipelines.preflight import check_inputs, check_memory, check_paths, images_to_prove, training_bytes
+from tests.pipelines.submission import load_once
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GB = 10**9
 LARGE = {"architecture": "resnet50", "image_size": 224, "global_batch_size": 256, "train": {}}
 
 
-def enginery(home: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and message of `enginery run pipelines/...`, which must be one line and leave nothing behind."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "run", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "ENGINERY_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    assert not home.exists()
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    return done.returncode, line.removeprefix("error: ")
+Refused = Callable[..., str]
 
 
-def test_data_and_model_are_looked_for_before_anything_runs(tmp_path: Path) -> None:
-    home, absent = tmp_path / "home", tmp_path / "ab sent"
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """`refused("resnet50", *options)`: the message of `enginery run`, which must leave nothing behind."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("ENGINERY_HOME", str(home))
+    monkeypatch.setattr("pipelines.commands.run.load_pipeline", load_once)
+
+    def message(name: str, *options: str) -> str:
+        done = CliRunner().invoke(cli, ["run", str(REPOSITORY / f"pipelines/{name}.py"), *options])
+        assert not home.exists()
+        if isinstance(done.exception, UserError):
+            assert done.output == ""
+            return str(done.exception)
+        assert done.exit_code == 2
+        return done.output.partition("Error: ")[2]
+
+    return message
+
+
+def test_data_and_model_are_looked_for_before_anything_runs(tmp_path: Path, refused: Refused) -> None:
+    absent = tmp_path / "ab sent"
     (tmp_path / "images.rar").write_bytes(b"")
-    resnet50, quantize = "pipelines/resnet50.py", "pipelines/quantize.py"
+    resnet50, quantize = "resnet50", "quantize"
     small = ("--image-size", "32")
     for arguments, message in (
         ((resnet50, "--data", str(absent), *small), f"the data folder {absent} does not exist; name a folder with one"),
@@ -56,9 +61,7 @@ def test_data_and_model_are_looked_for_before_anything_runs(tmp_path: Path) -> N
         ((resnet50,), "--data is required: Labelled images: a folder with one sub-folder per class"),
         ((quantize, "--data", "d"), "--model is required: Your model: .onnx, weights "),
     ):
-        code, text = enginery(home, *arguments)
-        assert code == 2
-        assert text.startswith(message.replace(".*", f"{tmp_path}/"))
+        assert refused(*arguments).startswith(message.replace(".*", f"{tmp_path}/"))
 
 
 def test_uris_are_not_opened_and_models_that_are_there_pass(tmp_path: Path) -> None:
@@ -109,9 +112,8 @@ def test_data_without_images_is_refused(tmp_path: Path, kind: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_a_run_on_an_empty_folder_leaves_nothing(tmp_path: Path) -> None:
-    code, text = enginery(tmp_path / "home", "pipelines/resnet50.py", "--data", str(tmp_path), "--image-size", "32")
-    assert code == 2
+def test_a_run_on_an_empty_folder_leaves_nothing(tmp_path: Path, refused: Refused) -> None:
+    text = refused("resnet50", "--data", str(tmp_path), "--image-size", "32")
     assert text.startswith(f"{tmp_path} has no sub-folders, so no classes")
 
 
@@ -166,11 +168,10 @@ def test_models_that_cannot_be_used_are_refused(tmp_path: Path, kind: str) -> No
     assert str(caught.value).startswith(expected)
 
 
-def test_the_run_is_refused_with_the_message_of_the_check(tmp_path: Path, few_digits: Path) -> None:
+def test_the_run_is_refused_with_the_message_of_the_check(tmp_path: Path, few_digits: Path, refused: Refused) -> None:
     (tmp_path / "m.pth").write_bytes(b"not a model")
-    command = ("pipelines/quantize.py", "--data", str(few_digits), "--model", str(tmp_path / "m.pth"))
-    code, text = enginery(tmp_path / "home", *command, "--architecture", "resnet18", "--set", "gate.confident=false")
-    assert code == 2
+    data_and_model = ("--data", str(few_digits), "--model", str(tmp_path / "m.pth"))
+    text = refused("quantize", *data_and_model, "--architecture", "resnet18", "--set", "gate.confident=false")
     assert text.startswith(f"can't read the weights in {tmp_path}/m.pth")
 
 
@@ -259,8 +260,7 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, limit_bytes:
         assert max(total_bytes, available_bytes) <= limit_bytes
 
 
-def test_the_command_refuses_before_the_run(few_digits: Path, tmp_path: Path) -> None:
-    command = ("pipelines/resnet50.py", "--data", str(few_digits), "--set", "gate.confident=false")
-    code, text = enginery(tmp_path / "home", *command, "--global-batch-size", "1000000")
-    assert code == 2
+def test_the_command_refuses_before_the_run(few_digits: Path, refused: Refused) -> None:
+    options = ("--data", str(few_digits), "--set", "gate.confident=false", "--global-batch-size", "1000000")
+    text = refused("resnet50", *options)
     assert text.startswith("training resnet50 at 224 px with batch 1000000 on a CPU takes about 86.1 TB of memory")

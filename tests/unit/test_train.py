@@ -21,11 +21,11 @@ from components.train.optimization import build_optimizer, build_schedule
 from components.train.run import run
 
 SETTINGS: dict[str, Any] = {
-    "architecture": "resnet18",
+    "architecture": "timm/resnet10t",
     "image_size": 32,
     "resize_ratio": 1.0,
-    "epochs": 3,
-    "global_batch_size": 32,
+    "epochs": 2,
+    "global_batch_size": 16,
     "learning_rate": 0.4,
     "warmup_fraction": 0.3,
     "augmentation": {"min_area": 0.8, "max_aspect_ratio": 1.1, "flip_probability": 0.0},
@@ -69,12 +69,12 @@ def trained(train: Train) -> tuple[Artifact[CheckpointManifest], list[dict[str, 
 def test_it_learns(trained: tuple[Artifact[CheckpointManifest], list[dict[str, float]], str]) -> None:
     _, epochs, outcome = trained
     losses = [epoch["train_loss"] for epoch in epochs]
-    assert len(losses) == 3
-    assert losses[2] < losses[1] < losses[0]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
     assert losses[0] < 1.3 * math.log(10)  # a model that knows nothing loses ln 10
-    assert losses[2] < 0.6 * math.log(10)
-    assert epochs[2]["val_top1_pct"] > 50
-    assert f"resnet18 at {epochs[2]['val_top1_pct']:.2f} % top-1 after 3 epochs" in outcome
+    assert losses[1] < 0.6 * math.log(10)
+    assert epochs[1]["val_top1_pct"] > 50
+    assert f"timm/resnet10t at {epochs[1]['val_top1_pct']:.2f} % top-1 after 2 epochs" in outcome
 
 
 def test_the_manifest_says_what_was_trained(
@@ -83,7 +83,7 @@ def test_the_manifest_says_what_was_trained(
 ) -> None:
     checkpoint, epochs, _ = trained
     record = checkpoint.manifest
-    assert record.architecture == "resnet18"
+    assert record.architecture == "timm/resnet10t"
     assert record.classes == tuple("0123456789")
     assert record.inputs == {"dataset": digits_dataset.digest}
     assert (record.transform.resize_size, record.transform.crop_size) == (32, 32)
@@ -97,7 +97,7 @@ def test_the_weights_load_strictly_and_give_the_reported_accuracy(
     digits_dataset: Artifact[DatasetManifest],
 ) -> None:
     checkpoint, _, _ = trained
-    model = build_model("resnet18", 10)
+    model = build_model("timm/resnet10t", 10)
     model.load_state_dict(load_file(checkpoint.file("weights.safetensors")), strict=True)
     model.eval()
     correct = 0

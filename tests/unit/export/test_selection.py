@@ -23,7 +23,7 @@ from components.export.qdq import Arithmetic
 from components.export.selection import Budget, Selection
 from components.export.sensitivity import rank_layers
 
-SHAPES = ShapeSpec(height=16, width=16)
+SHAPES = ShapeSpec(height=8, width=8)
 DEFAULT = Budget(max_top1_drop_points=0.5, min_relative_top1_pct=99.0)
 NUM_CONVS = 12
 HARD_CONV = 5  # reads the tensor with the outliers
@@ -31,10 +31,10 @@ HARD_CONV = 5  # reads the tensor with the outliers
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images [N, 3, 16, 16] float32 and labels, in random order."""
+    """Images [N, 3, 8, 8] float32 and labels, in random order."""
     bunch = load_digits()
     order = np.random.default_rng(0).permutation(len(bunch.target))
-    images = np.kron(bunch.images / 8.0 - 1.0, np.ones((2, 2)))[order]
+    images = (bunch.images / 8.0 - 1.0)[order]
     return np.repeat(images[:, None], 3, axis=1).astype(np.float32), bunch.target[order].astype(np.int32)
 
 

@@ -69,8 +69,9 @@ def test_a_frozen_backbone_keeps_weights_and_statistics(
     tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    run(resolve(TrainConfig, "train", settings, {"epochs": 1}), Log(), dataset=tiny_dataset.path, output=first)
-    frozen = {"epochs": 1, "pretrained": str(first), "freeze_backbone": True, "ema_decay": 0.5}
+    small = {"architecture": "shufflenet_v2_x0_5", "epochs": 1, "global_batch_size": 48}
+    run(resolve(TrainConfig, "train", settings, small), Log(), dataset=tiny_dataset.path, output=first)
+    frozen = {**small, "pretrained": str(first), "freeze_backbone": True, "ema_decay": 0.5}
     run(resolve(TrainConfig, "train", settings, frozen), Log(), dataset=tiny_dataset.path, output=second)
     before, after = load_file(first / WEIGHTS), load_file(second / WEIGHTS)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
