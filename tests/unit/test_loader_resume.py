@@ -191,7 +191,13 @@ def test_mixing_leaves_the_callers_random_numbers_alone(digits_dataset: Artifact
 
 def test_the_train_step_learns_from_mixed_batches(digits_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
     augmentation = {"min_area": 0.8, "flip_probability": 0, "mixup_alpha": 0.2, "cutmix_alpha": 0.5, "brightness": 0.2}
-    settings = {"architecture": "timm/resnet10t", "image_size": 32, "resize_ratio": 1, "epochs": 2, "learning_rate": 0.4}
+    settings = {
+        "architecture": "timm/resnet10t",
+        "image_size": 32,
+        "resize_ratio": 1,
+        "epochs": 2,
+        "learning_rate": 0.4,
+    }
     config = TrainConfig(**settings, global_batch_size=16, warmup_fraction=0.3, augmentation=augmentation)
     run(config, StepLog("train"), dataset=digits_dataset.path, output=tmp_path / "checkpoint")
     history = load(tmp_path / "checkpoint", CheckpointManifest).manifest.history

@@ -115,7 +115,9 @@ def test_the_verdict_comes_first(written: Written) -> None:
     verdict = written.report.verdict
     assert not verdict.passed
     assert "passed" not in outcome(written.report)
-    assert written.text.startswith(f"{outcome(written.report)} timm/resnet10t, 10 classes, 32 \N{MULTIPLICATION SIGN} 32 px")
+    assert written.text.startswith(
+        f"{outcome(written.report)} timm/resnet10t, 10 classes, 32 \N{MULTIPLICATION SIGN} 32 px"
+    )
     assert written.card.startswith(f"# timm/resnet10t: {outcome(written.report)}\n")
     names = ["top1_drop_points", "relative_top1_pct", "above_chance", "validation_images"]
     assert [check.name for check in verdict.checks] == names

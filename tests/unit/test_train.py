@@ -108,7 +108,7 @@ def test_the_weights_load_strictly_and_give_the_reported_accuracy(
 
 
 def test_one_seed_gives_one_model(train: Train) -> None:
-    options = {"epochs": 1, "architecture": "squeezenet1_1", "augmentation": {"min_area": 0.3}}
+    options = {"epochs": 1, "global_batch_size": 96, "architecture": "squeezenet1_1", "augmentation": {"min_area": 0.3}}
     first, second, other = (train(**options, seed=seed)[0] for seed in (1, 1, 2))
     name = "weights.safetensors"
     assert first.manifest.files[name].digest == second.manifest.files[name].digest
@@ -116,14 +116,9 @@ def test_one_seed_gives_one_model(train: Train) -> None:
 
 
 def test_normalization_by_the_data_set(train: Train, digits_dataset: Artifact[DatasetManifest]) -> None:
-    checkpoint, _, _ = train(epochs=1, architecture="squeezenet1_1", normalization="dataset")
+    checkpoint, _, _ = train(epochs=1, global_batch_size=240, architecture="squeezenet1_1", normalization="dataset")
     assert checkpoint.manifest.transform.mean == digits_dataset.manifest.statistics.mean
     assert checkpoint.manifest.transform.std == digits_dataset.manifest.statistics.std
-
-
-def test_divergence_is_said_and_leaves_no_checkpoint(train: Train, digits_dataset: Artifact[DatasetManifest]) -> None:
-    with pytest.raises(EngineryError, match=r"diverged in epoch 1, at step \d+ of \d+: the loss is nan\. .*Lower"):
-        train(learning_rate=1e12, warmup_fraction=0, epochs=2)
 
 
 def test_a_model_that_only_training_mode_can_use_is_refused(train: Train) -> None:

@@ -1,5 +1,9 @@
 """A data set that trains in a second, and the settings for it."""
 
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +11,9 @@ import pytest
 
 from components.common.artifacts import Artifact, DatasetManifest, load
 from tests.conftest import Preprocess, Shared, copy_digits
+from tests.pipelines.servers import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 SETTINGS: dict[str, Any] = {
     "architecture": "resnet18",
@@ -35,3 +42,22 @@ def tiny_dataset(all_digits: Path, run_preprocess: Preprocess, shared: Shared) -
         run_preprocess(folder / "data", folder / "dataset")
 
     return load(shared("tiny_dataset", build) / "dataset", DatasetManifest)
+
+
+@contextmanager
+def as_rank_0_of_two(
+    monkeypatch: pytest.MonkeyPatch, command: Sequence[str], **variables: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """This process is rank 0 meanwhile, in the environment that torchrun makes, and `command` is rank 1."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", **variables}
+    with monkeypatch.context() as patch:
+        for name, value in {**world, "RANK": "0", "LOCAL_RANK": "0"}.items():
+            patch.setenv(name, value)
+        other = subprocess.Popen(command, env={**os.environ, **world, **own, "RANK": "1", "LOCAL_RANK": "1"})
+        try:
+            yield other
+        finally:
+            other.kill()
+            other.wait()

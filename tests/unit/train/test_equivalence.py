@@ -2,8 +2,6 @@
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +17,11 @@ from components.common.settings import resolve
 from components.common.steplog import StepLog
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
-from components.train.distributed import World
+from components.train.distributed import World, find_world, joined
 from components.train.trainer import Trainer
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from .conftest import as_rank_0_of_two
+
 NUM_IMAGES, GLOBAL = 64, 16
 SETTINGS: dict[str, Any] = {"epochs": 2, "global_batch_size": GLOBAL, "learning_rate": 0.5, "weight_decay": 0.01}
 WORLD = World(device=torch.device("cpu"))
@@ -97,28 +96,18 @@ def test_accumulation(at_once: tuple[dict[str, torch.Tensor], list[float]], per_
         pytest.param({"compile": "default", "split_graph": True}, marks=pytest.mark.slow),
     ],
 )
-def test_two_processes(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     """Each has half of every step's images; gloo adds the gradients."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in (0, 1):
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
-        environment |= {"PYTHONPATH": REPOSITORY, "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"PATH": os.environ["PATH"] if "compile" in settings else ""}
-        command = [sys.executable, str(Path(__file__).with_name("one_rank.py")), str(tmp_path), json.dumps(settings)]
-        variables = {name: str(value) for name, value in environment.items()}
-        processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
-    for process in processes:
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
     alone, measured = train(**{**settings, "per_gpu_batch_size": 0, "static_graph": False, "compile": "off"})
-    ranks = [load_file(tmp_path / f"rank-{rank}.safetensors") for rank in (0, 1)]
-    torch.testing.assert_close(ranks[0], alone, **TOLERANCE)
-    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in alone)
-    assert json.loads((tmp_path / "measured.json").read_text()) == pytest.approx(measured, rel=1e-4)
+    command = [sys.executable, str(Path(__file__).with_name("one_rank.py")), str(tmp_path), json.dumps(settings)]
+    path = os.environ["PATH"] if "compile" in settings else ""
+    with as_rank_0_of_two(monkeypatch, command, PATH=path) as other, joined(world := find_world(), 60):
+        weights, together = train(world, **settings)
+        assert other.wait(300) == 0
+    torch.testing.assert_close(weights, alone, **TOLERANCE)
+    of_rank_1 = load_file(tmp_path / "rank-1.safetensors")
+    assert all(torch.equal(weights[name], of_rank_1[name]) for name in alone)
+    assert together == pytest.approx(measured, rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

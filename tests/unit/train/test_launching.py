@@ -1,11 +1,8 @@
 """Several processes: what is told when one of them fails, and what is asked before they start."""
 
-import json
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from components.common.artifacts import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.errors import EngineryError, Preempted, UserError
 from components.common.settings import resolve
 from components.common.steplog import StepLog
@@ -26,9 +23,10 @@ from components.train.diagnosis import diagnose
 from components.train.distributed import find_world
 from components.train.launching import _failure, _Group, launch, num_processes
 from components.train.ranks import RankEnd
+from components.train.run import run
 from components.train.topology import describe_links
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from .conftest import as_rank_0_of_two
 
 
 def config(**settings: Any) -> TrainConfig:
@@ -36,36 +34,35 @@ def config(**settings: Any) -> TrainConfig:
 
 
 def test_the_error_of_two_processes_is_one_line(
-    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
-    command += ["--output", str(tmp_path / "out"), "--num-processes", "2", "--architecture", "resnet51"]
-    command += ["--global-batch-size", "16", "--image-size", "32"]
-    environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("train: no model 'resnet51'; did you mean")
-    assert json.loads((tmp_path / "out" / FAILURE).read_text())["exit_code"] == 2
+    monkeypatch.setenv("PATH", "")  # torchrun is found without it
+    wrong = resolve(TrainConfig, "train", settings, {"architecture": "resnet51", "num_processes": 2})
+    with pytest.raises(EngineryError) as caught:
+        run(wrong, StepLog("train"), dataset=tiny_dataset.path, output=tmp_path / "out")
+    assert str(caught.value).startswith("no model 'resnet51'; did you mean")
+    assert caught.value.exit_code == 2
 
 
 def test_a_torchrun_from_outside(
-    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+    tiny_dataset: Artifact[DatasetManifest],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """As on several machines: every process is the step itself, and rank 0 alone writes and speaks."""
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**settings, "epochs": 1, "architecture": "squeezenet1_1"}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += ["--nproc-per-node=2", "-m", "components.train", "--dataset", str(tiny_dataset.path)]
+    """As on several machines: every process is the step itself, and rank 0, which this one is, alone writes and speaks."""
+    small = {**settings, "epochs": 1, "global_batch_size": 48, "architecture": "squeezenet1_1"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(small))
+    command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
     command += ["--output", str(tmp_path / "out"), "--config", str(tmp_path / "config.yaml")]
-    environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "OMP_NUM_THREADS": "1"}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("squeezenet1_1 at") == 1
-    assert done.stderr.count("2 processes, 8 images each, 1 times a step") == 1
+    with as_rank_0_of_two(monkeypatch, command) as other:
+        run(resolve(TrainConfig, "train", small), StepLog("train"), dataset=tiny_dataset.path, output=tmp_path / "out")
+        assert other.wait(300) == 0
+    said = capfd.readouterr().err
+    assert said.count("2 processes, 24 images each, 1 times a step") == 1
+    assert "squeezenet1_1 at" not in said  # what the step's own process says at its end: rank 1 says nothing
     assert len(load(tmp_path / "out", CheckpointManifest).manifest.history) == 1
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
-        assert store.execute("select name, status from runs").fetchall() == [("train", "FINISHED")]
 
 
 def end(kind: Any, time: float, message: str = "x", exit_code: int = 1) -> RankEnd:
