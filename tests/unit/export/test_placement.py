@@ -19,9 +19,9 @@ from components.export.qdq import Arithmetic, insert_qdq, scales_below_fp16
 # name, Conv nodes, Gemm nodes, residual Adds, poolings
 NETWORKS = [
     ("resnet18", 20, 1, 8, 2),
-    ("resnet50", 53, 1, 16, 2),
+    pytest.param("resnet50", 53, 1, 16, 2, marks=pytest.mark.slow),  # its kinds of layers are resnet18's
     ("googlenet", 57, 1, 0, 14),
-    ("vgg19", 16, 3, 0, 6),
+    pytest.param("vgg19", 16, 3, 0, 6, marks=pytest.mark.slow),  # and these alexnet's
     ("alexnet", 5, 3, 0, 4),
     ("mobilenet_v2", 52, 1, 10, 1),
     ("efficientnet_b0", 81, 1, 9, 17),

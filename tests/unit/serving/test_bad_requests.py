@@ -199,7 +199,7 @@ def test_a_client_that_goes_away(served) -> None:
 def test_overload_is_refused_at_once_and_ends(triton, proved, tmp_path: Path) -> None:
     """More than the 128 that may wait: some are answered, the rest gets a 503 that says so, and then all is well."""
     running = start_serving(proved.parts["bundle"], tmp_path, "--name", NAME, "--max-wait", "60")
-    large = picture((2000, 2000))
+    large = picture((500, 500))
     try:
         wait_until_ready(running)
         decoder = decoding_process(running)

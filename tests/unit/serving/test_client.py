@@ -11,6 +11,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,53 @@ def test_a_load_test_says_why_there_was_no_answer(url: str, tmp_path: Path) -> N
     assert count >= sum(level.num_errors for series in result.series for level in (*series.closed, *series.open))
 
 
+def metrics(served: Running) -> dict[str, float]:
+    lines = served.get("metrics", served.metrics).decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
+CONFIDENCE_COUNT = "enginery_prediction_confidence_count"
+
+
+@pytest.fixture(scope="module")
+def own(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server that nobody else asks, with models that the client may load."""
+    running = start_serving(exported.path, tmp_path_factory.mktemp("own"), "--allow-loading")
+    try:
+        wait_until_ready(running)
+        yield running
+    finally:
+        running.process.terminate()
+        running.process.wait(600)
+
+
+def test_predictions_are_counted_by_label_and_confidence(own: Running, images: list[Path]) -> None:
+    """They are handed on once a second."""
+    with Client(f"http://127.0.0.1:{own.http}", model=NAME, patience=ONCE) as client:
+        answers = client.classify_all([file.read_bytes() for file in images])
+    deadline = time.monotonic() + 600
+    while True:
+        found = {key: value for key, value in metrics(own).items() if key.startswith("enginery_prediction")}
+        (handed_on,) = (value for key, value in found.items() if key.startswith(f"{CONFIDENCE_COUNT}{{"))
+        if handed_on == len(images):  # which is said last
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    labels = [answer.label for answer in answers]
+    for label in set(labels):
+        counted = [value for key, value in found.items() if f'label="{label}"' in key]
+        assert counted == [labels.count(label)]
+    best = [answer.probabilities[0] for answer in answers]
+    buckets = {
+        float(match[1]): value for key, value in found.items() if (match := re.search(r'_bucket\{le="([^"]+)"', key))
+    }
+    assert buckets[float("inf")] == len(images)
+    for bound, count in buckets.items():
+        assert count == sum(share <= bound for share in best)
+    (total,) = (value for key, value in found.items() if key.startswith("enginery_prediction_confidence_sum"))
+    assert total == pytest.approx(sum(best), rel=1e-5)
+
+
 FOREIGN_MODEL = """
 from pathlib import Path
 Path({proof!r}).touch()
@@ -241,43 +289,38 @@ def attack(running: Running, proof: Path, headers: dict[str, str]) -> int:
 
 
 def test_with_and_without_dynamic_batching_and_then_as_before(
-    triton, exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading is for who has the key alone: nobody else brings code of his own or unloads a model."""
-    running = start_serving(exported.path, tmp_path, "--allow-loading")
-    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    try:
-        wait_until_ready(running)
-        key_file, proof = tmp_path / "home/loading.key", tmp_path / "proof"
-        assert key_file.stat().st_mode & 0o777 == 0o600
-        assert [attack(running, proof, headers) for headers in ({}, {"enginery-loading": "0" * 32})] == [403, 403]
-        assert not proof.exists()
-        with grpc.InferenceServerClient(f"127.0.0.1:{running.grpc}") as client:
-            for call in (client.unload_model, client.load_model):
-                with pytest.raises(InferenceServerException, match="restricted"):
-                    call(f"{NAME}_model")
-        for url in (f"http://127.0.0.1:{running.http}", f"grpc://127.0.0.1:{running.grpc}"):
-            with Client(url) as client, pytest.raises(RequestRefused, match="name the model with --model"):
-                client.classify(b"")
-        attack(running, proof, {"enginery-loading": key_file.read_text()})
-        assert proof.exists()  # so the attack is one: with the key it runs
-        before = json.loads(running.get(f"v2/models/{NAME}_model/config"))
-        options = ["--seconds", "0.5", "--concurrency", "2", "--rates", "20", "--tensors", "--compare-batching"]
-        url = f"grpc://127.0.0.1:{running.grpc}"
-        done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
-        assert done.exception is None, done.output
-        result = LoadTest.model_validate_json((tmp_path / "out/loadtest.json").read_text())
-        assert [(series.name, series.batching is None) for series in result.series] == [
-            ("dynamic batching", False),
-            ("without", True),
-        ]
-        for series in result.series:
-            assert all(level.num_errors == 0 and level.images_per_s > 0 for level in series.closed)
-        assert set(result.series[1].closed[0].batches) == {1}
-        assert json.loads(running.get(f"v2/models/{NAME}_model/config")) == before
-    finally:
-        running.process.terminate()
-        running.process.wait(600)
+    home = own.log.parent / "home"
+    monkeypatch.setenv("ENGINERY_HOME", str(home))
+    key_file, proof = home / "loading.key", tmp_path / "proof"
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    assert [attack(own, proof, headers) for headers in ({}, {"enginery-loading": "0" * 32})] == [403, 403]
+    assert not proof.exists()
+    with grpc.InferenceServerClient(f"127.0.0.1:{own.grpc}") as client:
+        for call in (client.unload_model, client.load_model):
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call(f"{NAME}_model")
+    for url in (f"http://127.0.0.1:{own.http}", f"grpc://127.0.0.1:{own.grpc}"):
+        with Client(url) as client, pytest.raises(RequestRefused, match="name the model with --model"):
+            client.classify(b"")
+    attack(own, proof, {"enginery-loading": key_file.read_text()})
+    assert proof.exists()  # so the attack is one: with the key it runs
+    before = json.loads(own.get(f"v2/models/{NAME}_model/config"))
+    options = ["--seconds", "0.5", "--concurrency", "2", "--rates", "20", "--tensors", "--compare-batching"]
+    url = f"grpc://127.0.0.1:{own.grpc}"
+    done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
+    assert done.exception is None, done.output
+    result = LoadTest.model_validate_json((tmp_path / "out/loadtest.json").read_text())
+    assert [(series.name, series.batching is None) for series in result.series] == [
+        ("dynamic batching", False),
+        ("without", True),
+    ]
+    for series in result.series:
+        assert all(level.num_errors == 0 and level.images_per_s > 0 for level in series.closed)
+    assert set(result.series[1].closed[0].batches) == {1}
+    assert json.loads(own.get(f"v2/models/{NAME}_model/config")) == before
 
 
 @pytest.mark.parametrize(
@@ -299,47 +342,6 @@ def test_loading_without_a_key_is_for_loopback_alone(
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
     assert "openssl rand -hex 16" in str(done.exception)
-
-
-def metrics(served: Running) -> dict[str, float]:
-    lines = served.get("metrics", served.metrics).decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
-
-
-CONFIDENCE_COUNT = "enginery_prediction_confidence_count"
-
-
-def test_predictions_are_counted_by_label_and_confidence(triton, exported, images: list[Path], tmp_path: Path) -> None:
-    """By a server that nobody else asks: predictions are handed on once a second."""
-    running = start_serving(exported.path, tmp_path)
-    try:
-        wait_until_ready(running)
-        with Client(f"http://127.0.0.1:{running.http}", patience=ONCE) as client:
-            answers = client.classify_all([file.read_bytes() for file in images])
-        deadline = time.monotonic() + 600
-        while True:
-            found = {key: value for key, value in metrics(running).items() if key.startswith("enginery_prediction")}
-            (handed_on,) = (value for key, value in found.items() if key.startswith(f"{CONFIDENCE_COUNT}{{"))
-            if handed_on == len(images):  # which is said last
-                break
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
-    finally:
-        running.process.terminate()
-        running.process.wait(600)
-    labels = [answer.label for answer in answers]
-    for label in set(labels):
-        counted = [value for key, value in found.items() if f'label="{label}"' in key]
-        assert counted == [labels.count(label)]
-    best = [answer.probabilities[0] for answer in answers]
-    buckets = {
-        float(match[1]): value for key, value in found.items() if (match := re.search(r'_bucket\{le="([^"]+)"', key))
-    }
-    assert buckets[float("inf")] == len(images)
-    for bound, count in buckets.items():
-        assert count == sum(share <= bound for share in best)
-    (total,) = (value for key, value in found.items() if key.startswith("enginery_prediction_confidence_sum"))
-    assert total == pytest.approx(sum(best), rel=1e-5)
 
 
 def test_alerts_name_metrics_that_are_there(served: Running) -> None:

@@ -51,7 +51,7 @@ def test_a_torchrun_from_outside(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """As on several machines: every process is the step itself, and rank 0, which this one is, alone writes and speaks."""
+    """As on several machines: every process is the step itself. Rank 0 alone, which is this one, writes and speaks."""
     small = {**settings, "epochs": 1, "global_batch_size": 48, "architecture": "squeezenet1_1"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(small))
     command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
