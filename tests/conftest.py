@@ -52,6 +52,7 @@ def _frozen_heap() -> None:
     """What is imported stays: without this, each full garbage collection goes through some million objects of it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import importlib
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from packaging.requirements import Requirement
 
 from components.common.errors import EXIT_FAILURE
@@ -21,7 +23,7 @@ from pipelines.diagnosis import machine, software, storage
 from pipelines.diagnosis.checks import Check, Planned, absent, missing, ok, run_check, warning
 from pipelines.diagnosis.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
 from pipelines.diagnosis.probes import ProbeError, Probes
-from pipelines.diagnosis.report import all_checks, conclude
+from pipelines.diagnosis.report import Diagnosis, all_checks, conclude
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPU = NvidiaGpu("NVIDIA H100", 80 * 10**9, (9, 0))
@@ -58,9 +60,15 @@ def doctor(directory: Path, *arguments: str, **variables: str) -> "subprocess.Co
     )
 
 
-def test_json_has_every_check_and_a_fix_for_each_one_not_ok(tmp_path: Path) -> None:
-    done = doctor(tmp_path / "state", "--json")
-    report = json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> "subprocess.CompletedProcess[str]":
+    done = doctor(state := tmp_path_factory.mktemp("doctor") / "state", "--json")
+    assert not state.exists()  # looking leaves nothing behind
+    return done
+
+
+def test_json_has_every_check_and_a_fix_for_each_one_not_ok(told: "subprocess.CompletedProcess[str]") -> None:
+    report = json.loads(told.stdout)
     assert [check["name"] for check in report["checks"]] == [planned.name for planned in all_checks(Answers())]
     assert all(check["fix"] for check in report["checks"] if check["status"] in ("warning", "missing"))
     assert not any("could not check" in check["found"] for check in report["checks"])
@@ -68,8 +76,7 @@ def test_json_has_every_check_and_a_fix_for_each_one_not_ok(tmp_path: Path) -> N
     working = ("PyTorch", "DALI", "OpenVINO", "MLflow tracking", "state directory")
     assert {found[name] for name in working} <= {"ok", "warning"}  # a machine may give reason for a warning
     assert "FP32 and INT8 on the CPU. No TensorRT engines, because" in report["conclusion"]
-    assert (done.returncode, report["exit_code"]) == (0, 0)
-    assert not (tmp_path / "state").exists()  # looking leaves nothing behind
+    assert (told.returncode, report["exit_code"]) == (0, 0)
 
 
 def test_table_ends_with_what_runs_here_and_exit_code_1_when_nothing_does(tmp_path: Path) -> None:
@@ -190,9 +197,13 @@ def test_versions_come_from_the_checkout_then_from_the_installation(
     assert (finding.status, "make install" in finding.fix) == ("warning", True)
 
 
-def test_without_a_gpu_there_is_one_line_on_all_of_it(tmp_path: Path) -> None:
-    done = doctor(tmp_path / "state", COLUMNS="200")
-    of_gpu = done.stdout.partition("\nGPU")[2].splitlines()
+def test_without_a_gpu_there_is_one_line_on_all_of_it(
+    told: "subprocess.CompletedProcess[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = importlib.import_module("pipelines.commands.doctor")
+    monkeypatch.setattr(command, "diagnose", lambda: Diagnosis.model_validate_json(told.stdout))
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(command.doctor)
+    of_gpu = done.output.partition("\nGPU")[2].splitlines()
     text = " ".join(of_gpu)
     assert "missing" not in text
     if "NVML Shared Library Not Found" in text:

@@ -11,11 +11,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from mlflow import MlflowClient
 
 from components.common.environment import environment
 from components.common.errors import EngineryError, UserError
 from pipelines import retention
+from pipelines.commands import cli
 from pipelines.history import PastRun, past_runs
 from pipelines.retention import InUse, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
 from pipelines.state import MLFLOW_RUN_ID, StateDirectory
@@ -244,29 +246,23 @@ def test_what_is_no_run_stays(tmp_path: Path) -> None:
     assert decide(tmp_path, keep=0) == (set(), {})
 
 
-def gc(home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "gc", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "ENGINERY_HOME": str(home), "COLUMNS": "80"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
 
+    def gc(*arguments: str) -> Result:
+        return CliRunner(env={"COLUMNS": "80"}).invoke(cli, ["gc", *arguments], input="")
 
-def test_command(tmp_path: Path) -> None:
     new, old = make_run(tmp_path, 1), make_run(tmp_path, 50, size_kb=1000)
-    shown = gc(tmp_path, "--keep", "1", "--dry-run")
-    assert (shown.returncode, old.exists()) == (0, True)
-    assert old.name in shown.stdout
-    assert "beyond the newest 1" in shown.stdout
-    asked = gc(tmp_path, "--keep", "1")
-    assert (asked.returncode, "add --yes or --dry-run" in asked.stderr, old.exists()) == (2, True, True)
+    shown = gc("--keep", "1", "--dry-run")
+    assert (shown.exit_code, old.exists()) == (0, True)
+    assert old.name in shown.output
+    assert "beyond the newest 1" in shown.output
+    asked = gc("--keep", "1").exception
+    assert isinstance(asked, UserError)
+    assert ("add --yes or --dry-run" in str(asked), old.exists()) == (True, True)
     (tmp_path / "runs" / ".trash-left-1").mkdir()
-    done = gc(tmp_path, "--keep", "1", "--yes")
-    assert (done.returncode, old.exists(), new.exists()) == (0, False, True)
-    assert "1.0 MB freed" in done.stdout
+    done = gc("--keep", "1", "--yes")
+    assert (done.exit_code, old.exists(), new.exists()) == (0, False, True)
+    assert "1.0 MB freed" in done.output
     assert leftovers(tmp_path / "runs") == []
-    assert gc(tmp_path).returncode == 2
+    assert isinstance(gc().exception, UserError)

@@ -13,29 +13,33 @@ from pipelines.benchmarking.networks import write_network
 SHAPES = ShapeSpec(height=64, width=64, max_batch=4, opt_batch=4)
 
 
-def test_files(tmp_path):
-    convolutions = write_network("resnet18", SHAPES, tmp_path / "new")
-    assert len(convolutions) == 20
-    graph = onnx.load(tmp_path / "new" / "int8.onnx").graph
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resnet18")
+    assert len(write_network("resnet18", SHAPES, folder)) == 20
+    return folder
+
+
+def test_files(written):
+    graph = onnx.load(written / "int8.onnx").graph
     assert sum(node.op_type == "DequantizeLinear" for node in graph.node) > 20
     images = np.random.default_rng(1).standard_normal(SHAPES.input_shape(4), dtype=np.float32)
     answers = {}
     for name in ("fp32", "fp16", "int8", "int8_fp16"):
-        runner = OnnxRuntimeRunner(tmp_path / "new" / f"{name}.onnx", SHAPES)
+        runner = OnnxRuntimeRunner(written / f"{name}.onnx", SHAPES)
         answers[name] = runner.infer(images)
         runner.close()
     largest = np.abs(answers["fp32"]).max()
     assert answers["fp32"].shape == (4, 1000)
     assert answers["fp32"].std(axis=0).max() > 0.01 * largest  # every block does something
     assert 0 < np.abs(answers["int8"] - answers["fp32"]).max() < 0.3 * largest
-    for file in (tmp_path / "new").glob("*.onnx"):
+    for file in written.glob("*.onnx"):
         onnx.checker.check_model(onnx.load(file))
 
 
-def test_no_convolution_is_all_zero(tmp_path):
+def test_no_convolution_is_all_zero(written):
     """As a fresh ResNet has them: nothing to measure, and TensorRT 8.6.0 failed to build such a network in INT8."""
-    write_network("resnet18", SHAPES, tmp_path)
-    graph = onnx.load(tmp_path / "fp32.onnx").graph
+    graph = onnx.load(written / "fp32.onnx").graph
     weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Conv":

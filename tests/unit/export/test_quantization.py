@@ -17,16 +17,18 @@ from components.common.models import build_model
 from components.common.records import LayerCost
 from components.common.serving import fit_model
 from components.common.settings import resolve
+from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
 from components.common.transforms import transform_for
 from components.export import quantization
 from components.export.config import CACHE_VARIABLE, ExportConfig
+from components.export.onnx_export import export_onnx
 from components.export.run import run
 from components.export.samples import split_samples
 from components.export.sensitivity import Ranking
 
 NUM_TRAINING = 480
-SMALL = {"architecture": "squeezenet1_1", "image_size": 32, "tensorrt": "off", "num_ranking_images": 2}
+SMALL = {"tensorrt": "off", "num_ranking_images": 2}
 
 
 class Said(StepLog):
@@ -41,19 +43,24 @@ class Said(StepLog):
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> Path:
+def network(tmp_path_factory) -> Path:
+    """Four convolutions."""
     torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("weights") / "model.pt"
-    torch.save(build_model("squeezenet1_1", 10).state_dict(), path)
+    layers = []
+    for inputs, outputs, stride in ((3, 16, 2), (16, 16, 1), (16, 32, 2)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(32, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    path = tmp_path_factory.mktemp("network") / "own.onnx"
+    export_onnx(model.eval(), path, ShapeSpec(height=32, width=32))
     return path
 
 
 @pytest.fixture
-def export(weights, digits_dataset, tmp_path):
+def export(network, digits_dataset, tmp_path):
     """`export(**settings)`: the step into a new directory. Returns the bundle and what was said."""
     count = iter(range(9))
 
-    def exported(model: Path = weights, **settings):
+    def exported(model: Path = network, **settings):
         log, output = Said(), tmp_path / f"bundle{next(count)}"
         config = resolve(ExportConfig, "export", {**SMALL, **settings})
         run(config, log, model=model, dataset=digits_dataset.path, output=output)
@@ -211,20 +218,20 @@ def test_fewer_calibration_images_than_classes(export):
 
 
 def test_a_search_that_finds_nothing_says_so(export, monkeypatch):
-    layers = (LayerCost(name="/features/features.0/Conv", operator="Conv", cost_nats=1.0),)
+    layers = (LayerCost(name="/0/Conv", operator="Conv", cost_nats=1.0),)
     monkeypatch.setattr(quantization, "rank_layers", lambda *_, **__: Ranking(layers=layers, num_images=1))
     monkeypatch.setattr(quantization.Budget, "holds", lambda *_: False)
     bundle, lines = export(calibration_method="max")
-    assert bundle.manifest.calibration.excluded == ("/features/features.0/Conv",)
+    assert bundle.manifest.calibration.excluded == ("/0/Conv",)
     assert any("INT8 is not within the budget on training images" in line for line in lines)
 
 
-def test_weights_that_are_not_finite(export, weights, tmp_path):
-    state = torch.load(weights, weights_only=True)
+def test_weights_that_are_not_finite(export, tmp_path):
+    state = build_model("squeezenet1_1", 10).state_dict()
     state["features.0.weight"][0] = float("nan")
     torch.save(state, tmp_path / "nan.pt")
     with pytest.raises(UserError, match=r"the weights 'features.0.weight' in .*nan.pt hold NaN or infinity"):
-        export(tmp_path / "nan.pt")
+        export(tmp_path / "nan.pt", architecture="squeezenet1_1", image_size=32)
 
 
 def test_an_operator_that_pytorch_lacks_is_no_obstacle(export, tmp_path, monkeypatch):
@@ -238,19 +245,16 @@ def test_an_operator_that_pytorch_lacks_is_no_obstacle(export, tmp_path, monkeyp
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return nn.functional.interpolate(self.conv(images), scale_factor=0.5).mean((2, 3))
 
-    from components.common.shapes import ShapeSpec
-    from components.export.onnx_export import export_onnx
-
     export_onnx(Resizing().eval(), tmp_path / "own.onnx", ShapeSpec(height=32, width=32))
     monkeypatch.setattr(quantization.Budget, "holds", lambda *_: False)  # so that layers are ranked
-    bundle, _ = export(tmp_path / "own.onnx", architecture="")
+    bundle, _ = export(tmp_path / "own.onnx")
     calibration = bundle.manifest.calibration
     assert {layer.name for layer in calibration.selection.ranking} == {"/conv/Conv", "/ReduceMean"}
     assert set(calibration.excluded) == {"/conv/Conv", "/ReduceMean"}
     assert {model.activations for model in bundle.manifest.cpu_models} == {"signed"}  # nothing in it is never negative
 
 
-def test_own_model_without_names_and_with_a_small_batch(export, weights, tmp_path, monkeypatch):
+def test_own_model_without_names_and_with_a_small_batch(export, tmp_path, monkeypatch):
     """The last node has no name, and other passes rename its output: leaving it out of INT8 still finds it."""
     first, _ = export(num_selection_images=0)
     model = onnx.load(first.file("fp32.onnx"))
@@ -264,12 +268,12 @@ def test_own_model_without_names_and_with_a_small_batch(export, weights, tmp_pat
         return (last,)
 
     monkeypatch.setattr(quantization.Selection, "exclude_layers", exclude_last)
-    bundle, _ = export(tmp_path / "own.onnx", architecture="", max_batch=8, calibration_method="max")
+    bundle, _ = export(tmp_path / "own.onnx", max_batch=8, calibration_method="max")
     assert bundle.manifest.shapes.opt_batch == 8
     assert bundle.manifest.num_quantized_layers == bundle.manifest.num_quantizable_layers - 1
 
 
-def test_runners_are_closed_when_one_of_them_fails(digits_dataset, weights, export, tmp_path):
+def test_runners_are_closed_when_one_of_them_fails(digits_dataset, export, tmp_path):
     from components.export.candidates import Candidates
 
     bundle, _ = export(num_selection_images=0)

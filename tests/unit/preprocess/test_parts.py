@@ -64,11 +64,11 @@ def test_joined_parts_are_the_whole_data_set(
     assert joined.digest == whole.digest
 
 
-def test_parts_that_do_not_belong_together(messy_digits: Path, tmp_path: Path) -> None:
-    first = pack(messy_digits, tmp_path / "first", "1/2").path
-    second = pack(messy_digits, tmp_path / "second", "2/2").path
-    other = pack(messy_digits, tmp_path / "other", "2/2", seed=1).path
-    third = pack(messy_digits, tmp_path / "third", "3/3").path
+def test_parts_that_do_not_belong_together(few_digits: Path, tmp_path: Path) -> None:
+    first = pack(few_digits, tmp_path / "first", "1/2").path
+    second = pack(few_digits, tmp_path / "second", "2/2").path
+    other = pack(few_digits, tmp_path / "other", "2/2", seed=1).path
+    third = pack(few_digits, tmp_path / "third", "3/3").path
     refusals = {
         (first,): "of 2 parts 2/2 is missing; pack it with --part 2/2",
         (first, first): "the part 1/2 is given twice",

@@ -199,9 +199,9 @@ def test_a_full_disk_is_no_rejected_image(tmp_path: Path, write_tree: WriteTree)
     assert list(tmp_path.glob("full*.json*")) == []
 
 
-def test_a_failure_is_in_mlflow(tmp_path: Path, write_tree: WriteTree) -> None:
+def test_a_failure_is_in_mlflow(tmp_path: Path, write_tree: WriteTree, empty_store: Path) -> None:
     data = write_tree(tmp_path / "images", {"only": 2})
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path)}"
     code, text = start("--data", str(data), "--output", str(tmp_path / "out"), MLFLOW_TRACKING_URI=uri)
     assert code == 2
     from mlflow import MlflowClient

@@ -195,7 +195,7 @@ def test_the_best_epoch_can_be_the_result(go: Go, tmp_path: Path, monkeypatch: p
         return 1.0, top1[epoch]
 
     monkeypatch.setattr(Trainer, "evaluate", evaluated)
-    settings = {"architecture": "resnet18", "checkpoint_epochs": 3}
+    settings = {"architecture": "shufflenet_v2_x0_5", "checkpoint_epochs": 3}
     go(sigterm_after=14, **settings)
     go(**settings, publish="best")
     checkpoint = load(tmp_path / "out", CheckpointManifest)
@@ -206,7 +206,7 @@ def test_the_best_epoch_can_be_the_result(go: Go, tmp_path: Path, monkeypatch: p
 
 
 def test_epochs_without_validation(go: Go, tmp_path: Path) -> None:
-    go(architecture="resnet18", validation_epochs=2, epochs=3)
+    go(validation_epochs=2, epochs=3)
     history = load(tmp_path / "out", CheckpointManifest).manifest.history
     assert [epoch.val_top1_pct is None for epoch in history] == [True, False, False]
 
