@@ -30,6 +30,7 @@ _TRACE_BATCH = 2  # not 1: a batch of one can be confused with a broadcast axis
 _USER_OPSETS = range(13, 22)
 _PROBE_SEED = 0
 _SUM_TOLERANCE = 1e-3  # of the probabilities of an image
+_MAX_SIDE = 8192  # pixels; a file may claim any size, and is tried with two images
 _MIN_CLASSES = 2
 _SHAPE_ONLY = {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast"}  # what may follow a last activation
 _REEXPORT = (
@@ -224,7 +225,13 @@ def _parse(content: bytes, path: Path) -> onnx.ModelProto:
     if found := operators & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "ConvInteger"}:
         raise UserError(f"{path}: is already quantized ({sorted(found)}). Give the FP32 model.")
     for tensor in inline_constants(proto).graph.initializer:
-        if tensor.data_type == TensorProto.FLOAT and not np.isfinite(onnx.numpy_helper.to_array(tensor)).all():
+        if tensor.data_type != TensorProto.FLOAT:
+            continue
+        try:
+            is_finite = np.isfinite(onnx.numpy_helper.to_array(tensor)).all()
+        except ValueError as error:
+            raise UserError(f"{path}: the weights '{tensor.name}' are damaged ({error}). {_REEXPORT}") from None
+        if not is_finite:
             raise UserError(f"{path}: the weights '{tensor.name}' hold NaN or infinity. Take an earlier checkpoint.")
     return proto
 
@@ -261,6 +268,8 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
             f"{path}: input '{image.name}' has shape {size}, expected a fixed height and width with only the batch "
             f"dynamic. {fix}"
         )
+    if max(height, width) > _MAX_SIDE:
+        raise UserError(f"{path}: input '{image.name}' has shape {size}, supported are sides of at most {_MAX_SIDE:,}")
     output_size = _dims(logits) or _dims(onnx.shape_inference.infer_shapes(proto).graph.output[0])
     if len(output_size) != 2 or not isinstance(output_size[1], int) or isinstance(output_size[0], int):
         raise UserError(
@@ -312,8 +321,9 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 def _check_type(value: ValueInfoProto, path: Path, role: str, shape: str) -> None:
     element = value.type.tensor_type.elem_type
     if element != TensorProto.FLOAT:
+        names = {number: name for name, number in TensorProto.DataType.items()}
         raise UserError(
-            f"{path}: {role} '{value.name}' has type {TensorProto.DataType.Name(element)}, expected FLOAT {shape}. "
+            f"{path}: {role} '{value.name}' has type {names.get(element, element)}, expected FLOAT {shape}. "
             "Export the FP32 model; lower precisions are made from it."
         )
 

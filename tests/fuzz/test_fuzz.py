@@ -1,8 +1,10 @@
 """A few of the fuzz targets' cases; `make test-all` runs 10,000."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.fuzz import images, shards
+from tests.fuzz import images, parsers, shards
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -18,7 +20,18 @@ def test_damaged_shards_end_with_a_word() -> None:
     assert dict(images.run_cases(40, 0, shards.check_batch, shards.BATCH)) == {}
 
 
+def test_what_is_not_damaged_is_read(tmp_path: Path) -> None:
+    for name, (data, read) in parsers.originals().items():
+        (tmp_path / name).write_bytes(data)
+        read(tmp_path / name)
+
+
+def test_damaged_tables_archives_models_and_manifests() -> None:
+    assert dict(images.run_cases(500, 0, parsers.check_batch, parsers.BATCH)) == {}
+
+
 @pytest.mark.slow
 def test_many_damaged_files() -> None:
     assert dict(images.run_cases(8000, 2, images.check_batch)) == {}
+    assert dict(images.run_cases(8000, 2, parsers.check_batch)) == {}
     assert dict(images.run_cases(2000, 2, shards.check_batch, shards.BATCH)) == {}

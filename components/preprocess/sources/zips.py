@@ -52,7 +52,7 @@ def list_zip(file: str, name: str) -> Listing:
                     listing.refused[shown] = OUTSIDE
                 elif path and is_image_name(shown):
                     listing.refused[shown] = "no regular file of the archive"
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, NotImplementedError, IndexError, ValueError, struct.error) as error:
         raise UserError(f"{name} is no zip that can be read ({error}); make it anew, or fetch it again") from None
     return listing
 

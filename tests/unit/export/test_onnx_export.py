@@ -312,6 +312,24 @@ class TestUserFiles:
         with pytest.raises(UserError, match="external data files"):
             normalize_user_onnx(tmp_path / "user.onnx", tmp_path / "fp32.onnx")
 
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda graph: graph.initializer[0].dims.append(7), "the weights '.*' are damaged"),
+            (lambda graph: setattr(graph.input[0].type.tensor_type, "elem_type", 103), "has type 103, expected FLOAT"),
+            (
+                lambda graph: setattr(graph.input[0].type.tensor_type.shape.dim[2], "dim_value", 10**6),
+                "supported are sides of at most 8,192",
+            ),
+        ],
+    )
+    def test_what_fuzzing_found(self, tmp_path, damage, message):
+        model = onnx.load(user_file(tmp_path / "user.onnx"))
+        damage(model.graph)
+        onnx.save(model, tmp_path / "user.onnx")
+        with pytest.raises(UserError, match=message):
+            normalize_user_onnx(tmp_path / "user.onnx", tmp_path / "fp32.onnx")
+
     def test_no_file_and_no_onnx(self, tmp_path):
         with pytest.raises(UserError, match="no such file"):
             normalize_user_onnx(tmp_path / "none.onnx", tmp_path / "taken.onnx")

@@ -374,6 +374,15 @@ def test_an_archive_that_fills_the_disk_is_given_up(
         find(file, tmp_path / "scratch")
 
 
+def test_a_zip_of_a_version_to_come(tmp_path: Path, write_tree: WriteTree) -> None:
+    file = archive(tmp_path / "x.zip", write_tree(tmp_path / "images", {"a": 2, "b": 2}))
+    data = bytearray(file.read_bytes())
+    data[data.index(b"PK\x01\x02") + 6] = 102
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"x\.zip is no zip that can be read \(zip file version 10\.2\)"):
+        find(file, tmp_path / "scratch")
+
+
 def test_zst_needs_a_decompressor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_tree: WriteTree) -> None:
     plain = archive(tmp_path / "x.tar", write_tree(tmp_path / "images", {"a": 2, "b": 2}))
     (tmp_path / "x.tar.zst").write_bytes(b"\x28\xb5\x2f\xfd")

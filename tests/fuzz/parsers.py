@@ -1,0 +1,222 @@
+"""Damaged tables, archives, ONNX files and manifests: each ends with an error of ours or with what can be read.
+
+    python -m tests.fuzz.parsers --num-cases 10000 --seed 0
+
+No case may crash, take over 10 s, or let the process grow by 1 GB. Every case runs in a worker process, as those of
+`images`.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+import lzma
+import random
+import resource
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import click
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+
+from components.common.artifacts import MANIFEST, CheckpointManifest, DatasetManifest, digest_file, load
+from components.common.errors import EngineryError
+from components.common.integrity import claims_of
+from components.export.onnx_export import read_user_onnx
+from components.preprocess.sources import Unreadable, find_samples, read_sample
+from tests.fuzz.images import run_cases
+
+BATCH = 50
+MAX_SECONDS = 10.0
+MAX_GROWTH_BYTES = 10**9
+_NUM_READ = 4  # samples of a source
+
+
+def _tar(members: dict[str, bytes], form: int) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as packed:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            packed.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def _zip(members: dict[str, bytes], method: int) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as packed:
+        for name, data in members.items():
+            packed.writestr(name, data)
+    return stream.getvalue()
+
+
+def _parquet(rows: dict[str, list[str]]) -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    stream = io.BytesIO()
+    parquet.write_table(pyarrow.table(rows), stream)
+    return stream.getvalue()
+
+
+def _onnx() -> bytes:
+    weights = numpy_helper.from_array(np.full((2, 3, 1, 1), 0.5, np.float32), "w")
+    shape = numpy_helper.from_array(np.array([1.0, 2.0], np.float32), "value")
+    nodes = [
+        helper.make_node("Constant", [], ["b"], value=shape),
+        helper.make_node("Conv", ["x", "w", "b"], ["c"]),
+        helper.make_node("GlobalAveragePool", ["c"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 2])],
+        [weights],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def _manifest() -> bytes:
+    digest = "sha256:" + "0" * 64
+    split = {"num_images": 4, "shards": ["val-000000.tar"], "fingerprint": digest, "images_per_class": [2, 2]}
+    fields = {"schema_version": 1, "kind": "dataset", "files": {"a.tar": {"size": 5, "digest": digest}}, "inputs": {}}
+    return json.dumps(
+        {**fields, "config": {}, "classes": ["a", "b"], "splits": {"train": split, "val": split}}
+    ).encode()
+
+
+def _read_source(file: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        source = find_samples(str(file), val_fraction=0.25, seed=0, class_names_file="", scratch=Path(scratch))
+        for sample in source.splits["train"][:_NUM_READ]:
+            with contextlib.suppress(OSError, Unreadable):
+                read_sample(source.storage, sample)
+
+
+def _read_manifest(file: Path) -> None:
+    claims_of(file.read_bytes())
+    digest_file(file)
+    for kind in (DatasetManifest, CheckpointManifest):
+        with contextlib.suppress(EngineryError):
+            load(file.parent, kind)
+
+
+@cache
+def originals() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
+    """A file of each kind by its name, and what reads it."""
+    members = {f"{name}/{number}.png": f"image {number}".encode() * 9 for name in "ab" for number in range(4)}
+    samples = {f"{key:03d}.{end}": b"1" if end == "cls" else b"x" * 99 for key in range(6) for end in ("cls", "png")}
+    long = {path.replace("/", f"/{'folder/' * 30}"): data for path, data in members.items()}
+    plain = _tar(members, tarfile.GNU_FORMAT)
+    rows = {"path": [*members], "label": [path[0] for path in members], "split": ["train", "val"] * 4}
+    table = "\n".join([",".join(rows), *(",".join(row) for row in zip(*rows.values(), strict=True))])
+    files: dict[str, bytes] = {
+        "gnu.tar": plain,
+        "long.tar": _tar(long, tarfile.GNU_FORMAT),
+        "pax.tar": _tar({f"ü{path}": data for path, data in long.items()}, tarfile.PAX_FORMAT),
+        "webdataset.tar": _tar(samples, tarfile.USTAR_FORMAT),
+        "x.tar.gz": gzip.compress(plain),
+        "x.tar.xz": lzma.compress(plain),
+        "stored.zip": _zip(members, zipfile.ZIP_STORED),
+        "deflated.zip": _zip(members, zipfile.ZIP_DEFLATED),
+        "t.csv": table.encode(),
+        "t.parquet": _parquet(rows),
+    }
+    readers: dict[str, tuple[bytes, Callable[[Path], object]]] = {
+        name: (data, _read_source) for name, data in files.items()
+    }
+    return readers | {"model.onnx": (_onnx(), read_user_onnx), MANIFEST: (_manifest(), _read_manifest)}
+
+
+def damaged(number: int, seed: int) -> tuple[str, bytes]:
+    """Case `number`: the name of one of the files, and what it holds now."""
+    chance = random.Random(f"{seed}:{number}")
+    name = chance.choice([*originals()])
+    data = bytearray(originals()[name][0])
+    for _ in range(chance.choice((1, 1, 2, 4, 16))):
+        start = chance.randrange(len(data)) if data else 0
+        end = min(len(data), start + chance.choice((1, 2, 8, 64, 512)))
+        way = chance.randrange(8)
+        if way == 0 and data:
+            data[start] ^= 1 << chance.randrange(8)
+        elif way == 1:
+            data[start:end] = chance.choice((b"\0", b"\xff", b"7", b"9", b"\x80")) * (end - start)
+        elif way == 2:
+            del data[start:]
+        elif way == 3:
+            del data[start:end]
+        elif way == 4:
+            data[start:start] = data[start:end] * chance.choice((1, 1, 40))
+        elif way == 5:
+            data[start:start] = chance.randbytes(end - start)
+        elif way == 6:  # of a tar: another type or size of a member
+            head = start - start % 512
+            data[head + 156 : head + 157] = chance.choice(b"01234567LKxgSV").to_bytes()
+            data[head + 124 : head + 136] = f"{chance.choice((0, 1, 511, 8**10, 8**11 - 1)):011o}\0".encode()
+            _set_checksum(data, head)
+        else:
+            other = originals()[chance.choice([*originals()])][0]
+            data[start:end] = other[start:end]
+    return name, bytes(data)
+
+
+def _set_checksum(data: bytearray, head: int) -> None:
+    block = data[head : head + 512]
+    if len(block) == 512:
+        block[148:156] = b" " * 8
+        data[head + 148 : head + 156] = f"{sum(block):06o}\0 ".encode()
+
+
+def check_batch(numbers: range, seed: int) -> dict[int, str]:
+    """What went wrong, by case."""
+    originals()
+    wrong = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in numbers:
+            name, data = damaged(number, seed)
+            file = Path(folder, name)
+            file.write_bytes(data)
+            started, before = time.monotonic(), _most_bytes()
+            try:
+                originals()[name][1](file)
+            except (EngineryError, Unreadable):
+                pass
+            except Exception as error:
+                wrong[number] = f"{name} raised {type(error).__name__}: {error}"
+            if (seconds := time.monotonic() - started) > MAX_SECONDS:
+                wrong[number] = f"{name} took {seconds:.0f} s"
+            if (grown := _most_bytes() - before) > MAX_GROWTH_BYTES:
+                wrong[number] = f"{name} took {grown:,} bytes"
+            file.unlink()
+    return wrong
+
+
+def _most_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@click.command()
+@click.option("--num-cases", default=10000, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(num_cases: int, seed: int) -> None:
+    num_wrong = 0
+    for number, what in run_cases(num_cases, seed, check_batch, BATCH):
+        num_wrong += 1
+        print(f"case {number}: {what}", flush=True)
+    print(f"{num_cases} cases, {num_wrong} wrong")
+    sys.exit(1 if num_wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Damaged HTTP requests to a running model server: each gets an answer or a closed connection, and it goes on serving.
+
+Used by tests/unit/serving/test_bad_requests.py and benchmarks/fuzz.py, which have a server.
+"""
+
+import json
+import random
+import socket
+import struct
+import time
+
+import psutil
+
+from tests.fuzz import images
+
+MAX_SECONDS = 10.0
+_QUIET_S = 0.1  # without a byte of an answer: the server waits for what a damaged length promises
+
+
+def request(number: int, seed: int, model: str) -> bytes:
+    """Case `number`: an inference request, damaged in its image, its JSON, or anywhere."""
+    chance = random.Random(f"{seed}:{number}")
+    image = chance.choice(images.originals())
+    if chance.random() < 0.5:
+        image = images.damaged(number, seed, images.originals())
+    data = struct.pack("<I", len(image)) + image
+    tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(data)}}
+    head = bytearray(json.dumps({"inputs": [tensor]}).encode())
+    if chance.random() < 0.4:
+        _damage(head, chance)
+    odd = chance.choice(("-1", "0", "99999999999999999999", "x", "")) if chance.random() < 0.1 else str(len(head))
+    whole = bytearray(
+        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Inference-Header-Content-Length: {odd}\r\nContent-Length: {len(head) + len(data)}\r\n\r\n".encode()
+        + head
+        + data
+    )
+    if chance.random() < 0.4:
+        _damage(whole, chance)
+    return bytes(whole)
+
+
+def _damage(data: bytearray, chance: random.Random) -> None:
+    for _ in range(chance.choice((1, 2, 8))):
+        start = chance.randrange(len(data)) if data else 0
+        end = min(len(data), start + chance.choice((1, 4, 32)))
+        way = chance.randrange(4)
+        if way == 0 and data:
+            data[start] ^= 1 << chance.randrange(8)
+        elif way == 1:
+            del data[start:end]
+        elif way == 2:
+            data[start:start] = data[start:end] * chance.choice((1, 1, 100))
+        else:
+            data[start:end] = chance.randbytes(end - start)
+
+
+def send(port: int, data: bytes) -> bytes:
+    """The start of the answer; empty where the server waits for more, or closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=MAX_SECONDS) as connection:
+        try:
+            connection.sendall(data)
+            connection.settimeout(_QUIET_S)
+            return connection.recv(1 << 16)
+        except OSError:  # a reset, too
+            return b""
+
+
+def run_requests(num_cases: int, seed: int, port: int, model: str, server: int) -> tuple[dict[int, str], int]:
+    """Send all cases to a server.
+
+    Args:
+        num_cases: how many.
+        seed: of the damage.
+        port: of HTTP, on this machine.
+        model: that takes images.
+        server: number of the process whose children the server's processes are.
+
+    Returns:
+        What went wrong, by case, and by how many bytes the server's processes grew.
+    """
+    good = _good(model)
+    wrong: dict[int, str] = {}
+    before = _server_bytes(server)
+    for number in range(num_cases):
+        started = time.monotonic()
+        answer = send(port, request(number, seed, model))
+        if (seconds := time.monotonic() - started) > MAX_SECONDS:
+            wrong[number] = f"took {seconds:.0f} s"
+        if answer and not answer.startswith(b"HTTP/1.1 "):
+            wrong[number] = f"answered {answer[:80]!r}"
+        if number % 50 == 49 and b" 200 OK" not in (answer := _patient(port, good)):
+            wrong[number] = f"a good request after the cases {number - 49} to {number} was answered {answer[:200]!r}"
+            break
+    return wrong, _server_bytes(server) - before
+
+
+def _good(model: str) -> bytes:
+    image = images.originals()[0]
+    data = struct.pack("<I", len(image)) + image
+    tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(data)}}
+    head = json.dumps({"inputs": [tensor]}).encode()
+    return (
+        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Inference-Header-Content-Length: {len(head)}\r\nContent-Length: {len(head) + len(data)}\r\n\r\n".encode()
+        + head
+        + data
+    )
+
+
+def _patient(port: int, data: bytes) -> bytes:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=MAX_SECONDS) as connection:
+            connection.sendall(data)
+            return connection.recv(1 << 16)
+    except OSError as error:
+        return str(error).encode()
+
+
+def _server_bytes(server: int) -> int:
+    children = psutil.Process(server).children(recursive=True)
+    return sum(child.memory_info().rss for child in children)
