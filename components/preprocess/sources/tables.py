@@ -4,7 +4,7 @@ import csv
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 from urllib.parse import unquote
 
 from components.common.errors import UserError
@@ -16,6 +16,9 @@ from components.preprocess.sources.splits import VAL_NAMES, Options, hold_out
 from components.preprocess.sources.trees import safe_path
 
 _SPLITS = {"train": "train", **dict.fromkeys(VAL_NAMES, "val")}
+_MAX_LINE = 1 << 20  # characters of a CSV
+_MAX_ROWS = 100_000_000  # of a Parquet file, which may claim any number in few bytes
+_MAX_GROUP_BYTES = 1 << 30  # of one of its row groups, unpacked
 _INTEGER = re.compile("-?[0-9]{1,18}")
 
 
@@ -136,7 +139,7 @@ def _relative(path: str, place: Place, where: str) -> str:
 def _csv_rows(table: Path, name: str) -> Iterator[_Row]:
     # Paths need not be UTF-8.
     with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(file, strict=True)
+        reader = csv.reader(_lines(file, name), strict=True)
         number = 1
         try:
             header = [cell.strip() for cell in next(reader, [])]
@@ -151,6 +154,14 @@ def _csv_rows(table: Path, name: str) -> Iterator[_Row]:
             ) from None
 
 
+def _lines(file: TextIO, name: str) -> Iterator[str]:
+    """Lines that fit into memory."""
+    while line := file.readline(_MAX_LINE + 1):
+        if len(line) > _MAX_LINE:
+            raise UserError(f"{name} has a line of more than {_MAX_LINE:,} characters; write one image per line")
+        yield line
+
+
 def _parquet_rows(table: Path, name: str) -> Iterator[_Row]:
     try:
         import pyarrow
@@ -159,6 +170,12 @@ def _parquet_rows(table: Path, name: str) -> Iterator[_Row]:
         raise UserError(f"reading {name} needs a package that is not installed: pip install pyarrow") from None
     try:
         with parquet.ParquetFile(table) as file:
+            groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
+            if file.metadata.num_rows > _MAX_ROWS or any(group.total_byte_size > _MAX_GROUP_BYTES for group in groups):
+                raise UserError(
+                    f"{name} claims {file.metadata.num_rows:,} rows; supported are {_MAX_ROWS:,}, in row groups of at "
+                    f"most {_MAX_GROUP_BYTES:,} bytes. Write it anew with smaller ones, or several tables"
+                )
             columns = _columns(file.schema_arrow.names, name)
             number = 1
             for batch in file.iter_batches(columns=columns):

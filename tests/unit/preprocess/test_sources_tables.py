@@ -4,6 +4,7 @@ import csv
 import os
 import pickle
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,25 @@ def test_parquet_needs_pyarrow_and_a_parquet_file(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"t\.parquet needs a package that is not installed: pip install pyarrow"):
         find(tmp_path / "t.parquet")
+
+
+def test_tables_of_few_bytes_that_claim_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line without end takes no memory, nor do rows that are one value again and again."""
+    long = tmp_path / "t.csv"
+    long.write_text("path,label\n")
+    os.truncate(long, 400 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"t\.csv has a line of more than 1,048,576 characters"):
+            find(long)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 20_000_000
+    many = write(tmp_path / "t.parquet", ("path", "label"), [("a/0.png", "a")] * 1000)
+    assert many.stat().st_size < 5000
+    for name, limit in (("_MAX_ROWS", 999), ("_MAX_GROUP_BYTES", 10)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"components.preprocess.sources.tables.{name}", limit)
+            with pytest.raises(UserError, match=r"t\.parquet claims 1,000 rows; supported are"):
+                find(many)
