@@ -137,10 +137,11 @@ class _Chain:
             def on_step_event(event: dict[str, Any]) -> None:
                 interrupts.check()
                 if event["event"] in ("track", "finished", "failed"):
-                    with self.record.noting(f"what {event['step']} found, in MLflow"):
-                        self.record.tracked.relay(event)
+                    self.record.tell(f"what {event['step']} found, in MLflow", lambda run: run.relay(event))
                 if event["event"] == "track":
                     return
+                if event["event"] == "finished":
+                    os.environ.update(self.record.tracked.environment())  # for the next step: it may have opened since
                 if event["event"] == "started" and self.containers is None:
                     end_orphans_of(event["pid"])
                 elif event["event"] == "finished" and event["digest"]:
@@ -175,10 +176,12 @@ class _Chain:
         self.reused = finished_steps(self.file, self.keys, self.state.runs)
         for cached in self.reused:
             renderer.show_reused(cached.step, cached.run_id)
-        variables = {CACHE_VARIABLE: str(self.state.export_cache), **self.record.tracked.environment()}
+        variables = {CACHE_VARIABLE: str(self.state.export_cache), "MLFLOW_TRACKING_URI": self.state.tracking_uri}
         # A server may go away, which the steps are prepared for; a file is this process's as well as theirs.
         if self.containers is None and self.record.uri.startswith("sqlite:"):
             variables[RELAY_VARIABLE] = "1"
+        if RELAY_VARIABLE not in variables or self.reused or self.record.opening.done():
+            variables |= self.record.tracked.environment()
         if own := os.environ.get(CACHE_VARIABLE):
             variables[CACHE_VARIABLE] = own
         unfinished = unfinished_outputs(self.file, self.keys, self.state.runs)
@@ -284,7 +287,8 @@ def _refuse_python3(arguments: Mapping[str, Any]) -> None:
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Environment variables for the steps, put back afterwards."""
     root = str(Path(__file__).resolve().parents[1])
-    ours = {
+    before = dict(os.environ)
+    os.environ |= {
         **variables,
         EVENTS_VARIABLE: "1",
         PARENT_VARIABLE: str(os.getpid()),
@@ -292,16 +296,11 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
         "PYTHONWARNINGS": "ignore",
     }
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _print_pointers(summary: RunSummary, console: Console) -> None:

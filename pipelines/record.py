@@ -2,10 +2,13 @@
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,7 +16,7 @@ from rich.console import Console
 from components.common.artifacts import write_atomically
 from components.common.disk import explain
 from components.common.errors import EXIT_FAILURE, EngineryError
-from components.common.store import without_credentials
+from components.common.store import is_new, without_credentials
 from pipelines.parameters import PipelineFile
 from pipelines.state import MLFLOW_RUN_ID, SUMMARY, AbandonedRun, RunDirectory, StateDirectory
 from pipelines.summary import RunSummary
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 RUN_LOG = "run.log"
 MLFLOW_STATUS = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 _PATIENCE_S = 3.0
+_ROOM_BYTES = 1 << 26  # for a new database, many times over
 
 
 @dataclass(kw_only=True)
@@ -31,9 +35,15 @@ class RunRecord:
     """The directory of a run and its run in MLflow, both open."""
 
     held: RunDirectory
-    tracked: "PipelineRun"
     uri: str  # without credentials
+    opening: "Future[PipelineRun]"
+    worker: ThreadPoolExecutor  # of one thread, so that MLflow is told in turn
     problems: list[str] = field(default_factory=list)  # what could not be recorded
+
+    @property
+    def tracked(self) -> "PipelineRun":
+        """The run in MLflow; waits until it is open."""
+        return self.opening.result()
 
     @classmethod
     def open(
@@ -41,16 +51,19 @@ class RunRecord:
     ) -> "RunRecord":
         """Make both, and end in MLflow what earlier runs could not.
 
+        A new SQLite file takes seconds, in which the first step can begin: it opens in a thread.
+
         Raises:
             EngineryError: MLflow or the state directory can't be used. Nothing is left behind.
         """
         held = state.new_run(file.name)
         uri = without_credentials(state.tracking_uri)
-        try:
+
+        def open_run() -> "PipelineRun":
             from components.common.tracking import PipelineRun  # takes seconds: only when something runs
 
-            with _waiting_note(console, uri), state.store_lock():
-                tracked = PipelineRun(
+            with state.store_lock():
+                return PipelineRun(
                     state.tracking_uri,
                     experiment,
                     held.path.name,
@@ -58,17 +71,34 @@ class RunRecord:
                     params=arguments,
                     place=state.path,
                 )
-        except Exception:
-            held.discard()
-            raise
-        record = cls(held=held, tracked=tracked, uri=uri)
-        with record.noting("the run's id in MLflow"):
-            write_atomically(held.path / MLFLOW_RUN_ID, tracked.run_id.encode())
+
+        worker = ThreadPoolExecutor(1)
+        is_sure = state.tracking_uri == state.default_tracking_uri and disk_usage(state.path).free > _ROOM_BYTES
+        if is_sure and is_new(state.tracking_uri):
+            opening = worker.submit(open_run)
+        else:
+            try:
+                with _waiting_note(console, uri):
+                    opening = Future()
+                    opening.set_result(open_run())
+            except Exception:
+                held.discard()
+                raise
+        record = cls(held=held, uri=uri, opening=opening, worker=worker)
+        file_of_id = held.path / MLFLOW_RUN_ID
+        record.tell("the run's id in MLflow", lambda run: write_atomically(file_of_id, run.run_id.encode()))
         for abandoned in state.abandoned_runs():
-            with record.noting(f"the end of {abandoned.name} in MLflow"):
-                tracked.close_abandoned(abandoned.name, *_end_of(abandoned))
-                abandoned.closed()
+            record.tell(f"the end of {abandoned.name} in MLflow", partial(_close_abandoned, abandoned))
         return record
+
+    def tell(self, what: str, act: "Callable[[PipelineRun], object]") -> None:
+        """Have MLflow told, after what it was told before, without waiting for it; a failure is noted."""
+
+        def noted() -> None:
+            with self.noting(what):
+                act(self.tracked)
+
+        self.worker.submit(noted)
 
     def make_room(self) -> None:
         """Give back what was kept for the end of the run, which has come."""
@@ -102,6 +132,7 @@ class RunRecord:
             *([Path(summary.report)] if summary.report else []),
         ]
         artifacts = [path for path in found if path.exists()]
+        self.worker.shutdown()
         with self.noting("the run's end in MLflow"):
             self.tracked.finish(MLFLOW_STATUS[summary.status], tags, summary.headline(), artifacts)
             self.held.closed()
@@ -115,6 +146,11 @@ class RunRecord:
         except Exception as error:
             reason = explain(error, self.directory) or error
             self.problems.append(f"{what} could not be recorded: {reason}")
+
+
+def _close_abandoned(abandoned: AbandonedRun, tracked: "PipelineRun") -> None:
+    tracked.close_abandoned(abandoned.name, *_end_of(abandoned))
+    abandoned.closed()
 
 
 def _end_of(run: AbandonedRun) -> tuple[str, str]:

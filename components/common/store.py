@@ -51,6 +51,17 @@ def beside_database(uri: str) -> str | None:
     return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
 
 
+def _sqlite_file(uri: str) -> Path | None:
+    file = uri.removeprefix("sqlite:///").split("?")[0]
+    return Path(file) if uri.startswith("sqlite:///") and file not in ("", ":memory:") else None
+
+
+def is_new(uri: str) -> bool:
+    """True for an SQLite store that has no file yet."""
+    file = _sqlite_file(uri)
+    return file is not None and (not file.exists() or file.stat().st_size == 0)
+
+
 def prepare_sqlite(uri: str, make_tables: Callable[[str], object]) -> None:
     """See that a SQLite store can be used, and make a new one whole: beside its place first, then renamed.
 
@@ -65,12 +76,10 @@ def prepare_sqlite(uri: str, make_tables: Callable[[str], object]) -> None:
         OSError: of the directory.
         sqlite3.Error: the file is no database, or can't be written.
     """
-    if not uri.startswith("sqlite:///"):
+    file = _sqlite_file(uri)
+    if file is None:
         return
-    file = Path(uri.removeprefix("sqlite:///").split("?")[0])
-    if str(file) in ("", ":memory:"):
-        return
-    if not file.exists() or file.stat().st_size == 0:
+    if is_new(uri):
         file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_name(f".{file.name}.new")
         for left in (fresh, fresh.with_name(f"{fresh.name}-journal")):

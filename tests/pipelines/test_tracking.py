@@ -75,10 +75,11 @@ def test_two_first_runs_make_one_store(tmp_path: Path, open_record: OpenRecord) 
     (home / ".mlflow.db.new").write_bytes(b"cut short")
     with ThreadPoolExecutor(2) as both:
         records = list(both.map(lambda _: open_record(home), range(2)))
+    opened = {record.tracked.run_id for record in records}
     client = MlflowClient(f"sqlite:///{home / 'mlflow.db'}")
     (experiment,) = [entry for entry in client.search_experiments() if entry.name == "resnet50"]
     runs = client.search_runs([experiment.experiment_id])
-    assert {run.info.run_id for run in runs} == {opened.tracked.run_id for opened in records}
+    assert {run.info.run_id for run in runs} == opened
     assert len(runs) == 2
     assert not list(home.glob(".mlflow.db.new*"))
 
@@ -114,7 +115,7 @@ def test_runs_are_closed_where_they_are_tracked(tmp_path: Path, open_record: Ope
 
     open_record(home, here)
     assert status() == "RUNNING"
-    open_record(home, elsewhere)
+    open_record(home, elsewhere).worker.shutdown()
     assert status() == "KILLED"
     assert not list(StateDirectory.current().abandoned_runs())
 
