@@ -16,8 +16,6 @@ from PIL import Image
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.fuzz import requests
-
 from .conftest import (
     NAME,
     Running,
@@ -231,10 +229,3 @@ def preprocess_counts(running: Running) -> tuple[float, float]:
         if line.startswith(f'{name}{{model="{NAME}_preprocess"')
     )
     return count, executions
-
-
-def test_damaged_requests(served) -> None:
-    """benchmarks/fuzz.py sends 10,000."""
-    wrong, grown_bytes = requests.run_requests(200, 0, served.http, NAME, served.process.pid)
-    assert wrong == {}
-    assert grown_bytes < 10**9

@@ -28,6 +28,7 @@ from pipelines.client.failures import AnswerLate, RequestRefused, ServerUnreacha
 from pipelines.client.retries import Patience
 from pipelines.commands import cli
 from pipelines.loadtest.record import LoadTest
+from tests.fuzz import requests
 
 from .conftest import NAME, Running, start_serving, wait_until_ready
 
@@ -321,6 +322,13 @@ def test_with_and_without_dynamic_batching_and_then_as_before(
         assert all(level.num_errors == 0 and level.images_per_s > 0 for level in series.closed)
     assert set(result.series[1].closed[0].batches) == {1}
     assert json.loads(own.get(f"v2/models/{NAME}_model/config")) == before
+
+
+def test_damaged_requests(served: Running) -> None:
+    """benchmarks/fuzz.py sends 10,000."""
+    wrong, grown_bytes = requests.run_requests(200, 0, served.http, NAME, served.process.pid)
+    assert wrong == {}
+    assert grown_bytes < 10**9
 
 
 @pytest.mark.parametrize(
