@@ -27,7 +27,7 @@ _START_S = 600
 
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
-@click.option("--source", required=True, help="What `enginery serve` takes: a release or a bundle of the digits.")
+@click.option("--source", required=True, help="A release or bundle, as `enginery serve` takes them.")
 @click.option("--num-cases", default=10000, show_default=True, help="Of each target; a tenth of them for shards.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
