@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -40,7 +39,6 @@ def reseal(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def write_keys(stem: Path, passphrase: bytes = b"") -> tuple[Path, Path]:
-    pytest.importorskip("model_signing", reason="an environment older than constraints.txt: make install")
     key = generate_private_key(SECP256R1())
     encryption = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
     private, public = stem.with_suffix(".key"), stem.with_suffix(".pub")
