@@ -28,10 +28,13 @@ _START_S = 600
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--source", required=True, help="A release or bundle, as `enginery serve` takes them.")
-@click.option("--num-cases", default=10000, show_default=True, help="Of each target; a tenth of them for shards.")
+@click.option(
+    "--num-cases", default=10000, show_default=True, help="Of images and parsers; a tenth of them for shards."
+)
+@click.option("--num-requests", default=1000, show_default=True, help="To the server.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(machine: str, source: str, num_cases: int, seed: int, results: Path) -> None:
+def main(machine: str, source: str, num_cases: int, num_requests: int, seed: int, results: Path) -> None:
     runs: list[dict[str, Any]] = []
     targets = {"images": (images, 1), "parsers": (parsers, 1), "shards": (shards, 10)}
     for name, (target, share) in targets.items():
@@ -42,8 +45,8 @@ def main(machine: str, source: str, num_cases: int, seed: int, results: Path) ->
     workers_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     with served(source) as server:
         started = time.monotonic()
-        wrong, grown_bytes = requests.run_requests(num_cases, seed, _HTTP, _NAME, server)
-        runs.append({"target": "requests", "num_cases": num_cases, "wrong": wrong, "seconds": _since(started)})
+        wrong, grown_bytes = requests.run_requests(num_requests, seed, _HTTP, _NAME, server)
+        runs.append({"target": "requests", "num_cases": num_requests, "wrong": wrong, "seconds": _since(started)})
         print(runs[-1], flush=True)
     write_result(
         machine,

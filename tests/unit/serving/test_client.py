@@ -325,7 +325,7 @@ def test_with_and_without_dynamic_batching_and_then_as_before(
 
 
 def test_damaged_requests(served: Running) -> None:
-    """benchmarks/fuzz.py sends 10,000."""
+    """benchmarks/fuzz.py sends more."""
     wrong, grown_bytes = requests.run_requests(200, 0, served.http, NAME, served.process.pid)
     assert wrong == {}
     assert grown_bytes < 10**9
