@@ -71,7 +71,9 @@ def check_inputs(arguments: Mapping[str, Any]) -> None:
         _check_for_images(source, arguments)
         _check_validation(arguments, source)
     if model := str(arguments.get("model") or ""):
-        _check_model(model, str(arguments.get("architecture") or ""), source.classes if source is not None else None)
+        classes = source.classes if source is not None else None
+        image_size = int(arguments.get("image_size") or 224)
+        _check_model(model, str(arguments.get("architecture") or ""), classes, image_size)
 
 
 def _listed(arguments: Mapping[str, Any]) -> Source | None:
@@ -157,11 +159,11 @@ def images_to_prove(budget_points: float) -> float:
     return 1 if share >= 1 else math.ceil(math.log(_SIGNIFICANCE) / math.log1p(-share))
 
 
-def _check_model(model: str, architecture: str, classes: tuple[str, ...] | None) -> None:
+def _check_model(model: str, architecture: str, classes: tuple[str, ...] | None, image_size: int) -> None:
     """Have a model that lies on this machine read by a process of its own: see components.export.checking."""
     if "://" in model:
         return
-    given = json.dumps({"model": model, "architecture": architecture, "classes": classes})
+    given = json.dumps({"model": model, "architecture": architecture, "classes": classes, "image_size": image_size})
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", "components.export.checking", given],

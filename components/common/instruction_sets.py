@@ -20,6 +20,7 @@ _NEEDS = {
 }
 SATURATING = ("SSE41", "AVX2", "AVX512_CORE")
 VARIABLE = "ONEDNN_MAX_CPU_ISA"  # oneDNN's own, which OpenVINO obeys: never more than the CPU has
+_OLD_VARIABLE = "DNNL_MAX_CPU_ISA"  # which oneDNN still reads
 _LIMITS = {
     "SSE41": ("SSE41",),
     "AVX": ("SSE41",),
@@ -29,7 +30,7 @@ _LIMITS = {
     "AVX512_CORE": ("AVX512_CORE", "AVX2", "SSE41"),
     **dict.fromkeys(
         ("AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16"),
-        ("AVX512_CORE_VNNI", "AVX512_CORE", "AVX2_VNNI", "AVX2", "SSE41"),
+        ("AVX512_CORE_VNNI", "AVX512_CORE", "AVX2", "SSE41"),
     ),
 }
 
@@ -46,10 +47,15 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The widest instruction set that INT8 may use here; the machine's architecture where it is not x86-64."""
+    """The widest instruction set that INT8 may use here; the machine's architecture where it is not x86-64.
+
+    The narrowest where nothing says what an x86-64 has: what is right there is right on each.
+    """
     flags = cpu_flags(cpuinfo)
-    allowed = _LIMITS.get(os.environ.get(VARIABLE, "").upper(), tuple(_NEEDS))
-    return next((name for name, needs in _NEEDS.items() if name in allowed and needs <= flags), platform.machine())
+    limit = os.environ.get(VARIABLE) or os.environ.get(_OLD_VARIABLE, "")
+    allowed = _LIMITS.get(limit.upper(), tuple(_NEEDS))
+    unknown = "SSE41" if platform.machine() == "x86_64" else platform.machine()
+    return next((name for name, needs in _NEEDS.items() if name in allowed and needs <= flags), unknown)
 
 
 def available(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:

@@ -100,3 +100,37 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
     except RuntimeError as error:
         problems = " ".join(str(error).split())[:400]
         raise UserError(f"the weights in {source} don't fit this model: {problems}") from None
+
+
+def check_image_size(network: nn.Module, architecture: str, image_size: int) -> None:
+    """Look whether a network takes images of this size and can be written as ONNX for them.
+
+    Args:
+        network: best on the meta device, where only shapes are computed.
+        architecture: its name.
+        image_size: in pixels.
+
+    Raises:
+        UserError: it does not.
+    """
+
+    def check_pooling(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        (height, width), (rows, columns) = inputs[0].shape[-2:], output.shape[-2:]
+        if height % rows or width % columns:
+            raise ValueError(f"it pools {height} x {width} to {rows} x {columns}, and ONNX has only whole factors")
+
+    for layer in network.modules():
+        if isinstance(layer, nn.AdaptiveAvgPool2d):
+            layer.register_forward_hook(check_pooling)
+    device = next(network.parameters()).device
+    try:
+        with torch.no_grad():
+            network.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
+    except NotImplementedError:
+        return  # some operators have no shapes without numbers
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"{architecture} can't run on images of {image_size} x {image_size} pixels: {reason}. Choose another "
+            "--image-size; most networks take 224"
+        ) from None

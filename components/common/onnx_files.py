@@ -24,13 +24,15 @@ def onnx_content(path: Path) -> bytes:
     """What is in a file.
 
     Raises:
-        UserError: it is not there, or larger than a protobuf message may be.
+        UserError: it is not there, empty, or larger than a protobuf message may be.
     """
     try:
         with path.open("rb") as file:
             content = file.read(MAXIMUM_PROTOBUF + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file. Give the path of an ONNX model.") from None
+    if not content:
+        raise UserError(f"{path}: not an ONNX file, it is empty. Export it again.")
     if len(content) > MAXIMUM_PROTOBUF:
         raise UserError(f"{path}: not an ONNX file, which has at most {MAXIMUM_PROTOBUF:,} bytes.")
     return content

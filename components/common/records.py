@@ -406,6 +406,7 @@ class LatencyBudget(Record):
     """The fastest way to run the model whose latency stays within a budget in 99 of 100 batches."""
 
     budget_ms: float
+    doubt: str = Field("", description="Why the speeds say little; empty where they can be relied on.")
     chosen: OperatingPoint | None = Field(
         description="Highest throughput with p99 within the budget, copies included; None where nothing stays within."
     )

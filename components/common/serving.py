@@ -143,11 +143,19 @@ def fit_model(models: Sequence[CpuModel]) -> CpuModel:
     return max(fit, key=lambda model: model.weight_bits)
 
 
-def not_measured_here(measured_on: Sequence[str]) -> str:
-    """What to tell somebody who runs a model on a CPU that its verdict does not speak of."""
+def not_measured_here(precision: Precision, measured_on: Sequence[str]) -> str:
+    """What to tell somebody who runs a model on a CPU that its verdict does not speak of; empty where it does.
+
+    Args:
+        precision: of the model. Only INT8 depends on the CPU.
+        measured_on: the instruction sets that the verdict rests on; none where a GPU or nobody measured.
+    """
+    here = instruction_set()
+    if precision != "int8" or here in measured_on:
+        return ""
     return (
-        f"the verdict on this model was measured with {', '.join(measured_on)}, and this CPU runs INT8 with "
-        f"{instruction_set()}: nobody has proved it here. `python -m components.validate` measures it on this CPU"
+        f"a verdict on this model was measured with {', '.join(measured_on) or 'no CPU'}, and this CPU runs INT8 with "
+        f"{here}: nobody has proved it here. `python -m components.validate` measures it on this CPU"
     )
 
 

@@ -254,6 +254,8 @@ def _decided_by(comparison: Comparison, allowed_points: float) -> str:
     total, lost, gained = comparison.num_images, comparison.num_lost, comparison.num_gained
     seen = f"{lost:,} lost and {gained:,} gained of {total:,}"
     needed = images_needed(total, lost, gained, allowed_points)
+    if needed is None and (allowed_points <= 0 or lost <= gained):
+        return f"no number of images proves a drop of at most {allowed_points:g} points ({seen})"
     if needed is None:
         return f"more images hardly tell, since the drop seen is as large as what is allowed ({seen})"
     unit = 10 ** max(0, len(str(needed)) - 2)

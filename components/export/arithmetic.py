@@ -33,14 +33,14 @@ def first_arithmetic(fp32: onnx.ModelProto) -> Arithmetic:
     )
 
 
-def cpu_models(activations: Literal["signed", "unsigned"], saturates_here: bool) -> tuple[CpuModel, ...]:
+def cpu_models(activations: Literal["signed", "unsigned"], is_fit_here: bool) -> tuple[CpuModel, ...]:
     """The files for CPUs: one with 8-bit weights, and one that is exact on every CPU.
 
     Args:
         activations: of both.
-        saturates_here: whether 8-bit weights do on this CPU, if it has no VNNI.
+        is_fit_here: whether 8-bit weights were chosen on this CPU, if it has no VNNI.
     """
-    unfit = tuple(name for name in SATURATING if saturates_here or name != instruction_set())
+    unfit = tuple(name for name in SATURATING if not is_fit_here or name != instruction_set())
     return (
         CpuModel(file="int8_cpu.onnx", weight_bits=8, activations=activations, saturates_on=unfit),
         CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations=activations, saturates_on=()),
@@ -84,11 +84,6 @@ class ArithmeticSearch:
         eight_bits = self._trial(eight)
         better = not eight_bits.saturates and eight_bits.logits_error <= seven_bits.logits_error
         return eight if better else chosen
-
-    @property
-    def saturates(self) -> bool:
-        """Whether 8-bit weights saturate on this CPU, by what was measured; True where nothing was."""
-        return all(trial.saturates for trial in self.trials if trial.weight_bits == 8)
 
     def _trial(self, arithmetic: Arithmetic) -> CpuTrial:
         model = insert_qdq(self.fp32, self.scales, arithmetic=arithmetic)

@@ -16,7 +16,7 @@ def main(arguments: str) -> None:
     """Check what `check_model` checks, by its arguments as JSON; the problem goes to standard output."""
     given = json.loads(arguments)
     try:
-        check_model(Path(given["model"]), given["architecture"], given["classes"])
+        check_model(Path(given["model"]), given["architecture"], given["classes"], given["image_size"])
     except EngineryError as error:
         print(error)
         sys.exit(error.exit_code)

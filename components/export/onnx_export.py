@@ -33,6 +33,7 @@ _SUM_TOLERANCE = 1e-3  # of the probabilities of an image
 _MAX_SIDE = 8192  # pixels; a file may claim any size, and is tried with two images
 _MIN_CLASSES = 2
 _SHAPE_ONLY = {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast"}  # what may follow a last activation
+_LINEAR = {"Add", "Conv", "Gemm", "GlobalAveragePool", "MatMul", "ReduceMean"}  # whose answers may be small by chance
 _REEXPORT = (
     "Re-export it with torch.onnx.export(model, torch.zeros(2, 3, height, width), path, dynamo=False, "
     'opset_version=17, input_names=["images"], output_names=["logits"], '
@@ -187,13 +188,15 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     if not _relative_error(actual, expected) <= MAX_RELATIVE_ERROR:
         raise UserError(f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}")
     last = _last_operator(proto.graph)
-    if last is not None and last.op_type in ("Sigmoid", "HardSigmoid"):
+    are_shares = last is not None and last.op_type not in _LINEAR and bool(((expected >= 0) & (expected <= 1)).all())
+    sums_to_one = bool(np.allclose(expected.sum(axis=1), 1, atol=_SUM_TOLERANCE))
+    if (last is not None and last.op_type in ("Sigmoid", "HardSigmoid")) or (are_shares and not sums_to_one):
         raise UserError(
-            f"{source}: ends in a sigmoid ({last.op_type}), so it answers yes or no for each output by itself "
-            "(multi-label). Supported are classifiers of which each image has one class. If yours is one, export it "
-            "without the sigmoid, with logits as its output"
+            f"{source}: ends in a sigmoid or the like: all answers are between 0 and 1, so it says yes or no for each "
+            "output by itself (multi-label). Supported are classifiers of which each image has one class. If yours is "
+            "one, export it without the sigmoid, with logits as its output"
         )
-    if (expected >= 0).all() and np.allclose(expected.sum(axis=1), 1, atol=_SUM_TOLERANCE):
+    if are_shares and sums_to_one:
         content = _without_softmax(proto, last)
         if (
             not content

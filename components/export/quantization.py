@@ -99,7 +99,7 @@ def quantize(
     return Quantization(
         scales=scales[method],
         excluded=excluded,
-        cpu_models=cpu_models(activations, chooser.saturates_here),
+        cpu_models=cpu_models(activations, chooser.on_cpu and chooser.arithmetic.weight_bits == 8),
         calibration=CalibrationEntry(
             method=method.value,
             num_images=calibration.num_images,
@@ -241,7 +241,6 @@ class _Chooser:
         self.on_cpu = candidates.runtime == "openvino"
         self.arithmetic = first_arithmetic(fp32) if self.on_cpu else TENSORRT
         self.trials: tuple[CpuTrial, ...] = ()
-        self.saturates_here = True
 
     def choose_arithmetic(self, scales: dict[str, float]) -> Arithmetic:
         """How a CPU's file is written; on a GPU nothing is chosen, and nobody measures it."""
@@ -250,7 +249,6 @@ class _Chooser:
             batches = self._images(NUM_IMAGES)
             search = ArithmeticSearch(fp32=self.fp32, scales=scales, batches=batches, candidates=self.candidates)
             self.arithmetic, self.trials = search.choose(), tuple(search.trials)
-            self.saturates_here = search.saturates
         return self.arithmetic
 
     def rank(self, scales: dict[str, float], deadline: float) -> Ranking:

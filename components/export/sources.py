@@ -11,7 +11,7 @@ from components.common.artifacts import MANIFEST, Artifact, BundleManifest, Chec
 from components.common.digests import digest_file
 from components.common.errors import UserError
 from components.common.integrity import claims_of
-from components.common.models import build_model, load_weights, read_weights
+from components.common.models import build_model, check_image_size, load_weights, read_weights
 from components.common.records import TrainingRecord
 from components.common.shapes import ShapeSpec
 from components.common.transforms import TransformSpec, transform_for
@@ -72,13 +72,14 @@ def check_file(model: Path, architecture: str) -> None:
         raise UserError(f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)})")
 
 
-def check_model(model: Path, architecture: str, classes: Sequence[str] | None) -> None:
+def check_model(model: Path, architecture: str, classes: Sequence[str] | None, image_size: int) -> None:
     """Refuse a model of which `write_fp32_onnx` or a rebuild would not make a bundle, before there is a data set.
 
     Args:
         model: as for `write_fp32_onnx`, or a Bundle directory.
         architecture: of weights.
         classes: the data's; None where they are not known yet.
+        image_size: of the images that weights will see, in pixels.
 
     Raises:
         UserError: it is no model, or doesn't fit the classes.
@@ -99,7 +100,7 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None) -
         classifier, _ = read_user_onnx(model)
         _check_fits(model, classifier, len(classes) if classes is not None else classifier.num_classes)
     elif classes is not None:
-        _module_of_weights(model, architecture, len(classes))
+        check_image_size(_module_of_weights(model, architecture, len(classes)), architecture, image_size)
     else:
         read_weights(model)
 

@@ -17,7 +17,6 @@ import pandas as pd
 from components.common.artifacts import ALL_FILES, Artifact, BundleManifest, load
 from components.common.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.evaluation import most_likely
-from components.common.instruction_sets import instruction_set
 from components.common.records import Precision
 from components.common.serving import Runtime, Serving, not_measured_here, serving_runner
 from components.common.trust import check_chain, read_statements
@@ -53,10 +52,10 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
         )
     model = BundleModel(bundle, model_config["precision"], model_config["runtime"])
     model.folder = temporary
-    measured_on = model_config.get("measured_on") or ()
     runner = model.serving.runner
-    if measured_on and runner is not None and runner.runtime == "openvino" and instruction_set() not in measured_on:
-        logging.getLogger(__name__).warning(not_measured_here(measured_on))
+    note = not_measured_here(model_config["precision"], model_config.get("measured_on") or ())
+    if note and runner is not None and runner.runtime == "openvino":
+        logging.getLogger(__name__).warning(note)
     return model
 
 

@@ -25,6 +25,7 @@ def within_budget(
     known = {row.precision for row in accurate}
     return LatencyBudget(
         budget_ms=budget_ms,
+        doubt=next((row.busy for row in accurate if row.busy), ""),
         chosen=_point(chosen) if chosen else None,
         nearest=_point(nearest) if nearest else None,
         left_out=tuple(dict.fromkeys(row.precision for row in measured if row.precision not in known)),
@@ -52,11 +53,13 @@ def budget_text(budget: LatencyBudget) -> str:
         if names
         else ""
     )
+    doubt = f"; unsure: {budget.doubt}" if budget.doubt else ""
     if budget.chosen is not None:
-        return f"within {limit}: {point_text(budget.chosen)}{reason}"
+        return f"within {limit}: {point_text(budget.chosen)}{reason}{doubt}"
     if budget.nearest is not None:
         over = budget.nearest.p99_ms - budget.budget_ms
-        return f"nothing within {limit}: nearest is {point_text(budget.nearest)}, {over:,.3g} ms too long{reason}"
+        nearest = point_text(budget.nearest)
+        return f"nothing within {limit}: nearest is {nearest}, {over:,.3g} ms too long{reason}{doubt}"
     return f"nothing within {limit}{reason or ': no speed was measured'}"
 
 
@@ -68,9 +71,9 @@ def point_text(point: OperatingPoint) -> str:
 
 
 def budget_metrics(budget: LatencyBudget) -> dict[str, float]:
-    """The budget and what it leads to as MLflow metrics; the budget alone where nothing stays within."""
+    """The budget and what it leads to as MLflow metrics; the budget alone where nothing surely stays within."""
     metrics = {"latency_budget_ms": budget.budget_ms}
-    if budget.chosen is not None:
+    if budget.chosen is not None and not budget.doubt:
         point = budget.chosen
         metrics["budget_images_per_s"], metrics["budget_p99_ms"] = point.images_per_s, point.p99_ms
         metrics["budget_batch_size"], metrics["budget_num_streams"] = point.batch_size, point.num_streams

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.common.errors import EngineryError, UserError
-from components.common.models import build_model
+from components.common.models import build_model, check_image_size
 from components.common.records import PRECISIONS, BenchmarkRow, Precision
 from components.common.runners import Runner
 from components.common.runners.openvino import OpenVINORunner
@@ -17,7 +17,7 @@ from components.common.shapes import ShapeSpec
 from components.export.engines import build_engine, onnx_file_for
 from components.validate.config import ValidateConfig
 from components.validate.speed import measure_speed
-from pipelines.benchmarking.networks import NUM_CLASSES, check_image_size, write_network
+from pipelines.benchmarking.networks import NUM_CLASSES, write_network
 from pipelines.benchmarking.table import Row, cost_of_a_million, network_name
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ import numpy as np
 import onnx
 import torch
 
-from components.common.errors import UserError
 from components.common.models import build_model
 from components.common.onnx_files import read_onnx
 from components.common.shapes import ShapeSpec
@@ -52,40 +51,6 @@ def write_network(architecture: str, shapes: ShapeSpec, folder: Path) -> list[st
     onnx.save(insert_qdq(fp32, scales), folder / "int8.onnx")
     onnx.save(insert_qdq(raise_opset(fp16), scales), folder / "int8_fp16.onnx")
     return [node.name for node in fp32.graph.node if node.op_type == "Conv"]
-
-
-def check_image_size(network: torch.nn.Module, architecture: str, image_size: int) -> None:
-    """Look whether a network takes images of this size and can be written as ONNX for them.
-
-    Args:
-        network: Best on the meta device, where only shapes are computed.
-        architecture: Its name.
-        image_size: In pixels.
-
-    Raises:
-        UserError: it does not.
-    """
-
-    def check_pooling(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        (height, width), (rows, columns) = inputs[0].shape[-2:], output.shape[-2:]
-        if height % rows or width % columns:
-            raise ValueError(f"it pools {height} x {width} to {rows} x {columns}, and ONNX has only whole factors")
-
-    for layer in network.modules():
-        if isinstance(layer, torch.nn.AdaptiveAvgPool2d):
-            layer.register_forward_hook(check_pooling)
-    device = next(network.parameters()).device
-    try:
-        with torch.no_grad():
-            network.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
-    except NotImplementedError:
-        return  # some operators have no shapes without numbers
-    except (AssertionError, RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise UserError(
-            f"{architecture} can't run on images of {image_size} x {image_size} pixels: {reason}. Choose another "
-            "--image-size; most networks take 224"
-        ) from None
 
 
 def _histograms(fp32: onnx.ModelProto, file: Path, shapes: ShapeSpec) -> dict[str, Histogram]:

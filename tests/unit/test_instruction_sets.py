@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from components.common.errors import RuntimeUnavailable
 from components.common.instruction_sets import SATURATING, VARIABLE, available, instruction_set
 from components.common.records import CpuModel
-from components.common.serving import fit_model
+from components.common.serving import fit_model, not_measured_here
 from components.export.qdq import Arithmetic, insert_qdq
 
 WAYS = {
@@ -127,11 +127,27 @@ def cpu(tmp_path, flags: str):
         ("avx2 avx512bw avx512dq avx512vl avx512_vnni amx_int8", "AVX512_CORE_BF16", "AVX512_CORE_VNNI"),
         ("avx2 avx512bw avx512dq avx512vl avx512_vnni amx_int8", "AVX512_CORE", "AVX512_CORE"),
         ("", "AVX512_CORE_VNNI", "SSE41"),  # a limit adds nothing
+        ("avx2 avx_vnni", "AVX512_CORE_VNNI", "AVX2"),  # oneDNN's set of that name is without AVX-VNNI
     ],
 )
-def test_the_widest_set_within_the_limit(tmp_path, monkeypatch, flags, limit, expected):
-    monkeypatch.setenv(VARIABLE, limit)
+@pytest.mark.parametrize("variable", [VARIABLE, "DNNL_MAX_CPU_ISA"])
+def test_the_widest_set_within_the_limit(tmp_path, monkeypatch, flags, limit, expected, variable):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(variable, limit)
     assert instruction_set(cpu(tmp_path, flags)) == expected
+
+
+def test_an_x86_cpu_of_which_nothing_is_known_gets_what_is_right_on_each(tmp_path, monkeypatch):
+    for machine, expected in {"x86_64": "SSE41", "aarch64": "aarch64"}.items():
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert instruction_set(tmp_path / "nothing") == expected
+
+
+def test_a_verdict_of_another_cpu_or_of_none_is_named(monkeypatch):
+    monkeypatch.setattr("components.common.serving.instruction_set", lambda: "AVX2")
+    assert not_measured_here("int8", ["AVX2"]) == not_measured_here("fp32", []) == ""
+    for measured_on, told in {("SSE41",): "measured with SSE41", (): "measured with no CPU"}.items():
+        assert told in not_measured_here("int8", measured_on)
 
 
 def test_a_cpu_takes_the_fit_file_or_refuses(monkeypatch):

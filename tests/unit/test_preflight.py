@@ -149,9 +149,13 @@ def test_the_fewest_images_of_a_proof(points: float) -> None:
     assert drop_upper(number, 0, 0) <= points < drop_upper(number - 1, 0, 0)
 
 
-@pytest.mark.parametrize("kind", ["onnx", "pth", "safetensors", "no architecture", "other classes", "checkpoint"])
+@pytest.mark.parametrize(
+    "kind", ["onnx", "pth", "safetensors", "no architecture", "other classes", "too small", "checkpoint"]
+)
 def test_models_that_cannot_be_used_are_refused(tmp_path: Path, kind: str) -> None:
-    model = tmp_path / {"no architecture": "m.pth", "other classes": "m.safetensors"}.get(kind, f"m.{kind}")
+    model = tmp_path / {"no architecture": "m.pth", "other classes": "m.safetensors", "too small": "m.safetensors"}.get(
+        kind, f"m.{kind}"
+    )
     model.write_bytes(b"not a model")
     expected = f"can't read the weights in {model}"
     if kind == "onnx":
@@ -161,10 +165,14 @@ def test_models_that_cannot_be_used_are_refused(tmp_path: Path, kind: str) -> No
     elif kind == "other classes":
         save_file(torchvision.models.resnet18(num_classes=3).state_dict(), model)
         expected = f"the weights in {model} don't fit this model: "
+    elif kind == "too small":
+        save_file(torchvision.models.squeezenet1_1(num_classes=2).state_dict(), model)
+        expected = "squeezenet1_1 can't run on images of 8 x 8 pixels: "
     elif kind == "checkpoint":
         expected = f"{model} is neither .onnx nor weights"
+    architecture = {"no architecture": "", "too small": "squeezenet1_1"}.get(kind, "resnet18")
     with pytest.raises(UserError) as caught:
-        check_model(model, "" if kind == "no architecture" else "resnet18", ("a", "b"))
+        check_model(model, architecture, ("a", "b"), 8)
     assert str(caught.value).startswith(expected)
 
 

@@ -345,6 +345,9 @@ def test_the_fastest_within_the_budget_is_chosen() -> None:
         "budget_num_streams": 2,
     }
     assert budget_text(budget(8)) == "within 8 ms: INT8, batch 64, 20,000 images/s (p99 7.50 ms)"
+    unsure = found.model_copy(update={"doubt": "other processes took 50 % of the cores' time"})
+    assert budget_text(unsure).endswith("(p99 7.00 ms); unsure: other processes took 50 % of the cores' time")
+    assert budget_metrics(unsure) == {"latency_budget_ms": 7}
 
 
 def test_nothing_within_the_budget_tells_how_far_the_best_is() -> None:

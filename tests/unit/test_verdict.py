@@ -124,14 +124,17 @@ def test_top1_drop(lost: int, per_class: int, allowed: float, confident: bool, v
 
 
 @pytest.mark.parametrize(
-    ("lost", "gained", "total", "told"),
+    ("lost", "gained", "total", "allowed", "told"),
     [
-        (0, 0, 400, "about 600 validation images would tell (0 lost and 0 gained of 400)"),  # the rule of three
-        (3, 3, 360, "about 2,000 validation images would tell (3 lost and 3 gained of 360)"),
-        (5, 0, 1000, "more images hardly tell, since the drop seen is as large as what is allowed"),
+        (0, 0, 400, 0.5, "about 600 validation images would tell (0 lost and 0 gained of 400)"),  # the rule of three
+        (3, 3, 360, 0.5, "about 2,000 validation images would tell (3 lost and 3 gained of 360)"),
+        (0, 5, 1000, 0.0, "no number of images proves a drop of at most 0 points"),
+        (5, 0, 1000, 0.5, "more images hardly tell, since the drop seen is as large as what is allowed"),
     ],
 )
-def test_too_little_evidence_names_the_images_that_would_tell(lost: int, gained: int, total: int, told: str) -> None:
+def test_too_little_evidence_names_the_images_that_would_tell(
+    lost: int, gained: int, total: int, allowed: float, told: str
+) -> None:
     right = np.arange(total) >= gained, np.arange(total) < total - lost
     fp32, own = (Predictions(top=np.where(entry, 0, 1)[:, None], labels=np.zeros(total, int)) for entry in right)
     rows = (
@@ -139,7 +142,7 @@ def test_too_little_evidence_names_the_images_that_would_tell(lost: int, gained:
         for name, entry in (("fp32", fp32), ("int8", own))
     )
     report = measured(*(row.model_copy(update={"comparison": compare(fp32, own)}) for row in rows))
-    (found, *_) = run_checks(GateConfig(), report, speeds({}))
+    (found, *_) = run_checks(GateConfig(max_top1_drop_points=allowed), report, speeds({}))
     assert found.verdict == "not enough evidence"
     assert told in found.explanation
 

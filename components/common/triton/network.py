@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
-from components.common.instruction_sets import instruction_set
 from components.common.runners.openvino import OpenVINORunner
 from components.common.serving import fit_model, not_measured_here
 from components.common.triton.opening import open_from
@@ -25,8 +24,8 @@ class TritonPythonModel:
         record = repository.manifest
         self._shapes = record.shapes
         file = fit_model(record.cpu_models).file if record.cpu_models else record.cpu_model
-        if record.measured_on and instruction_set() not in record.measured_on:
-            pb.Logger.log_warn(not_measured_here(record.measured_on))
+        if note := not_measured_here(record.precision, record.measured_on):
+            pb.Logger.log_warn(note)
         self._runner = OpenVINORunner(repository.file(file), self._shapes)
         self._pending = PendingRequests([args["model_name"]], args["model_config"])
         preferred = repository.manifest.batching["cpu"].preferred_batch_size

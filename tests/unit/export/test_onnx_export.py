@@ -203,7 +203,22 @@ class TestUserFiles:
                 r"\['N', 16, 24, 3\], channels last, as tf2onnx and Keras .*--inputs-as-nchw INPUT .*x:0",
             ),
             ({"output_shape": ["N", 1]}, r"output 'y' has shape \['N', 1\], one number for each image"),
-            ({"last": "Sigmoid"}, r"ends in a sigmoid \(Sigmoid\).*without the sigmoid"),
+            ({"last": "Sigmoid"}, r"ends in a sigmoid.*without the sigmoid"),
+            (
+                {
+                    "nodes": [
+                        helper.make_node("GlobalAveragePool", ["x"], ["g"]),
+                        helper.make_node("Flatten", ["g"], ["m"]),
+                        helper.make_node("MatMul", ["m", "w"], ["scores"]),
+                        helper.make_node("Neg", ["scores"], ["negative"]),
+                        helper.make_node("Exp", ["negative"], ["odds"]),
+                        helper.make_node("Softplus", ["odds"], ["more"]),
+                        helper.make_node("Div", ["odds", "more"], ["share"]),
+                        helper.make_node("Div", ["share", "more"], ["y"]),
+                    ]
+                },
+                r"ends in a sigmoid or the like",
+            ),
             ({"last": "HardSigmoid"}, r"ends in a sigmoid"),
             ({"type": TensorProto.FLOAT16}, "type FLOAT16, expected FLOAT"),
             ({"output_shape": ["N", 5, 1, 1]}, r"output 'y' has shape \['N', 5, 1, 1\]"),
