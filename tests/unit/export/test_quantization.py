@@ -211,8 +211,11 @@ def test_the_images_are_named_and_stratified(export, digits_dataset):
     assert counts.max() <= 6
 
 
-def test_fewer_calibration_images_than_classes(export):
-    bundle, lines = export(num_calibration_images=4, num_selection_images=0)
+def test_weights_and_fewer_calibration_images_than_classes(export, tmp_path):
+    torch.manual_seed(0)
+    torch.save(build_model("squeezenet1_1", 10).state_dict(), tmp_path / "model.pt")
+    few = {"num_calibration_images": 4, "num_selection_images": 0}
+    bundle, lines = export(tmp_path / "model.pt", architecture="squeezenet1_1", image_size=32, **few)
     assert bundle.manifest.calibration.num_images == 4
     assert "warning: 4 calibration images for 10 classes: some classes are not seen" in lines
 

@@ -239,7 +239,7 @@ def test_audit_says_what_it_read(three: str, registry: Registry, tmp_path: Path)
     done = enginery("audit", "m", "--files")
     assert done.exit_code == 0
     assert "checked: that the log is whole and explains every alias; every file of the champion" in done.output
-    assert json.loads(enginery("audit", "m", "--files", "--json").output)["files_checked"] is True
+    assert json.loads(enginery("audit", "m", "--files", "--json").stdout)["files_checked"] is True
 
 
 def test_compare_of_versions(three: str) -> None:
