@@ -106,7 +106,7 @@ class ArithmeticSearch:
 
     def _error(self, logits: np.ndarray) -> float:
         """RMS of the difference to FP32, over the RMS of FP32. logits: [N, classes]."""
-        return float(np.linalg.norm(logits - self._expected) / np.linalg.norm(self._expected))
+        return float(np.linalg.norm(logits - self._expected) / (np.linalg.norm(self._expected) or 1.0))
 
     def _time(self, *ways: Arithmetic) -> list[CpuTrial]:
         """The speed of each, measured by turns, added to what is known of it."""

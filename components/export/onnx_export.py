@@ -95,7 +95,7 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
     except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
         raise EngineryError(
             f"export: torch can't write {type(model).__name__} as ONNX opset {OPSET} at {shapes.height} x "
-            f"{shapes.width} pixels: {str(error).splitlines()[0]}"
+            f"{shapes.width} pixels: {_first_line(error)}"
         ) from error
     proto.ir_version = IR_VERSION
     _verify_export(proto, shapes)
@@ -352,7 +352,7 @@ def _converted(proto: onnx.ModelProto, source: Path) -> onnx.ModelProto:
     except (RuntimeError, version_converter.ConvertError, onnx.checker.ValidationError) as error:
         raise UserError(
             f"{source}: can't be converted from opset {model_opset(proto)} to {OPSET}: "
-            f"{str(error).splitlines()[0]}. {_REEXPORT}"
+            f"{_first_line(error)}. {_REEXPORT}"
         ) from error
     return proto
 
@@ -369,7 +369,7 @@ def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarr
     except Exception as error:  # onnxruntime's exceptions share no public base class
         raise UserError(
             f"{source}: ONNX Runtime can't run it on two images of {shapes.height} x {shapes.width} pixels: "
-            f"{str(error).splitlines()[0]} {_REEXPORT}"
+            f"{_first_line(error)} {_REEXPORT}"
         ) from error
     if logits.shape != (2, classifier.num_classes):
         raise UserError(
@@ -377,6 +377,10 @@ def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarr
             f"{_REEXPORT}"
         )
     return logits
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _verify_export(proto: onnx.ModelProto, shapes: ShapeSpec) -> None:

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,9 @@ def open_record(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRecord]:
         monkeypatch.setenv("ENGINERY_HOME", str(home))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         file = PipelineFile(path=REPOSITORY / "pipelines/resnet50.py", pipeline=pipeline)
-        return RunRecord.open(StateDirectory.current(), file, {}, file.name, Console(width=200))
+        record = RunRecord.open(StateDirectory.current(), file, {}, file.name, Console(width=200))
+        wait([record.opening])  # MLflow notes the store in the environment, which is the next test's
+        return record
 
     yield opened
     mlflow.set_tracking_uri(None)
