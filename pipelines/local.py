@@ -140,8 +140,9 @@ class _Chain:
                     self.record.tell(f"what {event['step']} found, in MLflow", lambda run: run.relay(event))
                 if event["event"] == "track":
                     return
-                if event["event"] == "finished":
-                    os.environ.update(self.record.tracked.environment())  # for the next step: it may have opened since
+                # The run in MLflow may have opened since the start. The step behind preprocess does not ask for it.
+                if event["event"] == "finished" and event["step"] != "preprocess":
+                    os.environ.update(self.record.tracked.environment())
                 if event["event"] == "started" and self.containers is None:
                     end_orphans_of(event["pid"])
                 elif event["event"] == "finished" and event["digest"]:
