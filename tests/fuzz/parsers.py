@@ -1,6 +1,6 @@
 """Damaged tables, archives, ONNX files and manifests: each ends with an error of ours or with what can be read.
 
-    python -m tests.fuzz.parsers --num-cases 10000 --seed 0
+    python -m tests.fuzz parsers --num-cases 10000 --seed 0
 
 No case may crash, take over 10 s, or let the process grow by 1 GB. Every case runs in a worker process, as those of
 `images`.
@@ -13,7 +13,6 @@ import json
 import lzma
 import random
 import resource
-import sys
 import tarfile
 import tempfile
 import time
@@ -22,7 +21,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import click
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
@@ -31,7 +29,6 @@ from components.common.errors import EngineryError
 from components.common.integrity import claims_of
 from components.export.onnx_export import read_user_onnx
 from components.preprocess.sources import Unreadable, find_samples, read_sample
-from tests.fuzz.images import run_cases
 
 BATCH = 50
 MAX_SECONDS = 10.0
@@ -204,19 +201,3 @@ def check_batch(numbers: range, seed: int) -> dict[int, str]:
 
 def _most_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@click.command()
-@click.option("--num-cases", default=10000, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-def main(num_cases: int, seed: int) -> None:
-    num_wrong = 0
-    for number, what in run_cases(num_cases, seed, check_batch, BATCH):
-        num_wrong += 1
-        print(f"case {number}: {what}", flush=True)
-    print(f"{num_cases} cases, {num_wrong} wrong")
-    sys.exit(1 if num_wrong else 0)
-
-
-if __name__ == "__main__":
-    main()

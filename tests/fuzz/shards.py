@@ -1,18 +1,16 @@
 """Damaged shards and indexes: digests must tell, and a loader that was not asked must end with a word or all images.
 
-    python -m tests.fuzz.shards --num-cases 2000 --seed 0
+    python -m tests.fuzz shards --num-cases 2000 --seed 0
 
 Every case runs in a worker process, so that a crash or a hang of DALI's reader is seen and named.
 """
 
 import random
 import shutil
-import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-import click
 import numpy as np
 from PIL import Image
 
@@ -24,7 +22,6 @@ from components.common.steplog import StepLog
 from components.common.transforms import transform_for
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.run import run
-from tests.fuzz.images import run_cases
 
 BATCH = 10
 _NUM_IMAGES = 12
@@ -103,19 +100,3 @@ def _problem(folder: Path, dataset: Artifact[DatasetManifest]) -> str:
         return f"the loader raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     expected = dataset.manifest.splits["val"].num_images
     return "" if num_images == expected else f"the loader delivered {num_images} of {expected} images without a word"
-
-
-@click.command()
-@click.option("--num-cases", default=2000, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-def main(num_cases: int, seed: int) -> None:
-    num_wrong = 0
-    for number, what in run_cases(num_cases, seed, check_batch, BATCH):
-        num_wrong += 1
-        print(f"case {number}: {what}", flush=True)
-    print(f"{num_cases} cases, {num_wrong} wrong")
-    sys.exit(1 if num_wrong else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ import tarfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,9 +225,9 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def serving(root: Path, **settings: Any) -> Iterator[str]:
-    handler = type("Configured", (Handler,), settings)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(root))) as server:
+def listening(handler: Any) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -235,6 +235,10 @@ def serving(root: Path, **settings: Any) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def serving(root: Path, **settings: Any) -> AbstractContextManager[str]:
+    return listening(partial(type("Configured", (Handler,), settings), directory=str(root)))
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -422,18 +426,8 @@ class Leading(Handler):
         self.end_headers()
 
 
-@contextmanager
-def leading(target: str) -> Iterator[str]:
-    handler = type("Configured", (Leading,), {"target": target})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+def leading(target: str) -> AbstractContextManager[str]:
+    return listening(type("Configured", (Leading,), {"target": target}))
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.parquet", "x.tar", "x.zip", "x.tar.gz"])
