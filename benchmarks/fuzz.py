@@ -31,7 +31,7 @@ _START_S = 600
 @click.option(
     "--num-cases", default=10000, show_default=True, help="Of images and parsers; a tenth of them for shards."
 )
-@click.option("--num-requests", default=1000, show_default=True, help="To the server.")
+@click.option("--num-requests", default=1000, show_default=True, help="To the server, by each protocol.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(machine: str, source: str, num_cases: int, num_requests: int, seed: int, results: Path) -> None:
@@ -43,11 +43,15 @@ def main(machine: str, source: str, num_cases: int, num_requests: int, seed: int
         runs.append({"target": name, "num_cases": num_cases // share, "wrong": wrong, "seconds": _since(started)})
         print(runs[-1], flush=True)
     workers_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    grown_bytes = 0
+    protocols: dict[requests.Protocol, int] = {"http": _HTTP, "grpc": _GRPC}
     with served(source) as server:
-        started = time.monotonic()
-        wrong, grown_bytes = requests.run_requests(num_requests, seed, _HTTP, _NAME, server)
-        runs.append({"target": "requests", "num_cases": num_requests, "wrong": wrong, "seconds": _since(started)})
-        print(runs[-1], flush=True)
+        for protocol, port in protocols.items():
+            started = time.monotonic()
+            wrong, grown = requests.run_requests(num_requests, seed, port, _NAME, server, protocol)
+            grown_bytes += grown
+            runs.append({"target": protocol, "num_cases": num_requests, "wrong": wrong, "seconds": _since(started)})
+            print(runs[-1], flush=True)
     write_result(
         machine,
         "fuzz",
@@ -60,8 +64,8 @@ def main(machine: str, source: str, num_cases: int, num_requests: int, seed: int
         runs=runs,
         notes=f"seed {seed}; wrong is a crash, an exception that is none of ours, over {parsers.MAX_SECONDS:g} s for a "
         "case, over 60 s without a word from a worker, and for tables, archives, ONNX files and manifests growth by "
-        "1 GB. parsers: tars, zips, compressed tars, CSV, Parquet, ONNX, manifests. requests: HTTP, to a Triton "
-        "with the repository of the digits.",
+        "1 GB. parsers: tars, zips, compressed tars, CSV, Parquet, ONNX, manifests. http and grpc: requests to "
+        "a Triton with the repository of the digits.",
     )
     sys.exit(1 if any(run["wrong"] for run in runs) else 0)
 

@@ -1,4 +1,4 @@
-"""Damaged HTTP requests to a running model server: each gets an answer or a closed connection, and it goes on serving.
+"""Damaged HTTP and gRPC requests to a running model server: each is answered or refused, and it goes on serving.
 
 Used by tests/unit/serving/test_client.py and benchmarks/fuzz.py, which have a server.
 """
@@ -8,9 +8,13 @@ import random
 import socket
 import struct
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
+import grpc
 import psutil
+from tritonclient.grpc import service_pb2
 
 from tests.fuzz import images
 
@@ -18,15 +22,15 @@ MAX_SECONDS = 10.0
 _BATCH = 50
 _NUM_SENDERS = 8
 _QUIET_S = 0.1  # without a byte of an answer: the server waits for what a damaged length promises
+_INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+Protocol = Literal["http", "grpc"]
 
 
 def request(number: int, seed: int, model: str) -> bytes:
     """Case `number`: an inference request, damaged in its image, its JSON, or anywhere."""
     chance = random.Random(f"{seed}:{number}")
-    image = chance.choice(images.originals())
-    if chance.random() < 0.5:
-        image = images.damaged(number, seed, images.originals())
-    data = struct.pack("<I", len(image)) + image
+    data = _element(number, seed, chance)
     tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(data)}}
     head = bytearray(json.dumps({"inputs": [tensor]}).encode())
     if chance.random() < 0.4:
@@ -41,6 +45,29 @@ def request(number: int, seed: int, model: str) -> bytes:
     if chance.random() < 0.4:
         _damage(whole, chance)
     return bytes(whole)
+
+
+def message(number: int, seed: int, model: str) -> bytes:
+    """Case `number`: a serialized gRPC message, damaged in its image or anywhere."""
+    chance = random.Random(f"{seed}:{number}")
+    whole = bytearray(_message(model, _element(number, seed, chance)))
+    if chance.random() < 0.7:
+        _damage(whole, chance)
+    return bytes(whole)
+
+
+def _message(model: str, data: bytes) -> bytes:
+    tensor = service_pb2.ModelInferRequest.InferInputTensor(name="IMAGE", datatype="BYTES", shape=[1, 1])
+    asked = service_pb2.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=[data])
+    return bytes(asked.SerializeToString())
+
+
+def _element(number: int, seed: int, chance: random.Random) -> bytes:
+    """An image as an element of a tensor of bytes."""
+    image = chance.choice(images.originals())
+    if chance.random() < 0.5:
+        image = images.damaged(number, seed, images.originals())
+    return struct.pack("<I", len(image)) + image
 
 
 def _damage(data: bytearray, chance: random.Random) -> None:
@@ -69,44 +96,74 @@ def send(port: int, data: bytes) -> bytes:
             return b""
 
 
-def run_requests(num_cases: int, seed: int, port: int, model: str, server: int) -> tuple[dict[int, str], int]:
+def run_requests(
+    num_cases: int, seed: int, port: int, model: str, server: int, protocol: Protocol = "http"
+) -> tuple[dict[int, str], int]:
     """Send all cases to a server.
 
     Args:
         num_cases: how many.
         seed: of the damage.
-        port: of HTTP, on this machine.
+        port: of the protocol, on this machine.
         model: that takes images.
         server: number of the process whose children the server's processes are.
+        protocol: that is spoken.
 
     Returns:
         What went wrong, by case, and by how many bytes the server's processes grew.
     """
-    good = _good(model)
     wrong: dict[int, str] = {}
     before = _server_bytes(server)
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary(_INFER)  # of bytes as they are
+        check = (
+            (lambda number: _http_problem(send(port, request(number, seed, model))))
+            if protocol == "http"
+            else (lambda number: _grpc_problem(_status(call, message(number, seed, model))))
+        )
 
-    def judge(number: int) -> None:
-        started = time.monotonic()
-        answer = send(port, request(number, seed, model))
-        if (seconds := time.monotonic() - started) > MAX_SECONDS:
-            wrong[number] = f"took {seconds:.0f} s"
-        if answer and not answer.startswith(b"HTTP/"):  # Triton repeats the version that it was sent
-            wrong[number] = f"answered {answer[:80]!r}"
+        def judge(number: int) -> None:
+            started = time.monotonic()
+            if problem := check(number):
+                wrong[number] = problem
+            if (seconds := time.monotonic() - started) > MAX_SECONDS:
+                wrong[number] = f"took {seconds:.0f} s"
 
-    for start in range(0, num_cases, _BATCH):
-        numbers = range(start, min(num_cases, start + _BATCH))
-        with ThreadPoolExecutor(_NUM_SENDERS) as senders:
-            list(senders.map(judge, numbers))
-        if b" 200 OK" not in (answer := _patient(port, good)):
-            wrong[start] = f"a good request after the cases {start} to {numbers[-1]} was answered {answer[:200]!r}"
-            break
+        for start in range(0, num_cases, _BATCH):
+            numbers = range(start, min(num_cases, start + _BATCH))
+            with ThreadPoolExecutor(_NUM_SENDERS) as senders:
+                list(senders.map(judge, numbers))
+            answer = (
+                str(_patient(port, _good(model)))
+                if protocol == "http"
+                else _status(call, _message(model, _sound())).name
+            )
+            if " 200 OK" not in answer and answer != "OK":
+                wrong[start] = f"a good request after the cases {start} to {numbers[-1]} was answered {answer[:200]}"
+                break
     return wrong, _server_bytes(server) - before
 
 
+def _http_problem(answer: bytes) -> str:
+    """Triton repeats the version that it was sent."""
+    return f"answered {answer[:80]!r}" if answer and not answer.startswith(b"HTTP/") else ""
+
+
+def _grpc_problem(status: grpc.StatusCode) -> str:
+    """A server that died is UNAVAILABLE."""
+    return status.name if status in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE) else ""
+
+
+def _status(call: Callable[..., bytes], data: bytes) -> grpc.StatusCode:
+    try:
+        call(data, timeout=MAX_SECONDS)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
 def _good(model: str) -> bytes:
-    image = images.originals()[0]
-    data = struct.pack("<I", len(image)) + image
+    data = _sound()
     tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(data)}}
     head = json.dumps({"inputs": [tensor]}).encode()
     return (
@@ -115,6 +172,11 @@ def _good(model: str) -> bytes:
         + head
         + data
     )
+
+
+def _sound() -> bytes:
+    image = images.originals()[0]
+    return struct.pack("<I", len(image)) + image
 
 
 def _patient(port: int, data: bytes) -> bytes:

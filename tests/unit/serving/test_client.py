@@ -324,9 +324,11 @@ def test_with_and_without_dynamic_batching_and_then_as_before(
     assert json.loads(own.get(f"v2/models/{NAME}_model/config")) == before
 
 
-def test_damaged_requests(served: Running) -> None:
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_damaged_requests(served: Running, protocol: requests.Protocol) -> None:
     """benchmarks/fuzz.py sends more."""
-    wrong, grown_bytes = requests.run_requests(200, 0, served.http, NAME, served.process.pid)
+    port = getattr(served, protocol)
+    wrong, grown_bytes = requests.run_requests(100, 0, port, NAME, served.process.pid, protocol)
     assert wrong == {}
     assert grown_bytes < 10**9
 
