@@ -15,6 +15,8 @@ from components.common.artifacts import write_atomically
 from components.common.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
+# What makes a CPU a lesser one to oneDNN, MKL and ATen: part of the command.
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 
 
 def write_result(
@@ -32,13 +34,14 @@ def write_result(
     `versions` adds what package metadata does not know, such as a TensorRT that was not installed by pip.
     """
     here = environment()
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
     gpu = here.gpus[0] if here.gpus else None
     result = {
         "schema_version": 1,
         "name": name,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": current_commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": shlex.join([*limits, Path(sys.executable).name, *sys.orig_argv[1:]]),
         "machine": {
             "gpu": gpu.name if gpu else None,
             "num_gpus": len(here.gpus),
