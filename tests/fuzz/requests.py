@@ -123,11 +123,14 @@ def run_requests(
         )
 
         def judge(number: int) -> None:
-            started = time.monotonic()
-            if problem := check(number):
+            for _ in range(2):  # a machine that was busy or stopped is slow once
+                started = time.monotonic()
+                problem = check(number)
+                if (seconds := time.monotonic() - started) <= MAX_SECONDS:
+                    break
+                problem = f"took {seconds:.0f} s"
+            if problem:
                 wrong[number] = problem
-            if (seconds := time.monotonic() - started) > MAX_SECONDS:
-                wrong[number] = f"took {seconds:.0f} s"
 
         for start in range(0, num_cases, _BATCH):
             numbers = range(start, min(num_cases, start + _BATCH))
