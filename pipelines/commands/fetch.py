@@ -1,4 +1,4 @@
-"""`enginery fetch`: an artifact from a store, checked by digest."""
+"""`enginery fetch`: an artifact from a store or a registry, checked by digest."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pipelines.deploying.environments import is_digest
 
 
 def _digest(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    if not is_digest(value):
+    if value and not is_digest(value):
         raise click.BadParameter(f"a digest is sha256: and 64 hexadecimal digits; got {value!r}")
     return value
 
@@ -18,12 +18,19 @@ def _digest(context: click.Context, parameter: click.Parameter, value: str) -> s
 @click.command()
 @click.argument("source", metavar="SOURCE")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--digest", required=True, callback=_digest, metavar="sha256:...", help="Of the artifact's manifest.")
+@click.option(
+    "--digest",
+    default="",
+    callback=_digest,
+    metavar="sha256:...",
+    help="Of manifest.json; of a release, of SHA256SUMS.",
+)
 def fetch(source: str, directory: Path, digest: str) -> None:
-    """Fetch an artifact, such as a model repository, from SOURCE into the new folder DIR, and check every file.
+    """Fetch an artifact, such as a model repository or a release, into the new folder DIR, and check every file.
 
-    SOURCE is a folder or a URI such as s3://bucket/path. Files that the artifact's manifest does not list are left
-    out. Where DIR holds the right artifact already, nothing is done.
+    SOURCE is a folder, a URI such as s3://bucket/path, or oci://registry/repository with :TAG or @sha256:... behind it;
+    the latter needs no --digest. Files that the artifact's manifest does not list are left out. Where DIR holds the
+    right artifact already, nothing is done.
     """
     from pipelines.fetching import fetch as bring
 

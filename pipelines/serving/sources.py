@@ -13,7 +13,7 @@ from components.common.errors import EngineryError, GateFailed, UserError
 from components.common.records import EngineEntry, Precision
 from components.common.trust import check_chain, check_folder, read_statements
 from pipelines.release.chain import Chain, contradictions, load_chain
-from pipelines.release.layout import BUNDLE, REPORT, SUMS, VERDICT
+from pipelines.release.layout import BUNDLE, REPORT, SUMS, VERDICT, ReleaseRecord
 from pipelines.versions import find_version, is_reference, open_registry
 
 if TYPE_CHECKING:  # MLflow takes seconds to import
@@ -118,17 +118,32 @@ def registered_chain(
         yield chain
 
 
-def _released(folder: Path, shown: str, precision: Precision | None) -> Source:
+def open_release(folder: Path, shown: str) -> tuple[ReleaseRecord, Chain]:
+    """Record and artifacts of a release, all of it as it was released.
+
+    Args:
+        folder: a copy that nobody else can write.
+        shown: where it is from, for people.
+
+    Raises:
+        EngineryError: it was changed, or nobody whom the machine's policy trusts vouches for it.
+    """
     from pipelines.release.verifying import verify
 
     check_folder(f"the release {shown}", folder)
     checked = verify(folder)
     if checked.problems or checked.record is None:
-        raise EngineryError(f"the release {shown} is not served: {'; '.join(checked.problems)}")
-    chain, statements = load_chain(*(folder / part for part in _PARTS)), read_statements(folder)
+        raise EngineryError(f"the release {shown} is refused: {'; '.join(checked.problems)}")
+    chain = load_chain(*(folder / part for part in _PARTS))
     digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
+    statements = read_statements(folder)
     check_chain(f"the release {shown}", digests, statements, model=checked.record.name, say=lambda text: None)
-    return of_chain(chain, checked.record.name, checked.record.version, precision, statements)
+    return checked.record, chain
+
+
+def _released(folder: Path, shown: str, precision: Precision | None) -> Source:
+    record, chain = open_release(folder, shown)
+    return of_chain(chain, record.name, record.version, precision, read_statements(folder))
 
 
 def of_chain(

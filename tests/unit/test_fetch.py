@@ -113,4 +113,6 @@ def test_a_digest_is_asked_for_in_full(bundle: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["fetch", str(bundle), str(tmp_path / "x"), "--digest", "sha256:3b3b"])
     assert done.exit_code == 2
     assert "64 hexadecimal digits" in done.output
-    assert CliRunner().invoke(cli, ["fetch", str(bundle), str(tmp_path / "x")]).exit_code == 2
+    done = CliRunner().invoke(cli, ["fetch", str(bundle), str(tmp_path / "x")])
+    assert isinstance(done.exception, UserError)
+    assert "--digest sha256:" in str(done.exception)

@@ -189,7 +189,7 @@ def test_from_a_release(promoted, exported, tmp_path: Path) -> None:
         assert (source.name, source.version, source.precision) == (NAME, "1", "int8")
         assert source.digests == exported.manifest.inputs
     (tmp_path / "release/bundle/int8.onnx").write_bytes(b"another")
-    with pytest.raises(EngineryError, match=r"the release .* is not served: bundle/int8\.onnx"):
+    with pytest.raises(EngineryError, match=r"the release .* is refused: bundle/int8\.onnx"):
         find_source(str(tmp_path / "release"), None).__enter__()
 
 
