@@ -161,6 +161,10 @@ def test_the_model_is_fetched_by_digest() -> None:
     assert gpus["initContainers"][0]["args"][1] == f"/store/{folder}"
     store = next(mount for mount in gpus["initContainers"][0]["volumeMounts"] if mount["name"] == "store")
     assert (store["subPath"], store["readOnly"]) == ("team/repositories", True)
+    registry = named(rendered_case("restricted"), "Deployment", "serve")["spec"]["template"]["spec"]
+    assert registry["initContainers"][0]["args"][1] == f"oci://registry.example.com:5000/team/models:{folder}"
+    assert {"name": "DOCKER_CONFIG", "value": "/etc/enginery/registry"} in registry["initContainers"][0]["env"]
+    assert "registry" not in [mount["name"] for mount in registry["containers"][0]["volumeMounts"]]
     (triton,) = gpus["containers"]
     (models,) = (mount for mount in triton["volumeMounts"] if mount["name"] == "models")
     assert models == {"name": "models", "mountPath": "/models", "subPath": "repository", "readOnly": True}

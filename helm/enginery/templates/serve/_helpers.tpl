@@ -11,6 +11,9 @@
 {{- if and $serve.model.uri $serve.model.existingClaim -}}
 {{- fail "serve.model.uri and serve.model.existingClaim are both set. The model comes from one of them: leave one out" -}}
 {{- end -}}
+{{- if and $serve.model.registrySecret (not (hasPrefix "oci://" $serve.model.uri)) -}}
+{{- fail "serve.model.registrySecret is for an OCI registry, and serve.model.uri names none: begin it with oci://, or leave the secret out" -}}
+{{- end -}}
 {{- if not (or $serve.model.uri $serve.model.existingClaim) -}}
 {{- fail "serve.model.uri and serve.model.existingClaim are both empty. Name the store of model repositories, such as s3://bucket/models, or a PersistentVolumeClaim" -}}
 {{- end -}}
@@ -35,12 +38,14 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The folder of this version's model repository. */}}
+{{/* Where this version's model repository lies. */}}
 {{- define "enginery.serve.source" -}}
 {{- $model := .Values.serve.model -}}
 {{- $folder := trimPrefix "sha256:" $model.repositoryDigest -}}
 {{- if $model.existingClaim -}}
 {{- printf "/store/%s" $folder -}}
+{{- else if hasPrefix "oci://" $model.uri -}}
+{{- printf "%s:%s" $model.uri $folder -}}
 {{- else -}}
 {{- printf "%s/%s" (trimSuffix "/" $model.uri) $folder -}}
 {{- end -}}
@@ -95,6 +100,10 @@ initContainers:
       - name: AWS_WEB_IDENTITY_TOKEN_FILE
         value: /var/run/secrets/enginery/token
       {{- end }}
+      {{- if $serve.model.registrySecret }}
+      - name: DOCKER_CONFIG
+        value: /etc/enginery/registry
+      {{- end }}
     securityContext:
       {{- include "enginery.containerSecurityContext" $root | nindent 6 }}
     resources:
@@ -120,6 +129,11 @@ initContainers:
       {{- if $serve.identity.audience }}
       - name: identity
         mountPath: /var/run/secrets/enginery
+        readOnly: true
+      {{- end }}
+      {{- if $serve.model.registrySecret }}
+      - name: registry
+        mountPath: /etc/enginery/registry
         readOnly: true
       {{- end }}
       {{- include "enginery.storage.mounts" $root | nindent 6 }}
@@ -203,6 +217,13 @@ volumes:
     projected:
       sources:
         - serviceAccountToken: {audience: {{ . | quote }}, path: token}
+  {{- end }}
+  {{- with $serve.model.registrySecret }}
+  - name: registry # for the container that fetches
+    secret:
+      secretName: {{ . }}
+      defaultMode: 288 # 0440
+      items: [{key: .dockerconfigjson, path: config.json}]
   {{- end }}
   {{- include "enginery.storage.volumes" $root | nindent 2 }}
 {{- end -}}
