@@ -22,7 +22,7 @@ import click
 from benchmarks.results import write_result
 from components.common.instruction_sets import VARIABLE, available, instruction_set
 
-_BATCH, _TURNS, _SECONDS = 16, 9, 1.0
+_BATCH, _TURNS, _SECONDS = 16, 41, 0.4
 
 
 @click.command()
