@@ -19,7 +19,7 @@ from components.common.statistics import drop_lower, drop_upper, mcnemar
 from components.common.verdict import Thresholds, accuracy_checks
 
 NUM_DRAWS = 20_000
-NUM_IMAGES = (359, 719, 2000, 5000)
+NUM_IMAGES = (359, 500, 719, 1000, 2000, 5000)
 BUDGETS_POINTS = (0.5, 1.0, 2.0)
 DISCORDANCES = (1.0, 2.0, 4.0)  # lost and gained images over the budget; 1: none is gained
 FP32_PCT = 90.0

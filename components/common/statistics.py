@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # the settings of gate need this module, and no arrays
 SIGNIFICANCE = 0.05  # a p-value below it is no chance
 
 _Z95 = 1.6448536269514722  # one-sided 95 % of the normal distribution
+# Added to the images lost, over the number of images that the drop means. Without it up to 5.2 % pass at the budget
+# where that is few images. Exact counting showed that so much is enough up to 1 point, and decides little else.
+_CORRECTION = 0.44
 _MIN_CHI_SQUARE = 25  # differing images from which McNemar's test takes the chi-square approximation
 _MAX_IMAGES = 10_000_000  # that `images_needed` names
 
@@ -77,7 +80,7 @@ def tango_upper(num_images: float, num_lost: float, num_gained: float) -> float:
     """Upper end of the one-sided 95 % score interval of the share of lost minus that of gained images, in -1..1.
 
     Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
-    1998.
+    1998; with a correction for few images, which are counted in whole ones.
     """
     measured = num_lost - num_gained
 
@@ -88,7 +91,8 @@ def tango_upper(num_images: float, num_lost: float, num_gained: float) -> float:
         root = math.sqrt(max(0.0, b * b + 8 * num_images * num_gained * drop * (1 - drop)))
         gained = (root - b) / (4 * num_images)
         variance = num_images * (2 * gained + drop * (1 - drop))
-        return measured - num_images * drop >= -_Z95 * math.sqrt(max(0.0, variance))
+        correction = _CORRECTION / max(1.0, abs(num_images * drop))
+        return measured + correction - num_images * drop >= -_Z95 * math.sqrt(max(0.0, variance))
 
     return _last(is_within, measured / num_images, 1.0, tolerance=1e-12)
 

@@ -47,11 +47,30 @@ def test_mcnemar_of_one_direction_counted_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("count", "lost", "gained", "upper"),
-    # By hand: with none gained (lost - N x)^2 = 2.7055 N x (1 - x) for small x; with all, -(N - 2.7055) / (N + 2.7055)
-    [(359, 1, 0, 1.2388), (719, 3, 1, 0.9163), (719, 4, 0, 1.2334), (1000, 0, 0, 0.2698), (100, 0, 100, -94.7315)],
+    # By hand: lost - N x + 0.44 / (N x) = -1.64485 sqrt(N x (1 - x)) with none gained; with all, the last is 0.44 / N
+    [(359, 1, 0, 1.2817), (719, 3, 1, 0.9290), (719, 4, 0, 1.2428), (1000, 0, 0, 0.2985), (100, 0, 100, -94.7224)],
 )
 def test_tango(count: int, lost: int, gained: int, upper: float) -> None:
     assert 100 * tango_upper(count, lost, gained) == pytest.approx(upper, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("count", "budget", "gained_points"), [(500, 1.0, 1.0), (1000, 0.5, 0.5), (410, 1.0, 1.5), (740, 0.5, 0.75)]
+)
+def test_a_drop_of_the_budget_passes_in_at_most_5_percent(count: int, budget: float, gained_points: float) -> None:
+    """Counted over all that can be seen, where the interval without its correction is too short."""
+    passing, share = 0.0, (budget + gained_points) / 100
+    for lost in range(25):
+        chance = stats.binom.pmf(lost, count, share)
+        for gained in range(25):
+            if drop_upper(count, lost, gained) <= budget:
+                passing += chance * stats.binom.pmf(gained, count - lost, gained_points / 100 / (1 - share))
+    assert 0.04 < passing <= 0.05
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (4, 2), (5, 4), (7, 7), (8, 8)])
+def test_what_the_quickstart_may_lose(lost: int, gained: int) -> None:
+    assert drop_upper(719, lost, gained) <= 1.0
 
 
 def test_the_interval_allows_for_what_few_images_can_not_show() -> None:
