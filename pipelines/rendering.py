@@ -202,7 +202,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
             _number(row.top1_pct, ".2f"),
             "" if is_reference else _number(row.delta_top1_points, "+.2f"),
             _number(row.p50_ms, ".2f"),
-            _number(row.images_per_s, ",.0f"),
+            "unsure" if row.images_per_s is None and row.throughput_batch_size else _number(row.images_per_s, ",.0f"),
             "" if is_reference else _speedup(row.speedup),
             _number(row.size_bytes / 1e6 if row.size_bytes else None, ".1f"),
             verdict_text(row.verdict),

@@ -42,7 +42,7 @@ class PrecisionRow(_Record):
     top5_pct: float | None
     delta_top1_points: float | None
     p50_ms: float | None = Field(description="Median latency at batch 1, in milliseconds.")
-    images_per_s: float | None = Field(description="Throughput at the largest measured batch.")
+    images_per_s: float | None = Field(description="Throughput at the largest measured batch; None where it is unsure.")
     throughput_batch_size: int | None
     speedup: Speedup | None = Field(None, description="Throughput over FP32's at that batch; None for FP32 itself.")
     size_bytes: int
@@ -195,7 +195,7 @@ class SummaryBuilder:
                     top5_pct=accuracy.top5_pct,
                     delta_top1_points=accuracy.delta_top1_points,
                     p50_ms=single.p50_ms if single else None,
-                    images_per_s=batched.images_per_s if batched else None,
+                    images_per_s=self._benchmark.sure_images_per_s(batched) if batched else None,
                     throughput_batch_size=largest if batched else None,
                     speedup=self._benchmark.speedup(accuracy.precision, "fp32", largest)
                     if accuracy.precision != "fp32"

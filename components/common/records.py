@@ -435,6 +435,13 @@ class BenchmarkReport(Record):
         rows = (row for row in self.plain_rows if row.precision == precision and row.batch_size == batch_size)
         return next(rows, None)
 
+    def sure_images_per_s(self, row: BenchmarkRow) -> float | None:
+        """Throughput of a row, or None where it, or a speed-up that follows from it, is unsure."""
+        way = row.batch_size, row.num_streams, row.with_transfers
+        same = [entry for entry in self.rows if (entry.batch_size, entry.num_streams, entry.with_transfers) == way]
+        ratios = [*row.over.values(), *(entry.over[row.precision] for entry in same if row.precision in entry.over)]
+        return None if row.busy or any(ratio.doubt for ratio in ratios) else row.images_per_s
+
     def speedup(self, precision: str, reference: Precision, batch_size: int) -> Speedup | None:
         """Throughput over another precision's at a batch size, or None where either was not measured.
 

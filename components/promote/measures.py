@@ -15,7 +15,7 @@ def measures(report: ReportManifest) -> dict[str, float]:
         single, batched = benchmark.row(row.precision, 1), benchmark.row(row.precision, largest)
         found[f"{row.precision}_top1_pct"] = row.top1_pct
         found[f"{row.precision}_p50_ms"] = single.p50_ms if single else None
-        found[f"{row.precision}_images_per_s"] = batched.images_per_s if batched else None
+        found[f"{row.precision}_images_per_s"] = benchmark.sure_images_per_s(batched) if batched else None
         if row.precision != "fp32":
             found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
             speedup = benchmark.speedup(row.precision, "fp32", largest)

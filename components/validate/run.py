@@ -163,7 +163,8 @@ def _track(
         if row.top1_pct is None:
             continue  # nothing here runs it: a model without a number can't be compared
         log.metrics({f"{row.precision}_top1_pct": row.top1_pct})
-        rows = [entry for entry in benchmark.rows if entry.precision == row.precision]
+        own = (entry for entry in benchmark.rows if entry.precision == row.precision)
+        rows = [entry for entry in own if benchmark.sure_images_per_s(entry) is not None]
         tags = {"architecture": bundle.manifest.architecture, "bundle_digest": bundle.digest}
         log.model(row, rows, tags, dataset_digest=split.digest)
     for name in ("accuracy.json", "benchmark.json", *REPORT_FILES):

@@ -149,7 +149,7 @@ def speedup(own: BenchmarkRow, reference: BenchmarkRow) -> Speedup:
         turns = "1 turn tells" if len(ratios) == 1 else f"{len(ratios)} turns tell"
         doubt = f"{turns} no spread: set validate.benchmark_repeats to {_MIN_TURNS} or more"
     elif not doubt and (high - low) / median > _MAX_SPREAD:
-        doubt = f"the turns scatter from {low:.2f} to {high:.2f}: raise validate.benchmark_seconds"
+        doubt = f"the turns scatter by more than {100 * _MAX_SPREAD:.0f} %: raise validate.benchmark_seconds"
     return Speedup(median=median, low=low, high=high, doubt=doubt)
 
 

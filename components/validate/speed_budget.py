@@ -53,13 +53,14 @@ def budget_text(budget: LatencyBudget) -> str:
         if names
         else ""
     )
-    doubt = f"; unsure: {budget.doubt}" if budget.doubt else ""
+    if budget.doubt:
+        return f"within {limit}: unsure, {budget.doubt}"
     if budget.chosen is not None:
-        return f"within {limit}: {point_text(budget.chosen)}{reason}{doubt}"
+        return f"within {limit}: {point_text(budget.chosen)}{reason}"
     if budget.nearest is not None:
         over = budget.nearest.p99_ms - budget.budget_ms
         nearest = point_text(budget.nearest)
-        return f"nothing within {limit}: nearest is {nearest}, {over:,.3g} ms too long{reason}{doubt}"
+        return f"nothing within {limit}: nearest is {nearest}, {over:,.3g} ms too long{reason}"
     return f"nothing within {limit}{reason or ': no speed was measured'}"
 
 

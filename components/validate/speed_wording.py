@@ -146,7 +146,7 @@ def _over(reference: Precision, rows: Sequence[BenchmarkRow]) -> _Column:
     def show(row: BenchmarkRow) -> str:
         if ratio := row.over.get(reference):
             bounds = f"({number(ratio.low)} to {number(ratio.high)})"
-            return f"unsure {bounds}" if ratio.doubt else f"{number(ratio.median)} {TIMES} {bounds}"
+            return "unsure" if ratio.doubt else f"{number(ratio.median)} {TIMES} {bounds}"
         is_old = not row.turns_images_per_s and reference == "fp32" and _way(row) in others
         return f"{number(row.images_per_s / others[_way(row)])} {TIMES}" if is_old else ""
 

@@ -170,7 +170,7 @@ def test_rows_are_measured_on_the_same_images_and_fit_together(chain: Chain) -> 
         assert (row["runtime"], row["num_images"]) == ("openvino", 120)
         assert 0 <= row["top1_pct"] <= row["top5_pct"] <= 100
         assert row["p50_ms"] > 0
-        assert row["images_per_s"] > 0
+        assert row["images_per_s"] is None or row["images_per_s"] > 0  # None: it was unsure, on a busy machine
         assert row["throughput_batch_size"] == 16
     assert int8["delta_top1_points"] == pytest.approx(int8["top1_pct"] - fp32["top1_pct"])
     assert fp32["delta_top1_points"] == 0
@@ -242,7 +242,8 @@ def test_one_logged_model_per_precision(chain: Chain) -> None:
         assert (model.name, model.status.name) == (f"timm_resnet10t-{precision}", "READY")
     metrics = {metric.key: metric for metric in own["int8"].metrics}
     assert metrics["top1_pct"].value == pytest.approx(chain.row("int8")["top1_pct"])
-    assert metrics["images_per_s_b16"].value == pytest.approx(chain.row("int8")["images_per_s"])
+    speed = metrics.get("images_per_s_b16")  # none where it was unsure
+    assert (speed.value if speed else None) == pytest.approx(chain.row("int8")["images_per_s"])
     assert metrics["top1_pct"].dataset_digest == metrics["delta_top1_points"].dataset_digest != ""
 
 

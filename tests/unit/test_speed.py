@@ -28,6 +28,7 @@ from components.validate.config import ValidateConfig
 from components.validate.run import _benchmark
 from components.validate.speed import CpuMonitor, measure_speed, planned_loads, runs, speedup
 from components.validate.speed_budget import budget_metrics, budget_text, within_budget
+from components.validate.speed_wording import main_table
 from pipelines.rendering import print_summary
 
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=4, max_batch=8)
@@ -254,6 +255,13 @@ def test_recorded_turns_lead_to_a_speedup_or_to_none(
     found = speedup(*rows)
     assert (found.low, found.median, found.high) == pytest.approx(expected, abs=1e-3)
     assert (doubt in found.doubt) if doubt else found.doubt == ""
+    # Where the ratio is unsure, what it follows from is, too: neither stands anywhere as a number.
+    report = BenchmarkReport(bundle_digest="", rows=(rows[0].model_copy(update={"over": {"fp32": found}}), rows[1]))
+    sure = [row.images_per_s if not doubt else None for row in rows]
+    assert [report.sure_images_per_s(row) for row in report.rows] == sure
+    (line, _) = main_table(SimpleNamespace(benchmark=report)).lines  # type: ignore[arg-type]
+    bounds = f"({found.low:.2f} to {found.high:.2f})"
+    assert (line.cells[2] == "unsure", line.cells[2].endswith(bounds)) == (bool(doubt), not doubt)
 
 
 def test_the_work_of_another_process_is_seen() -> None:
@@ -346,7 +354,7 @@ def test_the_fastest_within_the_budget_is_chosen() -> None:
     }
     assert budget_text(budget(8)) == "within 8 ms: INT8, batch 64, 20,000 images/s (p99 7.50 ms)"
     unsure = found.model_copy(update={"doubt": "other processes took 50 % of the cores' time"})
-    assert budget_text(unsure).endswith("(p99 7.00 ms); unsure: other processes took 50 % of the cores' time")
+    assert budget_text(unsure) == "within 7 ms: unsure, other processes took 50 % of the cores' time"
     assert budget_metrics(unsure) == {"latency_budget_ms": 7}
 
 
