@@ -140,9 +140,10 @@ def accuracy_checks(thresholds: Thresholds, accuracy: AccuracyReport, own: Accur
         missing = own if own.top1_pct is None else fp32
         explanation = f"{missing.precision.upper()} was not measured here: {missing.note}"
         return [_no_evidence("top1_drop_points", thresholds.max_top1_drop_points, explanation)]
-    checks = [_top1_drop(thresholds, fp32.top1_pct - own.top1_pct, own)]
+    would_decide = _deciding_text(thresholds, accuracy, own) if thresholds.confident else ""
+    checks = [_top1_drop(thresholds, fp32.top1_pct - own.top1_pct, own, would_decide)]
     if thresholds.min_relative_top1_pct > 0:
-        checks.append(_relative(thresholds, fp32.top1_pct, own.top1_pct, own))
+        checks.append(_relative(thresholds, fp32.top1_pct, own.top1_pct, own, would_decide))
     if thresholds.require_above_chance:
         checks.append(_above_chance(accuracy, own))
     if thresholds.min_top1_pct > 0:
@@ -214,23 +215,31 @@ def largest_batch(benchmark: BenchmarkReport) -> int:
     return max((row.batch_size for row in benchmark.plain_rows), default=0)
 
 
-def _top1_drop(thresholds: Thresholds, drop: float, own: AccuracyRow) -> GateCheck:
+def _top1_drop(thresholds: Thresholds, drop: float, own: AccuracyRow, would_decide: str) -> GateCheck:
     allowed = thresholds.max_top1_drop_points
     check = _at_most("top1_drop_points", drop, allowed, "top-1 drop", "points")
-    return _prove(check, allowed, own.comparison) if thresholds.confident else check
+    return _prove(check, allowed, own.comparison, would_decide) if thresholds.confident else check
 
 
-def _relative(thresholds: Thresholds, fp32_pct: float, own_pct: float, own: AccuracyRow) -> GateCheck:
+def _relative(
+    thresholds: Thresholds, fp32_pct: float, own_pct: float, own: AccuracyRow, would_decide: str
+) -> GateCheck:
     """The share that remains is the drop in other words: FP32's top-1 counts as it was measured."""
     name, threshold = "relative_top1_pct", thresholds.min_relative_top1_pct
     if fp32_pct == 0:
         return _no_evidence(name, threshold, "FP32 gets no image right, so there is no top-1 to keep a share of")
     check = _at_least(name, 100 * own_pct / fp32_pct, threshold, "share of FP32's top-1", "%")
-    allowed = (1 - threshold / 100) * fp32_pct
-    return _prove(check, allowed, own.comparison) if thresholds.confident else check
+    allowed = drops_allowed(thresholds, fp32_pct)[-1]
+    return _prove(check, allowed, own.comparison, would_decide) if thresholds.confident else check
 
 
-def _prove(check: GateCheck, allowed_points: float, comparison: Comparison | None) -> GateCheck:
+def drops_allowed(thresholds: Thresholds, fp32_pct: float) -> tuple[float, ...]:
+    """The drop that each limit allows, in percentage points: max_top1_drop_points, and the share that must remain."""
+    share = thresholds.min_relative_top1_pct / 100
+    return (thresholds.max_top1_drop_points, *([(1 - share) * fp32_pct] if share else []))
+
+
+def _prove(check: GateCheck, allowed_points: float, comparison: Comparison | None, would_decide: str) -> GateCheck:
     """A check of the drop by its one-sided 95 % interval: pass if all of it is allowed, fail if none of it is."""
     if comparison is None:
         explanation = f"{check.explanation}; its interval is not in this report, validate again"
@@ -245,21 +254,47 @@ def _prove(check: GateCheck, allowed_points: float, comparison: Comparison | Non
     of = "" if check.name == "top1_drop_points" else "a drop of "
     text = f"{check.explanation}; with 95 % confidence {of}{ends} points"
     if verdict == "not enough evidence":
-        text = f"{text}, and {_decided_by(comparison, allowed_points)}"
+        text = f"{text}, and {would_decide}"
     return check.model_copy(update={"verdict": verdict, "explanation": text})
 
 
-def _decided_by(comparison: Comparison, allowed_points: float) -> str:
-    """How many images it would take to tell, by the discordance that was seen."""
-    total, lost, gained = comparison.num_images, comparison.num_lost, comparison.num_gained
-    seen = f"{lost:,} lost and {gained:,} gained of {total:,}"
-    needed = images_needed(total, lost, gained, allowed_points)
-    if needed is None and (allowed_points <= 0 or lost <= gained):
-        return f"no number of images proves a drop of at most {allowed_points:g} points ({seen})"
+def deciding_images(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> int | None:
+    """About how many validation images decide all that limits the drop and is open, by the discordance that was seen.
+
+    None where nothing is open, or where no number of images tells.
+    """
+    compared, allowed = own.comparison, _least_open(thresholds, accuracy, own)
+    if compared is None or allowed is None:
+        return None
+    needed = images_needed(compared.num_images, compared.num_lost, compared.num_gained, allowed)
     if needed is None:
-        return f"more images hardly tell, since the drop seen is as large as what is allowed ({seen})"
+        return None
     unit = 10 ** max(0, len(str(needed)) - 2)
-    return f"about {-(-needed // unit) * unit:,} validation images would tell ({seen})"
+    return -(-needed // unit) * unit
+
+
+def _least_open(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> float | None:
+    """The smallest drop that is allowed and within the interval, in points: the first that needs to be decided."""
+    compared = own.comparison
+    if compared is None:
+        return None
+    limits = drops_allowed(thresholds, accuracy.row("fp32").top1_pct or 0.0)
+    lower, upper = (round(end, _DIGITS) for end in (compared.drop_lower_points, compared.drop_upper_points))
+    return min((limit for limit in limits if lower <= limit < upper), default=None)
+
+
+def _deciding_text(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> str:
+    """How many images it would take to tell; empty where nothing about the drop is open."""
+    compared, allowed = own.comparison, _least_open(thresholds, accuracy, own)
+    if compared is None or allowed is None:
+        return ""
+    lost, gained = compared.num_lost, compared.num_gained
+    seen = f"{lost:,} lost and {gained:,} gained of {compared.num_images:,}"
+    if needed := deciding_images(thresholds, accuracy, own):
+        return f"about {needed:,} validation images would tell ({seen})"
+    if allowed <= 0 or lost <= gained:
+        return f"no number of images proves a drop of at most {allowed:g} points ({seen})"
+    return f"more images hardly tell, since the drop seen is as large as what is allowed ({seen})"
 
 
 def _above_chance(accuracy: AccuracyReport, own: AccuracyRow) -> GateCheck:

@@ -1,8 +1,7 @@
 """What to do after a verdict that is no pass, from what was seen: the report's list of next steps."""
 
 from components.common.records import AccuracyRow, ClassLoss
-from components.common.statistics import images_needed
-from components.common.verdict import reaches_top1
+from components.common.verdict import deciding_images, drops_allowed, reaches_top1
 from components.validate.formats import count, number, signed
 from components.validate.schema import Report
 
@@ -67,19 +66,14 @@ def next_steps(report: Report) -> list[str]:
 def _after_a_drop(report: Report, own: AccuracyRow) -> list[str]:
     """More images where the drop seen is allowed and only the proof is missing; else what makes the drop smaller."""
     thresholds, compared = report.verdict.thresholds, own.comparison
-    fp32_pct = report.accuracy.row("fp32").top1_pct or 0.0
-    allowed = min(thresholds.max_top1_drop_points, (1 - thresholds.min_relative_top1_pct / 100) * fp32_pct)
     if compared is None:
         return ["Validate again: this report has no interval of the drop."]
-    if -compared.delta_top1_points > allowed:
+    allowed = min(drops_allowed(thresholds, report.accuracy.row("fp32").top1_pct or 0.0))
+    needed = deciding_images(thresholds, report.accuracy, own)
+    if -compared.delta_top1_points > allowed or needed is None:
         return _against_a_loss(report, own)
-    counts = compared.num_images, compared.num_lost, compared.num_gained
-    needed = images_needed(*counts, allowed)
-    if needed is None:
-        return _against_a_loss(report, own)
-    unit = 10 ** max(0, len(str(needed)) - 2)
     return [
-        f"Validate on about {count(-(-needed // unit) * unit)} images instead of {count(compared.num_images)} "
+        f"Validate on about {count(needed)} images instead of {count(compared.num_images)} "
         "(preprocess.val_fraction, or a larger validation folder): they decide, if the share of lost and gained images "
         "stays as it is.",
         "Or allow a larger drop (gate.max_top1_drop_points), or take the measured drop without a proof "

@@ -27,7 +27,7 @@ from components.common.records import (
 )
 from components.common.statistics import drop_upper
 from components.common.steplog import StepLog
-from components.common.verdict import Thresholds, recommend, run_checks
+from components.common.verdict import Thresholds, deciding_images, recommend, run_checks
 from components.gate.config import GateConfig
 from components.gate.run import run
 from components.validate.comparison import class_changes, class_losses, compare
@@ -410,6 +410,15 @@ def test_accurate_int8(images_per_s: dict[str, float], settings: Any, precision:
     found = advice(model({}), images_per_s, model({}), **settings)
     assert (found.precision if found else None) == precision
     assert found is None or found.reason.endswith(reason)
+
+
+def test_the_number_of_images_that_would_tell_is_one() -> None:
+    """Of two limits of the drop that are open, 0.9 points and 99 % of 100 %, the narrower decides both."""
+    thresholds = GateConfig(max_top1_drop_points=0.9, min_relative_top1_pct=99)
+    report = measured(accuracy("fp32", model({})), accuracy("int8", model({"ant": 7})))
+    found = [check.explanation for check in run_checks(thresholds, report, speeds(GPU_SPEEDS))[:2]]
+    needed = deciding_images(thresholds, report, report.row("int8"))
+    assert [f"about {needed:,} validation images would tell" in text for text in found] == [True, True]
 
 
 def test_without_fp16_it_is_fp32() -> None:
