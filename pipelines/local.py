@@ -16,7 +16,7 @@ import kfp.local
 from rich.console import Console
 from rich.markup import escape
 
-from components.common.artifacts import FAILURE
+from components.common.artifacts import FAILURE, MANIFEST, DatasetManifest, load_manifest
 from components.common.disk import full
 from components.common.environment import environment
 from components.common.errors import EXIT_FAILURE, UserError
@@ -39,6 +39,7 @@ from pipelines.caching import (
 from pipelines.containers import Containers, check_images
 from pipelines.interrupts import Interrupts
 from pipelines.parameters import STEP_ORDER, PipelineFile
+from pipelines.preflight import check_validation
 from pipelines.record import RUN_LOG, RunRecord, as_error
 from pipelines.rendering import EventStream, Renderer, RunLog, print_summary
 from pipelines.state import CACHE, StateDirectory
@@ -87,8 +88,7 @@ def run_locally(
     started = time.time()
     with Interrupts(on_second=end_children) as interrupts:
         try:
-            with interrupts.raising():
-                record = RunRecord.open(state, file, arguments, experiment, console)
+            record = RunRecord.open(state, file, arguments, experiment, console, interrupts.raising)
         except KeyboardInterrupt:
             console.print("\n[yellow]interrupted[/] before the first step")
             raise SystemExit(EXIT_INTERRUPTED) from None
@@ -149,6 +149,8 @@ class _Chain:
                     root = self.record.directory / CACHE
                     confirm(self.file, self.keys, self.arguments, event["step"], event["digest"], root)
                 on_event(event)
+                if event["event"] == "finished" and event["step"] == "preprocess":
+                    self._check_validation()
 
             try:
                 with interrupts.raising():
@@ -214,6 +216,12 @@ class _Chain:
             self.file.pipeline(**self.arguments)
             if self.containers:
                 self.containers.check_manifests(self.file)
+
+    def _check_validation(self) -> None:
+        """Refuse a data set that can't give the proof that the gate asks for, which could not be counted before."""
+        for file in self.record.directory.glob(f"artifacts/*/preprocess/*/{MANIFEST}"):
+            splits = load_manifest(file, DatasetManifest).manifest.splits
+            check_validation(self.arguments, splits["train"].num_images, splits["val"].num_images)
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """The failure of a step whose event did not arrive: what it wrote beside its output, or what is likely."""

@@ -26,6 +26,7 @@ from components.preprocess.sources import (
     find_samples,
     is_uri,
     kind_of,
+    local_path,
     read_sample,
 )
 from components.preprocess.structure import Rejected
@@ -51,45 +52,62 @@ _ACTIVATION_BYTES_PER_PIXEL = {
 _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers, weights with gradients and momentum
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 _MAX_OPENED = 256  # files that are opened to see whether any is an image
+_MAX_UNPACKED_BYTES = 1 << 26  # of a compressed archive that is unpacked to list it
 _SIGNIFICANCE = 0.05
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def check_inputs(arguments: Mapping[str, Any]) -> None:
+def check_inputs(arguments: Mapping[str, Any]) -> str:
     """Look at a run's data and model as far as that takes seconds, so that nothing is packed in vain.
 
-    Data behind a URI and compressed archives are not listed here, and weights are then only read; the steps do the
-    rest.
+    Behind a URI only a table is listed, and of compressed archives small ones. Weights are then only read; the steps
+    do the rest.
+
+    Returns:
+        What could not be looked at; empty where all was.
 
     Raises:
         UserError: they can't be used, don't fit each other, or can't give the proof that the gate asks for.
         EngineryError: the model is damaged.
     """
     check_paths(arguments)
-    source = _listed(arguments)
-    if source is not None:
-        _check_for_images(source, arguments)
-        _check_validation(arguments, source)
+    with TemporaryDirectory() as scratch:
+        source = _listed(arguments, Path(scratch))
+        if source is not None:
+            _check_for_images(source, arguments)
+            check_validation(arguments, len(source.splits["train"]), len(source.splits["val"]))
     if model := str(arguments.get("model") or ""):
         classes = source.classes if source is not None else None
         image_size = int(arguments.get("image_size") or 224)
         _check_model(model, str(arguments.get("architecture") or ""), classes, image_size)
+    if source is not None or "preprocess" not in arguments:
+        return ""
+    return (
+        f"listing {arguments['data']} takes long, so whether its validation images are enough for the gate is checked "
+        "after preprocess"
+    )
 
 
-def _listed(arguments: Mapping[str, Any]) -> Source | None:
+def _listed(arguments: Mapping[str, Any], scratch: Path) -> Source | None:
     """What the preprocess step will find; None where finding it takes longer than a moment."""
     data = str(arguments.get("data") or "")
-    if "preprocess" not in arguments or not data or is_uri(data) or kind_of(data) == "compressed tar":
+    if "preprocess" not in arguments or not data or not _is_listed_soon(data):
         return None
-    with TemporaryDirectory() as scratch:
-        config = _preprocess_config(arguments)
-        return find_samples(
-            data,
-            val_fraction=config.val_fraction,
-            seed=config.seed,
-            class_names_file=config.class_names_file,
-            scratch=Path(scratch),
-        )
+    config = _preprocess_config(arguments)
+    return find_samples(
+        data,
+        val_fraction=config.val_fraction,
+        seed=config.seed,
+        class_names_file=config.class_names_file,
+        scratch=scratch,
+    )
+
+
+def _is_listed_soon(data: str) -> bool:
+    kind = kind_of(data)
+    if is_uri(data):
+        return kind in ("csv", "parquet")
+    return kind != "compressed tar" or local_path(data).stat().st_size <= _MAX_UNPACKED_BYTES
 
 
 def _preprocess_config(arguments: Mapping[str, Any]) -> PreprocessConfig:
@@ -115,13 +133,16 @@ def _check_for_images(source: Source, arguments: Mapping[str, Any]) -> None:
     )
 
 
-def _check_validation(arguments: Mapping[str, Any], source: Source) -> None:
-    """Refuse data whose validation images are too few for the gate, whatever the model answers."""
+def check_validation(arguments: Mapping[str, Any], num_train: int, num_images: int) -> None:
+    """Refuse data whose validation images are too few for the gate, whatever the model answers.
+
+    Raises:
+        UserError: `num_images` validation images are too few.
+    """
     if "gate" not in arguments:
         return
     own = {name: arguments[name] for name in ("max_top1_drop_points",) if name in arguments}
     thresholds = resolve(GateConfig, "gate", arguments["gate"], own)
-    num_images = len(source.splits["val"])
     needed: float = thresholds.min_validation_images
     why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_images}"
     if thresholds.confident:
@@ -137,7 +158,7 @@ def _check_validation(arguments: Mapping[str, Any], source: Source) -> None:
             )
     if num_images >= needed:
         return
-    total = num_images + len(source.splits["train"])
+    total = num_images + num_train
     share = math.ceil(100 * needed / total) / 100 if needed < math.inf else 1.0
     more = f"--set preprocess.val_fraction={share:g} where the data has no val/ of its own" if share <= 0.5 else ""
     least = f"at least {needed:,} are needed" if needed < math.inf else "no number is enough"

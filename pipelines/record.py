@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,14 +47,29 @@ class RunRecord:
 
     @classmethod
     def open(
-        cls, state: StateDirectory, file: PipelineFile, arguments: Mapping[str, Any], experiment: str, console: Console
+        cls,
+        state: StateDirectory,
+        file: PipelineFile,
+        arguments: Mapping[str, Any],
+        experiment: str,
+        console: Console,
+        raising: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> "RunRecord":
         """Make both, and end in MLflow what earlier runs could not.
 
         A new SQLite file takes seconds, in which the first step can begin: it opens in a thread.
 
+        Args:
+            state: where the run's directory goes.
+            file: the pipeline.
+            arguments: its resolved arguments.
+            experiment: name of the MLflow experiment.
+            console: where a person reads.
+            raising: a context in which an interrupt ends the wait for MLflow.
+
         Raises:
             EngineryError: MLflow or the state directory can't be used. Nothing is left behind.
+            KeyboardInterrupt: as `raising` does. Nothing is left behind then, too.
         """
         held = state.new_run(file.name)
         uri = without_credentials(state.tracking_uri)
@@ -79,9 +94,12 @@ class RunRecord:
         else:
             try:
                 with _waiting_note(console, uri):
+                    import components.common.tracking  # noqa: F401  # an interrupt could get lost in it
+
                     opening = Future()
-                    opening.set_result(open_run())
-            except Exception:
+                    with raising():
+                        opening.set_result(open_run())
+            except BaseException:
                 held.discard()
                 raise
         record = cls(held=held, uri=uri, opening=opening, worker=worker)

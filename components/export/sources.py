@@ -7,7 +7,15 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.artifacts import MANIFEST, Artifact, BundleManifest, CheckpointManifest, DatasetManifest, load
+from components.common.artifacts import (
+    ALL_FILES,
+    MANIFEST,
+    Artifact,
+    BundleManifest,
+    CheckpointManifest,
+    DatasetManifest,
+    load,
+)
 from components.common.digests import digest_file
 from components.common.errors import UserError
 from components.common.integrity import claims_of
@@ -87,9 +95,9 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None, i
     """
     if model.is_dir() and (model / MANIFEST).exists():
         if claims_of((model / MANIFEST).read_bytes()).get("kind") == "bundle":
-            own = load(model, BundleManifest).manifest.classes
+            own = load(model, BundleManifest, verify=ALL_FILES).manifest.classes
         else:
-            own = load(model, CheckpointManifest).manifest.classes
+            own = load(model, CheckpointManifest, verify=(".safetensors",)).manifest.classes
         if classes is not None and own != tuple(classes):
             raise UserError(
                 f"the model {model} has other classes than the data: {compare_classes(own, tuple(classes))}"

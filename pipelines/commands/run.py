@@ -104,7 +104,8 @@ def command_for(path: Path) -> click.Command:
             raise UserError(f"--summary {summary} is a folder; name a file in it, such as {summary / 'summary.json'}")
         from pipelines.preflight import check_inputs, check_memory
 
-        check_inputs(arguments)
+        if note := check_inputs(arguments):
+            click.echo(f"note: {note}", err=True)
         if warning := check_memory(arguments):
             click.secho("warning: ", fg="yellow", nl=False, err=True)
             click.echo(warning, err=True)

@@ -55,10 +55,11 @@ def test_an_interrupt_while_waiting_for_a_server(tmp_path: Path) -> None:
         process = start(tmp_path / "home", tmp_path / "leaking", MLFLOW_TRACKING_URI=uri)
         assert process.stdout is not None
         assert "waiting for MLflow" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         text = finish(process)
     assert process.returncode == 130
     assert "interrupted before the first step" in text
+    assert list((tmp_path / "home/runs").iterdir()) == []
 
 
 def test_a_store_that_is_no_database(tmp_path: Path, open_record: OpenRecord) -> None:

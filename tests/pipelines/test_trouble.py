@@ -1,7 +1,9 @@
 """What a person sees when the machine, not the model, is in trouble."""
 
 import json
+import os
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from mlflow import MlflowClient
 
 from components.common.errors import UserError
 from pipelines.commands import cli
+from pipelines.preflight import _MAX_UNPACKED_BYTES
 
 from .running import ROOT, finish, hold_in, start
 from .submission import load_once
@@ -67,3 +70,22 @@ def test_state_directory_that_cannot_be_used(
             ["run", str(ROOT / "pipelines/resnet50.py"), "--data", str(few_digits), "--set", "gate.confident=false"],
             standalone_mode=False,
         )
+
+
+def test_too_few_validation_images_that_could_not_be_counted_before(
+    tmp_path: Path, few_digits: Path, empty_store: Path
+) -> None:
+    """An archive that is too large to be unpacked for a look: preprocess counts, and nothing is trained."""
+    (home := tmp_path / "home").mkdir()
+    shutil.copy(empty_store, home / "mlflow.db")
+    (tmp_path / "padding").write_bytes(os.urandom(_MAX_UNPACKED_BYTES))
+    with tarfile.open(tmp_path / "digits.tar.gz", "w:gz", compresslevel=1) as archive:
+        archive.add(few_digits, "digits")
+        archive.add(tmp_path / "padding", "digits/.padding")
+    process = start(home, tmp_path / "digits.tar.gz", "--set", "gate.min_validation_images=1000")
+    text = finish(process)
+    assert process.returncode == 2, text
+    assert "is checked after preprocess" in text
+    assert "120 of the 600 images validate, and at least 1,000 are needed" in text
+    (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
+    assert "train" not in {step["name"] for step in summary["steps"]}

@@ -1,6 +1,7 @@
 """Integrity through the steps themselves: what each refuses to read, by name."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from components.common.shapes import ShapeSpec
 from components.common.steplog import StepLog
 from components.common.transforms import transform_for
 from components.export.config import ExportConfig
+from components.export.sources import check_model
 from components.train.config import TrainConfig
 from components.validate.config import ValidateConfig
 
@@ -94,6 +96,8 @@ def test_swapped_weights_are_refused(tmp_path: Path, digits_dataset: Artifact[Da
     assert code == 1
     assert f"{weights} was changed after it was sealed" in text
     assert "write it again with `python -m components.train`" in text
+    with pytest.raises(EngineryError, match=f"^{re.escape(text)}$"):  # the same before anything is packed
+        check_model(checkpoint, "", classes, 32)
 
 
 @pytest.mark.parametrize(

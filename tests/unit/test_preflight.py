@@ -1,5 +1,6 @@
 """What `enginery run` tells before anything runs: files that are not there, and memory that can't suffice."""
 
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,25 @@ def test_too_few_validation_images_are_refused_with_what_would_do(few_digits: Pa
         check_inputs(run_of(few_digits, gate={**point, "min_validation_images": 200}))
     with pytest.raises(UserError, match=r"60 of the 600 images validate, and at least 100 are needed"):
         check_inputs(run_of(few_digits, gate=point, preprocess={"val_fraction": 0.1}))
+
+
+def test_a_small_compressed_archive_and_a_table_behind_a_uri_are_counted(few_digits: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    demand = {"confident": False, "min_validation_images": 200}
+    with tarfile.open(tmp_path / "few.tar.gz", "w:gz") as archive:
+        archive.add(few_digits, "digits")
+    with pytest.raises(UserError, match=r"^120 of the 600 images validate, and at least 200 are needed"):
+        check_inputs(run_of(tmp_path / "few.tar.gz", gate=demand))
+    files = sorted(file.relative_to(few_digits) for file in few_digits.glob("*/*.*"))
+    fsspec.filesystem("memory").put(str(few_digits), "/few", recursive=True)
+    rows = "\n".join(f"{file},{file.parent}" for file in files)
+    fsspec.filesystem("memory").pipe("/few/table.csv", f"path,label\n{rows}\n".encode())
+    arguments = run_of(few_digits, gate=demand)
+    with pytest.raises(UserError, match=r"^120 of the 600 images validate"):
+        check_inputs({**arguments, "data": "memory://few/table.csv"})
+    assert "is checked after preprocess" in check_inputs({**arguments, "data": "memory://few"})
+    assert check_inputs(run_of(few_digits, gate={"confident": False})) == ""
 
 
 def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
