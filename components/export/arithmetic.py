@@ -33,14 +33,16 @@ def first_arithmetic(fp32: onnx.ModelProto) -> Arithmetic:
     )
 
 
-def cpu_models(activations: Literal["signed", "unsigned"], is_fit_here: bool) -> tuple[CpuModel, ...]:
+def cpu_models(activations: Literal["signed", "unsigned"], weight_bits: int | None) -> tuple[CpuModel, ...]:
     """The files for CPUs: one with 8-bit weights, and one that is exact on every CPU.
 
     Args:
         activations: of both.
-        is_fit_here: whether 8-bit weights were chosen on this CPU, if it has no VNNI.
+        weight_bits: chosen by measurement on this CPU; None where nothing was measured on it.
     """
-    unfit = tuple(name for name in SATURATING if not is_fit_here or name != instruction_set())
+    here = instruction_set()
+    unfit = tuple(name for name in SATURATING if weight_bits is None or name != here)
+    unfit += (here,) if weight_bits == 7 else ()
     return (
         CpuModel(file="int8_cpu.onnx", weight_bits=8, activations=activations, saturates_on=unfit),
         CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations=activations, saturates_on=()),
@@ -76,16 +78,18 @@ class ArithmeticSearch:
                 chosen = first if (own.images_per_s or 0) >= (other.images_per_s or 0) else signed
             elif other.logits_error < own.logits_error:
                 chosen = signed
-        if first.weight_bits == 8:
-            return chosen
-        eight = Arithmetic(activations=chosen.activations)
-        seven_bits = next((trial for trial in self.trials if trial.activations == chosen.activations), None)
-        seven_bits = seven_bits or self._trial(chosen)
+        eight, seven = (Arithmetic(weight_bits=bits, activations=chosen.activations) for bits in (8, 7))
         eight_bits = self._trial(eight)
+        if first.weight_bits == 8 and not eight_bits.saturates:
+            return eight
+        seven_bits = self._trial(seven)
         better = not eight_bits.saturates and eight_bits.logits_error <= seven_bits.logits_error
-        return eight if better else chosen
+        return eight if better else seven
 
     def _trial(self, arithmetic: Arithmetic) -> CpuTrial:
+        wanted = arithmetic.weight_bits, arithmetic.activations
+        if known := [trial for trial in self.trials if (trial.weight_bits, trial.activations) == wanted]:
+            return known[0]
         model = insert_qdq(self.fp32, self.scales, arithmetic=arithmetic)
         error = self._error(self.candidates.logits(model, self.batches))
         session = new_session(model.SerializeToString(), optimize=False)

@@ -99,7 +99,7 @@ def quantize(
     return Quantization(
         scales=scales[method],
         excluded=excluded,
-        cpu_models=cpu_models(activations, chooser.on_cpu and chooser.arithmetic.weight_bits == 8),
+        cpu_models=cpu_models(activations, chooser.arithmetic.weight_bits if chooser.on_cpu else None),
         calibration=CalibrationEntry(
             method=method.value,
             num_images=calibration.num_images,
@@ -187,7 +187,9 @@ def _select(
     """The method, the layers that stay in float, and the record of all that was tried."""
     started = time.monotonic()
     budget = Budget(
-        max_top1_drop_points=config.gate.max_top1_drop_points, min_relative_top1_pct=config.gate.min_relative_top1_pct
+        max_top1_drop_points=config.gate.max_top1_drop_points,
+        min_relative_top1_pct=config.gate.min_relative_top1_pct,
+        num_validation_images=samples.dataset.manifest.splits["val"].num_images if config.gate.confident else 0,
     )
     search = Selection(
         model=chooser.fp32,

@@ -24,6 +24,7 @@ WAYS = {
     "signed_7bit": Arithmetic(weight_bits=7),
     "unsigned_7bit": Arithmetic(weight_bits=7, activations="unsigned"),
 }
+SCALES = {"r": 1 / 127, "d": 288 / 127, "e": 9000 / 127}
 # In a process of its own, since oneDNN reads the variable once. Prints each file's answers and kernels.
 PROBE = """
 import json, sys
@@ -44,6 +45,31 @@ for file in sorted(folder.glob("*.onnx")):
         if node.get_rt_info()["layerType"].astype(str) == "Convolution"
     ]
 print(json.dumps([instruction_set(), answers, kernels]))
+"""
+
+# The same with a choice, as on an instruction set that no list names.
+CHOICE = """
+import json, sys
+from pathlib import Path
+import numpy as np
+import onnx
+import torch
+from components.common.shapes import ShapeSpec
+from components.export import arithmetic
+from components.export.candidates import Candidates
+
+arithmetic.SATURATING = ()
+folder = Path(sys.argv[1])
+candidates = Candidates(shapes=ShapeSpec(height=8, width=8), device=torch.device("cpu"), directory=folder, log=None)
+search = arithmetic.ArithmeticSearch(
+    fp32=onnx.load(folder / "fp32.onnx"),
+    scales=json.loads(sys.argv[2]),
+    batches=[torch.from_numpy(np.load(folder / "images.npy"))],
+    candidates=candidates,
+)
+chosen = search.choose()
+eight, seven = arithmetic.cpu_models(chosen.activations, chosen.weight_bits)
+print(json.dumps([chosen.weight_bits, eight.saturates_on, seven.saturates_on]))
 """
 
 
@@ -69,9 +95,8 @@ def files(tmp_path_factory):
         [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()],
     )
     fp32 = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    scales = {"r": 1 / 127, "d": 288 / 127, "e": 9000 / 127}
     np.save(folder / "images.npy", images)
-    models = {"fp32": fp32, **{name: insert_qdq(fp32, scales, arithmetic=way) for name, way in WAYS.items()}}
+    models = {"fp32": fp32, **{name: insert_qdq(fp32, SCALES, arithmetic=way) for name, way in WAYS.items()}}
     for name, model in models.items():
         onnx.save(model, folder / f"{name}.onnx")
     return folder
@@ -109,6 +134,17 @@ def test_only_7_bit_weights_are_exact_on_every_instruction_set(files, simulated,
     }
     assert max(error["fp32"], error["signed_7bit"], error["unsigned_7bit"]) < 0.02, error
     assert (error["unsigned"] > 0.2) is (here in SATURATING), error
+
+
+@pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
+@pytest.mark.parametrize("limit", [name for name in available() if name in (available()[0], "AVX2")])
+def test_sums_that_saturate_count_whatever_the_instruction_set_is_called(files, limit):
+    command = [sys.executable, "-c", CHOICE, str(files), json.dumps(SCALES)]
+    done = subprocess.run(
+        command, env={**os.environ, VARIABLE: limit}, capture_output=True, text=True, check=True, timeout=600
+    )
+    found = json.loads(done.stdout)
+    assert found == ([7, [limit], []] if limit in SATURATING else [8, [], []])
 
 
 def cpu(tmp_path, flags: str):

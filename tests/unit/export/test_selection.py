@@ -271,3 +271,17 @@ def test_budget(own, points, share, holds):
 
     fp32 = predictions(100.0 if own > 90 else 50.0)
     assert Budget(max_top1_drop_points=points, min_relative_top1_pct=share).holds(fp32, predictions(own)) is holds
+
+
+@pytest.mark.parametrize(
+    ("lost", "num_validation_images", "holds"),
+    # 1.0 points are allowed. Of 400 images here, 3 are 0.75 points and 5 of 719 there, of which 2 can be proved to be
+    # within. 250 prove nothing in any case.
+    [(0, 719, True), (1, 719, True), (3, 719, False), (3, 0, True), (3, 5000, True), (5, 5000, False), (3, 250, True)],
+)
+def test_the_budget_is_what_the_gate_would_pass(lost, num_validation_images, holds):
+    labels = np.zeros(400, np.int32)
+    fp32 = Predictions(top=labels[:, None], labels=labels)
+    own = Predictions(top=(np.arange(400) < lost)[:, None].astype(np.int32), labels=labels)
+    budget = Budget(max_top1_drop_points=1.0, min_relative_top1_pct=0.0, num_validation_images=num_validation_images)
+    assert budget.holds(fp32, own) is holds
