@@ -1,5 +1,6 @@
 """export, validate and gate on CPUs that one does not have: the quickstart's checkpoint, oneDNN limited to less."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from components.common.artifacts import BundleManifest, ReportManifest, VerdictManifest, load
+from components.common.digests import digest_bytes
 from components.common.instruction_sets import SATURATING, VARIABLE, available
 from components.common.serving import fit_model
 
@@ -17,13 +19,16 @@ LIMITS = [name for name in available()[1:] if name != "SSE41"] or ["SSE41"]
 
 
 @pytest.fixture(scope="module")
-def quickstart() -> Path:
-    """The artifacts of the newest run that trained on the digits."""
-    checkpoints = sorted(
-        (ROOT / ".enginery/runs").glob("*/artifacts/*/train/checkpoint/manifest.json"), key=os.path.getmtime
-    )
-    assert checkpoints, "there is no checkpoint of the digits: run `make quickstart` first"
-    return checkpoints[-1].parents[2]
+def quickstart() -> tuple[Path, Path]:
+    """The checkpoint and the data set of the last `make quickstart`, whatever else was trained since."""
+    summary = ROOT / ".enginery/quickstart.json"
+    assert summary.exists(), "there is no checkpoint of the digits: run `make quickstart` first"
+    manifests = (ROOT / ".enginery/runs").glob("*/artifacts/*/*/*/manifest.json")
+    found = {digest_bytes(file.read_bytes()): file.parent for file in manifests}
+    bundle = found.get(json.loads(summary.read_text())["bundle_digest"])
+    assert bundle, "the artifacts of the last `make quickstart` are gone: run it again"
+    inputs = load(bundle, BundleManifest).manifest.inputs
+    return found[inputs["model"]], found[inputs["dataset"]]
 
 
 def step(name: str, limit: str, **options: object) -> str:
@@ -36,11 +41,11 @@ def step(name: str, limit: str, **options: object) -> str:
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_digits_pass_their_gate(quickstart: Path, tmp_path: Path, limit: str) -> None:
-    dataset, bundle, report = quickstart / "preprocess/dataset", tmp_path / "bundle", tmp_path / "report"
+def test_the_digits_pass_their_gate(quickstart: tuple[Path, Path], tmp_path: Path, limit: str) -> None:
+    (checkpoint, dataset), bundle, report = quickstart, tmp_path / "bundle", tmp_path / "report"
     gate = "{max_top1_drop_points: 1.0}"
     step(
-        "export", limit, model=quickstart / "train/checkpoint", dataset=dataset, output=bundle,
+        "export", limit, model=checkpoint, dataset=dataset, output=bundle,
         num_calibration_images=256, gate=gate,
     )  # fmt: skip
     record = load(bundle, BundleManifest).manifest

@@ -199,14 +199,14 @@ def test_a_client_that_goes_away(served) -> None:
 def test_overload_is_refused_at_once_and_ends(triton, proved, tmp_path: Path) -> None:
     """More than the 128 that may wait: some are answered, the rest gets a 503 that says so, and then all is well."""
     running = start_serving(proved.parts["bundle"], tmp_path, "--name", NAME, "--max-wait", "60")
-    large = picture((500, 500))
+    large = picture((1500, 1500))  # so that a batch takes longer than asking the server how many wait
     try:
         wait_until_ready(running)
         decoder = decoding_process(running)
         with ThreadPoolExecutor(300) as pool:
             with suspended(decoder):  # so that all of them wait, however fast this machine decodes
                 sent = pool.map(lambda _: running.infer([large]), range(300))
-                wait_until_pending(running, 250)
+                wait_until_pending(running, 300 - 128)  # the first batch has up to 128, which wait no more
             answers = list(sent)
         refused = [answer for answer in answers if answer.status != 200]
         assert 0 < len(refused) < 200
