@@ -222,8 +222,8 @@ def test_what_failed_and_what_could_not_be_told_are_said_apart(tmp_path: Path) -
     with pytest.raises(GateFailed) as caught:
         run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")
     assert str(caught.value) == (
-        "INT8 did not pass: top-1 drop 10.00, allowed 0.5 points; with 95 % confidence at least 4.35 points; "
-        "share of FP32's top-1 87.50, at least 99 %; with 95 % confidence a drop of at least 4.35 points; "
+        "INT8 did not pass: top-1 drop 10.00, allowed 0.5 points; with 95 % confidence at least 3.41 points; "
+        "share of FP32's top-1 87.50, at least 99 %; with 95 % confidence a drop of at least 3.41 points; "
         "not enough evidence: 50 validation images, at least 100 (one of 50 validation images is 2.00 points)"
     )
 
