@@ -141,7 +141,7 @@ $(INSTALLED_DEV): $(INSTALLED)
 	@$(PIP_INSTALL) -e '.[dev,serve]'
 	@touch $@
 
-$(INSTALLED_SERVE): pipelines/serving/triton.txt | $(INSTALLED)
+$(INSTALLED_SERVE): enginery/serving/triton.txt | $(INSTALLED)
 	@$(BIN)/enginery serve install
 	@touch $@
 

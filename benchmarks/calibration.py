@@ -18,9 +18,9 @@ import onnx
 import torch
 
 from benchmarks.results import RESULTS, write_result
-from components.common.models import build_model
-from components.common.shapes import ShapeSpec
-from components.export.collection import collect_with_onnxruntime, collect_with_torch
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.architectures import build_model
+from components.export.calibration import collect_with_onnxruntime, collect_with_torch
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
 

@@ -17,20 +17,19 @@ import onnx
 import torch
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import BundleManifest, DatasetManifest, load
-from components.common.errors import EngineryError
-from components.common.records import PRECISIONS, EngineEntry, Precision
-from components.common.runners import Runner
-from components.common.runners.tensorrt import TensorRTRunner
-from components.common.runners.tensorrt_library import load_engine
-from components.common.shapes import ShapeSpec
-from components.common.statistics import paired_difference
-from components.common.transforms import TransformSpec
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import BundleManifest, DatasetManifest, load
+from components.common.contracts.records import PRECISIONS, EngineEntry, Precision
+from components.common.contracts.statistics import paired_difference
+from components.common.contracts.transforms import ShapeSpec, TransformSpec
+from components.common.runtimes import Runner
+from components.common.runtimes.tensorrt import TensorRTRunner
+from components.common.runtimes.tensorrt_library import load_engine
 from components.export.config import TIMING_CACHES
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
 from components.export.placement import node_id, with_names
-from pipelines.benchmarking.networks import write_network
+from enginery.benchmark.measuring import write_network
 
 BATCHES = (1, 8, 64, 128)
 _TIMES: dict[str, Any] = {"warmup_s": 0.3, "duration_s": 1.0, "min_iterations": 20}
@@ -236,8 +235,8 @@ def _replays_per_s(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> fl
 
 
 def _accuracy(work: Path, shapes: ShapeSpec, transform: TransformSpec, dataset: Path) -> dict[str, float]:
-    from components.common.evaluation import predict  # with DALI, which only images need
-    from components.common.loader import Loader
+    from components.common.data.evaluation import predict  # with DALI, which only images need
+    from components.common.data.loader import Loader
 
     data = load(dataset, DatasetManifest)
     runners: dict[str, Runner] = {name: TensorRTRunner(work / f"{name}.plan", shapes) for name in PRECISIONS}

@@ -14,11 +14,11 @@ import click
 import torch
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
-from components.common.environment import keep_streams_apart
-from components.common.loader import Loader
-from components.common.serving import Serving, serving_runners
-from components.common.steplog import StepLog
+from components.common.contracts.environment import keep_streams_apart
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
+from components.common.data.loader import Loader
+from components.common.process.steplog import StepLog
+from components.common.runtimes.selection import Serving, serving_runners
 from components.validate.config import ValidateConfig
 from components.validate.predicting import gpus_alike, predict_validation
 

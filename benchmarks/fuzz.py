@@ -81,7 +81,7 @@ def served(source: str) -> Iterator[int]:
     ports = ["--http-port", str(_HTTP), "--grpc-port", str(_GRPC), "--metrics-port", str(_METRICS)]
     with tempfile.TemporaryDirectory() as home:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipelines.cli", "serve", source, "--name", _NAME, *ports],
+            [sys.executable, "-m", "enginery.cli.main", "serve", source, "--name", _NAME, *ports],
             env={"ENGINERY_HOME": home, **os.environ},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

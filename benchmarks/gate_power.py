@@ -14,9 +14,9 @@ import click
 import numpy as np
 
 from benchmarks.results import RESULTS, write_result
-from components.common.records import AccuracyReport, AccuracyRow, Comparison
-from components.common.statistics import drop_lower, drop_upper, mcnemar
-from components.common.verdict import Thresholds, accuracy_checks
+from components.common.contracts.records import AccuracyReport, AccuracyRow, Comparison
+from components.common.contracts.statistics import drop_lower, drop_upper, mcnemar
+from components.common.contracts.verdict import Thresholds, accuracy_checks
 
 NUM_DRAWS = 20_000
 NUM_IMAGES = (359, 500, 719, 1000, 2000, 5000)

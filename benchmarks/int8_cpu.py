@@ -20,7 +20,7 @@ from unittest.mock import patch
 import click
 
 from benchmarks.results import write_result
-from components.common.instruction_sets import VARIABLE, available, instruction_set
+from components.common.contracts.instruction_sets import VARIABLE, available, instruction_set
 
 _BATCH, _TURNS, _SECONDS = 16, 41, 0.4
 
@@ -64,16 +64,16 @@ def _measure(checkpoint: Path, dataset: Path, images: int) -> dict[str, Any]:
     import nncf
     import openvino as ov
 
-    from components.common.artifacts import BundleManifest, DatasetManifest, load
-    from components.common.evaluation import predict
-    from components.common.loader import Loader
-    from components.common.runners import openvino, to_numpy
-    from components.common.serving import fit_model
-    from components.common.settings import resolve
-    from components.common.steplog import StepLog
+    from components.common.contracts.manifests import BundleManifest, DatasetManifest, load
+    from components.common.contracts.settings import resolve
+    from components.common.data.evaluation import predict
+    from components.common.data.loader import Loader
+    from components.common.process.steplog import StepLog
+    from components.common.runtimes import openvino, to_numpy
+    from components.common.runtimes.selection import fit_model
+    from components.export.calibration import split_samples
     from components.export.config import ExportConfig
     from components.export.run import run as export
-    from components.export.samples import split_samples
 
     data = load(dataset, DatasetManifest)
     with tempfile.TemporaryDirectory() as folder:

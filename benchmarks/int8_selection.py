@@ -15,13 +15,13 @@ import click
 import torch
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
-from components.common.evaluation import Predictions, predict
-from components.common.loader import Loader
-from components.common.runners import Runner
-from components.common.runners.openvino import OpenVINORunner
-from components.common.runners.torch import TorchRunner
-from components.common.statistics import paired_difference
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
+from components.common.contracts.statistics import paired_difference
+from components.common.data.evaluation import Predictions, predict
+from components.common.data.loader import Loader
+from components.common.runtimes import Runner
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.torch import TorchRunner
 
 METHODS = ("max", "percentile", "entropy", "mse")
 

@@ -24,15 +24,15 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import DatasetManifest, load
-from components.common.environment import num_cores
-from components.common.loader import HW_DECODER_LOAD, Loader
-from components.common.settings import resolve
-from components.common.steplog import StepLog
-from components.common.transforms import Augmentation, TransformSpec, transform_for
+from components.common.contracts.environment import num_cores
+from components.common.contracts.manifests import DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import Augmentation, TransformSpec, transform_for
+from components.common.data.loader import HW_DECODER_LOAD, Loader
+from components.common.process.steplog import StepLog
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.run import run as preprocess
-from pipelines.datasets.synthesis import texture_image
+from enginery.datasets.textures import texture_image
 
 _WIDTH, _HEIGHT, _QUALITY = 500, 375, 90
 _NUM_CLASSES = 10

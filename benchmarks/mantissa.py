@@ -15,19 +15,19 @@ import onnx
 import torch
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
-from components.common.evaluation import predict
-from components.common.gpu_monitor import GpuMonitor, monitor_of
-from components.common.loader import Loader
-from components.common.runners import Runner
-from components.common.runners.openvino import OpenVINORunner
-from components.common.runners.tensorrt import TensorRTRunner
-from components.common.runners.tensorrt_library import load_tensorrt
-from components.common.shapes import ShapeSpec
-from components.common.statistics import paired_difference
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
+from components.common.contracts.statistics import paired_difference
+from components.common.contracts.transforms import ShapeSpec
+from components.common.data.evaluation import predict
+from components.common.data.loader import Loader
+from components.common.process.gpu_monitor import GpuMonitor, monitor_of
+from components.common.runtimes import Runner
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.tensorrt import TensorRTRunner
+from components.common.runtimes.tensorrt_library import load_tensorrt
 from components.export.config import TIMING_CACHES
 from components.export.engines import build_engine, onnx_file_for
-from components.export.mantissa import round_weights
+from components.export.precision import round_weights
 
 _BATCH = 128
 _TURNS = 3

@@ -20,8 +20,8 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import DatasetManifest, load
-from components.common.environment import num_cores
+from components.common.contracts.environment import num_cores
+from components.common.contracts.manifests import DatasetManifest, load
 
 _CLASSES = 10
 _VARIANTS = 50  # different images; each file differs from its like by one marked pixel

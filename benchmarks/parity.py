@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.environment import num_cores
-from components.common.loader import HW_DECODER_LOAD, Loader
-from components.common.models import build_model
-from components.common.statistics import paired_difference
-from components.common.transforms import TransformSpec
+from components.common.contracts.environment import num_cores
+from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.statistics import paired_difference
+from components.common.contracts.transforms import TransformSpec
+from components.common.data.loader import HW_DECODER_LOAD, Loader
+from components.common.runtimes.architectures import build_model
 
 _BATCH_SIZE = 128
 

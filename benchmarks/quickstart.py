@@ -86,7 +86,7 @@ def _median(values: Any) -> float:
 def _run(seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         data, summary_file = Path(folder, "digits"), Path(folder, "summary.json")
-        enginery = [sys.executable, "-m", "pipelines.cli"]
+        enginery = [sys.executable, "-m", "enginery.cli.main"]
         subprocess.run([*enginery, "data", "digits", str(data)], check=True, cwd=ROOT)
         command = [*enginery, "run", "pipelines/resnet50.py", "--config", "pipelines/configs/digits.yaml"]
         command += ["--data", str(data), "--seed", str(seed), "--summary", str(summary_file)]

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from components.common.artifacts import write_atomically
-from components.common.environment import environment
+from components.common.contracts.environment import environment
+from components.common.contracts.manifests import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 # What makes a CPU a lesser one to oneDNN, MKL and ATen: part of the command.

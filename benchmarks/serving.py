@@ -25,17 +25,16 @@ import click
 import psutil
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import Artifact, BundleManifest, load, write_atomically
-from components.common.errors import EngineryError
-from components.common.runners.openvino import OpenVINORunner
-from pipelines.client.client import AsyncClient, Client
-from pipelines.client.retries import Patience
-from pipelines.loadtest import payloads
-from pipelines.loadtest.generator import bind
-from pipelines.loadtest.knee import find_knee
-from pipelines.loadtest.measuring import Plan, run_load_test
-from pipelines.loadtest.record import LoadTest
-from pipelines.serving.loading import loading_key
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import Artifact, BundleManifest, load, write_atomically
+from components.common.runtimes.openvino import OpenVINORunner
+from enginery.serving.client.client import AsyncClient, Client
+from enginery.serving.client.transport import Patience
+from enginery.serving.loadtest import generator
+from enginery.serving.loadtest.generator import bind
+from enginery.serving.loadtest.measuring import Plan, run_load_test
+from enginery.serving.loadtest.results import LoadTest, find_knee
+from enginery.serving.server import loading_key
 
 _HTTP, _GRPC, _METRICS = 18300, 18301, 18302
 URL = f"http://127.0.0.1:{_HTTP}"
@@ -112,7 +111,7 @@ def main(
 def served(source: str, core: int, *, wait: bool = True) -> Iterator[subprocess.Popen[bytes]]:
     """`enginery serve` on its core, by default ready."""
     ports = ["--http-port", str(_HTTP), "--grpc-port", str(_GRPC), "--metrics-port", str(_METRICS)]
-    command = [sys.executable, "-m", "pipelines.cli", "serve", source, "--name", _NAME, "--allow-loading", *ports]
+    command = [sys.executable, "-m", "enginery.cli.main", "serve", source, "--name", _NAME, "--allow-loading", *ports]
     process = subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, [core]))
     try:
         if wait:
@@ -228,8 +227,8 @@ def _loading_client() -> AsyncClient:
 
 
 def _run(setup: Setup, plan: Plan) -> LoadTest:
-    def make(about: Any) -> payloads.Payload:
-        return payloads.tensors(_loading_client().address, about.network, plan.images_per_request)
+    def make(about: Any) -> generator.Payload:
+        return generator.tensors(_loading_client().address, about.network, plan.images_per_request)
 
     return run_load_test(_loading_client, plan, make, lambda _: None)
 
@@ -301,7 +300,7 @@ def _killed(setup: Setup, runs: list[Any]) -> dict[str, float]:
 
 
 def _an_image(setup: Setup) -> bytes:
-    return payloads.random_images(1, setup.bundle.manifest.shapes.height, setup.bundle.manifest.shapes.width)[0]
+    return generator.random_images(1, setup.bundle.manifest.shapes.height, setup.bundle.manifest.shapes.width)[0]
 
 
 def _triton_version() -> str:

@@ -18,10 +18,10 @@ import numpy as np
 from tritonclient import grpc
 
 from benchmarks.results import RESULTS, write_result
-from components.common.artifacts import Artifact, DatasetManifest, load
-from components.common.errors import UserError
-from components.common.standing import PREDICTIONS
-from pipelines.serving.sources import Source, find_source
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.registry.version_evaluation import PREDICTIONS
+from enginery.serving.sources import Source, find_source
 
 
 def validation_images(dataset: Artifact[DatasetManifest]) -> Iterator[bytes]:

@@ -21,10 +21,10 @@ import psutil
 
 from benchmarks.results import RESULTS, write_result
 from benchmarks.serving import URL, served
-from pipelines.client.client import AsyncClient
-from pipelines.loadtest import payloads
-from pipelines.loadtest.generator import Load, Samples, bind, generate, get_ready
-from pipelines.loadtest.statistics import summarize
+from enginery.serving.client.client import AsyncClient
+from enginery.serving.loadtest import generator
+from enginery.serving.loadtest.generator import Load, Samples, bind, generate, get_ready
+from enginery.serving.loadtest.results import summarize
 
 _SHARE = 0.8  # of the knee
 _NOTHING: dict[str, Any] = {"batches": {}, "queue_ms": None, "compute_ms": None}
@@ -89,7 +89,7 @@ def _hold(pid: int, rate: float, seconds: float, core: int) -> tuple[Samples, li
         load = Load(
             address=about.address,
             model=about.network.name,
-            requests=payloads.tensors(about.address, about.network, 1).requests,
+            requests=generator.tensors(about.address, about.network, 1).requests,
             request_rate=rate,
             start_at=time.monotonic() + 0.5,
             duration_s=seconds,

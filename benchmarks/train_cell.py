@@ -22,19 +22,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.loader import images_per_s, torchvision_loader
-from components.common.artifacts import DatasetManifest, load
-from components.common.environment import keep_streams_apart, num_cores
-from components.common.loader import Batch, Loader
-from components.common.models import build_model
-from components.common.settings import resolve
-from components.common.steplog import QuietLog
-from components.common.transforms import Augmentation, transform_for
+from components.common.contracts.environment import keep_streams_apart, num_cores
+from components.common.contracts.manifests import DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import Augmentation, transform_for
+from components.common.data.loader import Batch, Loader
+from components.common.process.steplog import QuietLog
+from components.common.runtimes.architectures import build_model
 from components.train.arithmetic import set_arithmetic
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.distributed import World, find_world, from_main, joined
-from components.train.profiling import StepProfiler
-from components.train.speed import EpochSpeed
+from components.train.speed import EpochSpeed, StepProfiler
 from components.train.trainer import Trainer
 
 PREFIX = "@cell "

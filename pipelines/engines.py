@@ -9,7 +9,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines import classifier
+from pipelines import graph
 
 
 @dsl.pipeline(name="engines", description="Bundle of another machine -> TensorRT engines, proved on the GPU here.")
@@ -27,9 +27,9 @@ def engines(
     promote: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """The chain from export on, which finds a Bundle and builds its engines only."""
-    dataset = classifier.prepare(data=data, seed=seed, settings=preprocess)
-    bundle = classifier.rebuild(model, dataset, settings=export)
-    classifier.prove_and_promote(
+    dataset = graph.prepare(data=data, seed=seed, settings=preprocess)
+    bundle = graph.rebuild(model, dataset, settings=export)
+    graph.prove_and_promote(
         bundle,
         dataset,
         max_top1_drop_points=max_top1_drop_points,
@@ -42,6 +42,6 @@ def engines(
 
 
 if __name__ == "__main__":
-    from pipelines.cli import run_this
+    from enginery.cli.main import run_this
 
     run_this(__file__)

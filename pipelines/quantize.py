@@ -9,7 +9,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines import classifier
+from pipelines import graph
 
 
 @dsl.pipeline(name="quantize", description="Own checkpoint or ONNX file -> INT8 model, proved as accurate as FP32.")
@@ -31,8 +31,8 @@ def quantize(
     promote: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """The chain from export on."""
-    dataset = classifier.prepare(data=data, seed=seed, settings=preprocess)
-    bundle = classifier.quantize_own(
+    dataset = graph.prepare(data=data, seed=seed, settings=preprocess)
+    bundle = graph.quantize_own(
         model,
         dataset,
         architecture=architecture,
@@ -43,7 +43,7 @@ def quantize(
         settings=export,
         gate_settings=gate,
     )
-    classifier.prove_and_promote(
+    graph.prove_and_promote(
         bundle,
         dataset,
         max_top1_drop_points=max_top1_drop_points,
@@ -57,6 +57,6 @@ def quantize(
 
 
 if __name__ == "__main__":
-    from pipelines.cli import run_this
+    from enginery.cli.main import run_this
 
     run_this(__file__)

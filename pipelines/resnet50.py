@@ -7,7 +7,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines import classifier
+from pipelines import graph
 
 
 @dsl.pipeline(name="resnet50", description="Labelled images -> INT8 model, proved as accurate as the FP32 one.")
@@ -32,8 +32,8 @@ def resnet50(
     promote: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """The whole chain."""
-    dataset = classifier.prepare(data=data, seed=seed, settings=preprocess)
-    checkpoint = classifier.fit(
+    dataset = graph.prepare(data=data, seed=seed, settings=preprocess)
+    checkpoint = graph.fit(
         dataset,
         architecture=architecture,
         image_size=image_size,
@@ -43,7 +43,7 @@ def resnet50(
         seed=seed,
         settings=train,
     )
-    bundle = classifier.quantize(
+    bundle = graph.quantize(
         checkpoint,
         dataset,
         calibration_method=calibration_method,
@@ -52,7 +52,7 @@ def resnet50(
         settings=export,
         gate_settings=gate,
     )
-    classifier.prove_and_promote(
+    graph.prove_and_promote(
         bundle,
         dataset,
         max_top1_drop_points=max_top1_drop_points,
@@ -65,6 +65,6 @@ def resnet50(
 
 
 if __name__ == "__main__":
-    from pipelines.cli import run_this
+    from enginery.cli.main import run_this
 
     run_this(__file__)

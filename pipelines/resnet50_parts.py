@@ -7,7 +7,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines import classifier
+from pipelines import graph
 
 
 @dsl.pipeline(
@@ -36,8 +36,8 @@ def resnet50_parts(
     promote: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """The whole chain."""
-    dataset = classifier.prepare_in_parts(data=data, seed=seed, num_parts=num_parts, settings=preprocess)
-    checkpoint = classifier.fit(
+    dataset = graph.prepare_in_parts(data=data, seed=seed, num_parts=num_parts, settings=preprocess)
+    checkpoint = graph.fit(
         dataset,
         architecture=architecture,
         image_size=image_size,
@@ -47,7 +47,7 @@ def resnet50_parts(
         seed=seed,
         settings=train,
     )
-    bundle = classifier.quantize(
+    bundle = graph.quantize(
         checkpoint,
         dataset,
         calibration_method=calibration_method,
@@ -56,7 +56,7 @@ def resnet50_parts(
         settings=export,
         gate_settings=gate,
     )
-    classifier.prove_and_promote(
+    graph.prove_and_promote(
         bundle,
         dataset,
         max_top1_drop_points=max_top1_drop_points,
@@ -69,6 +69,6 @@ def resnet50_parts(
 
 
 if __name__ == "__main__":
-    from pipelines.cli import run_this
+    from enginery.cli.main import run_this
 
     run_this(__file__)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import Artifact, DatasetManifest, load
-from components.common.settings import resolve
-from components.common.steplog import StepLog
+from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
 
 # What a user may have set would change what the tests see.
 for _name in ("ENGINERY_HOME", "ENGINERY_EVENTS", "ENGINERY_DEBUG", "ENGINERY_PARENT_RUN_ID", "ENGINERY_CACHE"):
@@ -103,7 +103,7 @@ def empty_store(shared: Shared) -> Path:
 @pytest.fixture(scope="session")
 def all_digits(shared: Shared) -> Path:
     """The digits data set: 1,797 images in one tree."""
-    from pipelines.datasets.digits import write_digits
+    from enginery.datasets.digits import write_digits
 
     return shared("all_digits", lambda folder: write_digits(folder / "all")) / "all"
 

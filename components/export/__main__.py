@@ -1,6 +1,6 @@
 """`python -m components.export`: the container's command and the laptop's."""
 
-from components.common.step import Step
+from components.common.process.step import Step
 from components.export.config import ExportConfig
 
 STEP = Step(

@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import torch
 
-from components.common.instruction_sets import SATURATING, instruction_set
-from components.common.records import CpuModel, CpuTrial
-from components.common.runners import to_numpy
-from components.common.runners.onnxruntime import new_session
-from components.export.candidates import Candidates
+from components.common.contracts.instruction_sets import SATURATING, instruction_set
+from components.common.contracts.records import CpuModel, CpuTrial
+from components.common.runtimes import to_numpy
+from components.common.runtimes.onnxruntime import new_session
 from components.export.placement import has_unsigned_activations
 from components.export.qdq import Arithmetic, insert_qdq
+from components.export.selection import Candidates
 
 NUM_IMAGES = 64
 # Rounding in another order moves the error of a whole network by some per cent: 0.2 % and 2 % on two networks. Sums

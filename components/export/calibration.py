@@ -1,16 +1,96 @@
-"""Streaming histograms of activations, and the INT8 scale that each calibration method reads from one.
+"""Calibration: its images, streaming histograms of activations, the scale each method reads from them, a cache."""
 
-A histogram takes the same memory for ten images as for ten thousand, and depends on neither the order nor the
-batching of the samples: bins are a power of two wide, so growing the range only adds neighbours together.
-"""
-
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import torch
 
-from components.common.errors import EngineryError
+from components.common.contracts.digests import digest_bytes, digest_json
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import Artifact, DatasetManifest, write_atomically
+from components.common.contracts.transforms import TransformSpec
+from components.common.data.loader import Batch, Loader
+from components.common.runtimes.onnx_files import read_onnx
+from components.common.runtimes.torch import TorchGraph
+from components.export.config import ExportConfig
+
+# Below this, one image is a point of top-1 or more, and a comparison would only measure chance.
+MIN_SELECTION_IMAGES = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """A run of consecutive images of the training split: a stratified sample, since preprocess ordered it so."""
+
+    dataset: Artifact[DatasetManifest]
+    transform: TransformSpec
+    start: int
+    num_images: int
+    batch_size: int
+    device_id: int | None  # GPU to decode on; None for the CPU
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches by the evaluation transform; the last one may be smaller."""
+        position, end = 0, self.start + self.num_images
+        loader = Loader(self.dataset, "train", self.transform, batch_size=self.batch_size, device_id=self.device_id)
+        for batch in loader:
+            first, last = max(self.start - position, 0), min(end - position, len(batch.images))
+            position += len(batch.images)
+            if last > first:
+                yield Batch(images=batch.images[first:last], labels=batch.labels[first:last])
+            if position >= end:
+                return
+
+    def digest(self) -> str:
+        """Digest of the images' contents and of what is done to them."""
+        images = [entry["sha256"] for entry in self._listed()]
+        return digest_json({"images": images, "transform": self.transform.model_dump(mode="json")})
+
+    def ids(self) -> tuple[str, ...]:
+        """Keys of the images in the training split's listing."""
+        return tuple(entry["key"] for entry in self._listed())
+
+    def _listed(self) -> list[dict[str, Any]]:
+        with self.dataset.file("train.jsonl").open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in islice(lines, self.start, self.start + self.num_images)]
+
+
+def split_samples(
+    config: ExportConfig, dataset: Artifact[DatasetManifest], transform: TransformSpec, device_id: int | None
+) -> tuple[Samples, Samples | None]:
+    """The images to calibrate with, and the others to choose by; None where too few are left to tell anything.
+
+    Both are from the training split. Validation images decide later, and would be no evidence had they chosen too.
+    """
+    available = dataset.manifest.splits["train"].num_images
+    choosing = config.num_selection_images > 0 and (config.calibration_method == "auto" or config.fallback)
+    # Of a small data set calibration gets at most half, so that something is left to choose by.
+    num_calibration = min(config.num_calibration_images, max(available // 2, 1) if choosing else available)
+    num_selection = min(config.num_selection_images, available - num_calibration) if choosing else 0
+    if num_selection < MIN_SELECTION_IMAGES:
+        num_calibration, num_selection = min(config.num_calibration_images, available), 0
+
+    def samples(start: int, num_images: int) -> Samples:
+        return Samples(
+            dataset=dataset,
+            transform=transform,
+            start=start,
+            num_images=num_images,
+            batch_size=min(32, num_images),
+            device_id=device_id,
+        )
+
+    return samples(0, num_calibration), samples(num_calibration, num_selection) if num_selection else None
+
 
 NUM_BINS = 2048
 INT8_MAX = 127
@@ -200,3 +280,164 @@ def _mse_amax(histogram: Histogram) -> float:
 def _xlogy(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Elementwise x * log(y), and 0 where x is 0."""
     return np.where(x > 0, x * np.log(np.where(y > 0, y, 1.0)), 0.0)
+
+
+# Images per run of ONNX Runtime, whatever the batch. All intermediate tensors of a run are held at once: 90 MB for
+# ResNet-50 at 224 px, which the allocator reuses; with 8 images it returns them to the system, at half the speed.
+_IMAGES_PER_RUN = 2
+_NO_IMAGES = "calibration: no images. Give at least one batch; 512 images are usual."
+
+
+def collect_with_torch(
+    model: onnx.ModelProto,
+    tensors: Sequence[str],
+    batches: Iterable[torch.Tensor],
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Histogram]:
+    """Runs the FP32 graph with PyTorch over the calibration images and returns the histogram of each tensor.
+
+    Args:
+        model: FP32 graph with one image input.
+        tensors: names from `placement.activation_tensors`.
+        batches: [B, C, H, W] float32, normalized as for the model. Read once, one at a time.
+        device: what the graph runs on.
+        progress: called with the number of images seen so far, after every batch.
+
+    Raises:
+        UnsupportedOperators: PyTorch has no counterpart for an operator of the graph.
+        EngineryError: the graph has no such tensor, there are no batches, or a tensor is not finite.
+    """
+    _check_known(model, tensors, "the model")
+    graph = TorchGraph(model, device)
+    histograms = {name: Histogram(name) for name in tensors}
+    num_images = 0
+    for images in batches:
+        _, values = graph.run(images, keep=tensors)
+        for name, histogram in histograms.items():
+            histogram.add_tensor(values[name])
+        num_images += len(images)
+        if progress is not None:
+            progress(num_images)
+    if num_images == 0:
+        raise EngineryError(_NO_IMAGES)
+    return histograms
+
+
+def collect_with_onnxruntime(
+    fp32_path: Path,
+    tensors: Sequence[str],
+    batches: Iterable[np.ndarray],
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Histogram]:
+    """Runs the FP32 model over the calibration images and returns the histogram of each tensor.
+
+    Args:
+        fp32_path: ONNX file with one image input.
+        tensors: names from `placement.activation_tensors`.
+        batches: [B, C, H, W] float32 arrays, normalized as for the model. Read once, one at a time.
+        progress: called with the number of images seen so far, after every two.
+
+    Raises:
+        EngineryError: the file has no such tensor, there are no batches, or a tensor is not finite.
+    """
+    model = read_onnx(fp32_path)
+    input_name = model.graph.input[0].name
+    _check_known(model, tensors, str(fp32_path))
+    outputs = [name for name in tensors if name != input_name]
+    present = {output.name for output in model.graph.output}
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+        for name in outputs
+        if name not in present
+    )
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    del model
+
+    histograms = {name: Histogram(name) for name in tensors}
+    num_images = 0
+    for batch in batches:
+        for start in range(0, len(batch), _IMAGES_PER_RUN):
+            images = np.ascontiguousarray(batch[start : start + _IMAGES_PER_RUN], dtype=np.float32)  # [b, C, H, W]
+            if input_name in histograms:
+                histograms[input_name].add(images)
+            for name, values in zip(outputs, session.run(outputs, {input_name: images}), strict=True):
+                histograms[name].add(values)
+            num_images += len(images)
+            if progress is not None:
+                progress(num_images)
+    if num_images == 0:
+        raise EngineryError(_NO_IMAGES)
+    return histograms
+
+
+def _check_known(model: onnx.ModelProto, tensors: Sequence[str], source: str) -> None:
+    known = {name for node in model.graph.node for name in node.output} | {model.graph.input[0].name}
+    if missing := [name for name in tensors if name not in known]:
+        raise EngineryError(f"calibration: {source} has no tensor named {missing[:3]}. Was it exported anew since?")
+
+
+Histograms = dict[str, Histogram]
+
+
+def cached_histograms(
+    folder: Path | None, address: Mapping[str, Any], collect: Callable[[], Histograms], warn: Callable[[str], None]
+) -> tuple[Histograms, bool]:
+    """The histograms of `address`, from the cache or collected now and kept. Returns them and whether they were kept.
+
+    Histograms serve every calibration method, so the method is not part of the address: changing it costs nothing.
+    A file is believed only if it holds the address and the digest of its content; a damaged one is replaced.
+
+    Args:
+        folder: where files are kept; None for nowhere.
+        address: what the histograms depend on: model, images, transform, kind of histogram. JSON values.
+        collect: makes them.
+        warn: told about a damaged file, or a folder that can't be written.
+    """
+    if folder is None:
+        return collect(), False
+    file = folder / f"{digest_json(address).removeprefix('sha256:')}.npz"
+    if file.exists():
+        try:
+            return _read(file, address), True
+        except Exception as error:  # readers of archives raise anything on damaged bytes
+            warn(f"the calibration cache {file} is damaged ({error}): calibrating anew")
+    histograms = collect()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, _written(histograms, address))
+    except OSError as error:
+        warn(f"can't keep the calibration in {folder}: {error.strerror or error}")
+    return histograms, False
+
+
+def _written(histograms: Histograms, address: Mapping[str, Any]) -> bytes:
+    ordered = list(histograms.values())
+    arrays = {
+        "counts": np.stack([histogram.counts for histogram in ordered]),  # [T, 2048] int64
+        "exponents": np.array([histogram.exponent for histogram in ordered], np.int64),
+        "max_abs": np.array([histogram.max_abs for histogram in ordered], np.float64),
+    }
+    head = {"address": dict(address), "names": list(histograms), "content": _content_digest(arrays)}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def _read(file: Path, address: Mapping[str, Any]) -> Histograms:
+    with np.load(file, allow_pickle=False) as stored:
+        head = json.loads(stored["head"].tobytes())
+        arrays = {name: stored[name] for name in ("counts", "exponents", "max_abs")}
+    if head["address"] != json.loads(json.dumps(dict(address))):
+        raise ValueError("it belongs to another calibration")
+    if head["content"] != _content_digest(arrays) or arrays["counts"].shape != (len(head["names"]), NUM_BINS):
+        raise ValueError("its content does not match its digest")
+    rows = zip(head["names"], arrays["counts"], arrays["exponents"], arrays["max_abs"], strict=True)
+    return {
+        name: Histogram(name, counts=counts.copy(), exponent=int(exponent), max_abs=float(max_abs))
+        for name, counts, exponent, max_abs in rows
+    }
+
+
+def _content_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    return digest_bytes(b"".join(np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)))

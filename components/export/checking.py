@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from components.common.errors import EngineryError
+from components.common.contracts.errors import EngineryError
 from components.export.sources import check_model
 
 

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components.common.images import image_for
+from components.common.contracts.container_images import image_for
 
 
 @dsl.component(base_image=image_for("export"), packages_to_install=[], install_kfp_package=False)

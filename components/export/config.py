@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from components.common.records import FP16_MANTISSA_BITS
-from components.common.settings import StepConfig
-from components.common.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolation
-from components.common.verdict import Thresholds
+from components.common.contracts.records import FP16_MANTISSA_BITS
+from components.common.contracts.settings import StepConfig
+from components.common.contracts.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolation
+from components.common.contracts.verdict import Thresholds
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory

@@ -16,11 +16,10 @@ from typing import Any
 import onnx
 import torch
 
-from components.common.artifacts import write_atomically
-from components.common.digests import digest_file
-from components.common.errors import EngineryError, UserError
-from components.common.onnx_files import onnx_content, parse_onnx
-from components.common.records import (
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import write_atomically
+from components.common.contracts.records import (
     FP16_MANTISSA_BITS,
     HARDWARE_COMPATIBLE,
     STRIPPED,
@@ -28,11 +27,12 @@ from components.common.records import (
     EngineEntry,
     Precision,
 )
-from components.common.runners.tensorrt_library import driver_version, load_tensorrt, start, tensorrt_logger
-from components.common.shapes import ShapeSpec
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.onnx_files import onnx_content, parse_onnx
+from components.common.runtimes.tensorrt_library import driver_version, load_tensorrt, start, tensorrt_logger
 from components.export.config import EngineOption
-from components.export.mantissa import round_weights, scaled_convolutions
-from components.export.siblings import keep_apart
+from components.export.placement import keep_apart
+from components.export.precision import round_weights, scaled_convolutions
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import onnxruntime as ort
 import torch
 from onnx import TensorProto, ValueInfoProto, version_converter
 
-from components.common.artifacts import write_atomically
-from components.common.errors import EngineryError, UserError
-from components.common.onnx_files import onnx_content, parse_onnx
-from components.common.shapes import ShapeSpec
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import write_atomically
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.onnx_files import onnx_content, parse_onnx
 from components.export.placement import inline_constants, model_opset
 
 OPSET = 17

@@ -1,15 +1,4 @@
-"""Q/DQ placement: where INT8 goes in the ONNX graph, so that TensorRT and OpenVINO fuse every pair.
-
-The rules (TensorRT developer guide, "Q/DQ Layer-Placement Recommendations"; NVIDIA's pytorch-quantization ResNet):
-
-- Inputs of every Conv (the first included) and of every Gemm or MatMul with constant weights: activations per
-  tensor, weights per output channel, both symmetric with explicit int8 zero points.
-- Inputs of MaxPool, AveragePool, GlobalAveragePool and of a ReduceMean over height and width.
-- Of a residual Add only the shortcut: the Add runs inside the convolution of the main branch, which adds in higher
-  precision and reads the shortcut as INT8. Q/DQ on the main branch would part the two.
-- Nothing between a Conv and its activation function, and nothing on Mul (squeeze-and-excite stays in float).
-- One Q/DQ pair per tensor, shared by all consumers that need it; the others read the float tensor.
-"""
+"""Q/DQ placement: where INT8 goes in the ONNX graph, so that TensorRT and OpenVINO fuse every pair."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +7,52 @@ from typing import Any
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-from components.common.errors import EngineryError
+from components.common.contracts.errors import EngineryError
+
+
+def keep_apart(model: onnx.ModelProto) -> list[str]:
+    """Give siblings dilations of their own, in place, so that no two can be merged.
+
+    A kernel of one pixel has nothing to dilate: the model computes the same, bit for bit.
+
+    Args:
+        model: A graph with or without Q/DQ. Weights that are stored beside the file need not be loaded.
+
+    Returns:
+        Names of the convolutions that were changed: all but the first of each row of siblings, unless they differed.
+    """
+    before = {
+        node.output[0]: node.input[0]
+        for node in model.graph.node
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear")
+    }
+    kernels = {weights.name: list(weights.dims[2:]) for weights in model.graph.initializer}
+    siblings: dict[str, list[tuple[NodeProto, int]]] = {}
+    for node in model.graph.node:
+        if node.op_type != "Conv":
+            continue
+        weights = node.input[1]
+        while weights in before:
+            weights = before[weights]
+        kernel = _ints(node, "kernel_shape") or kernels.get(weights, [])
+        if set(kernel) == {1}:
+            siblings.setdefault(node.input[0], []).append((node, len(kernel)))
+    changed = []
+    for row in siblings.values():
+        for dilation, (node, num_axes) in enumerate(row, start=1):
+            dilations = [dilation] * num_axes
+            if len(row) > 1 and (_ints(node, "dilations") or [1] * num_axes) != dilations:
+                others = [entry for entry in node.attribute if entry.name != "dilations"]
+                del node.attribute[:]
+                node.attribute.extend([*others, helper.make_attribute("dilations", dilations)])
+                changed.append(node.name)
+    return changed
+
+
+def _ints(node: NodeProto, name: str) -> list[int]:
+    """An attribute's numbers; none where the node lacks it."""
+    return next((list(entry.ints) for entry in node.attribute if entry.name == name), [])
+
 
 _POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
 # Operators that pass values through unchanged (or a selection of them): what comes out keeps the scale of what went

@@ -4,12 +4,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from components.common.errors import EngineryError, RuntimeUnavailable
-from components.common.onnx_files import read_onnx
-from components.common.records import PRECISIONS, EngineEntry, EngineLayers, Precision
-from components.common.runners.tensorrt_library import why_no_tensorrt
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
+from components.common.contracts.errors import EngineryError, RuntimeUnavailable
+from components.common.contracts.records import PRECISIONS, EngineEntry, EngineLayers, Precision
+from components.common.contracts.transforms import ShapeSpec
+from components.common.process.steplog import StepLog
+from components.common.runtimes.onnx_files import read_onnx
+from components.common.runtimes.tensorrt_library import why_no_tensorrt
 from components.export.config import CACHE_VARIABLE, TIMING_CACHES, ExportConfig
 from components.export.engines import build_engine, check_options, onnx_file_for
 from components.export.inspection import UnreadableLayers, inspect_engine

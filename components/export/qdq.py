@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from components.common.errors import EngineryError
+from components.common.contracts.errors import EngineryError
 from components.export.calibration import INT8_MAX
 from components.export.placement import (
     Graph,

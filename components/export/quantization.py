@@ -9,25 +9,30 @@ from typing import Any
 import onnx
 import torch
 
-from components.common.digests import digest_file, digest_json
-from components.common.errors import EngineryError
-from components.common.onnx_files import read_onnx
-from components.common.records import CalibrationEntry, CpuModel, CpuTrial, SelectionEntry
-from components.common.runners import to_numpy
-from components.common.runners.torch import TorchGraph
-from components.common.steplog import StepLog
+from components.common.contracts.digests import digest_file, digest_json
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.records import CalibrationEntry, CpuModel, CpuTrial, SelectionEntry
+from components.common.process.steplog import StepLog
+from components.common.runtimes import to_numpy
+from components.common.runtimes.onnx_files import read_onnx
+from components.common.runtimes.torch import TorchGraph
 from components.export.arithmetic import NUM_IMAGES, ArithmeticSearch, cpu_models, first_arithmetic
-from components.export.cache import Histograms, cached_histograms
-from components.export.calibration import NUM_BINS, CalibrationMethod, compute_scale
-from components.export.candidates import Candidates
-from components.export.collection import collect_with_onnxruntime, collect_with_torch
+from components.export.calibration import (
+    MIN_SELECTION_IMAGES,
+    NUM_BINS,
+    CalibrationMethod,
+    Histograms,
+    Samples,
+    cached_histograms,
+    collect_with_onnxruntime,
+    collect_with_torch,
+    compute_scale,
+)
 from components.export.config import ExportConfig
 from components.export.placement import activation_tensors
 from components.export.precision import FP16_MAX
 from components.export.qdq import TENSORRT, Arithmetic, scales_below_fp16
-from components.export.samples import MIN_SELECTION_IMAGES, Samples
-from components.export.selection import Budget, Selection
-from components.export.sensitivity import Ranking, rank_layers
+from components.export.selection import Budget, Candidates, Ranking, Selection, rank_layers
 from components.export.sources import SourceModel
 
 

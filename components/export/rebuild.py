@@ -6,13 +6,20 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from components.common.artifacts import MANIFEST, Artifact, BundleManifest, DatasetManifest, prepare_directory, seal
-from components.common.errors import RuntimeUnavailable, UserError
-from components.common.runners.tensorrt_library import why_no_tensorrt
-from components.common.steplog import StepLog
+from components.common.contracts.errors import RuntimeUnavailable, UserError
+from components.common.contracts.manifests import (
+    MANIFEST,
+    Artifact,
+    BundleManifest,
+    DatasetManifest,
+    prepare_directory,
+    seal,
+)
+from components.common.process.steplog import StepLog
+from components.common.runtimes.tensorrt_library import why_no_tensorrt
+from components.export.calibration import Samples
 from components.export.config import ExportConfig
 from components.export.plans import build_plans, cache_folder, describe_plans
-from components.export.samples import Samples
 from components.export.sources import compare_classes
 
 _MODELS = ("fp32.onnx", "fp16.onnx", "int8.onnx", "int8_fp16.onnx")  # what plans are built from; see `engines`

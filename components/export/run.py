@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 import torch
 
-from components.common.artifacts import (
+from components.common.contracts.manifests import (
     ALL_FILES,
     Artifact,
     BundleManifest,
@@ -16,9 +16,10 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
-from components.common.onnx_files import read_onnx
-from components.common.runners import to_numpy
-from components.common.steplog import StepLog
+from components.common.process.steplog import StepLog
+from components.common.runtimes import to_numpy
+from components.common.runtimes.onnx_files import read_onnx
+from components.export.calibration import Samples, split_samples
 from components.export.config import ExportConfig
 from components.export.onnx_export import check_against_torch
 from components.export.placement import quantizable_layers, with_names
@@ -27,7 +28,6 @@ from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, insert_qdq
 from components.export.quantization import Quantization, quantize
 from components.export.rebuild import is_bundle, rebuild
-from components.export.samples import Samples, split_samples
 from components.export.sources import SourceModel, write_fp32_onnx
 
 _MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}

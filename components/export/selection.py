@@ -1,17 +1,154 @@
-"""INT8 chosen by measurement: which calibration, and which layers stay out so that the model keeps its accuracy."""
+"""INT8 chosen by measurement: which calibration, and which layers stay in float to keep the accuracy."""
 
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import onnx
+import torch
 
-from components.common.evaluation import Predictions
-from components.common.records import Trial
-from components.common.statistics import drop_upper, paired_difference
-from components.export.calibration import CalibrationMethod
+from components.common.contracts.records import LayerCost, Trial
+from components.common.contracts.statistics import drop_upper, paired_difference
+from components.common.contracts.transforms import ShapeSpec
+from components.common.data.evaluation import Predictions, predict
+from components.common.process.steplog import StepLog
+from components.common.runtimes import Runner
+from components.common.runtimes.torch import TorchRunner
+from components.export.calibration import CalibrationMethod, Samples
+from components.export.placement import Graph, float_graph, node_id, quantized_reads
 from components.export.qdq import Arithmetic, insert_qdq
-from components.export.sensitivity import Ranking
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Runs models with the runtime that would serve them.
+
+    On a GPU PyTorch computes what the Q/DQ nodes say, in FP32. Engines would take minutes each to build, and differ
+    from the simulation by rounding only; `validate` measures the engine of the candidate that is chosen.
+    """
+
+    shapes: ShapeSpec
+    device: torch.device
+    directory: Path  # for temporary files
+    log: StepLog
+
+    @property
+    def runtime(self) -> str:
+        """Name of the runtime that the candidates run on."""
+        return "torch" if self.device.type == "cuda" else "openvino"
+
+    def predictions(self, models: Mapping[str, onnx.ModelProto], samples: Samples, text: str) -> dict[str, Predictions]:
+        """Predictions of each model, all on the same images; `text` is shown with the progress."""
+        with self.runners(models) as runners:
+            return predict(
+                runners,
+                samples,
+                samples.num_images,
+                lambda done, total: self.log.progress(text, done, total, unit="images"),
+            )
+
+    def logits(self, model: onnx.ModelProto, batches: list[torch.Tensor]) -> np.ndarray:
+        """Logits of some images, [N, classes] float32. batches: [B, 3, H, W] float32 each, normalized."""
+        with self.runners({"model": model}) as runners:
+            return np.concatenate([runners["model"].infer(images) for images in batches])
+
+    @contextmanager
+    def runners(self, models: Mapping[str, onnx.ModelProto]) -> Iterator[dict[str, Runner]]:
+        """The models, loaded, as long as the context lasts."""
+        loaded: dict[str, Runner] = {}
+        with tempfile.TemporaryDirectory(dir=self.directory) as folder:
+            try:
+                for name, model in models.items():
+                    file = Path(folder, f"{name}.onnx")
+                    onnx.save(model, file)
+                    loaded[name] = self._runner(file)
+                yield loaded
+            finally:
+                for runner in loaded.values():
+                    runner.close()
+
+    def _runner(self, file: Path) -> Runner:
+        if self.runtime == "torch":
+            return TorchRunner(file, self.shapes, self.device)
+        from components.common.runtimes.openvino import OpenVINORunner  # a GPU machine need not have it
+
+        return OpenVINORunner(file, self.shapes)
+
+
+Logits = Callable[[onnx.ModelProto], np.ndarray]
+"""Logits of a model on the same few images, [N, classes] float32, by the runtime that serves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Layers, the costliest first."""
+
+    layers: tuple[LayerCost, ...]  # fewer than there are when time ran out
+    num_images: int
+
+
+def rank_layers(
+    model: onnx.ModelProto,
+    scales: Mapping[str, float],
+    arithmetic: Arithmetic,
+    logits: Logits,
+    *,
+    deadline: float,
+    progress: Callable[[int, int], None],
+) -> Ranking:
+    """Rank every node that reads through Q/DQ: layers with weights, poolings and residual additions.
+
+    A layer's cost is the Kullback-Leibler divergence between the classes that the float model predicts and those it
+    predicts with this layer alone in INT8, in nats, averaged over the images. It needs no labels, and unlike top-1 it
+    tells layers apart with few images. An Add runs inside a convolution, which is in INT8 with it.
+
+    Args:
+        model: FP32 graph, without Q/DQ.
+        scales: of `placement.activation_tensors(model)`.
+        arithmetic: of the file that serves.
+        logits: runs a model.
+        deadline: on the clock of time.monotonic(); no new layer is measured after it, but one always is.
+        progress: called with the number of layers done, and of all.
+    """
+    layers = _layers(model)
+    expected = _log_probabilities(logits(model))  # [N, classes], as below
+    costs: dict[str, float] = {}
+    for name, (_, together) in layers.items():
+        if costs and time.monotonic() > deadline:
+            break
+        alone = insert_qdq(model, scales, exclude=layers.keys() - together, arithmetic=arithmetic)
+        actual = _log_probabilities(logits(alone))
+        divergence = (expected.exp() * (expected - actual)).sum(dim=1).mean()
+        costs[name] = max(float(divergence), 0.0)
+        progress(len(costs), len(layers))
+    return Ranking(
+        layers=tuple(
+            LayerCost(name=name, operator=layers[name][0], cost_nats=costs[name])
+            for name in sorted(costs, key=lambda name: -costs[name])  # stable: of equals, the earlier layer
+        ),
+        num_images=len(expected),
+    )
+
+
+def _log_probabilities(logits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(logits).double().log_softmax(dim=1)
+
+
+def _layers(model: onnx.ModelProto) -> dict[str, tuple[str, frozenset[str]]]:
+    """Operator of each node that reads through Q/DQ, and what is in INT8 with it, by the node's id, in graph order."""
+    proto = float_graph(model).graph
+    graph = Graph(proto)
+    layers = {}
+    for read in quantized_reads(proto, ()):
+        mains = [graph.convolution_into(name) for name in read.node.input] if read.node.op_type == "Add" else []
+        together = {node_id(read.node), *(node_id(node) for node in mains if node is not None)}
+        layers[node_id(read.node)] = (str(read.node.op_type), frozenset(together))
+    return layers
+
 
 Scales = dict[str, float]
 Measure = Callable[[Mapping[str, onnx.ModelProto], str], dict[str, Predictions]]

@@ -7,22 +7,21 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.artifacts import (
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import (
     ALL_FILES,
     MANIFEST,
     Artifact,
     BundleManifest,
     CheckpointManifest,
     DatasetManifest,
+    claims_of,
     load,
 )
-from components.common.digests import digest_file
-from components.common.errors import UserError
-from components.common.integrity import claims_of
-from components.common.models import build_model, check_image_size, load_weights, read_weights
-from components.common.records import TrainingRecord
-from components.common.shapes import ShapeSpec
-from components.common.transforms import TransformSpec, transform_for
+from components.common.contracts.records import TrainingRecord
+from components.common.contracts.transforms import ShapeSpec, TransformSpec, transform_for
+from components.common.runtimes.architectures import build_model, check_image_size, load_weights, read_weights
 from components.export.config import WEIGHT_SUFFIXES, ExportConfig
 from components.export.onnx_export import OnnxClassifier, export_onnx, normalize_user_onnx, read_user_onnx
 

@@ -1,6 +1,6 @@
 """`python -m components.gate`: the container's command and the laptop's."""
 
-from components.common.step import Step
+from components.common.process.step import Step
 from components.gate.config import GateConfig
 
 STEP = Step(name="gate", config=GateConfig, inputs={"report": "Report that validate wrote."})

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from components.common.images import image_for
+from components.common.contracts.container_images import image_for
 
 
 # The gate needs nothing but Python, so it shares the slim image of promote.

@@ -1,6 +1,6 @@
 """Settings of gate."""
 
-from components.common.verdict import Thresholds
+from components.common.contracts.verdict import Thresholds
 
 
 class GateConfig(Thresholds):

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from components.common.artifacts import (
+from components.common.contracts.errors import GateFailed, UserError
+from components.common.contracts.manifests import (
     ALL_FILES,
     Artifact,
     ReportManifest,
@@ -13,11 +14,10 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
-from components.common.errors import GateFailed, UserError
-from components.common.records import GateCheck
-from components.common.steplog import StepLog
-from components.common.trust import VERDICT, sign_verdict, step_key
-from components.common.verdict import Thresholds, recommend, remedy, run_checks, verdict_note
+from components.common.contracts.records import GateCheck
+from components.common.contracts.verdict import Thresholds, recommend, remedy, run_checks, verdict_note
+from components.common.process.steplog import StepLog
+from components.common.registry.trust import VERDICT, sign_verdict, step_key
 from components.gate.config import GateConfig
 
 

@@ -1,6 +1,6 @@
 """`python -m components.merge`: the container's command and the laptop's."""
 
-from components.common.step import Step
+from components.common.process.step import Step
 from components.merge.config import MergeConfig
 
 STEP = Step(name="merge", config=MergeConfig, inputs={})

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from components.common.settings import StepConfig
+from components.common.contracts.settings import StepConfig
 
 
 class MergeConfig(StepConfig):

@@ -6,13 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from components.common.artifacts import MANIFEST, UNFINISHED, Artifact, DatasetPartManifest, load, prepare_directory
-from components.common.errors import EngineryError, UserError
-from components.common.steplog import StepLog
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import (
+    MANIFEST,
+    UNFINISHED,
+    Artifact,
+    DatasetPartManifest,
+    load,
+    prepare_directory,
+)
+from components.common.process.steplog import StepLog
 from components.merge.config import MergeConfig
 from components.preprocess.assembling import Packed, assemble
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.findings import SPLITS
+from components.preprocess.data_issues import SPLITS
 from components.preprocess.packing import JOINING
 from components.preprocess.run import RECORDS, outcome, report
 from components.preprocess.shards import read_record

@@ -1,6 +1,6 @@
 """`python -m components.preprocess`: the container's command and the laptop's."""
 
-from components.common.step import Step
+from components.common.process.step import Step
 from components.preprocess.config import PreprocessConfig
 
 STEP = Step(name="preprocess", config=PreprocessConfig, inputs={})

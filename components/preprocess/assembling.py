@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from components.common.artifacts import Artifact, DatasetManifest, seal
-from components.common.digests import digest_file
-from components.common.errors import UserError
-from components.common.records import DatasetStatistics, Split
-from components.common.settings import decisive, how_to_set
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest, seal
+from components.common.contracts.records import DatasetStatistics, Split
+from components.common.contracts.settings import decisive, how_to_set
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.data_card import Card, Rejections, write_data_card
-from components.preprocess.findings import SPLITS, Problems, SplitName
-from components.preprocess.problems import ProblemFinder, listed_paths
-from components.preprocess.samples import read_pictures, sample_positions
+from components.preprocess.data_card import Card, Rejections, read_pictures, sample_positions, write_data_card
+from components.preprocess.data_issues import SPLITS, ProblemFinder, Problems, SplitName, listed_paths
 from components.preprocess.shards import ShardRecord, listing_file, rejected_file
 
 REJECTED = "rejected.jsonl"

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from components.common.settings import SPEED_ONLY, StepConfig
+from components.common.contracts.settings import SPEED_ONLY, StepConfig
 
 
 class PreprocessConfig(StepConfig):

@@ -1,4 +1,4 @@
-"""Pack all shards of a source, in several processes, and go on where a killed run stopped."""
+"""Pack all shards of a source in several processes, and resume where a killed run stopped."""
 
 import fcntl
 import hashlib
@@ -8,21 +8,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
-from components.common.artifacts import FAILURE, MANIFEST, UNFINISHED, prepare_directory, write_atomically
-from components.common.digests import canonical_json
-from components.common.environment import num_cores
-from components.common.errors import EngineryError, UserError
-from components.common.lifetime import end_with_creator
-from components.common.settings import how_to_set
-from components.common.steplog import StepLog
-from components.common.unfinished import LOCK, clear_temporaries
+from components.common.contracts.digests import canonical_json
+from components.common.contracts.environment import num_cores
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED, prepare_directory, write_atomically
+from components.common.contracts.settings import how_to_set
+from components.common.process.lifetime import end_with_creator
+from components.common.process.partial_output import LOCK, clear_temporaries, earlier_outputs, held
+from components.common.process.steplog import StepLog
 from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.continuing import PLAN, move_finished
 from components.preprocess.shards import (
     UNREADABLE,
     ShardRecord,
@@ -30,10 +29,46 @@ from components.preprocess.shards import (
     plan_shards,
     planned_bytes,
     read_record,
+    record_files,
     rejected_file,
     write_shard,
 )
 from components.preprocess.sources import Sample, Source
+
+PLAN = "plan.json"  # in the folder of records: digest of what is packed
+
+
+def move_finished(records: Path, digest: str) -> int:
+    """Move what killed runs have finished of this plan into the output of `records`. Returns how many shards that is.
+
+    One that another process holds, or that is of another plan, stays as it is. What can't be moved is packed again.
+    """
+    num_shards = 0
+    for output in earlier_outputs():
+        with suppress(OSError):  # it is held, or gone: `enginery gc` or another run was faster
+            num_shards += _move_from(output, records, digest)
+    return num_shards
+
+
+def _move_from(output: Path, records: Path, digest: str) -> int:
+    num_shards = 0
+    with held(output) as theirs:
+        if (theirs / PLAN).read_bytes() != digest.encode():
+            return 0
+        for file in sorted(theirs.glob("*-*.json")):
+            record = read_record(theirs, file.stem)
+            if record is None or read_record(records, file.stem) is not None:
+                continue
+            for name in record.files:
+                (output / name).replace(records.parent / name)
+            for own in reversed(record_files(theirs, file.stem)):  # the record last: it says that all the rest is there
+                own.replace(records / own.name)
+            num_shards += 1
+        for half in (*output.glob("*.tar"), *output.glob("*.idx")):  # which nobody will finish
+            half.unlink()
+        shutil.rmtree(theirs)
+    return num_shards
+
 
 JOINING = "joining"  # there while merge is at work: its shards are links, and writing into them would change the parts
 # What decides which bytes are packed where; the rest of the config says what is done about what is found.

@@ -4,18 +4,18 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from components.common.artifacts import Artifact, DatasetManifest, DatasetPartManifest, seal
-from components.common.errors import UserError
-from components.common.steplog import StepLog
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest, DatasetPartManifest, seal
+from components.common.process.steplog import StepLog
 from components.preprocess.assembling import REJECTED, Packed, assemble, check_rejected, entries_of, join_rejected
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import DATA_CARD, Rejections
-from components.preprocess.findings import Problems
+from components.preprocess.data_issues import Problems
 from components.preprocess.packing import open_output, pack, plan_digest, plan_tasks, stratified, take_over
 from components.preprocess.shards import record_files
 from components.preprocess.sources import check_data_folder, find_samples, is_uri, local_path
-from components.preprocess.sources.splits import VAL_NAMES
-from components.preprocess.sources.trees import is_visible
+from components.preprocess.sources.folders import is_visible
+from components.preprocess.sources.samples import VAL_NAMES
 
 RECORDS = "records"  # folder of a part with its shards' records
 

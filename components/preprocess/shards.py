@@ -1,27 +1,72 @@
-"""Pack images into WebDataset tar shards with a DALI index, decoding each one on the way.
-
-A shard is done when its record is there, which is written last. What a killed run has done is taken over by the next.
-"""
+"""Pack images into WebDataset tar shards with a DALI index, decoding each one on the way."""
 
 import hashlib
 import json
+import tarfile
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import TracebackType
 
 from PIL import Image
 from pydantic import ValidationError
 
-from components.common.artifacts import write_atomically
-from components.common.digests import digest_bytes
-from components.common.records import FileEntry, Record
-from components.preprocess.decoding import as_png, decode, shrink
-from components.preprocess.pixels import PixelSums
+from components.common.contracts.digests import digest_bytes
+from components.common.contracts.manifests import write_atomically
+from components.common.contracts.records import FileEntry, Record
+from components.preprocess.decoding import PixelSums, Rejected, as_png, decode, shrink
 from components.preprocess.sources import Sample, Storage, Unreadable, read_sample
-from components.preprocess.structure import Rejected
-from components.preprocess.tar_writer import TarWriter
+
+_BUFFER_BYTES = 1 << 16
+_BLOCK_BYTES = tarfile.BLOCKSIZE
+
+
+class TarWriter:
+    """The bytes are those of `tarfile` in USTAR format; the index is that of DALI's wds2idx."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=_BUFFER_BYTES)
+        self._sha = hashlib.sha256()
+        self._samples: list[str] = []  # lines of the index
+        self.size_bytes = 0
+
+    def __enter__(self) -> "TarWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._file:
+            if error is None:  # two empty blocks end an archive, which is then filled up to whole records
+                self._write(bytes(2 * _BLOCK_BYTES))
+                self._write(bytes(-self.size_bytes % tarfile.RECORDSIZE))
+
+    def add(self, key: str, members: dict[str, bytes]) -> None:
+        """Append the members of a sample, by extension."""
+        places = []
+        for extension, data in members.items():
+            name = f"{key}.{extension}"
+            header = tarfile.TarInfo(name)  # owner, mode and time stay at fixed values: the same input, the same bytes
+            header.size = len(data)
+            self._write(header.tobuf(tarfile.USTAR_FORMAT))
+            places.append(f"{extension} {self.size_bytes} {len(data)} {name}")
+            self._write(data)
+            self._write(bytes(-len(data) % _BLOCK_BYTES))
+        self._samples.append(" ".join(places))
+
+    def digest(self) -> str:
+        """Of the archive; complete once it is closed."""
+        return f"sha256:{self._sha.hexdigest()}"
+
+    def index(self) -> bytes:
+        """What DALI needs to know of the members."""
+        return "".join(f"{line}\n" for line in (f"v1.2 {len(self._samples)}", *self._samples)).encode()
+
+    def _write(self, data: bytes) -> None:
+        self._sha.update(data)
+        self._file.write(data)
+        self.size_bytes += len(data)
+
 
 _MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
 _USUAL_BYTES = 110_000  # of an image whose size nobody tells: the mean of ImageNet

@@ -1,6 +1,6 @@
 """`python -m components.promote`: the container's command and the laptop's."""
 
-from components.common.step import Step
+from components.common.process.step import Step
 from components.promote.config import PromoteConfig
 
 STEP = Step(

@@ -2,8 +2,8 @@
 
 from pydantic import Field, field_validator
 
-from components.common.promotions import CHAMPION, check_alias
-from components.common.settings import StepConfig
+from components.common.contracts.settings import StepConfig
+from components.common.registry.promotions import CHAMPION, check_alias
 
 
 class PromoteConfig(StepConfig):

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from components.common.artifacts import BundleManifest
-from components.common.digests import digest_json
-from components.common.errors import UserError
-from components.common.registry import Registry
+from components.common.contracts.digests import digest_json
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import BundleManifest
+from components.common.registry.model_registry import Registry
 from components.promote.config import PromoteConfig
 
 _FILES = (".onnx", ".safetensors", ".pt", ".pth")

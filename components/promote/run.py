@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from components.common.artifacts import (
+from components.common.contracts.digests import canonical_json
+from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.contracts.manifests import (
     ALL_FILES,
     Artifact,
     BundleManifest,
@@ -14,21 +16,17 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
-from components.common.audit_log import Entry, entry_json
-from components.common.changing import change_aliases
-from components.common.digests import canonical_json
-from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.mlflow_models import log_measured
-from components.common.promotions import CHAMPION
-from components.common.registry import PARTS, Part, Registry
-from components.common.standing import Standing, check_tags, load_standing, standing_of
-from components.common.steplog import StepLog
-from components.common.trust import check_chain, read_statements
+from components.common.process.steplog import StepLog
+from components.common.registry.alias_changes import change_aliases
+from components.common.registry.audit_log import Entry, entry_json
+from components.common.registry.model_registry import PARTS, Part, Registry
+from components.common.registry.promotions import CHAMPION
+from components.common.registry.trust import check_chain, read_statements
+from components.common.registry.version_evaluation import Standing, check_tags, load_standing, standing_of
+from components.promote.champion import Decision, Judgement
 from components.promote.config import PromoteConfig
-from components.promote.deciding import Decision, Judgement
-from components.promote.measures import measures, settings
 from components.promote.naming import check_name, identity, model_name
-from components.promote.registering import upload
+from components.promote.packaging import log_measured, measures, settings, upload
 
 AUDIT = "audit.json"
 

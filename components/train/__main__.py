@@ -1,6 +1,6 @@
 """`python -m components.train`: the container's command and the laptop's."""
 
-from components.common.step import Step
+from components.common.process.step import Step
 from components.train.config import TrainConfig
 
 STEP = Step(name="train", config=TrainConfig, inputs={"dataset": "Dataset that preprocess wrote."}, is_preemptible=True)

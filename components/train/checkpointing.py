@@ -1,21 +1,30 @@
-"""Checkpoints of an unfinished training: one safetensors file each, whose header holds all that is no tensor, as JSON.
+"""Checkpoints of an unfinished training: the state they hold, their files, and which training they belong to."""
 
-Nothing in them is unpickled. A file has its name only once it is whole and on the disk.
-"""
-
+import base64
 import json
 import os
+import random
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from nvidia import dali
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
-from components.common.errors import EngineryError
-from components.common.steplog import StepLog
+from components.common.contracts.digests import canonical_json, digest_json
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import Artifact, DatasetManifest, write_atomically
+from components.common.contracts.settings import how_to_set
+from components.common.process.partial_output import earlier_outputs, held
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import load_weights
+from components.train.config import NOT_OF_THE_RESULT, TrainConfig
+from components.train.distributed import World, to_main
 
 WEIGHTS = "weights.safetensors"
 _STATE = "state"  # key in the header
@@ -131,3 +140,186 @@ def sync_directory(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+if TYPE_CHECKING:
+    from components.train.trainer import Trainer
+
+
+def capture(trainer: "Trainer") -> Saved | None:
+    """The state of all processes, on rank 0; None elsewhere. Between two steps, by all processes at once."""
+    ranks = to_main(_own_state(trainer), trainer.world)
+    if not trainer.world.is_main:
+        return None
+    tensors = {f"model/{name}": tensor for name, tensor in trainer.model.state_dict().items()}
+    if trainer.ema is not None:
+        tensors |= {f"ema/{name}": tensor for name, tensor in trainer.ema.module.state_dict().items()}
+    optimizer = trainer.optimizer.state_dict()
+    numbers = _split("optimizer", optimizer["state"], tensors)
+    groups = _split("group", dict(enumerate(optimizer["param_groups"])), tensors)
+    state = {
+        "num_steps": trainer.num_steps_done,
+        "history": [epoch.metrics() for epoch in trainer.history],
+        "epoch_seconds": trainer.epoch_seconds(),
+        "optimizer": {"groups": groups, "numbers": numbers},
+        "schedule": {name: value for name, value in trainer.schedule.state_dict().items() if name != "lr_lambdas"},
+        "scaler": trainer.scaler.state_dict(),
+        "ranks": ranks,
+    }
+    return Saved(num_steps=trainer.num_steps_done, state=state, tensors=tensors)
+
+
+def restore(trainer: "Trainer", saved: Saved) -> None:
+    """Put a trainer where the one was that `capture` saw. Its loader has to be made with the state in there, too."""
+    state = saved.state
+    load_weights(trainer.model, saved.group("model"), "the checkpoint")
+    if trainer.ema is not None:
+        trainer.ema.module.load_state_dict(saved.group("ema"))
+    _restore_optimizer(trainer.optimizer, saved)
+    trainer.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(state["optimizer"]["groups"])})
+    trainer.scaler.load_state_dict(state["scaler"])
+    own = state["ranks"][trainer.world.rank]
+    trainer.go_on(state["num_steps"], state["history"], state["epoch_seconds"], own["loss_sum"])
+    _set_random_state(own["random"], trainer.world.device)
+
+
+def loader_state(saved: Saved, rank: int) -> dict[str, Any]:
+    """What a rank's training loader goes on from."""
+    return saved.state["ranks"][rank]["loader"]
+
+
+def _own_state(trainer: "Trainer") -> dict[str, Any]:
+    """What differs from process to process."""
+    return {
+        "loader": trainer.train.state(),
+        "loss_sum": trainer.loss_sum.item(),
+        "random": _random_state(trainer.world.device),
+    }
+
+
+def _split(group: str, entries: dict[int, dict[str, Any]], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What is no tensor of numbered entries; the rest goes to `tensors`, under the group's name."""
+    others: dict[str, dict[str, Any]] = {}
+    for index, values in entries.items():
+        others[str(index)] = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+        found = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        tensors |= {f"{group}/{index}/{name}": value for name, value in found.items()}
+    return others
+
+
+def _joined(others: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, Any]]:
+    """What `_split` took apart."""
+    entries = {int(index): dict(values) for index, values in others.items()}
+    for key, tensor in tensors.items():
+        index, _, name = key.partition("/")
+        entries.setdefault(int(index), {})[name] = tensor
+    return entries
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+    state = _joined(saved.state["optimizer"]["numbers"], saved.group("optimizer"))
+    groups = _joined(saved.state["optimizer"]["groups"], saved.group("group"))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in state.items():
+        for name, value in values.items():
+            # A file has no memory layout; other strides than the parameter's would take other, slower kernels.
+            if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
+                values[name] = torch.empty_like(parameters[index], dtype=value.dtype).copy_(value)
+    optimizer.load_state_dict({"state": state, "param_groups": [groups[index] for index in sorted(groups)]})
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """Of the four generators that a training process may draw from."""
+    generator: dict[str, Any] = np.random.get_state(legacy=False)
+    return {
+        "python": random.getstate(),
+        "numpy": {**generator, "state": {**generator["state"], "key": generator["state"]["key"].tolist()}},
+        "torch": _to_text(torch.get_rng_state()),
+        "cuda": _to_text(torch.cuda.get_rng_state(device)) if device.type == "cuda" else "",
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    generator = state["numpy"]
+    keys = np.array(generator["state"]["key"], np.uint32)
+    np.random.set_state({**generator, "state": {**generator["state"], "key": keys}})
+    torch.set_rng_state(_from_text(state["torch"]))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+_IDENTITY = "training.json"
+
+
+def choose_folder(
+    config: TrainConfig, data: Artifact[DatasetManifest], world: World, unfinished: Path, log: StepLog
+) -> CheckpointFolder:
+    """The folder of this training's checkpoints, new or found. Says so when those of another one are left alone."""
+    identity = identity_of(config, data, world)
+    folder = unfinished / digest_json(identity).removeprefix("sha256:")[:12]
+    checkpoints = CheckpointFolder(folder, config.keep_last)
+    if not checkpoints.steps():
+        _fetch(folder)
+    checkpoints.tidy()
+    others = [other for other in unfinished.glob(f"*/{_IDENTITY}") if other.parent != folder]
+    if not checkpoints.steps() and others:
+        newest = max(others, key=lambda path: path.stat().st_mtime)
+        found = json.loads(newest.read_bytes())
+        differing = ", ".join(_differences(found, identity))
+        log.warning(
+            f"starting anew: the unfinished training in {unfinished.parent} is of {differing}. It stays there until "
+            f"one has finished; {_way_back(found, identity)}"
+        )
+    folder.mkdir(exist_ok=True)
+    write_atomically(folder / _IDENTITY, canonical_json(identity))
+    return checkpoints
+
+
+def _fetch(folder: Path) -> None:
+    """Move the checkpoints of this same training here, if a killed run has left them in an output of its own."""
+    for output in earlier_outputs():
+        with suppress(OSError), held(output) as theirs:  # it is held or gone, of another training or on another disk
+            (theirs / folder.name).replace(folder)
+            return
+
+
+def identity_of(config: TrainConfig, data: Artifact[DatasetManifest], world: World) -> dict[str, Any]:
+    """What decides the result: another value of any of these is another training."""
+    settings = config.model_dump(mode="json", exclude=set(NOT_OF_THE_RESULT))
+    others = {
+        "dataset": data.digest,
+        "world_size": world.world_size,
+        "device": world.device.type,
+        "dali": dali.__version__,  # of another version, the reader's place in the data is not to be understood
+    }
+    return {**settings, **others}
+
+
+def _way_back(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """What makes a training go on that this one is not."""
+    number, here = found.get("world_size"), wanted["world_size"]
+    if number == here:
+        return "to go on with it, stop this one and set what differs as it was"
+    # Each process has its own part of the data, place in it and random numbers.
+    what = "GPU" if found.get("device") == "cuda" else "process"
+    count = f"one {what}" if number == 1 else f"{number} {what}{'s' if what == 'GPU' else 'es'}"
+    return (
+        f"to go on with it, stop this one and train on {count} again, by "
+        f"{how_to_set('train', 'num_processes', str(number))} or torchrun --nproc-per-node"
+    )
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    names = sorted({*found, *wanted})
+    differing = [name for name in names if found.get(name) != wanted.get(name)]
+    return [f"{name} {found.get(name)} instead of {wanted.get(name)}" for name in differing]

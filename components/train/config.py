@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from components.common.settings import StepConfig
-from components.common.transforms import Augmentation, Interpolation
+from components.common.contracts.settings import StepConfig
+from components.common.contracts.transforms import Augmentation, Interpolation
 
 # What does not change what is learnt: a run goes on where it stopped when these differ, and anew when others do.
 NOT_OF_THE_RESULT = (

@@ -1,19 +1,162 @@
-"""The processes that train together: who they are, how they meet, and what they tell each other."""
+"""Processes that train together: topology, process group, collectives, SIGTERM, and what failures of NCCL mean."""
 
 import os
+import re
+import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import combinations
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import pynvml
 import torch
 import torch.distributed as dist
 
-from components.common.environment import torchrun_rank
-from components.common.errors import EngineryError, UserError
-from components.train.diagnosis import diagnose
+from components.common.contracts.environment import torchrun_rank
+from components.common.contracts.errors import EngineryError, Preempted, UserError
+
+# NVML's levels of the topology -> words, as `nvidia-smi topo -m` explains them.
+_PATHS = {
+    "NVML_TOPOLOGY_INTERNAL": "one board",
+    "NVML_TOPOLOGY_SINGLE": "one PCIe switch",
+    "NVML_TOPOLOGY_MULTIPLE": "several PCIe switches",
+    "NVML_TOPOLOGY_HOSTBRIDGE": "a PCIe host bridge",
+    "NVML_TOPOLOGY_NODE": "PCIe inside a NUMA node",
+    "NVML_TOPOLOGY_SYSTEM": "PCIe and the link between NUMA nodes",
+}
+
+
+def describe_links(uuids: Sequence[str]) -> str:
+    """How each pair of GPUs is connected, in one line such as "NVLink (6 pairs)"; empty where NVML can't tell.
+
+    Args:
+        uuids: of the GPUs, with NVML's prefix "GPU-".
+    """
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        paths = Counter(_path(first, second) for first, second in combinations(handles, 2))
+    except pynvml.NVMLError:
+        return ""
+    return ", ".join(f"{path} ({number} pair{'s' if number > 1 else ''})" for path, number in paths.most_common())
+
+
+def _path(first: Any, second: Any) -> str:
+    status = pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    if status == pynvml.NVML_P2P_STATUS_OK:
+        return "NVLink"
+    level = pynvml.nvmlDeviceGetTopologyCommonAncestor(first, second)
+    return next((words for name, words in _PATHS.items() if getattr(pynvml, name) == level), f"level {level}")
+
+
+# Signs in the message -> what is wrong and what to do. The first that fits counts.
+_KNOWN = (
+    (
+        r"Duplicate GPU detected",
+        "two processes use one GPU: start one process per GPU, told apart by LOCAL_RANK or CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        r"No space left on device|/dev/shm|shared memory|shmget|Error while creating shared memory",
+        "the shared memory of this container is too small: docker run --shm-size=8g or --ipc=host, in Kubernetes an "
+        "emptyDir of medium Memory at /dev/shm",
+    ),
+    (
+        r"address already in use|EADDRINUSE",
+        "the port is taken, perhaps by an earlier run: end it, or choose another port (torchrun --master-port)",
+    ),
+    (
+        r"getaddrinfo|gai error|Name or service not known|could not resolve|hostname",
+        "a host name is unknown: MASTER_ADDR must be a name or address that every machine can reach",
+    ),
+    (
+        r"no (socket )?interface|Bootstrap|socketStartConnect|Connection refused|No route|unable to find address",
+        "the network between the processes does not work: name the right interface (NCCL_SOCKET_IFNAME, "
+        "GLOO_SOCKET_IFNAME; ip addr lists them) and open the ports between the machines",
+    ),
+    (
+        r"peer access|P2P|cudaIpc|invalid device function",
+        "the GPUs can't reach each other's memory: try NCCL_P2P_DISABLE=1; if that helps, PCIe access control (ACS) or "
+        "the virtual machine is in the way",
+    ),
+    (
+        r"nvls|multicast",
+        "NVLink multicast does not work here: set NCCL_NVLS_ENABLE=0",
+    ),
+    (
+        r"out of memory",
+        "a GPU has no memory left: nvidia-smi shows what else uses it",
+    ),
+    (
+        r"driver version|CUDA driver|no kernel image",
+        "the NVIDIA driver does not fit this CUDA: enginery doctor shows both versions",
+    ),
+    (
+        r"timed? ?out|did not end within|Connection closed|Connection reset|not all .* joined|DistStoreError",
+        "a process is missing or stuck: see whether all have started, and its own output for an error; "
+        "NCCL_DEBUG=INFO tells where NCCL waits",
+    ),
+)
+_SMALL_BYTES = 128 << 20  # Docker's default is 64 MiB
+
+
+def diagnose(message: str, rank: int, world_size: int) -> str:
+    """What the user should read when an all-reduce between the processes failed: the cause, if known, and a fix."""
+    text = " ".join(message.split())
+    advice = next((advice for signs, advice in _KNOWN if re.search(signs, text, re.IGNORECASE)), "")
+    if not advice:
+        advice = "set NCCL_DEBUG=INFO and run again: the lines before the error name what failed"
+    return (
+        f"the {world_size} training processes can't work together (rank {rank} of them says so): {advice}.{_facts()} "
+        f"The library says: {text[:300]}"
+    )
+
+
+def _facts() -> str:
+    """What of this machine is known to make trouble."""
+    facts = []
+    try:
+        shared_bytes = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        facts.append("there is no /dev/shm")
+    else:
+        if shared_bytes < _SMALL_BYTES:
+            facts.append(f"/dev/shm has only {shared_bytes / 1e6:.0f} MB")
+    facts += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))]
+    return f" Here {', '.join(facts)}." if facts else ""
+
+
+class StopRequest:
+    """While it is entered, SIGTERM ends the work in order: at once where there is nothing to save, else on request."""
+
+    def __init__(self) -> None:
+        """Nobody has asked yet, and there is nothing to save."""
+        self.requested = False
+        self.has_work = False  # there is something to save, and the loop looks at `requested`
+        self._before: object = None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if not self.has_work:
+            raise Preempted("stopped by SIGTERM before the first step; nothing is lost, run the same command again")
+
 
 Value = TypeVar("Value")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -7,10 +7,10 @@ import torchvision
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.artifacts import MANIFEST, CheckpointManifest, load
-from components.common.errors import UserError
-from components.common.models import build_model, load_weights, read_weights
-from components.common.steplog import StepLog
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import MANIFEST, CheckpointManifest, load
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model, load_weights, read_weights
 from components.train.checkpointing import WEIGHTS
 from components.train.config import TrainConfig
 

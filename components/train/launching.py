@@ -17,10 +17,10 @@ from typing import IO
 import psutil
 import torch
 
-from components.common.errors import EngineryError, Preempted, UserError
-from components.common.lifetime import PARENT_VARIABLE, end_children
-from components.common.step import DEBUG_VARIABLE
-from components.common.steplog import StepLog
+from components.common.contracts.errors import EngineryError, Preempted, UserError
+from components.common.process.lifetime import PARENT_VARIABLE, end_children
+from components.common.process.step import DEBUG_VARIABLE
+from components.common.process.steplog import StepLog
 from components.train.arithmetic import threads_per_process
 from components.train.config import TrainConfig
 from components.train.ranks import LINE_PREFIX, RankEnd, Task

@@ -6,14 +6,14 @@ import time
 import torch
 from torch import nn
 
-from components.common.loader_damage import NO_MEMORY
-from components.common.models import build_model
+from components.common.data.loader_damage import NO_MEMORY
+from components.common.runtimes.architectures import build_model
 from components.train.arithmetic import pick_precision
 from components.train.batches import BatchPlan
 from components.train.config import TrainConfig
 from components.train.distributed import World
 from components.train.fine_tuning import freeze_backbone, keep_frozen_statistics
-from components.train.optimization import build_ema, build_optimizer
+from components.train.trainer import build_ema, build_optimizer
 
 _NUM_STEPS = 2  # the optimizer's own tensors come with the first
 # Of the search: a GPU is paid for meanwhile, and other processes wait no longer than train.collective_timeout_s.

@@ -1,20 +1,22 @@
-"""Training on several nodes: this process starts a TrainJob of Kubeflow Trainer, waits, and takes over its result.
-
-The nodes read the data set from a volume that all of them see, and write the Checkpoint there; KFP has given both to
-this pod alone. The volume keeps the data set for later runs, and what is unfinished for another try of this one.
-"""
+"""Training on several nodes: start a TrainJob, follow it, take over its result; stop when nobody waits."""
 
 import json
 import os
 import shutil
+import signal
 import sys
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from components.common.artifacts import (
+from components.common.contracts.digests import digest_json
+from components.common.contracts.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, UserError
+from components.common.contracts.manifests import (
     ALL_FILES,
     FAILURE,
     MANIFEST,
@@ -25,13 +27,60 @@ from components.common.artifacts import (
     prepare_directory,
     write_atomically,
 )
-from components.common.digests import digest_json
-from components.common.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, UserError
-from components.common.steplog import StepLog
+from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
-from components.train.heartbeat import VARIABLE, beating
-from components.train.kubernetes_job import Job, JobFailed, Pod, connect, this_pod
-from components.train.train_job import GRACE_S, TrainJobRequest, train_job
+from components.train.train_job import GRACE_S, Job, JobFailed, Pod, TrainJobRequest, connect, this_pod, train_job
+
+VARIABLE = "ENGINERY_HEARTBEAT"  # the file
+_BEAT_S = 15.0
+_SILENCE_S = 600.0  # longer than a network file system may hide what is new, or a node be out of reach
+
+
+@contextmanager
+def beating(file: Path, *, every_s: float = _BEAT_S) -> Iterator[None]:
+    """Touch the file until the end of the block, or of this process."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(every_s):
+            with suppress(OSError):  # the next one may arrive
+                file.touch()
+
+    file.touch()
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def stop_when_silent(log: StepLog, *, silence_s: float = _SILENCE_S) -> None:
+    """From now on send this process SIGTERM once $ENGINERY_HEARTBEAT was not touched for so long; once, if it is set.
+
+    By this machine's own clock, from one change of the file's time to the next: clocks of machines differ.
+    """
+    if name := os.environ.get(VARIABLE):
+        threading.Thread(target=_listen, args=(Path(name), log, silence_s), name="heartbeat", daemon=True).start()
+
+
+def _listen(file: Path, log: StepLog, silence_s: float) -> None:
+    seen, since = None, time.monotonic()
+    while True:
+        time.sleep(silence_s / 40)
+        with suppress(OSError):
+            beat = file.stat().st_mtime_ns
+            if beat != seen:
+                seen, since = beat, time.monotonic()
+        if time.monotonic() - since >= silence_s:  # behind the look: this machine may have stood still itself
+            break
+    log.warning(
+        f"nobody waits for this training any more: {file} was not touched for {silence_s / 60:g} minutes, so the step "
+        "that started it is gone. It saves and stops; another try of that step goes on from there"
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+
 
 _RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"
 _POLL_S = 5.0

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from components.common.artifacts import (
+from components.common.contracts.environment import num_cores
+from components.common.contracts.manifests import (
     MANIFEST,
     UNFINISHED,
     Artifact,
@@ -16,14 +17,13 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
-from components.common.environment import num_cores
-from components.common.records import EpochRecord, Split
-from components.common.steplog import StepLog
-from components.common.transforms import TransformSpec
+from components.common.contracts.records import EpochRecord, Split
+from components.common.contracts.transforms import TransformSpec
+from components.common.process.steplog import StepLog
 from components.train.checkpointing import WEIGHTS, write_safetensors
 from components.train.config import TrainConfig
 from components.train.mllog import NAME as MLLOG
-from components.train.profiling import TRACE
+from components.train.speed import TRACE
 from components.train.trainer import EpochResult, Trainer
 
 

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from components.common.artifacts import write_atomically
-from components.common.disk import explain
-from components.common.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, Preempted
-from components.common.lifetime import end_with_parent
-from components.common.steplog import QuietLog, StepLog
+from components.common.contracts.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, Preempted
+from components.common.contracts.manifests import write_atomically
+from components.common.process.disk import explain
+from components.common.process.lifetime import end_with_parent
+from components.common.process.steplog import QuietLog, StepLog
 from components.train.config import TrainConfig
 
 LINE_PREFIX = "@enginery-rank-0 "

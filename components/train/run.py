@@ -6,30 +6,25 @@ from typing import Any
 
 import torch
 
-from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
-from components.common.environment import torchrun_rank
-from components.common.errors import EngineryError, UserError
-from components.common.loader import Loader
-from components.common.steplog import StepLog
-from components.common.transforms import TransformSpec, transform_for
-from components.common.unfinished import open_unfinished
+from components.common.contracts.environment import torchrun_rank
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.contracts.transforms import TransformSpec, transform_for
+from components.common.data.loader import Loader
+from components.common.process.partial_output import open_unfinished
+from components.common.process.steplog import StepLog
 from components.train.arithmetic import pick_precision, set_arithmetic, threads_per_process
-from components.train.batches import BatchPlan, plan_batches
-from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
+from components.train.batches import BatchPlan, check_sizes, plan_batches
+from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, choose_folder, loader_state, parse, restore
 from components.train.config import TrainConfig
-from components.train.distributed import World, find_world, from_main, joined
+from components.train.distributed import StopRequest, World, describe_links, find_world, from_main, joined
 from components.train.fine_tuning import starting_model
-from components.train.heartbeat import stop_when_silent
 from components.train.launching import check_alone, launch, num_processes
 from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.mllog import NAME as MLLOG
-from components.train.profiling import NUM_SKIPPED, TRACE
+from components.train.nodes import stop_when_silent
 from components.train.publishing import publish, published_before
-from components.train.resuming import choose_folder
-from components.train.sizes import check_sizes
-from components.train.state import loader_state, restore
-from components.train.stopping import StopRequest
-from components.train.topology import describe_links
+from components.train.speed import NUM_SKIPPED, TRACE
 from components.train.train_job import JOB_VARIABLE, TrainJobRequest
 from components.train.trainer import Trainer
 

@@ -1,17 +1,85 @@
-"""How fast an epoch went, what it waited for, and how busy the GPUs were."""
+"""Speed of training: images/s, waiting, GPU utilization, FLOPs, and a profile of a few steps."""
 
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
-from components.common.gpu_monitor import monitor_of
-from components.common.loader import Batch
+from components.common.contracts.records import ProfiledOperation, ProfileRecord
+from components.common.data.loader import Batch
+from components.common.process.gpu_monitor import monitor_of
 from components.train.distributed import World, to_main
-from components.train.flops import flops_per_image, peak_tflops
+
+# What matrix units reach without sparsity, in TFLOP/s, by NVIDIA's data sheets: (fp16 and bf16, TF32, FP32 without
+# them). None where a GPU has no such unit. The first name that is part of the GPU's own counts.
+_PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
+    ("B200", (2250.0, 1100.0, 75.0)),
+    ("H200 NVL", (835.0, 417.0, 60.0)),
+    ("H200", (989.4, 494.7, 66.9)),
+    ("GH200", (989.4, 494.7, 66.9)),
+    ("H100 NVL", (835.0, 417.0, 60.0)),
+    ("H100 PCIe", (756.0, 378.0, 51.0)),
+    ("H100 80GB HBM3", (989.4, 494.7, 66.9)),
+    ("A100", (312.0, 156.0, 19.5)),
+    ("A30", (165.0, 82.0, 10.3)),
+    ("A10G", (70.0, 35.0, 31.2)),
+    ("L40S", (362.0, 183.0, 91.6)),
+    ("L40", (181.0, 90.5, 90.5)),
+    ("L4", (121.0, 60.0, 30.3)),
+    ("V100-SXM2", (125.0, None, 15.7)),
+    ("V100-PCIE", (112.0, None, 14.0)),
+    ("T4", (65.0, None, 8.1)),
+)
+_NO_BF16 = ("V100", "T4")
+
+
+def flops_per_image(model: nn.Module, height: int, width: int) -> float | None:
+    """Floating-point operations of forward and backward over one image; a multiply-add counts as two.
+
+    Counts convolutions and matrix products, as torch's flop counter does, on tensors without data. Layers that are
+    frozen count only what training needs of them. None for a model that can't run without data.
+    """
+    weights = {name: _without_data(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    images = torch.empty(2, 3, height, width, device="meta")  # BatchNorm wants more than one
+    was_training = model.training
+    model.train()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            torch.func.functional_call(model, weights, (images,)).sum().backward()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    finally:
+        model.train(was_training)
+    return counter.get_total_flops() / len(images)
+
+
+def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
+    """TFLOP/s of a GPU for products of `dtype`, by its data sheet; None where it is not known here."""
+    row = next((row for name, row in _PEAKS if _is_named(name, gpu_name)), None)
+    if row is None or (dtype == torch.bfloat16 and any(name in gpu_name for name in _NO_BF16)):
+        return None
+    half, tensor32, plain = row
+    if dtype in (torch.float16, torch.bfloat16):
+        return half
+    return tensor32 if tf32 and tensor32 is not None else plain
+
+
+def _is_named(name: str, gpu_name: str) -> bool:
+    """Whether the words of a name are among those of the GPU's: "L4" is not "L40", nor is "A100" "A1000"."""
+    words = gpu_name.replace("NVIDIA ", "").replace("Tesla ", "")
+    return words == name or words.startswith((f"{name} ", f"{name}-"))
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+
 
 _LOOK_S = 0.05  # between two looks at the GPU
 
@@ -175,3 +243,104 @@ class SpeedMeter:
         if self._size not in self._flops:
             self._flops[self._size] = flops_per_image(self._model, *self._size)
         return self._flops[self._size]
+
+
+TRACE = "trace.json.gz"  # for chrome://tracing or ui.perfetto.dev
+NUM_SKIPPED = 8  # steps before: compilation and the search for the fastest kernels are not what is asked for
+_NUM_SHOWN = 12
+# Signs in a kernel's name -> what it does. The first that fits counts.
+_FAMILIES = (
+    (("nccl",), "communication"),
+    (("memcpy", "memset"), "copies"),
+    (("multi_tensor_apply", "fused_sgd", "fusedsgd", "fused_adam"), "optimizer"),
+    (("batch_norm", "bn_fw", "bn_bw", "batchnorm"), "batch normalization"),
+    (("triton_",), "kernels of torch.compile"),
+    (
+        ("conv", "gemm", "wgrad", "dgrad", "fprop", "cutlass", "xmma", "sm80_", "sm90_", "nvjet", "::mm", "::addmm"),
+        "convolutions and matrix products",
+    ),
+)
+
+
+class StepProfiler:
+    """Records `num_steps` steps of one process, a few after its first. Costs nothing before and after."""
+
+    def __init__(self, num_steps: int, device: torch.device, folder: Path | None) -> None:
+        """The trace goes into `folder`; without one, or for 0 steps, nothing is recorded."""
+        self.record: ProfileRecord | None = None
+        self._left = 0 if folder is None else num_steps
+        self._num_steps, self._device, self._folder = num_steps, device, folder
+        self._to_skip = NUM_SKIPPED
+        self._profile: profile | None = None
+
+    def before_step(self) -> None:
+        """Begin to record where it is time to."""
+        if self._to_skip or not self._left or self._profile is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def after_step(self) -> None:
+        """Write the trace after the last step that is to be recorded."""
+        self._to_skip = max(0, self._to_skip - 1)
+        if self._profile is None:
+            return
+        self._left -= 1
+        if not self._left:
+            self.finish()
+
+    def finish(self) -> None:
+        """End the record, also where the training has fewer steps than were to be recorded."""
+        if self._profile is None or self._folder is None:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._profile.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._folder / TRACE))
+        self.record = summarize(self._profile, self._num_steps - self._left, on_gpu=self._device.type == "cuda")
+        self._profile, self._left = None, 0
+
+
+def summarize(recorded: profile, num_steps: int, *, on_gpu: bool) -> ProfileRecord:
+    """The costliest operations: kernels on a GPU, torch's operators on a CPU."""
+    times: dict[str, float] = defaultdict(float)  # microseconds
+    calls: Counter[str] = Counter()
+    for event in recorded.key_averages():
+        time_us = _self_time_us(event, on_gpu=on_gpu)
+        if time_us > 0:
+            times[event.key] += time_us
+            calls[event.key] += event.count
+    total = sum(times.values()) or 1.0
+    families: dict[str, float] = defaultdict(float)
+    for name, time_us in times.items():
+        families[_family(name)] += time_us
+    return ProfileRecord(
+        num_steps=num_steps,
+        ms_per_step=total / num_steps / 1e3,
+        families_pct={name: 100 * time_us / total for name, time_us in _largest_first(families)},
+        operations=tuple(
+            ProfiledOperation(name=name[:120], calls_per_step=calls[name] / num_steps, share_pct=100 * time_us / total)
+            for name, time_us in _largest_first(times)[:_NUM_SHOWN]
+        ),
+    )
+
+
+def _self_time_us(event: Any, *, on_gpu: bool) -> float:
+    if not on_gpu:
+        return float(event.self_cpu_time_total)
+    is_kernel = event.device_type.name == "CUDA" and not event.is_user_annotation
+    return float(event.self_device_time_total) if is_kernel else 0.0
+
+
+def _largest_first(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda item: -item[1])
+
+
+def _family(name: str) -> str:
+    lower = name.lower()
+    return next((family for signs, family in _FAMILIES if any(sign in lower for sign in signs)), "the rest")

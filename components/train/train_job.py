@@ -1,9 +1,21 @@
-"""Training on several nodes as a TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1, from Trainer 2.2 on)."""
+"""A TrainJob of Kubeflow Trainer (v1alpha1, from Trainer 2.0): its specification, and its life in a cluster."""
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+import urllib3
+from kubernetes import client, config  # type: ignore[import-untyped]
+from kubernetes.config import ConfigException  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field
+
+from components.common.contracts.errors import EngineryError, UserError
 
 JOB_VARIABLE = "ENGINERY_TRAIN_JOB"  # a TrainJobRequest as JSON: the step starts a job instead of training itself
 POD_VARIABLE = "ENGINERY_POD_NAME"
@@ -121,3 +133,311 @@ def _patch(request: TrainJobRequest) -> dict[str, Any]:
     pod = {name: value for name, value in pod.items() if value}
     job = {"name": CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
     return {"manager": "enginery.io/train", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
+
+
+LAST_LINES = 20  # of a pod that failed
+_LAST_LINES_S = 3.0  # for what a pod has just printed
+_REQUEST_S = 20.0
+_NO_PODS_S = 60.0  # after which it is said that there are none: a quota or a policy may refuse them
+_MAX_LOST = 30  # questions in a row without an answer, before the API server counts as gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """This process's own pod."""
+
+    name: str
+    namespace: str
+    uid: str
+    env: tuple[dict[str, Any], ...]  # of its container, as Kubernetes' API has it
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """What makes something go when this pod is deleted."""
+        return {"apiVersion": "v1", "kind": "Pod", "name": self.name, "uid": self.uid}
+
+
+def connect() -> Any:
+    """Kubernetes' API for this pod, or by a KUBECONFIG outside one.
+
+    Raises:
+        UserError: there is neither.
+    """
+    configuration = client.Configuration()
+    try:
+        try:
+            config.load_incluster_config(client_configuration=configuration)
+        except ConfigException:
+            config.load_kube_config(client_configuration=configuration)
+    except (ConfigException, OSError) as error:
+        raise UserError(
+            f"training on several nodes needs Kubernetes' API, and this is no pod with a service account ({error}). "
+            "Let the pod mount its service account's token (automountServiceAccountToken)"
+        ) from None
+    configuration.retries = urllib3.Retry(2, backoff_factor=0.5)
+    return client.ApiClient(configuration)
+
+
+@contextmanager
+def told(action: str, namespace: str) -> Iterator[None]:
+    """Turn what the API server refuses into one message."""
+    try:
+        yield
+    except client.ApiException as error:
+        message = _message_of(error)
+        if error.status == 403:
+            raise UserError(
+                f"this pod may not {action} in the namespace {namespace}: {message}. Bind the Role of the chart "
+                "(trainjobs: create, get, delete; pods: get, list; pods/log: get) to its service account"
+            ) from None
+        raise EngineryError(f"can't {action} in the namespace {namespace}: {error.status} {message}") from None
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise EngineryError(f"can't {action}: Kubernetes' API does not answer: {error}") from None
+
+
+def _message_of(error: Any) -> str:
+    try:
+        return str(json.loads(error.body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error.reason)
+
+
+def this_pod(api: Any) -> Pod:
+    """The pod that this runs in.
+
+    Raises:
+        UserError: it is not known, or may not be read.
+    """
+    name, namespace = os.environ.get(POD_VARIABLE), os.environ.get(NAMESPACE_VARIABLE)
+    if not name or not namespace:
+        raise UserError(
+            f"{POD_VARIABLE} and {NAMESPACE_VARIABLE} are not set; compile the pipeline with `enginery compile "
+            "--settings`, which sets them"
+        )
+    with told("read its own pod", namespace):
+        raw = client.CoreV1Api(api).read_namespaced_pod(name, namespace, _request_timeout=_REQUEST_S)
+    pod = api.sanitize_for_serialization(raw)
+    env = [entry for container in pod["spec"]["containers"] for entry in container.get("env") or ()]
+    return Pod(name=name, namespace=namespace, uid=pod["metadata"]["uid"], env=tuple(env))
+
+
+@dataclass
+class Job:
+    """One TrainJob."""
+
+    api: Any
+    namespace: str
+    name: str
+    may_exist: bool = False  # from before it is asked for, until the API server refuses it
+    _follower: threading.Thread | None = None
+    _tail: "deque[str]" = field(default_factory=lambda: deque(maxlen=LAST_LINES))  # of node 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def create(self, body: dict[str, Any]) -> bool:
+        """Start it. Returns False if there is one of this name, which an earlier try of the same step left.
+
+        Raises:
+            UserError: the cluster has no Kubeflow Trainer, one that is too old, or refuses the job.
+        """
+        self.may_exist = True
+        try:
+            made = self._custom.create_namespaced_custom_object(
+                GROUP, VERSION, self.namespace, PLURAL, body, _request_timeout=_REQUEST_S
+            )
+        except (urllib3.exceptions.HTTPError, OSError):
+            with told("create TrainJobs", self.namespace):
+                raise
+        except client.ApiException as error:
+            self.may_exist = error.status == 409 or error.status >= 500
+            if error.status == 409:
+                return False
+            if error.status == 404:
+                raise UserError(
+                    f"this cluster knows no TrainJob ({GROUP}/{VERSION}): install Kubeflow Trainer 2.2 or newer, or "
+                    "train on one node (--num-nodes 1)"
+                ) from None
+            if error.status in (400, 422):
+                raise UserError(f"Kubeflow Trainer refuses the TrainJob: {_message_of(error)}") from None
+            with told("create TrainJobs", self.namespace):
+                raise
+        if "runtimePatches" not in made["spec"]:  # the API server drops what it does not know
+            self.delete(0)
+            raise UserError(
+                "this cluster's Kubeflow Trainer is older than 2.2: it does not know runtimePatches, so the pods would "
+                "have no volume. Update it, or train on one node (--num-nodes 1)"
+            )
+        return True
+
+    @property
+    def _custom(self) -> Any:
+        return client.CustomObjectsApi(self.api)
+
+    @property
+    def _core(self) -> Any:
+        return client.CoreV1Api(self.api)
+
+    def wait(self, say: Callable[[str], None], show: Callable[[str], None], poll_s: float) -> None:
+        """Until it is complete.
+
+        Args:
+            say: takes notes for a person.
+            show: takes each line that node 0 prints.
+            poll_s: seconds between two looks.
+
+        Raises:
+            EngineryError: it failed, was deleted, or the API server is gone.
+        """
+        lost, said, began = 0, "", time.monotonic()
+        try:
+            while True:
+                try:
+                    job = self._custom.get_namespaced_custom_object(
+                        GROUP, VERSION, self.namespace, PLURAL, self.name, _request_timeout=_REQUEST_S
+                    )
+                    pods = self.pods()
+                    lost = 0
+                except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
+                    if getattr(error, "status", 0) == 404:
+                        raise EngineryError(f"somebody deleted the TrainJob {self.name} while it was at work") from None
+                    lost += 1
+                    if lost >= _MAX_LOST or getattr(error, "status", 0) == 403:
+                        with told("look at TrainJobs and pods", self.namespace):
+                            raise
+                else:
+                    if self._is_complete(job, pods):
+                        return
+                    self._follow(pods, show)
+                    trouble = "; ".join(filter(None, map(trouble_of, pods)))
+                    if not pods and time.monotonic() - began > _NO_PODS_S:
+                        trouble = f"there are none; kubectl -n {self.namespace} describe jobset,job says why"
+                    if trouble not in ("", said):
+                        say(f"waiting for pods: {trouble}")
+                    said = trouble
+                time.sleep(poll_s)
+        except KeyboardInterrupt:
+            self._ended.set()  # nothing comes before the job's removal: who started this may end it within a second
+            raise
+        finally:
+            self._finish_following()
+
+    def _is_complete(self, job: dict[str, Any], pods: list[Any]) -> bool:
+        conditions = {entry["type"]: entry for entry in (job.get("status") or {}).get("conditions") or ()}
+        if conditions.get("Complete", {}).get("status") == "True":
+            return True
+        failed = conditions.get("Failed", {})
+        if failed.get("status") != "True":
+            return False
+        why = ": ".join(filter(None, (failed.get("reason"), failed.get("message")))) or "it does not say why"
+        raise JobFailed(f"the TrainJob {self.name} failed ({why})", self._last_words(pods))
+
+    def pods(self) -> list[Any]:
+        """Its pods, by the number of their node."""
+        selector = f"{JOBSET_LABEL}={self.name}"
+        found = self._core.list_namespaced_pod(self.namespace, label_selector=selector, _request_timeout=_REQUEST_S)
+        return sorted(found.items, key=lambda pod: (index_of(pod), pod.metadata.name))
+
+    def _last_words(self, pods: list[Any]) -> str:
+        """What the pods that failed wrote last; of node 0 if all are gone."""
+        texts = []
+        for pod in pods:
+            if pod.status.phase != "Failed":
+                continue
+            ends = [state.terminated for state in map(_state_of, pod.status.container_statuses or ()) if state]
+            why = next((f", {end.reason} (exit code {end.exit_code})" for end in ends if end), "")
+            lines = ""
+            with suppress(client.ApiException, urllib3.exceptions.HTTPError, OSError):
+                lines = self._core.read_namespaced_pod_log(
+                    pod.metadata.name,
+                    self.namespace,
+                    container=CONTAINER,
+                    tail_lines=LAST_LINES,
+                    _request_timeout=_REQUEST_S,
+                )
+            texts.append(f"node {index_of(pod)}{why}:\n{lines.strip()}")
+        return "\n".join(texts) or ("node 0:\n" + "\n".join(self._tail) if self._tail else "")
+
+    def _follow(self, pods: list[Any], show: Callable[[str], None]) -> None:
+        """Pass on what node 0 prints, from when its container has begun."""
+        if self._follower is not None and self._follower.is_alive():
+            return
+        first = next((pod for pod in pods if index_of(pod) == 0 and pod.status.phase == "Running"), None)
+        if first is None:
+            return
+        arguments = (first.metadata.name, show, len(self._tail) > 0)
+        self._follower = threading.Thread(target=self._read, args=arguments, name="log-of-node-0", daemon=True)
+        self._follower.start()
+
+    def _read(self, pod: str, show: Callable[[str], None], again: bool) -> None:
+        since = {"since_seconds": 10} if again else {}  # of a connection that broke some lines may be shown twice
+        with suppress(client.ApiException, urllib3.exceptions.HTTPError, OSError):
+            stream = self._core.read_namespaced_pod_log(
+                pod, self.namespace, container=CONTAINER, follow=True, _preload_content=False, **since
+            )
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self._tail.append(line)
+                show(line)
+                if self._ended.is_set():
+                    return
+
+    def _finish_following(self) -> None:
+        if self._follower is not None and not self._ended.is_set():
+            self._follower.join(timeout=_LAST_LINES_S)
+        self._ended.set()
+
+    def delete(self, patience_s: float) -> bool:
+        """Remove it with all that it has made, and wait for its pods to go. Returns whether they have."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self._custom.delete_namespaced_custom_object(
+                    GROUP,
+                    VERSION,
+                    self.namespace,
+                    PLURAL,
+                    self.name,
+                    propagation_policy="Foreground",
+                    _request_timeout=_REQUEST_S,
+                )
+            except client.ApiException as error:
+                if error.status not in (404, 409):
+                    with told("delete TrainJobs", self.namespace):
+                        raise
+                with told("look at pods", self.namespace):
+                    if error.status == 404 and not self.pods():
+                        return True
+            except (urllib3.exceptions.HTTPError, OSError):
+                pass  # tried again
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.5)
+
+
+class JobFailed(EngineryError):
+    """The TrainJob failed. `last_words` is what its pods wrote last."""
+
+    def __init__(self, message: str, last_words: str) -> None:
+        super().__init__(message)
+        self.last_words = last_words
+
+
+def index_of(pod: Any) -> int:
+    """Which node a pod is."""
+    labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
+    return int(labels.get(INDEX_LABEL) or annotations.get(INDEX_LABEL) or 0)
+
+
+def trouble_of(pod: Any) -> str:
+    """Why a pod does not begin; "" if it does or has."""
+    for status in pod.status.container_statuses or ():
+        waiting = status.state.waiting if status.state else None
+        if waiting and waiting.reason not in ("ContainerCreating", "PodInitializing"):
+            return f"node {index_of(pod)}: {waiting.reason} {' '.join((waiting.message or '').split())}".strip()
+    for condition in pod.status.conditions or ():
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return f"node {index_of(pod)}: {condition.reason} {' '.join((condition.message or '').split())}".strip()
+    return ""
+
+
+def _state_of(status: Any) -> Any:
+    return status.state

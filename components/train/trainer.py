@@ -1,33 +1,81 @@
-"""The training loop."""
+"""The training loop, with its optimizer, learning-rate schedule and moving average of weights."""
 
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from components.common.errors import EngineryError, Preempted
-from components.common.loader import Batch, Loader
-from components.common.steplog import StepLog
-from components.train.arithmetic import compiled, pick_compile_mode, pick_precision
+from components.common.contracts.errors import EngineryError, Preempted
+from components.common.data.loader import Batch, Loader
+from components.common.process.steplog import StepLog
+from components.train.arithmetic import compiled, pick_compile_mode, pick_precision, speed_up_small_convolutions
 from components.train.batches import BatchPlan
-from components.train.checkpointing import CheckpointFolder
+from components.train.checkpointing import CheckpointFolder, capture
 from components.train.config import TrainConfig
-from components.train.convolutions import speed_up_small_convolutions
-from components.train.distributed import Agreement, World, add_up, from_main, same_buffers, to_main
+from components.train.distributed import Agreement, StopRequest, World, add_up, from_main, same_buffers, to_main
 from components.train.divergence import LossWatch, explain_divergence
 from components.train.fine_tuning import keep_frozen_statistics
 from components.train.mllog import MlLog
-from components.train.optimization import build_ema, build_optimizer, build_schedule
-from components.train.profiling import StepProfiler
-from components.train.speed import EpochSpeed, SpeedMeter
-from components.train.state import capture
-from components.train.stopping import StopRequest
+from components.train.speed import EpochSpeed, SpeedMeter, StepProfiler
+
+if TYPE_CHECKING:
+    from timm.utils.model_ema import ModelEmaV3
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters, at its peak learning rate.
+
+    Weight decay is on matrices and filters only (Goyal et al., 2017; He et al., 2019).
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in trained if parameter.ndim > 1]
+    plain = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    learning_rate = config.learning_rate * config.global_batch_size / 256
+    fused = device.type in ("cuda", "cpu")  # one pass over the weights
+    betas = (config.momentum, 0.999)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+    if config.optimizer == "lamb":
+        from timm.optim.lamb import Lamb
+
+        return Lamb(groups, lr=learning_rate, betas=betas)  # no fused one without Apex; timm's runs in a few kernels
+    nesterov = config.nesterov and config.momentum > 0
+    return torch.optim.SGD(groups, lr=learning_rate, momentum=config.momentum, nesterov=nesterov, fused=fused)
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainConfig, num_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up to the peak, then down to zero. `num_steps` is the whole training."""
+    num_warmup_steps = round(num_steps * config.warmup_fraction)
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return (step + 1) / num_warmup_steps
+        done = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+        return 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def build_ema(model: nn.Module, config: TrainConfig) -> "ModelEmaV3 | None":
+    """A moving average of weights and BatchNorm statistics; None where it is off.
+
+    The decay grows from 0 to ema_decay, so that the average of a short run forgets its random start.
+    """
+    if not config.ema_decay:
+        return None
+    from timm.utils.model_ema import ModelEmaV3
+
+    return ModelEmaV3(model, decay=config.ema_decay, use_warmup=True)
+
 
 # What processes agree on after a step; the largest wish counts.
 _GO_ON, _SAVE, _SAVE_AND_STOP, _GIVE_UP = 0, 1, 2, 3

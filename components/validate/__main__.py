@@ -1,6 +1,6 @@
 """`python -m components.validate`: the container's command and the laptop's."""
 
-from components.common.step import Step
+from components.common.process.step import Step
 from components.validate.config import ValidateConfig
 
 STEP = Step(

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from components.common.settings import StepConfig
-from components.common.verdict import Thresholds
+from components.common.contracts.settings import StepConfig
+from components.common.contracts.verdict import Thresholds
 
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}  # of a unit; a bare number is milliseconds
 _Count = Annotated[int, Field(ge=1)]

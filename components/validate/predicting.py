@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from components.common.artifacts import Artifact, BundleManifest, DatasetManifest
-from components.common.environment import num_cores
-from components.common.evaluation import Predictions, predict_in_parts
-from components.common.loader import Loader
-from components.common.runners import Runner
-from components.common.serving import Serving, serving_runners
-from components.common.steplog import StepLog
+from components.common.contracts.environment import num_cores
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest
+from components.common.data.evaluation import Predictions, predict_in_parts
+from components.common.data.loader import Loader
+from components.common.process.steplog import StepLog
+from components.common.runtimes import Runner
+from components.common.runtimes.selection import Serving, serving_runners
 from components.validate.config import ValidateConfig
 
 _CPU_BATCH_SIZE = 32

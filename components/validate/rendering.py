@@ -10,16 +10,10 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from components.common.artifacts import write_atomically
-from components.validate import formats, speed_wording, wording
-from components.validate.advice import next_steps
-from components.validate.charts import (
-    confusion_picture,
-    layers_chart,
-    speed_chart,
-    training_chart,
-    trials_chart,
-)
+from components.common.contracts.manifests import write_atomically
+from components.validate import report_text, speed_text
+from components.validate.charts import confusion_picture, layers_chart, speed_chart, training_chart, trials_chart
+from components.validate.report_text import next_steps
 from components.validate.schema import Report
 
 REPORT_FILES = ("report.html", "report.json", "model_card.md")
@@ -40,8 +34,8 @@ def write_report(report: Report, pictures: Mapping[int, str], output: Path) -> N
     """
     values = {
         "report": report,
-        "say": wording,
-        "speed": speed_wording,
+        "say": report_text,
+        "speed": speed_text,
         "next_steps": next_steps(report),
         "max_class_rows": _MAX_CLASS_ROWS,
         "max_layers": _MAX_LAYERS,
@@ -84,12 +78,12 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
     )
     templates.filters |= {
-        "number": formats.number,
-        "signed": formats.signed,
-        "probability": formats.probability,
-        "count": formats.count,
-        "megabytes": formats.megabytes,
-        "short": formats.short,
+        "number": report_text.number,
+        "signed": report_text.signed,
+        "probability": report_text.probability,
+        "count": report_text.count,
+        "megabytes": report_text.megabytes,
+        "short": report_text.short,
         "yaml": _yaml,
         "markdown": _markdown,
         "markdown_code": _markdown_code,

@@ -1,33 +1,217 @@
 """Gather report.json: what was measured, compared image by image and class by class, and where it came from."""
 
+import base64
+import io
 import json
+import os
+import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from PIL import Image, ImageOps
 
-from components.common.artifacts import Artifact, BundleManifest, DatasetManifest
-from components.common.errors import EngineryError
-from components.common.evaluation import Predictions
-from components.common.records import PRECISIONS, AccuracyReport, BenchmarkReport, EngineLayer, Precision
-from components.common.verdict import Thresholds, recommend, run_checks, verdict_note
-from components.validate.comparison import class_changes, compare
+from components.common.contracts.environment import environment
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest
+from components.common.contracts.records import (
+    PRECISIONS,
+    AccuracyReport,
+    BenchmarkReport,
+    ClassLoss,
+    Comparison,
+    EngineLayer,
+    Precision,
+)
+from components.common.contracts.statistics import (
+    SIGNIFICANCE,
+    drop_lower,
+    drop_upper,
+    holm,
+    mcnemar,
+    paired_difference,
+)
+from components.common.contracts.verdict import Thresholds, recommend, run_checks, verdict_note
+from components.common.data.evaluation import Predictions
+from components.common.data.image_files import open_image
+from components.common.data.loader_damage import image_places
 from components.validate.config import ValidateConfig
-from components.validate.provenance import gather_provenance
 from components.validate.schema import (
     Calibration,
     Change,
+    ClassChange,
+    Code,
     ConfusedPair,
     Confusion,
     Data,
     Disagreement,
     Model,
+    Provenance,
     Report,
     SplitSummary,
     Verdict,
 )
+
+
+def compare(fp32: Predictions, own: Predictions) -> Comparison:
+    """Lost and gained images, the difference in top-1 with its one-sided 95 % intervals, and McNemar's test."""
+    difference = paired_difference(fp32.right, own.right)
+    counts = difference.num_images, difference.num_lost, difference.num_gained
+    test = mcnemar(difference.num_lost, difference.num_gained)
+    return Comparison(
+        num_images=difference.num_images,
+        num_lost=difference.num_lost,
+        num_gained=difference.num_gained,
+        delta_top1_points=difference.delta_points,
+        drop_lower_points=drop_lower(*counts),
+        drop_upper_points=drop_upper(*counts),
+        mcnemar_p=test.p_value,
+        mcnemar_test=test.test,
+    )
+
+
+def class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> tuple[ClassChange, ...]:
+    """Accuracy on each class that has images, the worst change first.
+
+    p-values are corrected for as many tests as there are classes with a lost or gained image. McNemar's test takes
+    the number of these as given, and without any there is nothing to test: such a class has p = 1 in any case.
+    """
+    num_classes, labels = len(classes), own.labels
+    counts = np.bincount(labels, minlength=num_classes)  # [classes] images, as all below
+    right_fp32, right_own = (np.bincount(labels[entry.right], minlength=num_classes) for entry in (fp32, own))
+    lost = np.bincount(labels[fp32.right & ~own.right], minlength=num_classes)
+    gained = np.bincount(labels[~fp32.right & own.right], minlength=num_classes)
+    tested = np.flatnonzero(lost + gained).tolist()
+    p_values = [mcnemar(int(lost[index]), int(gained[index])).p_value for index in tested]
+    corrected = dict(zip(tested, holm(p_values), strict=True))
+    changes = [
+        ClassChange(
+            name=classes[index],
+            num_images=int(counts[index]),
+            fp32_pct=100 * float(right_fp32[index] / counts[index]),
+            own_pct=100 * float(right_own[index] / counts[index]),
+            delta_points=100 * float((gained[index] - lost[index]) / counts[index]),
+            num_lost=int(lost[index]),
+            num_gained=int(gained[index]),
+            p_corrected=corrected.get(index, 1.0),
+            significant=corrected.get(index, 1.0) < SIGNIFICANCE,
+        )
+        for index in np.flatnonzero(counts).tolist()
+    ]
+    return tuple(sorted(changes, key=lambda entry: entry.delta_points))
+
+
+def class_losses(changes: tuple[ClassChange, ...]) -> tuple[tuple[ClassLoss, ...], ClassLoss | None]:
+    """The classes that are significantly worse than with FP32, and the one that loses most; None if none does."""
+    losses = [
+        (entry.significant, ClassLoss(**entry.model_dump(include=set(ClassLoss.model_fields))))
+        for entry in changes
+        if entry.delta_points < 0
+    ]
+    return tuple(loss for significant, loss in losses if significant), losses[0][1] if losses else None
+
+
+COMMIT_VARIABLE = "ENGINERY_COMMIT"  # set in container images, which hold no git checkout
+_PLACES = ("data", "class_names_file", "pretrained", "cache")  # fields that may name a folder or file of a machine
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def gather_provenance(
+    config: ValidateConfig, bundle: Artifact[BundleManifest], data: Artifact[DatasetManifest]
+) -> Provenance:
+    """All that leads from the report back to images, code and machines."""
+    model, training = bundle.manifest, bundle.manifest.training
+    digests = {
+        "dataset": data.digest,
+        **{f"{name} split": split.digest for name, split in data.manifest.splits.items()},
+        "model": model.inputs["model"],
+        "bundle": bundle.digest,
+        **{name: model.files[name].digest for name in sorted(model.files)},
+    }
+    configs = {"preprocess": data.manifest.config, "export": model.config, "validate": config.model_dump(mode="json")}
+    machines = {"preprocess": data.manifest.environment, "export": model.environment, "validate": environment()}
+    if training is not None:
+        configs["train"], machines["train"] = training.config, training.environment
+    order = [step for step in ("preprocess", "train", "export", "validate") if step in configs]
+    return Provenance(
+        code=code_version(),
+        digests=digests,
+        configs={step: _without_folders(configs[step]) for step in order},
+        environments={step: machines[step] for step in order},
+    )
+
+
+def _without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as it may leave the machine: of a path no more than its last part. URIs stay, which hold no secrets."""
+    return {
+        key: Path(value).name if key in _PLACES and value and "://" not in value else value
+        for key, value in config.items()
+    }
+
+
+def code_version() -> Code:
+    """Version of the package, and the commit from the environment or from the checkout that this file is in."""
+    try:
+        version = metadata.version("enginery")
+    except metadata.PackageNotFoundError:
+        version = ""
+    if commit := os.environ.get(COMMIT_VARIABLE):
+        return Code(version=version, commit=commit, modified=False)
+    if not (_ROOT / ".git").exists():  # installed elsewhere, perhaps inside somebody else's repository
+        return Code(version=version, commit="", modified=False)
+    commit = _git("rev-parse", "HEAD")
+    return Code(version=version, commit=commit, modified=bool(commit and _git("status", "--porcelain", "-uno")))
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that hangs: the commit is not known
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+_MAX_SIDE = 160  # pixels
+_SMALL_SIDE = 64  # pictures up to this size stay exact
+
+
+def thumbnails(data: Artifact[DatasetManifest], keys: Iterable[str]) -> dict[str, str]:
+    """Data URIs of validation images by their key in val.jsonl."""
+    wanted = set(keys)
+    found: dict[str, str] = {}
+    for shard in data.manifest.splits["val"].shards:
+        if len(found) == len(wanted):
+            break
+        with data.file(shard).open("rb") as archive:
+            for key, offset, size in image_places(data.file(shard).with_suffix(".idx")):
+                if key in wanted:
+                    archive.seek(offset)
+                    found[key] = _data_uri(archive.read(size))
+    return found
+
+
+def _data_uri(data: bytes) -> str:
+    """A small JPEG, or a PNG of an image that is small already. `data` was decoded once by preprocess."""
+    image = _rgb(open_image(data))
+    exact = max(image.size) <= _SMALL_SIDE
+    image.thumbnail((_MAX_SIDE, _MAX_SIDE))
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG" if exact else "JPEG", quality=82)
+    kind = "png" if exact else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(encoded.getvalue()).decode()}"
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Upright RGB, as the loader delivers it; 16-bit gray is cut to its upper 8 bits."""
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
+    return upright.convert("RGB")
+
 
 MAX_DISAGREEMENTS = 24
 MAX_PAIRS = 20

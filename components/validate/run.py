@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from components.common.artifacts import (
+from components.common.contracts.errors import UserError
+from components.common.contracts.instruction_sets import instruction_set
+from components.common.contracts.manifests import (
     ALL_FILES,
     Artifact,
     BundleManifest,
@@ -15,20 +17,15 @@ from components.common.artifacts import (
     seal,
     write_atomically,
 )
-from components.common.errors import UserError
-from components.common.evaluation import Predictions
-from components.common.instruction_sets import instruction_set
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport
-from components.common.serving import Serving, serving_runners
-from components.common.steplog import StepLog
-from components.validate.comparison import class_changes, class_losses, compare
+from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport
+from components.common.data.evaluation import Predictions
+from components.common.process.steplog import StepLog
+from components.common.runtimes.selection import Serving, serving_runners
 from components.validate.config import ValidateConfig
-from components.validate.pictures import thumbnails
 from components.validate.predicting import predict_validation
 from components.validate.rendering import REPORT_FILES, write_report
-from components.validate.report import gather_report, image_keys
-from components.validate.speed import measure_speed
-from components.validate.speed_budget import budget_metrics, budget_text, within_budget
+from components.validate.report import class_changes, class_losses, compare, gather_report, image_keys, thumbnails
+from components.validate.speed import budget_metrics, budget_text, measure_speed, within_budget
 
 
 def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, output: Path) -> str:

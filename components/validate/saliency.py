@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.common.errors import EngineryError, UserError
-from components.common.runners.torch import TorchGraph, TorchNode
-from components.common.runners.torch_layers import fake_quantize
-from components.common.shapes import ShapeSpec
-from components.validate.layers import short_names
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.torch import TorchGraph, TorchNode
+from components.common.runtimes.torch_layers import fake_quantize
+from components.validate.charts import short_names
 
 MapKind = Literal["gradcam", "activation"]
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from components.common.environment import Environment
-from components.common.records import (
+from components.common.contracts.environment import Environment
+from components.common.contracts.records import (
     AccuracyReport,
     BenchmarkReport,
     CalibrationEntry,
@@ -25,9 +25,8 @@ from components.common.records import (
     TrainingRecord,
     Trial,
 )
-from components.common.shapes import ShapeSpec
-from components.common.transforms import TransformSpec
-from components.common.verdict import Thresholds
+from components.common.contracts.transforms import ShapeSpec, TransformSpec
+from components.common.contracts.verdict import Thresholds
 
 
 class _Record(BaseModel):

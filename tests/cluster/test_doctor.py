@@ -13,11 +13,11 @@ import yaml
 from kubernetes import client
 
 from components.train.train_job import GROUP
-from pipelines.cluster.server import Login
-from pipelines.cluster.settings import load_settings
-from pipelines.diagnosis.cluster import View, diagnose_cluster
-from pipelines.diagnosis.cluster_jobs import RIGHTS
-from pipelines.diagnosis.report import Diagnosis
+from enginery.cluster.server import Login
+from enginery.cluster.settings import load_settings
+from enginery.doctor.cluster import View, diagnose_cluster
+from enginery.doctor.cluster_nodes import RIGHTS
+from enginery.doctor.report import Diagnosis
 from tests.unit.cluster_api import claim, gpu_node
 
 pytestmark = pytest.mark.cluster

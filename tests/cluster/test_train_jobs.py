@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EngineryError, UserError
-from components.common.settings import resolve
-from components.common.steplog import StepLog
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
-from components.train.kubernetes_job import Job, JobFailed, this_pod
 from components.train.nodes import train_on_nodes
 from components.train.train_job import (
     GROUP,
@@ -25,9 +24,12 @@ from components.train.train_job import (
     PLURAL,
     POD_VARIABLE,
     VERSION,
+    Job,
+    JobFailed,
+    this_pod,
     train_job,
 )
-from pipelines.diagnosis.cluster_jobs import RIGHTS
+from enginery.doctor.cluster_nodes import RIGHTS
 from tests.unit.train.test_nodes import FULL, request_for
 from tests.unit.train.trainer_cluster import TrainerCluster
 

@@ -57,7 +57,7 @@ def run_step(name: str, arguments: Sequence[str], *options: str) -> "subprocess.
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in digits, readable for every UID."""
     folder = tmp_path_factory.mktemp("data") / "digits"
-    command = [sys.executable, "-m", "pipelines.cli", "data", "digits", str(folder)]
+    command = [sys.executable, "-m", "enginery.cli.main", "data", "digits", str(folder)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     for parent in (folder, folder.parent, folder.parent.parent, folder.parent.parent.parent):
         parent.chmod(0o755)

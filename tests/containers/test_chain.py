@@ -13,7 +13,7 @@ import pytest
 from tests.containers.conftest import REPOSITORY, docker
 
 pytestmark = pytest.mark.slow
-RUN = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--in-containers"]
+RUN = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--in-containers"]
 SETTINGS = ["--config", "pipelines/configs/digits.yaml"]
 
 

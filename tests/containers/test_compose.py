@@ -18,7 +18,7 @@ import requests
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from components.common import store as _store  # noqa: F401  # as every process of ours that uses MLflow
+from components.common.registry import store as _store  # noqa: F401  # as every process of ours that uses MLflow
 from tests.containers.conftest import REPOSITORY, docker
 from tests.containers.test_tracking_server import _log_loss, digest, until_it_fails
 from tests.pipelines.servers import free_port

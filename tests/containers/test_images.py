@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from components.common.digests import digest_file
+from components.common.contracts.digests import digest_file
 from tests.containers.conftest import (
     HARDENED_ALONE,
     IMAGES,
@@ -104,7 +104,7 @@ def test_what_an_image_says_of_itself(name: str) -> None:
     config = inspect(image(name))["Config"]
     assert config["User"] == "10001:0"
     start = ["/opt/enginery/start"]
-    entry = {"serve": start, "mlflow": start, "cli": ["python", "-m", "pipelines.cli"]}
+    entry = {"serve": start, "mlflow": start, "cli": ["python", "-m", "enginery.cli.main"]}
     assert config["Entrypoint"] == entry.get(name, ["python", "-m", f"components.{name}"])
     labels = {key.removeprefix("org.opencontainers.image."): value for key, value in config["Labels"].items()}
     assert labels["title"] == f"enginery {name}"

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.common.artifacts import BundleManifest, load
-from pipelines.release.chain import load_chain
-from pipelines.serving.repository import RepositoryConfig, write_repository
-from pipelines.serving.sources import Source
+from components.common.contracts.manifests import BundleManifest, load
+from enginery.release.verify import load_chain
+from enginery.serving.repository import RepositoryConfig, write_repository
+from enginery.serving.sources import Source
 from tests.containers.conftest import HARDENED_ALONE, docker, image, mount
 from tests.unit.conftest import proved  # noqa: F401
 

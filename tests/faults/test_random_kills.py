@@ -17,15 +17,15 @@ from pathlib import Path
 
 import psutil
 
-from components.common.artifacts import MANIFEST
-from components.common.digests import digest_file
+from components.common.contracts.digests import digest_file
+from components.common.contracts.manifests import MANIFEST
 from tests.pipelines.running import ROOT, SETTINGS
 
 NUM_KILLS = int(os.environ.get("KILLS", "200"))
 
 
 def start(home: Path, data: Path, seed: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(data)]
+    command = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--data", str(data)]
     log = (home / "console.log").open("ab")
     return subprocess.Popen(
         [*command, "--seed", str(seed), *SETTINGS, "--set", "export.num_ranking_images=8"],

@@ -16,8 +16,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from components.preprocess.decoding import as_png, decode
-from components.preprocess.structure import Rejected
+from components.preprocess.decoding import Rejected, as_png, decode
 
 BATCH = 50
 _PATIENCE_S = 60.0

@@ -24,9 +24,15 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from components.common.artifacts import MANIFEST, CheckpointManifest, DatasetManifest, digest_file, load
-from components.common.errors import EngineryError
-from components.common.integrity import claims_of
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import (
+    MANIFEST,
+    CheckpointManifest,
+    DatasetManifest,
+    claims_of,
+    digest_file,
+    load,
+)
 from components.export.onnx_export import read_user_onnx
 from components.preprocess.sources import Unreadable, find_samples, read_sample
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, load
-from components.common.errors import EngineryError
-from components.common.loader import Loader
-from components.common.settings import resolve
-from components.common.steplog import StepLog
-from components.common.transforms import transform_for
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import transform_for
+from components.common.data.loader import Loader
+from components.common.process.steplog import StepLog
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.run import run
 

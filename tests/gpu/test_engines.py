@@ -9,22 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from components.common.errors import EngineryError, UserError
-from components.common.evaluation import predict, predict_in_parts
-from components.common.loader import Batch
-from components.common.records import EngineEntry
-from components.common.runners.onnxruntime import OnnxRuntimeRunner
-from components.common.runners.tensorrt import TensorRTRunner
-from components.common.runners.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger, why_no_tensorrt
-from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, compute_scale
-from components.export.collection import collect_with_onnxruntime
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.records import EngineEntry
+from components.common.contracts.transforms import ShapeSpec
+from components.common.data.evaluation import predict, predict_in_parts
+from components.common.data.loader import Batch
+from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
+from components.common.runtimes.tensorrt import TensorRTRunner
+from components.common.runtimes.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger, why_no_tensorrt
+from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
-from components.export.mantissa import round_weights
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
-from components.export.precision import raise_opset, to_fp16
+from components.export.precision import raise_opset, round_weights, to_fp16
 from components.export.qdq import insert_qdq
 from components.validate.predicting import gpus_alike
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from components.common.artifacts import Artifact, DatasetManifest, load
-from components.common.errors import EngineryError
-from components.common.loader import Batch, Loader
-from components.common.transforms import Augmentation, transform_for
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.transforms import Augmentation, transform_for
+from components.common.data.loader import Batch, Loader
 
 SIZES = [(300, 400), (375, 500), (500, 333), (256, 256), (640, 427), (257, 700), (200, 180), (1024, 768), (241, 301)]
 NUM_TRAIN = 96

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from components.common.artifacts import (
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import (
     Artifact,
     BundleManifest,
     DatasetManifest,
@@ -22,16 +23,14 @@ from components.common.artifacts import (
     VerdictManifest,
     load,
 )
-from components.common.errors import EngineryError
-from components.common.evaluation import predict
-from components.common.loader import Loader
-from components.common.records import Precision
-from components.common.runners.tensorrt import TensorRTRunner
-from components.common.settings import resolve
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
-from components.common.tracking import step_run
-from components.common.transforms import transform_for
+from components.common.contracts.records import Precision
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.data.evaluation import predict
+from components.common.data.loader import Loader
+from components.common.process.steplog import StepLog
+from components.common.registry.tracking import step_run
+from components.common.runtimes.tensorrt import TensorRTRunner
 from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run as export
@@ -41,7 +40,7 @@ from components.promote.config import PromoteConfig
 from components.promote.run import run as promote
 from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
-from pipelines.datasets.textures import write_textures
+from enginery.datasets.textures import write_textures
 
 NAME = "textures"
 RUNTIME = "tensorrt"

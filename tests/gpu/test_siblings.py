@@ -7,11 +7,10 @@ import onnx
 import torch
 from torchvision.models.googlenet import Inception
 
-from components.common.runners.onnxruntime import OnnxRuntimeRunner
-from components.common.runners.tensorrt import TensorRTRunner
-from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, compute_scale
-from components.export.collection import collect_with_onnxruntime
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
+from components.common.runtimes.tensorrt import TensorRTRunner
+from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
 from components.export.onnx_export import export_onnx

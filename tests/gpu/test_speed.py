@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from components.common.gpu_monitor import monitor_of
-from components.common.records import BenchmarkReport
-from components.common.runners.tensorrt import TensorRTRunner
-from components.common.runners.tensorrt_library import why_no_tensorrt
-from components.common.shapes import ShapeSpec
+from components.common.contracts.records import BenchmarkReport
+from components.common.contracts.transforms import ShapeSpec
+from components.common.process.gpu_monitor import monitor_of
+from components.common.runtimes.tensorrt import TensorRTRunner
+from components.common.runtimes.tensorrt_library import why_no_tensorrt
 from components.export.engines import build_engine
 from components.export.onnx_export import export_onnx
 from components.validate.config import ValidateConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from components.common.shapes import ShapeSpec
+from components.common.contracts.transforms import ShapeSpec
 from components.export.config import EngineOption
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine

@@ -6,15 +6,14 @@ import pytest
 import torch
 import torchvision
 
-from components.common.runners.onnxruntime import OnnxRuntimeRunner
-from components.common.runners.torch import TorchRunner
-from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, compute_scale
-from components.export.collection import collect_with_onnxruntime, collect_with_torch
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
+from components.common.runtimes.torch import TorchRunner
+from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, collect_with_torch, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
 from components.export.qdq import Arithmetic, insert_qdq
-from components.export.sensitivity import rank_layers
+from components.export.selection import rank_layers
 
 SHAPES = ShapeSpec(height=64, width=64)
 NETWORKS = ("resnet18", "mobilenet_v2", "efficientnet_b0")

@@ -15,10 +15,10 @@ import pytest
 import torch
 import yaml
 
-from components.common.artifacts import UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
-from components.common.records import EpochRecord
-from pipelines.datasets.textures import write_textures
+from components.common.contracts.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
+from components.common.contracts.manifests import UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.records import EpochRecord
+from enginery.datasets.textures import write_textures
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240

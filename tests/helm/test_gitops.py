@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipelines.deploying.editing import set_values
+from enginery.release.deploy import set_values
 from tests.helm.rendering import CHART, REPOSITORY, named, pods, render_files, resources
 from tests.helm.test_security import violations
 

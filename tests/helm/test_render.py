@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pipelines.diagnosis.cluster_jobs import RIGHTS
+from enginery.doctor.cluster_nodes import RIGHTS
 from tests.helm.rendering import (
     CASES,
     CHART,

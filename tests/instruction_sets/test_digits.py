@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import BundleManifest, ReportManifest, VerdictManifest, load
-from components.common.digests import digest_bytes
-from components.common.instruction_sets import SATURATING, VARIABLE, available
-from components.common.serving import fit_model
+from components.common.contracts.digests import digest_bytes
+from components.common.contracts.instruction_sets import SATURATING, VARIABLE, available
+from components.common.contracts.manifests import BundleManifest, ReportManifest, VerdictManifest, load
+from components.common.runtimes.selection import fit_model
 
 ROOT = Path(__file__).parents[2]
 # The quickstart itself ran with the widest.

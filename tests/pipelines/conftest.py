@@ -11,9 +11,9 @@ import mlflow
 import pytest
 from rich.console import Console
 
-from pipelines.parameters import PipelineFile
-from pipelines.record import RunRecord
-from pipelines.state import StateDirectory
+from enginery.local.parameters import PipelineFile
+from enginery.local.record import RunRecord
+from enginery.local.state import StateDirectory
 from tests.pipelines.kfp_api import Cluster
 from tests.pipelines.submission import REPOSITORY, Done, Submit, load_once
 from tests.serving import serving
@@ -32,9 +32,9 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """`submit(endpoint, *options, name, **environment)` in this process."""
     from kfp.client import Client
 
-    from pipelines.cli import main
+    from enginery.cli.main import main
 
-    monkeypatch.setattr("pipelines.commands.submit.load_pipeline", load_once)
+    monkeypatch.setattr("enginery.cli.submit.load_pipeline", load_once)
     monkeypatch.setattr(Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "no-context.json"))
     for variable in ("KF_PIPELINES_ENDPOINT", "KFP_COOKIE", "KF_PIPELINES_SA_TOKEN_PATH"):
         monkeypatch.delenv(variable, raising=False)

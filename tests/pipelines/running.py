@@ -27,7 +27,7 @@ def start(home: Path, data: Path, *options: str, **variables: str) -> subprocess
     """`enginery run`. Data that does not exist is made so that it ends the run in its first step."""
     if not data.exists():
         write_leaking(data)
-    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(data)]
+    command = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--data", str(data)]
     return subprocess.Popen(
         [*command, *SETTINGS, *options],
         cwd=ROOT,

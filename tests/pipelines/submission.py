@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from click.testing import CliRunner
 
-from pipelines.commands.compile import compile as compile_command
-from pipelines.parameters import load_pipeline
+from enginery.cli.compile import compile as compile_command
+from enginery.local.parameters import load_pipeline
 
 load_once = functools.cache(load_pipeline)  # KFP takes seconds to look at a pipeline where much is imported
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -18,16 +18,23 @@ from click.testing import CliRunner
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from components.common.artifacts import BundleManifest, DatasetManifest, PromotionManifest, VerdictManifest, load
-from components.common.errors import EngineryError
-from components.common.registry import Registry
-from pipelines.commands import cli
+import enginery
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import (
+    BundleManifest,
+    DatasetManifest,
+    PromotionManifest,
+    VerdictManifest,
+    load,
+)
+from components.common.registry.model_registry import Registry
+from enginery.cli.commands import cli
 
 from .submission import load_once
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
-ENGINERY = [sys.executable, "-m", "pipelines.cli"]
+ENGINERY = [sys.executable, "-m", "enginery.cli.main"]
 SMALL = [
     *("--image-size", "32", "--num-calibration-images", "16", "--max-top1-drop-points", "100"),
     *("--set", "export.calibration_method=max", "--set", "export.num_ranking_images=0"),
@@ -130,6 +137,16 @@ def failed(chain: Chain, home: Path, few_digits: Path, tmp_path_factory: pytest.
 
 
 # What a person sees
+
+
+def test_python_reads_what_a_run_wrote(chain: Chain) -> None:
+    summary = enginery.load_summary(Path(chain.summary["run_directory"]) / "summary.json")
+    assert (summary.status, summary.exit_code) == ("done", 0)
+    assert "int8.onnx" in enginery.load_bundle(chain.artifact("export", "bundle")).manifest.files
+    report = enginery.load_report(chain.artifact("validate", "report"))
+    assert report.model.architecture == NAME
+    with pytest.raises(UserError, match="can't be read as a RunSummary"):
+        enginery.load_summary(chain.artifact("validate", "report") / "report.json")
 
 
 def test_it_ends_well_and_says_what_came_out(chain: Chain) -> None:
@@ -307,7 +324,7 @@ def test_mistakes_that_need_no_run_to_be_found(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("pipelines.commands.run.load_pipeline", load_once)
+    monkeypatch.setattr("enginery.cli.run.load_pipeline", load_once)
     result = CliRunner().invoke(cli, ["run", f"pipelines/{arguments[0]}", *arguments[1:]])
     error = result.exception
     text = str(error) if isinstance(error, EngineryError) else result.output
@@ -389,11 +406,11 @@ def test_quantize_a_state_dict(home: Path, few_digits: Path, tmp_path: Path) -> 
 
 PARTS_ALONE = """
 from kfp import dsl
-from pipelines import classifier
+from pipelines import graph
 
 @dsl.pipeline(name="parts-alone")
 def parts_alone(data: str, num_parts: int = 2):
-    classifier.prepare_in_parts(data=data, seed=0, num_parts=num_parts, settings={})
+    graph.prepare_in_parts(data=data, seed=0, num_parts=num_parts, settings={})
 """
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import MANIFEST
-from components.common.digests import digest_file
-from components.common.disk import explain
-from components.common.errors import EngineryError, UserError
-from pipelines.rendering import EventStream, RunLog
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import MANIFEST
+from components.common.process.disk import explain
+from enginery.local.rendering import EventStream, RunLog
 
 from .conftest import OpenRecord
 from .running import STEPS, finish, hold_in, query, start

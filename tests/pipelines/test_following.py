@@ -12,11 +12,10 @@ import pytest
 import urllib3
 from kubernetes import client as k8s
 
-from components.common.errors import EngineryError
-from pipelines.cluster import following
-from pipelines.cluster.following import Following, steps_of
-from pipelines.cluster.pods import PodLogs, core_api, step_of
-from pipelines.cluster.server import Login, Server
+from components.common.contracts.errors import EngineryError
+from enginery.cluster import watch
+from enginery.cluster.server import Login, Server
+from enginery.cluster.watch import Following, PodLogs, core_api, step_of, steps_of
 from tests.kubernetes_api import answer
 from tests.pipelines.kfp_api import RUN_ID
 from tests.pipelines.servers import free_port
@@ -68,7 +67,7 @@ def pods() -> Iterator[Pods]:
 
 @pytest.fixture
 def logs(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> PodLogs:
-    monkeypatch.setattr("pipelines.cluster.pods._TIDYING_S", 60.0)  # on a machine that has much to do
+    monkeypatch.setattr("enginery.cluster.watch._TIDYING_S", 60.0)  # on a machine that has much to do
     configuration = k8s.Configuration(host=pods.endpoint)
     configuration.retries = urllib3.Retry(0)
     return PodLogs(NAMESPACE, RUN_ID, lambda: k8s.CoreV1Api(k8s.ApiClient(configuration)))
@@ -122,8 +121,8 @@ def test_no_cluster_costs_one_line(
 
 def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the run has begun this is no mistake of the command: 1, and not 2."""
-    monkeypatch.setattr(following, "_MAX_LOST_POLLS", 3)
-    monkeypatch.setattr(following, "_SHORTEST_POLL_S", 0.0)
+    monkeypatch.setattr(watch, "_MAX_LOST_POLLS", 3)
+    monkeypatch.setattr(watch, "_SHORTEST_POLL_S", 0.0)
     configuration = kfp.Configuration(host=f"http://127.0.0.1:{free_port()}")
     configuration.retries = urllib3.Retry(0)
     runs = kfp.RunServiceApi(kfp.ApiClient(configuration))

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from pipelines.commands.compile import compile as compile_command
-from pipelines.parameters import STEP_CONFIGS, PipelineFile, load_pipeline
+from enginery.cli.compile import compile as compile_command
+from enginery.local.parameters import STEP_CONFIGS, PipelineFile, load_pipeline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.common.artifacts import MANIFEST, UNFINISHED
-from components.common.digests import digest_file
+from components.common.contracts.digests import digest_file
+from components.common.contracts.manifests import MANIFEST, UNFINISHED
 
 from .running import ROOT, SETTINGS, STEPS
 
@@ -34,7 +34,7 @@ class Home:
     pending: dict[str, str] = field(default_factory=dict)  # local run -> status that the next run gives it in MLflow
 
     def start(self, seed: int = 0, *more: str) -> "Run":
-        command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--data", str(self.data)]
+        command = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--data", str(self.data)]
         before = set(self.path.glob("runs/*"))
         process = subprocess.Popen(
             [*command, "--seed", str(seed), *SETTINGS, *more],

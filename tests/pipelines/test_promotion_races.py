@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from components.common.audit_log import AuditLog
-from components.common.changing import champions, explained
-from components.common.promotions import CHAMPION
-from components.common.registry import Registry
-from pipelines.lineage import trace
+from components.common.registry.alias_changes import champions, explained
+from components.common.registry.audit_log import AuditLog
+from components.common.registry.model_registry import Registry
+from components.common.registry.promotions import CHAMPION
+from enginery.registry.audit import trace
 
 from .servers import door, free_port, postgresql, server, stop
 

@@ -16,7 +16,7 @@ from tests.pipelines.submission import CLUSTER_YAML, REPOSITORY, Done, Submit, c
 
 
 def submit_in_a_process(endpoint: str, *options: str, home: Path, **variables: str) -> Done:
-    command = [sys.executable, "-m", "pipelines.cli", "submit", "pipelines/resnet50.py", "--endpoint", endpoint]
+    command = [sys.executable, "-m", "enginery.cli.main", "submit", "pipelines/resnet50.py", "--endpoint", endpoint]
     # Another HOME, because KFP's client reads ~/.config/kfp.
     environment = {**os.environ, "HOME": str(home), **variables}
     done = subprocess.run(
@@ -242,7 +242,7 @@ def test_watch_comes_back_to_a_run(cluster: Cluster, submit: Submit) -> None:
 
 def test_ctrl_c_leaves_the_run_and_says_how_to_come_back(cluster: Cluster, tmp_path: Path) -> None:
     cluster.states = ["RUNNING"]
-    command = [sys.executable, "-m", "pipelines.cli", "submit", "pipelines/resnet50.py", "--data", "d", "--wait"]
+    command = [sys.executable, "-m", "enginery.cli.main", "submit", "pipelines/resnet50.py", "--data", "d", "--wait"]
     process = subprocess.Popen(
         [*command, "--endpoint", cluster.endpoint, "--no-logs", "--namespace", "mine"],
         cwd=REPOSITORY,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cluster.settings import ClusterSettings, load_settings, settings_rows
+from enginery.cluster.settings import ClusterSettings, load_settings, settings_rows
 from tests.pipelines.kfp_api import Cluster
 from tests.pipelines.submission import CLUSTER_YAML, REPOSITORY, Submit, compiled, one_message
 
@@ -162,7 +162,7 @@ def test_every_key_is_documented() -> None:
 
 
 def test_settings_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    from pipelines.cli import main
+    from enginery.cli.main import main
 
     main_arguments = ["submit", "--settings-help"]
     with pytest.raises(SystemExit) as left:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from components.common.errors import EngineryError
-from pipelines import record
-from pipelines.state import StateDirectory
+from components.common.contracts.errors import EngineryError
+from enginery.local import record
+from enginery.local.state import StateDirectory
 
 from .conftest import OpenRecord
 from .leaking import MESSAGE

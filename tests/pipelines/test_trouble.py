@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from components.common.errors import UserError
-from pipelines.commands import cli
-from pipelines.preflight import _MAX_UNPACKED_BYTES
+from components.common.contracts.errors import UserError
+from enginery.cli.commands import cli
+from enginery.local.preflight import _MAX_UNPACKED_BYTES
 
 from .running import ROOT, finish, hold_in, start
 from .submission import load_once
@@ -64,7 +64,7 @@ def test_state_directory_that_cannot_be_used(
         home.mkdir()
         (home / "runs").write_text("")
     monkeypatch.setenv("ENGINERY_HOME", str(home))
-    monkeypatch.setattr("pipelines.commands.run.load_pipeline", load_once)
+    monkeypatch.setattr("enginery.cli.run.load_pipeline", load_once)
     with pytest.raises(UserError, match=rf"{home}.*set ENGINERY_HOME"):
         cli(
             ["run", str(ROOT / "pipelines/resnet50.py"), "--data", str(few_digits), "--set", "gate.confident=false"],

@@ -8,11 +8,11 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.errors import GateFailed
-from components.common.settings import resolve
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
+from components.common.contracts.errors import GateFailed
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import ShapeSpec
+from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run as export

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.loader import Loader
-from components.common.transforms import TransformSpec
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.transforms import TransformSpec
+from components.common.data.loader import Loader
 
 
 def digits_network(dataset: Artifact[DatasetManifest]) -> nn.Module:

@@ -5,7 +5,7 @@ import onnxruntime as ort
 import torch
 from onnx import TensorProto, helper
 
-from components.common.runners.torch import TorchGraph
+from components.common.runtimes.torch import TorchGraph
 
 
 def run_ort(model, images, every_tensor=False):

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import (
+from components.common.contracts.digests import canonical_json, digest_bytes, digest_file
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import (
     MANIFEST,
     Artifact,
     DatasetManifest,
@@ -16,11 +18,9 @@ from components.common.artifacts import (
     load,
     prepare_directory,
     seal,
+    seal_of,
     write_atomically,
 )
-from components.common.digests import canonical_json, digest_bytes, digest_file
-from components.common.errors import EngineryError, UserError
-from components.common.integrity import seal_of
 from components.promote.config import PromoteConfig
 
 FIELDS = {"registered_model": "m", "version": "1", "alias": "a", "bundle_digest": "b", "verdict_digest": "v"}

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from components.common import environment as machine
-from components.common.artifacts import UNFINISHED, DatasetManifest, seal
-from components.common.environment import Gpu
+from components.common.contracts import environment as machine
+from components.common.contracts.environment import Gpu
+from components.common.contracts.manifests import UNFINISHED, DatasetManifest, seal
 from components.preprocess.config import PreprocessConfig
-from pipelines import caching
-from pipelines.caching import (
+from enginery.local import caching
+from enginery.local.caching import (
     begun_elsewhere,
     confirm,
     enable,
@@ -24,7 +24,7 @@ from pipelines.caching import (
     step_keys,
     unfinished_outputs,
 )
-from pipelines.parameters import PipelineFile, load_pipeline, resolve_arguments
+from enginery.local.parameters import PipelineFile, load_pipeline, resolve_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ["preprocess", "train", "export", "validate", "gate"]
@@ -151,14 +151,14 @@ def test_an_edited_source_file_repeats_its_step(file, data, monkeypatch):
 def test_source_digest_reads_the_step_and_what_steps_share(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "components", tmp_path / "components", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "pipelines").mkdir()
-    monkeypatch.setattr(caching, "__file__", str(tmp_path / "pipelines/caching.py"))
+    monkeypatch.setattr(caching, "__file__", str(tmp_path / "enginery/local/caching.py"))
     before = {step: source_digest(step) for step in STEPS}
     assert before["train"] == before["train"]
     with (tmp_path / "components/train/trainer.py").open("a") as source:
         source.write("# edited\n")
     after = {step: source_digest(step) for step in STEPS}
     assert [step for step in STEPS if before[step] != after[step]] == ["train"]
-    with (tmp_path / "components/common/loader.py").open("a") as source:
+    with (tmp_path / "components/common/data/loader.py").open("a") as source:
         source.write("# edited\n")
     assert all(after[step] != source_digest(step) for step in STEPS)
 

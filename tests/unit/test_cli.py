@@ -18,13 +18,13 @@ class Interrupt:
             os.kill(os.getpid(), {number})
 
 sys.meta_path.insert(0, Interrupt())
-from pipelines.cli import main
+from enginery.cli.main import main
 main({arguments!r})
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["click", "pipelines.commands.run", "kfp"])
+@pytest.mark.parametrize("name", ["click", "enginery.cli.run", "kfp"])
 def test_an_interrupt_during_imports_ends_with_130_and_no_word(name: str, number: signal.Signals) -> None:
     script = INTERRUPTED_IMPORT.format(name=name, number=int(number), arguments=["run", "pipelines/resnet50.py"])
     command = [sys.executable, "-c", script]

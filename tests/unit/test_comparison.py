@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from components.common.environment import environment
-from components.common.errors import UserError
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport
-from pipelines.commands import cli
-from pipelines.comparison import compare
-from pipelines.history import find_summary
-from pipelines.summary import PrecisionRow, RunSummary, SummaryBuilder
+from components.common.contracts.environment import environment
+from components.common.contracts.errors import UserError
+from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport
+from enginery.cli.commands import cli
+from enginery.local.runs import find_summary
+from enginery.local.summary import PrecisionRow, RunSummary, SummaryBuilder
+from enginery.registry.compare import compare
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FIRST, SECOND, OTHER = "digits-20260101-120000-aaaa", "digits-20260102-120000-bbbb", "own-20260103-120000-cccc"

@@ -119,7 +119,7 @@ def test_a_base_that_lacks_something() -> None:
 
 
 def test_the_drivers_are_those_of_the_doctor() -> None:
-    from pipelines.diagnosis import gpu
+    from enginery.doctor import gpu
 
     for major, driver in CHECK.OLDEST_DRIVER.items():
         assert gpu.OLDEST_DRIVER[int(major)] == driver

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from components.common.errors import EngineryError, UserError
-from pipelines.containers import RUN_LABEL, Containers, check_images, images_of
-from pipelines.parameters import PipelineFile, load_pipeline
-from pipelines.state import LOCK, RunDirectory, StateDirectory
+from components.common.contracts.errors import EngineryError, UserError
+from enginery.local.containers import RUN_LABEL, Containers, check_images, images_of
+from enginery.local.parameters import PipelineFile, load_pipeline
+from enginery.local.state import LOCK, RunDirectory, StateDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASKS = ("preprocess", "train", "export", "validate", "gate", "promote")
@@ -50,7 +50,7 @@ def test_without_an_engine_the_fix_is_named(
 
 def test_the_command_says_so_before_anything_is_made(tmp_path: Path, few_digits: Path) -> None:
     environment = {**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/no.sock", "ENGINERY_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "pipelines.cli", "run", "pipelines/resnet50.py", "--in-containers"]
+    command = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--in-containers"]
     done = subprocess.run(
         [*command, "--data", str(few_digits), "--set", "gate.confident=false"],
         cwd=REPOSITORY,
@@ -111,7 +111,7 @@ def test_success_is_believed_only_with_all_manifests(containers: Callable[..., C
 def test_a_step_ends_when_the_lock_of_its_run_is_free(tmp_path: Path) -> None:
     """What a step in a container has of its parent: the lock, which another process's end frees."""
     held = RunDirectory.hold(tmp_path)
-    script = "import time; from components.common.lifetime import end_with_parent; end_with_parent(); "
+    script = "import time; from components.common.process.lifetime import end_with_parent; end_with_parent(); "
     script += "print('ready', flush=True); time.sleep(60)"
     environment = {**os.environ, "ENGINERY_PARENT_LOCK": str(tmp_path / LOCK)}
     command = [sys.executable, "-c", script]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from components.common.errors import EngineryError, UserError
-from pipelines.commands import cli
-from pipelines.commands.data import _writable
+from components.common.contracts.errors import EngineryError, UserError
+from enginery.cli.commands import cli
+from enginery.cli.data import _writable
 
 
 @pytest.mark.parametrize("arguments", [("digits",), ("textures", "--num-classes", "2", "--num-train", "2")])

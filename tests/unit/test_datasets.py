@@ -15,11 +15,10 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from components.common.errors import UserError
-from pipelines.commands.data import data
-from pipelines.datasets.digits import write_digits
-from pipelines.datasets.synthesis import FAMILIES, TRAITS, class_traits, texture_image
-from pipelines.datasets.textures import texture_jpeg, write_textures
+from components.common.contracts.errors import UserError
+from enginery.cli.data import data
+from enginery.datasets.digits import write_digits
+from enginery.datasets.textures import FAMILIES, TRAITS, class_traits, texture_image, texture_jpeg, write_textures
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL: dict[str, Any] = {"num_classes": 3, "num_train": 10, "num_val": 4, "image_size": 32, "num_workers": 1}
@@ -155,7 +154,7 @@ def test_a_killed_run_takes_its_workers_along_and_is_continued(tmp_path: Path) -
     script = tmp_path / "write.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from pipelines.datasets.textures import write_textures\n"
+        "from enginery.datasets.textures import write_textures\n"
         f"if __name__ == '__main__':\n    write_textures(Path({str(directory)!r}), **{arguments!r})\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})

@@ -18,12 +18,12 @@ import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
-from components.common.errors import EXIT_FAILURE
-from pipelines.diagnosis import machine, software, storage
-from pipelines.diagnosis.checks import Check, Planned, absent, missing, ok, run_check, warning
-from pipelines.diagnosis.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
-from pipelines.diagnosis.probes import ProbeError, Probes
-from pipelines.diagnosis.report import Diagnosis, all_checks, conclude
+from components.common.contracts.errors import EXIT_FAILURE
+from enginery.doctor import machine
+from enginery.doctor.checks import Check, Planned, absent, missing, ok, run_check, warning
+from enginery.doctor.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
+from enginery.doctor.probes import ProbeError, Probes
+from enginery.doctor.report import Diagnosis, all_checks, conclude
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPU = NvidiaGpu("NVIDIA H100", 80 * 10**9, (9, 0))
@@ -51,7 +51,7 @@ def _visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def doctor(directory: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "doctor", *arguments],
+        [sys.executable, "-m", "enginery.cli.main", "doctor", *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "ENGINERY_HOME": str(directory), "CUDA_VISIBLE_DEVICES": "", **variables},
         capture_output=True,
@@ -102,10 +102,10 @@ def test_a_library_that_crashes_or_hangs_takes_only_its_probe_down(
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
     (tmp_path / "openvino.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("pipelines.diagnosis.probes._LIMIT_S", 3.0)
+    monkeypatch.setattr("enginery.doctor.probes._LIMIT_S", 3.0)
     probes = Probes(("torch", "openvino"))
-    assert software.torch(probes).found == "does not import: ended by SIGILL"
-    assert software.openvino(probes).found == "does not work: gave no answer in 3 s"
+    assert machine.torch(probes).found == "does not import: ended by SIGILL"
+    assert machine.openvino(probes).found == "does not work: gave no answer in 3 s"
     with pytest.raises(ProbeError, match="SIGILL"):
         probes.ask("torch", "available")
 
@@ -169,9 +169,9 @@ def test_few_open_files() -> None:
 def test_versions(tmp_path: Path) -> None:
     pins = tmp_path / "constraints.txt"
     pins.write_text("# pins\nclick==1.0  # via enginery\nnumpy==0 ; python_version < '3'\n")
-    assert software.versions(["click>=8", "pytest>=1; extra == 'dev'"], tmp_path / "none").found.startswith("1 package")
-    assert "(pin 1.0)" in software.versions(["click>=8", "numpy>=1"], pins).found
-    wrong = software.versions(["click<2", "no-such-package>=1"], pins)
+    assert machine.versions(["click>=8", "pytest>=1; extra == 'dev'"], tmp_path / "none").found.startswith("1 package")
+    assert "(pin 1.0)" in machine.versions(["click>=8", "numpy>=1"], pins).found
+    wrong = machine.versions(["click<2", "no-such-package>=1"], pins)
     assert wrong.status == "missing"
     assert "needed is <2" in wrong.found
     assert "no-such-package is not installed" in wrong.found
@@ -183,24 +183,24 @@ def test_versions_come_from_the_checkout_then_from_the_installation(
     other, none = tmp_path / "other.toml", tmp_path / "none.toml"
     other.write_text('[project]\nname = "another"\ndependencies = ["click"]\n')
     monkeypatch.setattr(metadata, "requires", lambda name: [f"of-{name}"])
-    assert software.required(none) == software.required(other) == ["of-enginery"]
-    of_checkout = software.required()
+    assert machine.required(none) == machine.required(other) == ["of-enginery"]
+    of_checkout = machine.required()
     assert {"torch", "kfp", "mlflow"} <= {Requirement(text).name for text in of_checkout}
 
     def not_installed(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", not_installed)
-    assert software.required() == of_checkout
-    assert software.versions().status != "missing"
-    finding = software.versions(software.required(none))
+    assert machine.required() == of_checkout
+    assert machine.versions().status != "missing"
+    finding = machine.versions(machine.required(none))
     assert (finding.status, "make install" in finding.fix) == ("warning", True)
 
 
 def test_without_a_gpu_there_is_one_line_on_all_of_it(
     told: "subprocess.CompletedProcess[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = importlib.import_module("pipelines.commands.doctor")
+    command = importlib.import_module("enginery.cli.doctor")
     monkeypatch.setattr(command, "diagnose", lambda: Diagnosis.model_validate_json(told.stdout))
     done = CliRunner(env={"COLUMNS": "200"}).invoke(command.doctor)
     of_gpu = done.output.partition("\nGPU")[2].splitlines()
@@ -289,30 +289,30 @@ def server(status: int) -> Iterator[str]:
 def test_tracking_server(monkeypatch: pytest.MonkeyPatch, status: int, expected: str, fix: str) -> None:
     with server(status) as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        finding = storage.tracking()
+        finding = machine.tracking()
         assert (finding.status, fix in finding.fix, "secret" in finding.found) == (expected, True, False)
-    gone = storage.tracking()
+    gone = machine.tracking()
     assert (gone.status, "can't be reached" in gone.found) == ("missing", True)
 
 
 def test_tracking_in_sqlite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
-    monkeypatch.setattr(storage, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(machine, "_LIMIT_S", 0.2)
     file = tmp_path / "mlflow.db"
     with contextlib.closing(sqlite3.connect(file)) as connection:
         connection.execute("CREATE TABLE runs (id)")
         connection.commit()
-        assert storage.tracking().status == "ok"
+        assert machine.tracking().status == "ok"
         connection.execute("BEGIN IMMEDIATE")
-        assert "locked" in storage.tracking().found
+        assert "locked" in machine.tracking().found
     file.write_bytes(b"no database at all " * 100)
-    assert f"mv {file}" in storage.tracking().fix
+    assert f"mv {file}" in machine.tracking().fix
 
 
 def test_state_directory_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "file" / "state"))
-    finding = storage.state_directory()
+    finding = machine.state_directory()
     assert (finding.status, "ENGINERY_HOME" in finding.fix) == ("missing", True)
 
 

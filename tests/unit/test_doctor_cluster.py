@@ -11,13 +11,13 @@ import yaml
 from click.testing import CliRunner
 from kubernetes import client as k8s
 
-from pipelines.cluster.server import Login
-from pipelines.cluster.settings import load_settings
-from pipelines.commands.doctor import doctor
-from pipelines.diagnosis.checks import Check, run_check
-from pipelines.diagnosis.cluster import View, all_checks, conclude, diagnose_cluster
-from pipelines.diagnosis.cluster_images import ImageName
-from pipelines.diagnosis.report import Diagnosis
+from enginery.cli.doctor import doctor
+from enginery.cluster.server import Login
+from enginery.cluster.settings import load_settings
+from enginery.doctor.checks import Check, run_check
+from enginery.doctor.cluster import View, all_checks, conclude, diagnose_cluster
+from enginery.doctor.cluster_images import ImageName
+from enginery.doctor.report import Diagnosis
 from tests.serving import serving
 from tests.unit.cluster_api import NAMESPACE, ClusterApi, claim, cpu_node, gpu_node, login, secret
 

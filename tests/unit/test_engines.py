@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from components.common.errors import RuntimeUnavailable, UserError
-from components.common.records import EngineEntry
-from components.common.runners import tensorrt_library
-from components.common.runners.tensorrt import TensorRTRunner
-from components.common.runners.tensorrt_library import load_engine, load_tensorrt, start, why_no_tensorrt
-from components.common.shapes import ShapeSpec
+from components.common.contracts.errors import RuntimeUnavailable, UserError
+from components.common.contracts.records import EngineEntry
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes import tensorrt_library
+from components.common.runtimes.tensorrt import TensorRTRunner
+from components.common.runtimes.tensorrt_library import load_engine, load_tensorrt, start, why_no_tensorrt
 from components.export import engines
 
 SHAPES = ShapeSpec(height=8, width=8)

@@ -8,16 +8,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from components.common.artifacts import BundleManifest, CheckpointManifest, seal
-from components.common.environment import Gpu
-from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.records import CalibrationEntry
-from components.common.settings import StepConfig
-from components.common.shapes import ShapeSpec
-from components.common.transforms import transform_for
-from pipelines.commands import cli
+from components.common.contracts.environment import Gpu
+from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.contracts.manifests import BundleManifest, CheckpointManifest, seal
+from components.common.contracts.records import CalibrationEntry
+from components.common.contracts.settings import StepConfig
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from enginery.cli.commands import cli
 
-command = importlib.import_module("pipelines.commands.engines")
+command = importlib.import_module("enginery.cli.engines")
 GPU = Gpu(name="NVIDIA H100", memory_bytes=80 << 30, driver="580")
 FIELDS = {"architecture": "resnet18", "classes": ("a", "b"), "transform": transform_for(32, resize_ratio=1.0)}
 

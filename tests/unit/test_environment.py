@@ -7,7 +7,7 @@ import psutil
 import pynvml
 import pytest
 
-from components.common.environment import gpus, keep_streams_apart
+from components.common.contracts.environment import gpus, keep_streams_apart
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33")
 

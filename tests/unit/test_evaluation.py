@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.evaluation import (
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.transforms import transform_for
+from components.common.data.evaluation import (
     ConfidenceBins,
     Predictions,
     predict,
@@ -18,9 +19,8 @@ from components.common.evaluation import (
     top_classes,
     top_confidences,
 )
-from components.common.loader import Batch, Loader
-from components.common.runners import Timing
-from components.common.transforms import transform_for
+from components.common.data.loader import Batch, Loader
+from components.common.runtimes import Timing
 
 
 class Recorder:

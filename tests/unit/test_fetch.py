@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from components.common.artifacts import MANIFEST, BundleManifest, load
-from components.common.digests import canonical_json, digest_bytes
-from components.common.errors import EngineryError, UserError
-from components.common.integrity import seal_of
-from pipelines.commands import cli
-from pipelines.fetching import fetch
+from components.common.contracts.digests import canonical_json, digest_bytes
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import MANIFEST, BundleManifest, load, seal_of
+from enginery.cli.commands import cli
+from enginery.release.fetch import fetch
 from tests.unit.promoting.chains import make_chain
 
 OTHER = "sha256:" + "0" * 64

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import ReportManifest, VerdictManifest, load, seal
-from components.common.errors import GateFailed, UserError
-from components.common.instruction_sets import instruction_set
-from components.common.records import (
+from components.common.contracts.errors import GateFailed, UserError
+from components.common.contracts.instruction_sets import instruction_set
+from components.common.contracts.manifests import ReportManifest, VerdictManifest, load, seal
+from components.common.contracts.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
@@ -21,11 +21,11 @@ from components.common.records import (
     CpuModel,
     GateCheck,
 )
-from components.common.runners import openvino
-from components.common.serving import _on_openvino
-from components.common.statistics import drop_lower, drop_upper, mcnemar
-from components.common.steplog import StepLog
-from components.common.verdict import run_checks
+from components.common.contracts.statistics import drop_lower, drop_upper, mcnemar
+from components.common.contracts.verdict import run_checks
+from components.common.process.steplog import StepLog
+from components.common.runtimes import openvino
+from components.common.runtimes.selection import _on_openvino
 from components.gate.config import GateConfig
 from components.gate.run import run
 from components.validate.config import ValidateConfig

@@ -7,8 +7,8 @@ import pynvml
 import pytest
 import torch
 
-from components.common import gpu_monitor
-from components.common.gpu_monitor import GpuMonitor, GpuReading, monitor_of
+from components.common.process import gpu_monitor
+from components.common.process.gpu_monitor import GpuMonitor, GpuReading, monitor_of
 
 POWER_W = 350.0
 STEP_S = 0.05

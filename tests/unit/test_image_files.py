@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from components.common.errors import UserError
-from components.common.image_files import check_encoded
-from components.preprocess.decoding import decode
-from components.preprocess.structure import Rejected
+from components.common.contracts.errors import UserError
+from components.common.data.image_files import check_encoded
+from components.preprocess.decoding import Rejected, decode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAKEN = {"JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF"}

@@ -10,19 +10,20 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ("preprocess", "merge", "train", "export", "validate", "gate", "promote")
+FLOORS = ("pipelines", "enginery", "components")  # imports only lead to the right, and into the same one
 BUILDS_ON = {"merge": "preprocess"}  # the second half of a step that runs in parts
 LIGHT = [
     *(f"components.{step}.{module}" for step in STEPS for module in ("config", "component", "__main__")),
-    "components.common.artifacts",
-    "components.common.store",
-    "components.common.promotions",
+    "components.common.contracts.manifests",
+    "components.common.registry.store",
+    "components.common.registry.promotions",
     "pipelines.resnet50",
     "pipelines.resnet50_parts",
     "pipelines.quantize",
     "pipelines.engines",
-    "pipelines.classifier",
-    "pipelines.parameters",
-    "pipelines.cli",
+    "pipelines.graph",
+    "enginery.local.parameters",
+    "enginery.cli.main",
 ]
 HEAVY = ("torch", "torchvision", "tensorrt", "nvidia.dali", "mlflow", "onnx", "onnxruntime", "openvino")
 IMPORT_BLOCKED = """
@@ -50,7 +51,7 @@ print("imported", len({light!r}))
 
 def sources(*folders: str) -> list[Path]:
     files = [path for folder in folders for path in sorted((REPOSITORY / folder).rglob("*.py"))]
-    assert len(files) > 10
+    assert len(files) > 5
     return files
 
 
@@ -92,7 +93,7 @@ def test_promote_and_gate_need_no_engine_room() -> None:
 
 def test_submitting_needs_no_picture() -> None:
     """The command line's image has neither an image decoder nor NumPy."""
-    heavy, light = (*HEAVY, "numpy", "PIL"), [f"pipelines.commands.{verb}" for verb in ("submit", "fetch")]
+    heavy, light = (*HEAVY, "numpy", "PIL"), [f"enginery.cli.{verb}" for verb in ("submit", "fetch")]
     script = IMPORT_BLOCKED.format(heavy=heavy, light=light)
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -101,7 +102,7 @@ def test_submitting_needs_no_picture() -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_imports_no_other_step_and_no_pipeline(step: str) -> None:
     others = [f"components.{other}" for other in STEPS if other not in (step, BUILDS_ON.get(step))]
-    others += ["pipelines", "tests", "benchmarks"]
+    others += ["pipelines", "enginery", "components.serve", "tests", "benchmarks"]
     files = sorted((REPOSITORY / "components" / step).rglob("*.py"))
     assert {"__init__.py", "__main__.py", "config.py", "run.py", "component.py"} <= {path.name for path in files}
     found = [(path.name, name) for path in files for name in imports(path) if any(is_of(name, o) for o in others)]
@@ -109,29 +110,46 @@ def test_a_step_imports_no_other_step_and_no_pipeline(step: str) -> None:
 
 
 def test_common_imports_no_step_and_no_pipeline() -> None:
-    above = [f"components.{step}" for step in STEPS] + ["pipelines"]
+    above = [f"components.{step}" for step in (*STEPS, "serve")] + ["pipelines", "enginery"]
     files = sorted((REPOSITORY / "components/common").rglob("*.py"))
     found = [(path.name, name) for path in files for name in imports(path) if any(is_of(name, o) for o in above)]
-    assert len(files) > 10
+    assert len(files) > 5
+    assert found == []
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_no_floor_imports_one_above(floor: str) -> None:
+    above = (*FLOORS[: FLOORS.index(floor)], "tests", "benchmarks")
+    found = [
+        (path.name, name) for path in sources(floor) for name in imports(path) if any(is_of(name, o) for o in above)
+    ]
     assert found == []
 
 
 def test_every_folder_of_components_is_a_step_or_common() -> None:
     folders = {path.name for path in (REPOSITORY / "components").iterdir() if path.is_dir()} - {"__pycache__"}
-    assert folders == {*STEPS, "common"}
+    assert folders == {*STEPS, "serve", "common"}
 
 
 @pytest.mark.parametrize(
     ("library", "homes"),
     [
-        ("mlflow", {f"components/common/{name}.py" for name in ("tracking", "registry", "audit_log", "mlflow_models")}),
-        ("tensorrt", {"components/common/runners/tensorrt_library.py"}),
+        (
+            "mlflow",
+            {
+                "components/common/registry/tracking.py",
+                "components/common/registry/model_registry.py",
+                "components/common/registry/audit_log.py",
+                "components/promote/packaging.py",
+            },
+        ),
+        ("tensorrt", {"components/common/runtimes/tensorrt_library.py"}),
     ],
 )
 def test_a_library_has_few_homes(library: str, homes: set[str]) -> None:
     users = {
         path.relative_to(REPOSITORY).as_posix()
-        for path in sources("components", "pipelines")
+        for path in sources(*FLOORS)
         if any(is_of(name, library) for name in imports(path))
     }
     assert users == homes
@@ -147,7 +165,7 @@ def test_what_this_file_calls_an_import(tmp_path: Path) -> None:
 
 
 def test_nothing_is_called_utils() -> None:
-    assert [path for path in sources("components", "pipelines", "tests", "benchmarks") if "util" in path.stem] == []
+    assert [path for path in sources(*FLOORS, "tests", "benchmarks") if "util" in path.stem] == []
 
 
 def test_the_folder_mlflow_does_not_shadow_the_library() -> None:

@@ -15,27 +15,26 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, load
-from components.common.digests import digest_file
-from components.common.environment import environment
-from components.common.errors import EngineryError, UserError
-from components.common.loader import Loader
-from components.common.runners import to_numpy
-from components.common.runners.openvino import OpenVINORunner
-from components.common.runners.torch import UnsupportedOperators
-from components.common.serving import Serving, fit_model
-from components.common.settings import resolve
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
-from components.common.transforms import TransformSpec
+from components.common.contracts.digests import digest_file
+from components.common.contracts.environment import environment
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import ShapeSpec, TransformSpec
+from components.common.data.loader import Loader
+from components.common.process.steplog import StepLog
+from components.common.runtimes import to_numpy
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.selection import Serving, fit_model
+from components.common.runtimes.torch import UnsupportedOperators
 from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run as export
-from components.validate import looking
-from components.validate.looking import load_input, look
-from pipelines.bundles import bundle_of_run, latest_bundle
-from pipelines.commands import cli
-from pipelines.summary import RunSummary, StepSummary
+from components.validate import inspect as inspection
+from components.validate.inspect import load_input, look
+from enginery.cli.commands import cli
+from enginery.local.runs import bundle_of_run, latest_bundle
+from enginery.local.summary import RunSummary, StepSummary
 
 from .networks import digits_network
 
@@ -160,7 +159,7 @@ def test_a_model_that_pytorch_cannot_run_is_shown_without_maps(inspect, bundle: 
     def refuse(*_: object) -> None:
         raise UnsupportedOperators("PyTorch runner: operators Einsum are not supported")
 
-    monkeypatch.setattr(looking, "TorchGraph", refuse)
+    monkeypatch.setattr(inspection, "TorchGraph", refuse)
     text = inspect(digit, "--bundle", bundle)
     assert "no maps: PyTorch runner: operators Einsum are not supported" in text
     assert "INT8        openvino" in text
@@ -185,7 +184,7 @@ class Fixed:
 
 def serve(monkeypatch: pytest.MonkeyPatch, fp32: Fixed, int8: Fixed) -> None:
     found = [Serving(precision=n, file=None, runner=r, note="") for n, r in (("fp32", fp32), ("int8", int8))]
-    monkeypatch.setattr(looking, "serving_runners", lambda *_: found)
+    monkeypatch.setattr(inspection, "serving_runners", lambda *_: found)
 
 
 def test_the_output_of_a_softmax_is_taken_as_it_is(bundle: Path, digit: Path, monkeypatch) -> None:
@@ -209,7 +208,7 @@ def test_nan_is_no_prediction(inspect, bundle: Path, digit: Path, monkeypatch) -
 
 def test_a_model_without_maps_is_shown_without(bundle: Path, digit: Path, monkeypatch) -> None:
     opened = load(bundle, BundleManifest)
-    monkeypatch.setattr(looking, "feature_layers", lambda *_: [])
+    monkeypatch.setattr(inspection, "feature_layers", lambda *_: [])
     assert look(opened, [digit]).maps_missing == "the model has no feature maps of more than one pixel"
     with pytest.raises(UserError, match="nothing to look into"):
         look(opened, [digit], layers=["0.0 Conv"])
@@ -354,7 +353,7 @@ def test_a_picture_that_cannot_be_written(inspect, tmp_path: Path, bundle: Path,
 
 def test_the_process_ends_with_2_and_one_line(tmp_path: Path) -> None:
     environment = {**os.environ, "ENGINERY_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "pipelines.cli", "inspect", "no.jpg"]
+    command = [sys.executable, "-m", "enginery.cli.main", "inspect", "no.jpg"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: there is no file no.jpg; name an image\n"

@@ -12,10 +12,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from components.common.errors import RuntimeUnavailable
-from components.common.instruction_sets import SATURATING, VARIABLE, available, instruction_set
-from components.common.records import CpuModel
-from components.common.serving import fit_model, not_measured_here
+from components.common.contracts.errors import RuntimeUnavailable
+from components.common.contracts.instruction_sets import SATURATING, VARIABLE, available, instruction_set
+from components.common.contracts.records import CpuModel
+from components.common.runtimes.selection import fit_model, not_measured_here
 from components.export.qdq import Arithmetic, insert_qdq
 
 WAYS = {
@@ -30,9 +30,9 @@ PROBE = """
 import json, sys
 from pathlib import Path
 import numpy as np
-from components.common.instruction_sets import instruction_set
-from components.common.runners.openvino import OpenVINORunner
-from components.common.shapes import ShapeSpec
+from components.common.contracts.instruction_sets import instruction_set
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.contracts.transforms import ShapeSpec
 
 folder, answers, kernels = Path(sys.argv[1]), {}, {}
 images = np.load(folder / "images.npy")
@@ -54,9 +54,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
-from components.common.shapes import ShapeSpec
+from components.common.contracts.transforms import ShapeSpec
 from components.export import arithmetic
-from components.export.candidates import Candidates
+from components.export.selection import Candidates
 
 arithmetic.SATURATING = ()
 folder = Path(sys.argv[1])
@@ -180,7 +180,7 @@ def test_an_x86_cpu_of_which_nothing_is_known_gets_what_is_right_on_each(tmp_pat
 
 
 def test_a_verdict_of_another_cpu_or_of_none_is_named(monkeypatch):
-    monkeypatch.setattr("components.common.serving.instruction_set", lambda: "AVX2")
+    monkeypatch.setattr("components.common.runtimes.selection.instruction_set", lambda: "AVX2")
     assert not_measured_here("int8", ["AVX2"]) == not_measured_here("fp32", []) == ""
     for measured_on, told in {("SSE41",): "measured with SSE41", (): "measured with no CPU"}.items():
         assert told in not_measured_here("int8", measured_on)
@@ -191,9 +191,9 @@ def test_a_cpu_takes_the_fit_file_or_refuses(monkeypatch):
     seven = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
     checked = eight.model_copy(update={"saturates_on": ("SSE41", "AVX512_CORE")})  # export has measured AVX2
     for here, expected in {"AVX2": seven, "AVX2_VNNI": eight, "aarch64": eight}.items():
-        monkeypatch.setattr("components.common.serving.instruction_set", lambda here=here: here)
+        monkeypatch.setattr("components.common.runtimes.selection.instruction_set", lambda here=here: here)
         assert fit_model([eight, seven]) == expected
         assert fit_model([checked, seven]) == checked
-    monkeypatch.setattr("components.common.serving.instruction_set", lambda: "AVX2")
+    monkeypatch.setattr("components.common.runtimes.selection.instruction_set", lambda: "AVX2")
     with pytest.raises(RuntimeUnavailable, match=r"INT8 with AVX2: .*int8_cpu.onnx \(8-bit.*AVX2, AVX512_CORE, SSE41"):
         fit_model([eight])

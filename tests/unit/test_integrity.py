@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import Artifact, BundleManifest, CheckpointManifest, DatasetManifest, seal
-from components.common.errors import EngineryError
-from components.common.records import CalibrationEntry
-from components.common.settings import StepConfig
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
-from components.common.transforms import transform_for
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import Artifact, BundleManifest, CheckpointManifest, DatasetManifest, seal
+from components.common.contracts.records import CalibrationEntry
+from components.common.contracts.settings import StepConfig
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
 from components.export.sources import check_model
 from components.train.config import TrainConfig
@@ -144,7 +143,7 @@ def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
     assert (code, text.count("\n"), "Traceback" in text) == (2, 1, False)
     code, text = gate(*arguments, ENGINERY_DEBUG="1")
     assert (code, "Traceback" in text) == (2, True)
-    command = [sys.executable, "-m", "pipelines.cli", "--debug", "run", "absent.py"]
+    command = [sys.executable, "-m", "enginery.cli.main", "--debug", "run", "absent.py"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert (done.returncode, "Traceback" in done.stderr) == (2, True)
     assert "there is no pipeline file absent.py" in done.stderr

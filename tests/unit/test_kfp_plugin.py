@@ -9,13 +9,13 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Param, Run
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.errors import UserError
-from components.common.steplog import StepLog
-from components.common.store import prepare_sqlite
-from components.common.tracking import KFP_RUN_VARIABLE, step_run
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.process.steplog import StepLog
+from components.common.registry.store import prepare_sqlite
+from components.common.registry.tracking import KFP_RUN_VARIABLE, step_run
 from components.train.__main__ import STEP
-from pipelines import resources
+from enginery.cluster import resources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INPUTS = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "seed": 0, "settings": {"tf32": True}}

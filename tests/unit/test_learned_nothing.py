@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from benchmarks.gate_power import shares
-from components.common.evaluation import Predictions, top_classes
-from components.common.models import build_model
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport
-from components.common.runners.openvino import OpenVINORunner
-from components.common.shapes import ShapeSpec
-from components.common.verdict import Thresholds, run_checks
+from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport
+from components.common.contracts.transforms import ShapeSpec
+from components.common.contracts.verdict import Thresholds, run_checks
+from components.common.data.evaluation import Predictions, top_classes
+from components.common.runtimes.architectures import build_model
+from components.common.runtimes.openvino import OpenVINORunner
 from components.export.onnx_export import export_onnx
-from components.validate.comparison import compare
+from components.validate.report import compare
 
 
 @pytest.mark.parametrize("architecture", ["shufflenet_v2_x0_5", "mobilenet_v3_small"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.common.loader_outputs import OwnedOutputs
+from components.common.data.loader_pipelines import OwnedOutputs
 
 
 class Event:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from components.common.errors import UserError
-from components.common.loader_plan import EpochPlan, plan_training
+from components.common.contracts.errors import UserError
+from components.common.data.loader import EpochPlan, plan_training
 
 
 def plan(num_images: int, batch_size: int = 10, num_shards: int = 1, **options: int | bool) -> EpochPlan:

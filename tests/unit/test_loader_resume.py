@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EngineryError, UserError
-from components.common.loader import Batch, Loader
-from components.common.steplog import StepLog
-from components.common.transforms import Augmentation, transform_for
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.transforms import Augmentation, transform_for
+from components.common.data.loader import Batch, Loader
+from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
 from components.train.run import run
 

@@ -10,9 +10,9 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms import v2
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.loader import Loader
-from components.common.transforms import Interpolation, transform_for
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.transforms import Interpolation, transform_for
+from components.common.data.loader import Loader
 
 
 def small_network() -> nn.Sequential:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import Artifact, DatasetManifest, load
-from components.common.errors import EngineryError
-from components.common.loader import Loader
-from components.common.loader_watchdog import Watchdog
-from components.common.transforms import Augmentation, transform_for
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.transforms import Augmentation, transform_for
+from components.common.data.loader import Loader
+from components.common.data.loader_damage import Watchdog
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPEC = transform_for(32, resize_ratio=1.0)
@@ -78,7 +78,7 @@ def test_a_consumer_may_be_slow(digits_dataset: Artifact[DatasetManifest]) -> No
 def test_a_process_whose_thread_is_stuck_can_end() -> None:
     script = """
 import os
-from components.common.loader_watchdog import Watchdog
+from components.common.data.loader_damage import Watchdog
 
 reading, writing = os.pipe()
 try:

@@ -9,13 +9,13 @@ import onnx
 import pytest
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from components.common import onnx_files
-from components.common.errors import UserError
-from components.common.onnx_files import read_onnx
-from components.common.runners.onnxruntime import OnnxRuntimeRunner
-from components.common.runners.openvino import OpenVINORunner
-from components.common.runners.torch import TorchRunner
-from components.common.shapes import ShapeSpec
+from components.common.contracts.errors import UserError
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes import onnx_files
+from components.common.runtimes.onnx_files import read_onnx
+from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.torch import TorchRunner
 from components.export.engines import _content, _Order
 from components.export.onnx_export import read_user_onnx
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from components.common.errors import UserError
-from components.common.settings import resolve
+from components.common.contracts.errors import UserError
+from components.common.contracts.settings import resolve
 from components.train.config import TrainConfig
-from pipelines.commands import cli
-from pipelines.commands.run import command_for
-from pipelines.local import StateDirectory, run_locally
-from pipelines.parameters import STEP_CONFIGS, PipelineFile, load_pipeline, resolve_arguments
+from enginery.cli.commands import cli
+from enginery.cli.run import command_for
+from enginery.local.execution import StateDirectory, run_locally
+from enginery.local.parameters import STEP_CONFIGS, PipelineFile, load_pipeline, resolve_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN_PIPELINE = """
@@ -222,7 +222,7 @@ def test_paths_become_absolute_and_uris_stay(
 def test_python3_in_a_value_is_refused_before_anything_runs(
     resnet50: PipelineFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipelines.console import new_console
+    from enginery.formats import new_console
 
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     values = resolve_arguments(

@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.autograd.graph import saved_tensors_hooks
 
-from components.common.environment import Gpu
-from components.common.errors import UserError
-from components.common.statistics import drop_upper
+from components.common.contracts.environment import Gpu
+from components.common.contracts.errors import UserError
+from components.common.contracts.statistics import drop_upper
 from components.export.sources import check_model
-from pipelines import preflight
-from pipelines.commands import cli
-from pipelines.preflight import check_inputs, check_memory, check_paths, images_to_prove, training_bytes
+from enginery.cli.commands import cli
+from enginery.local import preflight
+from enginery.local.preflight import check_inputs, check_memory, check_paths, images_to_prove, training_bytes
 from tests.pipelines.submission import load_once
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
     """`refused("resnet50", *options)`: the message of `enginery run`, which must leave nothing behind."""
     home = tmp_path / "home"
     monkeypatch.setenv("ENGINERY_HOME", str(home))
-    monkeypatch.setattr("pipelines.commands.run.load_pipeline", load_once)
+    monkeypatch.setattr("enginery.cli.run.load_pipeline", load_once)
 
     def message(name: str, *options: str) -> str:
         done = CliRunner().invoke(cli, ["run", str(REPOSITORY / f"pipelines/{name}.py"), *options])

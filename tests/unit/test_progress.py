@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from components.common import steplog
-from components.common.steplog import EVENTS_VARIABLE, StepLog
-from pipelines.rendering import Renderer
+from components.common.process import steplog
+from components.common.process.steplog import EVENTS_VARIABLE, StepLog
+from enginery.local.rendering import Renderer
 
 
 class Clock:

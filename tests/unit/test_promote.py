@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import (
+from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.contracts.manifests import (
     BundleManifest,
     DatasetManifest,
     ReportManifest,
@@ -12,8 +13,7 @@ from components.common.artifacts import (
     load,
     seal,
 )
-from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.records import (
+from components.common.contracts.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
@@ -22,10 +22,9 @@ from components.common.records import (
     EngineEntry,
     Split,
 )
-from components.common.settings import StepConfig, resolve
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
-from components.common.transforms import transform_for
+from components.common.contracts.settings import StepConfig, resolve
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.process.steplog import StepLog
 from components.promote.config import PromoteConfig
 from components.promote.run import _made_for, run
 

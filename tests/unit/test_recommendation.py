@@ -5,10 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.common.evaluation import Predictions
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow, Recommendation
-from components.common.verdict import Thresholds, recommend, run_checks, verdict_note
-from components.validate.comparison import compare
+from components.common.contracts.records import (
+    AccuracyReport,
+    AccuracyRow,
+    BenchmarkReport,
+    BenchmarkRow,
+    Recommendation,
+)
+from components.common.contracts.verdict import Thresholds, recommend, run_checks, verdict_note
+from components.common.data.evaluation import Predictions
+from components.validate.report import compare
 
 SIZES = {"fp32": 108.0, "fp16": 48.0, "int8": 26.5}  # MB
 

@@ -16,7 +16,8 @@ import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
-from components.common.artifacts import (
+from components.common.contracts.errors import EngineryError, GateFailed
+from components.common.contracts.manifests import (
     Artifact,
     BundleManifest,
     CheckpointManifest,
@@ -24,20 +25,17 @@ from components.common.artifacts import (
     ReportManifest,
     load,
 )
-from components.common.errors import EngineryError, GateFailed
-from components.common.evaluation import Predictions
-from components.common.settings import resolve
-from components.common.statistics import drop_lower, drop_upper
-from components.common.steplog import StepLog
+from components.common.contracts.settings import resolve
+from components.common.contracts.statistics import drop_lower, drop_upper
+from components.common.data.evaluation import Predictions
+from components.common.process.steplog import StepLog
 from components.validate.config import ValidateConfig
-from components.validate.formats import number
-from components.validate.pictures import thumbnails
 from components.validate.rendering import write_report
-from components.validate.report import _confusion, change
+from components.validate.report import _confusion, change, thumbnails
+from components.validate.report_text import class_sentences, number, outcome
 from components.validate.run import _undefined_note
 from components.validate.schema import Report, report_schema
-from components.validate.speed_budget import budget_text
-from components.validate.wording import class_sentences, outcome
+from components.validate.speed import budget_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTILE = '<b>"x"&'
@@ -366,7 +364,7 @@ def test_interval_of_a_paired_difference() -> None:
 def test_the_run_in_mlflow_holds_report_and_data(
     chain: Chain, few_digits: Path, empty_store: Path, tmp_path: Path
 ) -> None:
-    from components.common.tracking import step_run
+    from components.common.registry.tracking import step_run
     from components.preprocess.config import PreprocessConfig
     from components.preprocess.run import run as preprocess
     from components.train.config import TrainConfig

@@ -14,14 +14,14 @@ import pytest
 from click.testing import CliRunner, Result
 from mlflow import MlflowClient
 
-from components.common.environment import environment
-from components.common.errors import EngineryError, UserError
-from pipelines import retention
-from pipelines.commands import cli
-from pipelines.history import PastRun, past_runs
-from pipelines.retention import InUse, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
-from pipelines.state import MLFLOW_RUN_ID, StateDirectory
-from pipelines.summary import RunSummary, StepSummary
+from components.common.contracts.environment import environment
+from components.common.contracts.errors import EngineryError, UserError
+from enginery.cli.commands import cli
+from enginery.local import gc
+from enginery.local.gc import InUse, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
+from enginery.local.runs import PastRun, past_runs
+from enginery.local.state import MLFLOW_RUN_ID, StateDirectory
+from enginery.local.summary import RunSummary, StepSummary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOTHING = InUse()
@@ -229,7 +229,7 @@ def test_killed_gc_leaves_no_half_run_and_the_next_one_clears_up(
     def killed(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(retention, "delete", killed)
+    monkeypatch.setattr(gc, "delete", killed)
     with pytest.raises(KeyboardInterrupt):
         remove(PastRun(path), lambda run, reason: None)
     assert past_runs(tmp_path / "runs") == []

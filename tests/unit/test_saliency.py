@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from components.common.errors import UserError
-from components.common.runners.torch import TorchGraph
-from components.common.runners.torch_layers import fake_quantize
-from components.common.shapes import ShapeSpec
+from components.common.contracts.errors import UserError
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.torch import TorchGraph
+from components.common.runtimes.torch_layers import fake_quantize
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, quantizable_layers, with_names
 from components.export.qdq import insert_qdq
-from components.validate.layers import short_names
+from components.validate.charts import short_names
 from components.validate.saliency import (
     Layer,
     _quantized_straight_through,

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.common import serving
-from components.common.errors import RuntimeUnavailable, UserError
-from components.common.records import EngineEntry
-from components.common.runners import tensorrt as runner_module
-from components.common.runners import tensorrt_library as tensorrt
-from components.common.serving import _usable_engines, serving_runner, serving_runners
+from components.common.contracts.errors import RuntimeUnavailable, UserError
+from components.common.contracts.records import EngineEntry
+from components.common.runtimes import selection
+from components.common.runtimes import tensorrt as runner_module
+from components.common.runtimes import tensorrt_library as tensorrt
+from components.common.runtimes.selection import _usable_engines, serving_runner, serving_runners
 
 HERE = {"tensorrt_version": "10.16.0", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
 
@@ -80,7 +80,7 @@ def test_a_plan_that_fits_is_used(changes):
 def test_the_rows_say_why_the_plans_do_not_run(monkeypatch):
     """The run goes on without the plans, so only the notes can say what differs."""
     asked = []
-    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: asked.append((precision, unused)))
+    monkeypatch.setattr(selection, "_on_openvino", lambda bundle, precision, unused: asked.append((precision, unused)))
     servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), "auto")
     said = "int8.plan was built elsewhere (GPU NVIDIA A100 there, NVIDIA H200 here)"
     assert servings[1].precision == "fp16"
@@ -91,7 +91,7 @@ def test_the_rows_say_why_the_plans_do_not_run(monkeypatch):
 @pytest.mark.usefixtures("on_h200")
 def test_what_was_asked_for_needs_no_reason(monkeypatch):
     asked = []
-    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: asked.append(unused))
+    monkeypatch.setattr(selection, "_on_openvino", lambda bundle, precision, unused: asked.append(unused))
     servings = serving_runners(bundle_with(gpu_name="NVIDIA A100"), "openvino")
     assert asked == ["", ""]
     assert servings[1].note == "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
@@ -100,7 +100,7 @@ def test_what_was_asked_for_needs_no_reason(monkeypatch):
 @pytest.mark.usefixtures("on_h200")
 def test_a_precision_that_the_bundle_lacks_is_not_measured(monkeypatch):
     """So that a verdict on it is "not enough evidence", with the reason."""
-    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: precision)
+    monkeypatch.setattr(selection, "_on_openvino", lambda bundle, precision, unused: precision)
     bundle = bundle_with()
     del bundle.manifest.models["int8"]
     fp32, fp16, int8 = serving_runners(bundle, "openvino")
@@ -127,12 +127,12 @@ def test_what_a_plan_rounds_is_said(monkeypatch, changes, note):
 @pytest.fixture
 def loaded(monkeypatch):
     """What would be loaded, instead of loading it."""
-    monkeypatch.setattr(serving, "_on_tensorrt", lambda bundle, engine: served_by("tensorrt", engine.file))
-    monkeypatch.setattr(serving, "_on_openvino", lambda bundle, precision, unused: served_by("openvino", unused))
+    monkeypatch.setattr(selection, "_on_tensorrt", lambda bundle, engine: served_by("tensorrt", engine.file))
+    monkeypatch.setattr(selection, "_on_openvino", lambda bundle, precision, unused: served_by("openvino", unused))
 
 
 def served_by(runtime, note):
-    return serving.Serving(precision="int8", file=None, runner=SimpleNamespace(runtime=runtime), note=note)
+    return selection.Serving(precision="int8", file=None, runner=SimpleNamespace(runtime=runtime), note=note)
 
 
 @pytest.mark.usefixtures("on_h200", "loaded")
@@ -170,8 +170,8 @@ def test_one_precision_that_can_not_be_served_as_asked():
 
 def test_openvino_that_is_not_installed_is_named() -> None:
     """A GPU machine need not have it: export is imported without, and what asks for it says what to install."""
-    code = "import sys; sys.modules['openvino'] = None; import components.export.candidates; print('export'); "
-    command = [sys.executable, "-c", code + "import components.common.runners.openvino"]
+    code = "import sys; sys.modules['openvino'] = None; import components.export.selection; print('export'); "
+    command = [sys.executable, "-c", code + "import components.common.runtimes.openvino"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (1, "export\n")
     assert "RuntimeUnavailable: OpenVINO runs models on CPUs and is not installed: pip install openvino" in done.stderr

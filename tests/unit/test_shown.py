@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.common.errors import EngineryError, UserError
-from components.common.settings import resolve
-from components.common.shown import holds_secret, shown
+from components.common.contracts.errors import EngineryError, UserError, holds_secret, shown
+from components.common.contracts.settings import resolve
 from components.preprocess.config import PreprocessConfig
-from pipelines.console import new_console
+from enginery.formats import new_console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ATTACK = "cat\x1b]0;owned\x07\x1b[2J\u202e"
@@ -32,7 +31,7 @@ def everything_written(folder: Path) -> str:
     return "".join(file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize("command", ["components.preprocess", "pipelines.cli"])
+@pytest.mark.parametrize("command", ["components.preprocess", "enginery.cli.main"])
 def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> None:
     """A step and the command line, each of which names the only class of the data."""
     (tmp_path / "images" / ATTACK).mkdir(parents=True)
@@ -55,7 +54,7 @@ def test_a_secret_in_an_address_is_written_nowhere(tmp_path: Path, uri: str, com
     else:
         options = ["--endpoint", "http://127.0.0.1:9"] if command == "submit" else []
         pipeline = [command, "pipelines/resnet50.py", "--data", uri, *options]
-        done = run("pipelines.cli", *pipeline, home=tmp_path / "home")
+        done = run("enginery.cli.main", *pipeline, home=tmp_path / "home")
     assert done.returncode == 2
     assert "holds a user, a password or a signature" in done.stderr
     assert SECRET not in done.stdout + done.stderr + everything_written(tmp_path)

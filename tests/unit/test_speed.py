@@ -14,22 +14,37 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
-from components.common.errors import UserError
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, BenchmarkRow, LatencyBudget, Speedup
-from components.common.runners import Runner
-from components.common.runners.onnxruntime import OnnxRuntimeRunner
-from components.common.runners.openvino import OpenVINORunner
-from components.common.serving import Serving
-from components.common.settings import resolve
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
-from components.common.verdict import Thresholds
+from components.common.contracts.errors import UserError
+from components.common.contracts.records import (
+    AccuracyReport,
+    AccuracyRow,
+    BenchmarkReport,
+    BenchmarkRow,
+    LatencyBudget,
+    Speedup,
+)
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import ShapeSpec
+from components.common.contracts.verdict import Thresholds
+from components.common.process.steplog import StepLog
+from components.common.runtimes import Runner
+from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.selection import Serving
 from components.validate.config import ValidateConfig
 from components.validate.run import _benchmark
-from components.validate.speed import CpuMonitor, measure_speed, planned_loads, runs, speedup
-from components.validate.speed_budget import budget_metrics, budget_text, within_budget
-from components.validate.speed_wording import main_table
-from pipelines.rendering import print_summary
+from components.validate.speed import (
+    CpuMonitor,
+    budget_metrics,
+    budget_text,
+    measure_speed,
+    planned_loads,
+    runs,
+    speedup,
+    within_budget,
+)
+from components.validate.speed_text import main_table
+from enginery.local.rendering import print_summary
 
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=4, max_batch=8)
 TIMES = {"warmup_s": 0.0, "duration_s": 0.02, "min_iterations": 5}
@@ -91,8 +106,8 @@ import os, signal, sys
 import subprocess
 import sys
 from pathlib import Path
-from components.common.runners.openvino import OpenVINORunner
-from components.common.shapes import ShapeSpec
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.contracts.transforms import ShapeSpec
 
 signal.signal(signal.SIGTERM, lambda number, frame: print("heard"))
 shapes = ShapeSpec.model_validate_json(sys.argv[2])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from components.common.statistics import (
+from components.common.contracts.statistics import (
     beta_cdf,
     chance_of,
     drop_lower,

@@ -14,16 +14,16 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
-from components.common.errors import EngineryError
-from components.common.registry import Registry, patiently
-from components.common.store import (
+from components.common.contracts.errors import EngineryError
+from components.common.registry.model_registry import Registry, patiently
+from components.common.registry.store import (
     beside_database,
     database_is_gone,
     prepare_sqlite,
     without_credentials,
     without_folders,
 )
-from components.common.tracking import is_unreachable, step_run
+from components.common.registry.tracking import is_unreachable, step_run
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_database_that_is_not_there_is_told_soon_in_one_line() -> None:
 
 @pytest.mark.usefixtures("_tracking")
 def test_a_database_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.common.store._CONNECT_S", 2)
+    monkeypatch.setattr("components.common.registry.store._CONNECT_S", 2)
     with closing(socket.create_server(("127.0.0.1", 0))) as deaf:
         uri = f"postgresql://127.0.0.1:{deaf.getsockname()[1]}/mlflow"
         with pytest.raises(EngineryError, match=r"can't be used: connection .*Start the server") as told:
@@ -142,7 +142,8 @@ def test_a_database_that_went_away_is_no_busy_one() -> None:
 
 def test_files_go_through_the_tracking_server_unless_asked() -> None:
     names = [f"MLFLOW_ENABLE_PROXY_MULTIPART_{way}" for way in ("UPLOAD", "DOWNLOAD")]
-    code = "import importlib, os; from components.common import store; from mlflow import environment_variables as e; "
+    code = "import importlib, os; from components.common.registry import store; "
+    code += "from mlflow import environment_variables as e; "
     code += f"print([getattr(e, name).get() for name in {names}]); os.environ.update(dict.fromkeys({names}, 'true')); "
     code += f"importlib.reload(store); print([getattr(e, name).get() for name in {names}])"
     environment = {name: value for name, value in os.environ.items() if name not in names}

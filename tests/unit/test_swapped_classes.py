@@ -12,12 +12,12 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from components.common.artifacts import Artifact, BundleManifest, DatasetManifest, VerdictManifest, load, seal
-from components.common.errors import GateFailed
-from components.common.loader import Loader
-from components.common.settings import resolve
-from components.common.steplog import StepLog
-from components.common.transforms import transform_for
+from components.common.contracts.errors import GateFailed
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, VerdictManifest, load, seal
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import transform_for
+from components.common.data.loader import Loader
+from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
 from components.gate.config import GateConfig
 from components.validate.config import ValidateConfig

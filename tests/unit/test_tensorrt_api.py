@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
-    ROOT / "components/common/runners/tensorrt.py",
-    ROOT / "components/common/runners/tensorrt_library.py",
+    ROOT / "components/common/runtimes/tensorrt.py",
+    ROOT / "components/common/runtimes/tensorrt_library.py",
     ROOT / "components/export/engines.py",
     ROOT / "components/export/inspection.py",
     ROOT / "benchmarks/engines.py",
@@ -218,7 +218,7 @@ def test_the_source_is_really_read(used):
 
 def test_every_file_that_calls_tensorrt_is_read():
     calls = re.compile(r"\btrt\.[A-Za-z]|\bload_engine\(|\.create_execution_context\(")
-    files = [file for folder in ("components", "pipelines", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    files = [file for folder in ("components", "enginery", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     assert {file for file in files if calls.search(file.read_text())} == set(SOURCES)
 
 

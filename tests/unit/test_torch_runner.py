@@ -9,9 +9,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from components.common.errors import EngineryError, UserError
-from components.common.runners import torch_operators
-from components.common.runners.torch import TorchGraph, TorchRunner
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.runtimes import torch_operators
+from components.common.runtimes.torch import TorchGraph, TorchRunner
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, node_id
 from components.export.precision import FP16_QDQ_OPSET, raise_opset, to_fp16

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EngineryError, UserError
-from components.common.loader import Loader
-from components.common.models import build_model
-from components.common.settings import resolve
-from components.common.steplog import StepLog
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.data.loader import Loader
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model
 from components.train.config import TrainConfig
-from components.train.optimization import build_optimizer, build_schedule
 from components.train.run import run
+from components.train.trainer import build_optimizer, build_schedule
 
 SETTINGS: dict[str, Any] = {
     "architecture": "timm/resnet10t",

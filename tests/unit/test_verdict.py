@@ -11,12 +11,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from components.common.artifacts import VerdictManifest, load, seal
-from components.common.digests import canonical_json
-from components.common.errors import GateFailed
-from components.common.evaluation import Predictions
-from components.common.integrity import seal_of
-from components.common.records import (
+from components.common.contracts.digests import canonical_json
+from components.common.contracts.errors import GateFailed
+from components.common.contracts.manifests import VerdictManifest, load, seal, seal_of
+from components.common.contracts.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
@@ -25,14 +23,15 @@ from components.common.records import (
     Recommendation,
     Speedup,
 )
-from components.common.statistics import drop_upper
-from components.common.steplog import StepLog
-from components.common.verdict import Thresholds, deciding_images, recommend, run_checks
+from components.common.contracts.statistics import drop_upper
+from components.common.contracts.verdict import Thresholds, deciding_images, recommend, run_checks
+from components.common.data.evaluation import Predictions
+from components.common.process.steplog import StepLog
 from components.gate.config import GateConfig
 from components.gate.run import run
-from components.validate.comparison import class_changes, class_losses, compare
-from pipelines.rendering import _print_recommendation
-from pipelines.summary import SummaryBuilder
+from components.validate.report import class_changes, class_losses, compare
+from enginery.local.rendering import _print_recommendation
+from enginery.local.summary import SummaryBuilder
 
 CLASSES = ("ant", "bee", "cat", "dog")
 GPU_SPEEDS = {"fp32": 1000.0, "fp16": 3000.0, "int8": 4000.0}
@@ -309,7 +308,7 @@ def test_everything_may_be_asked_at_once() -> None:
 
 
 def sealed(path: Path, own: Predictions, benchmark: BenchmarkReport, config: Thresholds) -> Path:
-    from components.common.artifacts import ReportManifest
+    from components.common.contracts.manifests import ReportManifest
     from components.validate.config import ValidateConfig
 
     path.mkdir()

@@ -1,4 +1,5 @@
-"""What runs inside Triton's Python backend: preprocessing, labels, and a network on a CPU.
+"""Where model repositories written by version 0.1.0 import their models from: the modules of components/serve."""
 
-A model repository of `enginery serve export` names these modules in its model.py files.
-"""
+from pathlib import Path
+
+__path__ = [str(Path(__file__).parents[2] / "serve")]

@@ -7,13 +7,30 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from urllib.parse import unquote
 
-from components.common.errors import UserError
-from components.preprocess.sources.classnames import check_two_classes, plain_names
-from components.preprocess.sources.locations import is_uri, is_web, kind_by_name, local_path, plain_path
-from components.preprocess.sources.places import FileStorage, LocalPlace, Place, RemotePlace, locate_file, told_plainly
-from components.preprocess.sources.samples import Sample, Source
-from components.preprocess.sources.splits import VAL_NAMES, Options, hold_out
-from components.preprocess.sources.trees import safe_path
+from components.common.contracts.errors import UserError
+from components.preprocess.sources.folders import safe_path
+from components.preprocess.sources.locations import (
+    FileStorage,
+    LocalPlace,
+    Place,
+    RemotePlace,
+    is_uri,
+    is_web,
+    kind_by_name,
+    local_path,
+    locate_file,
+    plain_path,
+    told_plainly,
+)
+from components.preprocess.sources.samples import (
+    VAL_NAMES,
+    Options,
+    Sample,
+    Source,
+    check_two_classes,
+    hold_out,
+    plain_names,
+)
 
 _SPLITS = {"train": "train", **dict.fromkeys(VAL_NAMES, "val")}
 _MAX_LINE = 1 << 20  # characters of a CSV

@@ -15,7 +15,7 @@ from urllib.request import getproxies
 import aiohttp
 import yarl
 
-from components.common.errors import UserError
+from components.common.contracts.errors import UserError
 from components.preprocess.sources.samples import MAX_FILE_BYTES, AddressRefused
 
 ALLOWED = "ENGINERY_ALLOWED_NETWORKS"

@@ -6,15 +6,24 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from components.common.artifacts import MANIFEST
-from components.common.errors import UserError
-from components.common.integrity import claims_of
-from components.preprocess.sources.classnames import ClassNames, check_two_classes, parse_class_names, plain_names
-from components.preprocess.sources.places import Place, told_plainly
-from components.preprocess.sources.samples import Sample, Source, Storage, with_refused
-from components.preprocess.sources.splits import VAL_NAMES, Options, hold_out
-from components.preprocess.sources.tars import Listing, ShardStorage, list_tar
-from components.preprocess.sources.trees import File, Tree, is_image_name, joined, sample_of, shown
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import MANIFEST, claims_of
+from components.preprocess.sources.archive_members import Listing, ShardStorage, list_tar
+from components.preprocess.sources.folders import File, Tree, is_image_name, joined, sample_of, shown
+from components.preprocess.sources.locations import Place, told_plainly
+from components.preprocess.sources.samples import (
+    VAL_NAMES,
+    ClassNames,
+    Options,
+    Sample,
+    Source,
+    Storage,
+    check_two_classes,
+    hold_out,
+    parse_class_names,
+    plain_names,
+    with_refused,
+)
 
 NAMES_FILE = "classes.txt"
 _SPLIT_FOLDERS = {"train", *VAL_NAMES}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from components.common.errors import UserError
-from pipelines.commands.benchmark import benchmark
+from components.common.contracts.errors import UserError
+from enginery.cli.benchmark import benchmark
 
 OPTIONS = ["--models", "squeezenet1_1", "--batch-sizes", "2,1", "--seconds", "0.05", "--image-size", "64"]
 

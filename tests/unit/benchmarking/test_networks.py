@@ -4,11 +4,10 @@ import numpy as np
 import onnx
 import pytest
 
-from components.common.errors import UserError
-from components.common.runners.onnxruntime import OnnxRuntimeRunner
-from components.common.shapes import ShapeSpec
-from pipelines.benchmarking.measuring import check_networks
-from pipelines.benchmarking.networks import write_network
+from components.common.contracts.errors import UserError
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
+from enginery.benchmark.measuring import check_networks, write_network
 
 SHAPES = ShapeSpec(height=64, width=64, max_batch=4, opt_batch=4)
 

@@ -9,10 +9,10 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from components.common.records import BenchmarkRow
-from pipelines import benchmarking
-from pipelines.benchmarking.measuring import Settings, _row
-from pipelines.benchmarking.table import (
+from components.common.contracts.records import BenchmarkRow
+from enginery import benchmark
+from enginery.benchmark.measuring import Settings, _row
+from enginery.benchmark.table import (
     Row,
     as_csv,
     cost_of_a_million,
@@ -21,9 +21,9 @@ from pipelines.benchmarking.table import (
     published_rows,
     write_picture,
 )
-from pipelines.commands.benchmark import _cost_notes
+from enginery.cli.benchmark import _cost_notes
 
-PUBLISHED = Path(benchmarking.__file__).with_name("whitepaper.csv")
+PUBLISHED = Path(benchmark.__file__).with_name("whitepaper.csv")
 BATCHES = (1, 2, 4, 8, 64, 128)
 
 
@@ -51,7 +51,7 @@ def test_published_rows():
 
 def test_published_efficiency_is_what_the_paper_prints():
     """Its own column, to the precision that it prints: the rows were read right."""
-    with open("pipelines/benchmarking/whitepaper.csv", encoding="utf-8") as file:
+    with open("enginery/benchmark/whitepaper.csv", encoding="utf-8") as file:
         printed = [entry for entry in csv.DictReader(file) if entry["unit"] == "images"]
     assert len(printed) == 108
     names = {entry["network"] for entry in printed}

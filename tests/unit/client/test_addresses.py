@@ -2,8 +2,8 @@
 
 import pytest
 
-from components.common.errors import UserError
-from pipelines.client.addresses import parse_address
+from components.common.contracts.errors import UserError
+from enginery.serving.client.transport import parse_address
 
 
 @pytest.mark.parametrize(

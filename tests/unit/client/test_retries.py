@@ -9,19 +9,21 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from components.common.errors import EXIT_USER_ERROR, UserError
-from pipelines.client.addresses import Address, parse_address
-from pipelines.client.client import AsyncClient
-from pipelines.client.failures import (
+from components.common.contracts.errors import EXIT_USER_ERROR, UserError
+from enginery.serving.client.client import AsyncClient
+from enginery.serving.client.transport import (
+    Address,
     AnswerLate,
+    Patience,
     RequestRefused,
     ServerOverloaded,
     ServerUnreachable,
     ServingError,
     failure,
+    parse_address,
+    persist,
     status_failure,
 )
-from pipelines.client.retries import Patience, persist
 
 ADDRESS = parse_address("http://localhost:8000")
 QUICK = Patience(timeout_s=0.5, retry_s=1.0, first_pause_s=0.01, most_pause_s=0.05)

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torchvision
 
-from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, compute_scale
-from components.export.collection import collect_with_onnxruntime
+from components.common.contracts.transforms import ShapeSpec
+from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
 from tests.conftest import Shared

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from components.export.cache import cached_histograms
-from components.export.calibration import Histogram
+from components.export.calibration import Histogram, cached_histograms
 
 ADDRESS = {"model": "sha256:aa", "images": "sha256:bb", "histograms": {"bins": 2048, "version": 1}}
 

@@ -7,15 +7,15 @@ import numpy as np
 import onnx
 import pytest
 
-from components.common.errors import EngineryError
+from components.common.contracts.errors import EngineryError
 from components.export.calibration import (
     NUM_BINS,
     ZERO_TENSOR_SCALE,
     CalibrationMethod,
     Histogram,
+    collect_with_onnxruntime,
     compute_scale,
 )
-from components.export.collection import collect_with_onnxruntime
 from components.export.placement import activation_tensors
 
 

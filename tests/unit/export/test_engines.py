@@ -11,10 +11,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from pydantic import ValidationError
 
-from components.common.errors import EngineryError, UserError
-from components.common.records import Precision
-from components.common.settings import resolve
-from components.common.shapes import ShapeSpec
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.records import Precision
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import ShapeSpec
 from components.export import engines
 from components.export.config import ExportConfig
 

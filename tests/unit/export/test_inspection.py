@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from components.common.records import EngineLayer
+from components.common.contracts.records import EngineLayer
 from components.export.inspection import UnreadableLayers, parse_layers, summarize
 
 FOLDER = Path(__file__).with_name("inspector")

@@ -9,8 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from pydantic import ValidationError
 
 from components.export.config import ExportConfig
-from components.export.mantissa import round_weights
-from components.export.precision import to_fp16
+from components.export.precision import round_weights, to_fp16
 
 
 def model_of(weights: np.ndarray) -> onnx.ModelProto:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from components.common.errors import EngineryError, UserError
-from components.common.shapes import ShapeSpec
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.transforms import ShapeSpec
 from components.export.onnx_export import (
     check_against_torch,
     export_onnx,

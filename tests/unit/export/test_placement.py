@@ -8,12 +8,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from components.common.errors import EngineryError
-from components.export.placement import (
-    activation_tensors,
-    inline_constants,
-    quantizable_layers,
-)
+from components.common.contracts.errors import EngineryError
+from components.export.placement import activation_tensors, inline_constants, quantizable_layers
 from components.export.qdq import Arithmetic, insert_qdq, scales_below_fp16
 
 # name, Conv nodes, Gemm nodes, residual Adds, poolings

@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from components.common.errors import EngineryError
+from components.common.contracts.errors import EngineryError
 from components.export.placement import model_opset
 from components.export.precision import FP16_QDQ_OPSET, raise_opset, to_fp16
 from components.export.qdq import insert_qdq

@@ -10,22 +10,21 @@ import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
 
-from components.common.artifacts import BundleManifest, load
-from components.common.errors import UserError
-from components.common.instruction_sets import SATURATING, instruction_set
-from components.common.models import build_model
-from components.common.records import LayerCost
-from components.common.serving import fit_model
-from components.common.settings import resolve
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
-from components.common.transforms import transform_for
+from components.common.contracts.errors import UserError
+from components.common.contracts.instruction_sets import SATURATING, instruction_set
+from components.common.contracts.manifests import BundleManifest, load
+from components.common.contracts.records import LayerCost
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model
+from components.common.runtimes.selection import fit_model
 from components.export import quantization
+from components.export.calibration import split_samples
 from components.export.config import CACHE_VARIABLE, ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run
-from components.export.samples import split_samples
-from components.export.sensitivity import Ranking
+from components.export.selection import Ranking
 
 NUM_TRAINING = 480
 SMALL = {"tensorrt": "off", "num_ranking_images": 2}
@@ -277,7 +276,7 @@ def test_own_model_without_names_and_with_a_small_batch(export, tmp_path, monkey
 
 
 def test_runners_are_closed_when_one_of_them_fails(digits_dataset, export, tmp_path):
-    from components.export.candidates import Candidates
+    from components.export.selection import Candidates
 
     bundle, _ = export(num_selection_images=0)
     closed = []

@@ -8,18 +8,25 @@ import pytest
 import torch
 from pydantic import ConfigDict
 
-from components.common.artifacts import ALL_FILES, MANIFEST, Artifact, BundleManifest, DatasetManifest, load, seal
-from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.records import CalibrationEntry, EngineEntry, EngineLayers
-from components.common.shapes import ShapeSpec
-from components.common.steplog import StepLog
-from components.common.transforms import transform_for
+from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.contracts.manifests import (
+    ALL_FILES,
+    MANIFEST,
+    Artifact,
+    BundleManifest,
+    DatasetManifest,
+    load,
+    seal,
+)
+from components.common.contracts.records import CalibrationEntry, EngineEntry, EngineLayers
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.process.steplog import StepLog
 from components.export import plans, rebuild
+from components.export.calibration import Samples
 from components.export.config import ExportConfig
 from components.export.inspection import UnreadableLayers
 from components.export.onnx_export import export_onnx
 from components.export.run import run
-from components.export.samples import Samples
 
 SHAPES = ShapeSpec(height=32, width=32, opt_batch=4, max_batch=16)
 MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}

@@ -11,17 +11,15 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from components.common.evaluation import Predictions, top_classes
-from components.common.runners.openvino import OpenVINORunner
-from components.common.runners.torch import TorchRunner
-from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, compute_scale
-from components.export.collection import collect_with_onnxruntime
+from components.common.contracts.transforms import ShapeSpec
+from components.common.data.evaluation import Predictions, top_classes
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.torch import TorchRunner
+from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, quantizable_layers
 from components.export.qdq import Arithmetic
-from components.export.selection import Budget, Selection
-from components.export.sensitivity import rank_layers
+from components.export.selection import Budget, Selection, rank_layers
 
 SHAPES = ShapeSpec(height=8, width=8)
 DEFAULT = Budget(max_top1_drop_points=0.5, min_relative_top1_pct=99.0)
@@ -247,8 +245,8 @@ class FakeSelection(Selection):
     ],
 )
 def test_the_fewest_layers_are_left_out(costs, expected):
-    from components.common.records import LayerCost
-    from components.export.sensitivity import Ranking
+    from components.common.contracts.records import LayerCost
+    from components.export.selection import Ranking
 
     search = FakeSelection(
         model=None, scales={}, measure=None, budget=DEFAULT, deadline=float("inf"), arithmetic=Arithmetic()

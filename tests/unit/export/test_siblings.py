@@ -9,13 +9,11 @@ import pytest
 import torch
 from torchvision.models.googlenet import Inception
 
-from components.common.shapes import ShapeSpec
-from components.export.calibration import CalibrationMethod, compute_scale
-from components.export.collection import collect_with_onnxruntime
+from components.common.contracts.transforms import ShapeSpec
+from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
 from components.export.onnx_export import export_onnx
-from components.export.placement import activation_tensors, with_names
+from components.export.placement import activation_tensors, keep_apart, with_names
 from components.export.qdq import insert_qdq
-from components.export.siblings import keep_apart
 
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=2, max_batch=2)
 

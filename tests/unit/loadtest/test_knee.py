@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipelines.loadtest.knee import find_knee, is_good, measure_rates, rates_to_try
-from pipelines.loadtest.record import Level
+from enginery.serving.loadtest.results import Level, find_knee, is_good, measure_rates, rates_to_try
 
 BUDGET_MS = 50.0
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from components.common.environment import environment
-from components.common.errors import UserError
-from pipelines.commands import cli
-from pipelines.loadtest.page import page
-from pipelines.loadtest.record import Knee, Level, LoadTest, Series
-from pipelines.loadtest.wording import caution_text, gain_text, knee_text, load_text
+from components.common.contracts.environment import environment
+from components.common.contracts.errors import UserError
+from enginery.cli.commands import cli
+from enginery.serving.loadtest.page import page
+from enginery.serving.loadtest.page_text import caution_text, gain_text, knee_text, load_text
+from enginery.serving.loadtest.results import Knee, Level, LoadTest, Series
 
 
 def level(load: float, throughput: float, p99_ms: float, *, closed: bool = False, **changed: object) -> Level:

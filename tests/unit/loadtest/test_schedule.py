@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipelines.loadtest.schedule import poisson_arrivals
+from enginery.serving.loadtest.generator import poisson_arrivals
 
 
 def test_gaps_are_exponential_and_the_rate_is_kept() -> None:

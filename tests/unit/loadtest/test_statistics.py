@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.client.addresses import parse_address
-from pipelines.loadtest.generator import Load, Samples
-from pipelines.loadtest.measuring import share_load
-from pipelines.loadtest.record import Level
-from pipelines.loadtest.statistics import server_change, summarize
+from enginery.serving.client.transport import parse_address
+from enginery.serving.loadtest.generator import Load, Samples
+from enginery.serving.loadtest.measuring import share_load
+from enginery.serving.loadtest.results import Level, server_change, summarize
 
 SERVER: dict[str, Any] = {"batches": {}, "queue_ms": None, "compute_ms": None}
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.transforms import TransformSpec
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.transforms import TransformSpec
 
 
 def _gradient(height: int = 48, width: int = 64, shift: int = 0) -> Image.Image:

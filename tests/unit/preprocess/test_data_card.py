@@ -15,11 +15,18 @@ import pytest
 from PIL import Image
 from wds2idx import IndexCreator
 
-from components.common.records import DatasetStatistics, Split
-from components.preprocess.data_card import Card, Rejections, side_chart, write_data_card
-from components.preprocess.findings import SPLITS, SideHistogram
-from components.preprocess.problems import ProblemFinder
-from components.preprocess.samples import Picture, read_pictures, sample_positions, thumbnail
+from components.common.contracts.records import DatasetStatistics, Split
+from components.preprocess.data_card import (
+    Card,
+    Picture,
+    Rejections,
+    read_pictures,
+    sample_positions,
+    side_chart,
+    thumbnail,
+    write_data_card,
+)
+from components.preprocess.data_issues import SPLITS, ProblemFinder, SideHistogram
 
 DIGESTS = {"train": "sha256:" + "1a" * 32, "val": "sha256:" + "2b" * 32}
 Entry = dict[str, Any]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from components.common.loader import load_image
-from components.common.transforms import TransformSpec
+from components.common.contracts.transforms import TransformSpec
+from components.common.data.loader import load_image
 from components.preprocess.decoding import as_png, decode
 
 SIDE = 24

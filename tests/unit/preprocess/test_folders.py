@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.errors import UserError
-from components.common.loader import Loader
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.data.loader import Loader
 from components.preprocess.sources import Sample, find_samples
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]

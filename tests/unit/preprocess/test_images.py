@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.errors import UserError
-from components.common.loader import Loader
-from components.common.runners import to_numpy
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.data.loader import Loader
+from components.common.runtimes import to_numpy
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -239,7 +239,7 @@ def upright(opened: Image.Image) -> Image.Image:
 def test_training_decodes_every_form_too(
     good: tuple[Path, Artifact[DatasetManifest]], plain: Callable[..., Any]
 ) -> None:
-    from components.common.transforms import Augmentation
+    from components.common.contracts.transforms import Augmentation
 
     _, dataset = good
     loader = Loader(dataset, "train", plain(32), batch_size=len(GOOD), augmentation=Augmentation())
@@ -269,7 +269,7 @@ TIGHT = """
 import io, resource, psutil
 from PIL import Image
 from components.preprocess.decoding import decode
-from components.preprocess.structure import Rejected
+from components.preprocess.decoding import Rejected
 encoded = io.BytesIO()
 Image.new("1", (12000, 12000)).save(encoded, "PNG")
 limit = psutil.Process().memory_info().vms + 200_000_000

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import ALL_FILES, Artifact, DatasetManifest, DatasetPartManifest, load
-from components.common.errors import EngineryError, UserError
-from components.common.settings import resolve
-from components.common.steplog import StepLog
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, DatasetPartManifest, load
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
 from components.merge.config import MergeConfig
 from components.merge.run import run as merge
 from components.preprocess.config import PreprocessConfig

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.preprocess.findings import Problems
-from components.preprocess.problems import ProblemFinder, listed_paths, printable
+from components.preprocess.data_issues import ProblemFinder, Problems, listed_paths, printable
 
 CLASSES = ("cat", "dog", "owl")
 Entry = dict[str, Any]

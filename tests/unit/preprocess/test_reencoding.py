@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.common.artifacts import Artifact, DatasetManifest
+from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.preprocess.decoding import shrink
 from components.preprocess.packing import stratified
 from components.preprocess.sources import Sample

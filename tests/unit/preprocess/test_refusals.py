@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.errors import UserError
-from components.common.settings import resolve
-from components.common.steplog import StepLog
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.run import run
 from components.preprocess.shards import ShardTask, write_shard

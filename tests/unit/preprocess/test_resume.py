@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from components.common.artifacts import MANIFEST, UNFINISHED, Artifact, DatasetManifest, load
-from components.common.errors import UserError
-from components.common.unfinished import EARLIER_VARIABLE
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import MANIFEST, UNFINISHED, Artifact, DatasetManifest, load
+from components.common.process.partial_output import EARLIER_VARIABLE
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 SHARD_BYTES = 1_000_000

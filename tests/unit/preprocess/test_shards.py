@@ -12,11 +12,10 @@ import pytest
 from PIL import Image
 from wds2idx import IndexCreator
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.preprocess.pixels import PixelSums
-from components.preprocess.shards import plan_shards
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.preprocess.decoding import PixelSums
+from components.preprocess.shards import TarWriter, plan_shards
 from components.preprocess.sources import Sample
-from components.preprocess.tar_writer import TarWriter
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from components.common.errors import EngineryError, UserError
+from components.common.contracts.errors import EngineryError, UserError
 from components.preprocess.sources import Sample, Source, Unreadable, find_samples, read_sample
 
 WriteTree = Callable[..., Path]
@@ -186,7 +186,7 @@ def test_hostile_members_of_a_zip_are_never_read(tmp_path: Path, monkeypatch: py
         packed.writestr("./", b"")
         packed.writestr("/root.png", b"evil")
         packed.writestr(link, "/etc/passwd")
-    monkeypatch.setattr("components.preprocess.sources.zips.MAX_FILE_BYTES", 4999)
+    monkeypatch.setattr("components.preprocess.sources.archive_members.MAX_FILE_BYTES", 4999)
     source = find(file, tmp_path / "scratch")
     assert reasons(source) == {
         "../up.png": "a path out of the archive",
@@ -490,8 +490,8 @@ def test_folders_in_one_another_without_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["_MAX_MEMBERS", "_MAX_DIRECTORY_BYTES"])
 def test_too_many_members(tmp_path: Path, write_tree: WriteTree, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
     root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
-    suffix, module = (".tar", "tars") if number == "_MAX_MEMBERS" else (".zip", "zips")
-    monkeypatch.setattr(f"components.preprocess.sources.{module}.{number}", 3)
+    suffix = ".tar" if number == "_MAX_MEMBERS" else ".zip"
+    monkeypatch.setattr(f"components.preprocess.sources.archive_members.{number}", 3)
     with pytest.raises(UserError, match=r"has (more than 3 members|a directory of more than 3 bytes); pack it as "):
         find(archive(tmp_path / f"images{suffix}", root), tmp_path / "scratch")
 
@@ -500,7 +500,7 @@ def test_too_many_members(tmp_path: Path, write_tree: WriteTree, monkeypatch: py
 def test_a_compressed_bomb_is_given_up_before_it_fills_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    monkeypatch.setattr("components.preprocess.sources.tars._MIN_BOMB_BYTES", 1 << 24)
+    monkeypatch.setattr("components.preprocess.sources.archive_members._MIN_BOMB_BYTES", 1 << 24)
     file = tmp_path / f"x{suffix}"
     with tarfile.open(file, MODES[suffix]) as packed:
         info = tarfile.TarInfo("a/0.png")

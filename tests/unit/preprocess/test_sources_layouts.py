@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from components.common.errors import UserError
+from components.common.contracts.errors import UserError
 from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples, local_path
 
 WriteTree = Callable[..., Path]

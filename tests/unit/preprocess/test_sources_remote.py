@@ -18,8 +18,8 @@ import fsspec
 import pytest
 from fsspec.implementations.http import HTTPFileSystem
 
-from components.common.errors import EngineryError, UserError
-from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples, places, web
+from components.common.contracts.errors import EngineryError, UserError
+from components.preprocess.sources import Source, Unreadable, check_data_folder, find_samples, locations, web
 
 WriteTree = Callable[..., Path]
 
@@ -44,7 +44,7 @@ def sizes(source: Source) -> dict[str, int]:
 
 @pytest.fixture(autouse=True)
 def _own_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_ATTEMPTS_S", (0.0, 0.0))
+    monkeypatch.setattr(locations, "_ATTEMPTS_S", (0.0, 0.0))
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "127.0.0.1")
 
@@ -182,7 +182,7 @@ def test_a_table_of_a_store_that_lists_nothing(
     source = find(f"{uri}/table.csv", tmp_path / "scratch")
     assert set(sizes(source).values()) == {0}
     assert len(sizes(source)) == 4
-    monkeypatch.setattr("components.preprocess.sources.places._ATTEMPTS_S", (0.0, 0.0))
+    monkeypatch.setattr("components.preprocess.sources.locations._ATTEMPTS_S", (0.0, 0.0))
     error = OSError("down")  # half of the sizes would make another plan than that of the other parts
     with pytest.raises(UserError, match=r"can't read .*: down; check the address and the network"):
         find(f"{uri}/table.csv", tmp_path / "scratch")
@@ -487,10 +487,10 @@ def test_an_answer_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return before._replace(free=(1 << 30) + (4 << 20) - used)
 
     monkeypatch.setattr(web, "MAX_FILE_BYTES", 1 << 20)
-    monkeypatch.setattr(places.shutil, "disk_usage", free)
+    monkeypatch.setattr(locations.shutil, "disk_usage", free)
     with leading("/") as outer:
         with pytest.raises(OSError, match="the answer has more than 1,048,576 bytes"):
-            places.RemotePlace(outer).read("long.png")
+            locations.RemotePlace(outer).read("long.png")
         (tmp_path / "scratch").mkdir()
         with pytest.raises(EngineryError, match=r"the disk of .* is too small for .*less than 1 GB is left"):
             find(f"{outer}/long.csv", tmp_path / "scratch")

@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from components.common.errors import UserError
+from components.common.contracts.errors import UserError
 from components.preprocess.sources import Source, Unreadable, find_samples
 
 WriteTree = Callable[..., Path]

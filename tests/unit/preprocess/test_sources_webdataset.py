@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.errors import UserError
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.preprocess.sources import Source, Unreadable, find_samples
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]

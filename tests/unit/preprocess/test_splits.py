@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from components.common.artifacts import Artifact, DatasetManifest
+from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.preprocess.sources import find_samples
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]

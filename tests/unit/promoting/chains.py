@@ -15,8 +15,15 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from components.common.artifacts import BundleManifest, DatasetManifest, ReportManifest, VerdictManifest, load, seal
-from components.common.records import (
+from components.common.contracts.manifests import (
+    BundleManifest,
+    DatasetManifest,
+    ReportManifest,
+    VerdictManifest,
+    load,
+    seal,
+)
+from components.common.contracts.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
@@ -25,10 +32,9 @@ from components.common.records import (
     DatasetStatistics,
     Split,
 )
-from components.common.settings import StepConfig
-from components.common.shapes import ShapeSpec
-from components.common.transforms import transform_for
-from components.common.verdict import run_checks
+from components.common.contracts.settings import StepConfig
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.contracts.verdict import run_checks
 from components.gate.config import GateConfig
 
 NUM_IMAGES = 100
@@ -127,8 +133,8 @@ def promote_chain(uri: str, paths: dict[str, Path], output: Path, model: str = "
     import mlflow
 
     mlflow.set_tracking_uri(uri)
-    from components.common.steplog import StepLog
-    from components.common.tracking import step_run
+    from components.common.process.steplog import StepLog
+    from components.common.registry.tracking import step_run
     from components.promote.config import PromoteConfig
     from components.promote.run import run
 

@@ -7,7 +7,7 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from components.common.registry import Registry
+from components.common.registry.model_registry import Registry
 from tests.conftest import Shared
 
 from .chains import make_and_promote

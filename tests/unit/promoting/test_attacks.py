@@ -10,14 +10,13 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from components.common.artifacts import MANIFEST
-from components.common.digests import canonical_json, digest_bytes
-from components.common.errors import EngineryError
-from components.common.integrity import seal_of
-from components.common.records import FileEntry
-from components.common.registry import Registry
-from pipelines.fetching import fetch
-from pipelines.serving import repository as repository_module
+from components.common.contracts.digests import canonical_json, digest_bytes
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import MANIFEST, seal_of
+from components.common.contracts.records import FileEntry
+from components.common.registry.model_registry import Registry
+from enginery.release.fetch import fetch
+from enginery.serving import repository as repository_module
 from tests.pipelines.servers import free_port
 from tests.unit.release.test_server import serving
 

@@ -7,13 +7,13 @@ import pytest
 from mlflow.entities import DatasetInput
 from mlflow.exceptions import MlflowException
 
-from components.common.artifacts import PromotionManifest, ReportManifest, load
-from components.common.audit_log import AuditLog
-from components.common.changing import champions, explained
-from components.common.errors import EngineryError
-from components.common.registry import Registry
-from components.common.tracking import StepRun
-from pipelines.versions import version_summary
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import PromotionManifest, ReportManifest, load
+from components.common.registry.alias_changes import champions, explained
+from components.common.registry.audit_log import AuditLog
+from components.common.registry.model_registry import Registry
+from components.common.registry.tracking import StepRun
+from enginery.registry.models import version_summary
 
 from .chains import make_and_promote, make_chain, promote_chain
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from components.common.audit_log import AuditLog, experiment_name
-from components.common.changing import Proposal, Situation, champions, change_aliases, explained
-from components.common.errors import EngineryError, UserError
-from components.common.registry import Registry
-from pipelines.lineage import trace
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.registry.alias_changes import Proposal, Situation, champions, change_aliases, explained
+from components.common.registry.audit_log import AuditLog, experiment_name
+from components.common.registry.model_registry import Registry
+from enginery.registry.audit import trace
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ import pytest
 import yaml
 from click.testing import Result
 
-from components.common.artifacts import BundleManifest, load
-from components.common.digests import digest_file
-from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.registry import Registry
-from pipelines.deploying.editing import set_values
-from pipelines.deploying.environments import Pins, environments
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.contracts.manifests import BundleManifest, load
+from components.common.registry.model_registry import Registry
+from enginery.release.deploy import Pins, environments, set_values
 
 from .chains import make_and_promote
 from .test_registry_commands import enginery, register_failed

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from components.common.errors import UserError
-from components.common.registry import Registry
+from components.common.contracts.errors import UserError
+from components.common.registry.model_registry import Registry
 
 from .chains import make_chain, promote_chain
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from components.common import trust
-from components.common.artifacts import BundleManifest, load
-from components.common.digests import digest_file
-from components.common.errors import EngineryError, UserError
-from pipelines.fetching import fetch
-from pipelines.oci import read_address
-from pipelines.release.writing import write_release
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import BundleManifest, load
+from components.common.registry import trust
+from enginery.release.fetch import fetch
+from enginery.release.oci import read_address
+from enginery.release.writing import write_release
 from tests.oci_registry import BASIC, PASSWORD, TOKEN, Registry, digest_of, oci_registry
 from tests.pipelines.servers import free_port
 

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner, Result
 from pydantic import ValidationError
 
-from components.common.audit_log import AuditLog
-from components.common.changing import Proposal, change_aliases
-from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.registry import PARTS, Registry
-from components.common.standing import load_standing
+from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.registry.alias_changes import Proposal, change_aliases
+from components.common.registry.audit_log import AuditLog
+from components.common.registry.model_registry import PARTS, Registry
+from components.common.registry.version_evaluation import load_standing
 from components.promote.config import PromoteConfig
-from pipelines.commands import cli
-from pipelines.versions import version_summary
+from enginery.cli.commands import cli
+from enginery.registry.models import version_summary
 
 from .chains import make_and_promote, make_chain, promote_chain
 
@@ -322,6 +322,6 @@ def test_no_store_and_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_help_is_there_before_mlflow_is_imported() -> None:
     names = "promote, audit, models, rollback"
-    script = f"import sys; from pipelines.commands import {names}; assert 'mlflow' not in sys.modules"
+    script = f"import sys; from enginery.cli import {names}; assert 'mlflow' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from components.common.artifacts import (
+from components.common.contracts.manifests import (
     Artifact,
     BundleManifest,
     DatasetManifest,
@@ -17,11 +17,10 @@ from components.common.artifacts import (
     load,
     seal,
 )
-from components.common.records import AccuracyReport, AccuracyRow, BenchmarkReport, CalibrationEntry, CpuModel
-from components.common.registry import Registry
-from components.common.settings import StepConfig
-from components.common.shapes import ShapeSpec
-from components.common.transforms import transform_for
+from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport, CalibrationEntry, CpuModel
+from components.common.contracts.settings import StepConfig
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.registry.model_registry import Registry
 
 from .chains import promote_chain
 
@@ -93,8 +92,8 @@ def chain_on(
 
 def register_on_other_images(registry: Registry, paths: dict[str, Path]) -> None:
     """What promote would have registered when it had those images."""
-    from components.common.changing import Proposal, change_aliases
-    from components.common.standing import load_standing
+    from components.common.registry.alias_changes import Proposal, change_aliases
+    from components.common.registry.version_evaluation import load_standing
 
     folder = paths["bundle"].parent / "artifacts"  # MLflow's default would be where the tests are run
     run = registry.client.create_run(registry.client.create_experiment("earlier", folder.as_uri()))

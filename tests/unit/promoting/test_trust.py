@@ -11,16 +11,16 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from components.common import trust
-from components.common.artifacts import BundleManifest, load
-from components.common.changing import Proposal, change_aliases
-from components.common.errors import EngineryError, UserError
-from components.common.registry import Registry
-from components.common.standing import load_standing
-from components.common.steplog import StepLog
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import BundleManifest, load
+from components.common.process.steplog import StepLog
+from components.common.registry import trust
+from components.common.registry.alias_changes import Proposal, change_aliases
+from components.common.registry.model_registry import Registry
+from components.common.registry.version_evaluation import load_standing
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
-from pipelines.fetching import fetch, read_identity
+from enginery.release.fetch import fetch, read_identity
 from tests.unit.release.making import write_keys
 
 from .chains import make_chain, promote_chain

@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from components.common.digests import canonical_json
-from components.common.integrity import seal_of
-from components.common.steplog import StepLog
-from components.common.tracking import step_run
+from components.common.contracts.digests import canonical_json
+from components.common.contracts.manifests import seal_of
+from components.common.process.steplog import StepLog
+from components.common.registry.tracking import step_run
 from components.promote.config import PromoteConfig
 from components.promote.run import run as promote
 

@@ -18,13 +18,13 @@ from mlflow import MlflowClient
 from mlflow.pyfunc import scoring_server
 from PIL import Image
 
-from components.common.artifacts import BundleManifest, VerdictManifest, load
-from components.common.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.evaluation import predict
-from components.common.instruction_sets import instruction_set
-from components.common.loader import Loader
-from components.common.runners.openvino import OpenVINORunner
-from components.common.serving import fit_model
+from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.contracts.instruction_sets import instruction_set
+from components.common.contracts.manifests import BundleManifest, VerdictManifest, load
+from components.common.data.evaluation import predict
+from components.common.data.loader import Loader
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.selection import fit_model
 from components.promote import pyfunc
 from components.promote.packaging import write_model
 from components.promote.pyfunc import table
@@ -241,7 +241,7 @@ def test_the_bad_one_of_many_is_named_and_the_next_call_works(model, images) -> 
 
 
 def test_what_dali_alone_refuses_is_named(model, images, monkeypatch) -> None:
-    monkeypatch.setattr("components.common.image_batches.check_encoded", lambda *_: None)
+    monkeypatch.setattr("components.common.data.image_batches.check_encoded", lambda *_: None)
     with pytest.raises(UserError, match="image 1 can't be decoded"):
         model.predict([images[0], b"\xff\xd8\xff\xe0 no JPEG", images[1]])
     assert len(model.predict(images[:2])) == 2

@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 from mlflow import MlflowClient
 
-from components.common.artifacts import ReportManifest, VerdictManifest, load
-from components.common.digests import digest_file
-from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.trust import PASSPHRASE_VARIABLE
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.contracts.manifests import ReportManifest, VerdictManifest, load
+from components.common.registry.trust import PASSPHRASE_VARIABLE
 from components.promote.packaging import write_model
-from pipelines.commands import cli
-from pipelines.release import writing
+from enginery.cli.commands import cli
+from enginery.release import writing
 
 from .making import NAME, promote_parts, reseal, write_keys
 

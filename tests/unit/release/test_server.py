@@ -16,8 +16,8 @@ import pytest
 import requests
 from mlflow import MlflowClient
 
-from components.common.errors import EngineryError, UserError
-from pipelines.commands import cli
+from components.common.contracts.errors import EngineryError, UserError
+from enginery.cli.commands import cli
 
 from .making import NAME, promote_parts
 from .test_release import enginery
@@ -117,7 +117,7 @@ def test_mlflow_says_nothing_in_between(registry: str, proved, tmp_path: Path) -
         done = run("components.promote", *words, f"--output={tmp_path / str(number)}")
         assert not done.stdout
         assert all(line.startswith("promote: ") for line in done.stderr.splitlines()), done.stderr
-    done = run("pipelines.cli", "rollback", NAME)
+    done = run("enginery.cli.main", "rollback", NAME)
     assert done.stdout == f"{NAME}@champion: version 2 -> 1\nentry 3 of the audit log (enginery audit {NAME})\n"
     assert done.stderr.startswith("digits version 1: nobody vouches for it")
     assert len(done.stderr.splitlines()) == 1

@@ -13,11 +13,9 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from components.common.errors import EngineryError, UserError
-from pipelines.release.signing import PublicKey, public_key
-from pipelines.release.sums import write_sums
-from pipelines.release.verifying import verify
-from pipelines.release.writing import write_release
+from components.common.contracts.errors import EngineryError, UserError
+from enginery.release.verify import PublicKey, public_key, verify, write_sums
+from enginery.release.writing import write_release
 
 from .making import reseal, write_keys
 
@@ -327,7 +325,7 @@ def test_an_mlmodel_file_that_is_none(release: Path, text: str) -> None:
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "pipelines.cli", "verify", *map(str, arguments)]
+    words = [sys.executable, "-m", "enginery.cli.main", "verify", *map(str, arguments)]
     return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 
@@ -355,7 +353,7 @@ def test_verify_needs_neither_mlflow_nor_an_engine_room(release: Path) -> None:
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from pipelines.release.verifying import verify\n"
+        "from enginery.release.verify import verify\n"
         "assert verify(Path(sys.argv[1])).problems == ()\n"
         "heavy = {'mlflow', 'torch', 'nvidia.dali', 'openvino', 'onnx', 'pandas', 'kfp'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.common.environment import Environment, Gpu
-from components.common.evaluation import Predictions
-from components.common.records import (
+from components.common.contracts.environment import Environment, Gpu
+from components.common.contracts.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
@@ -26,11 +25,11 @@ from components.common.records import (
     TrainingRecord,
     Trial,
 )
-from components.common.shapes import ShapeSpec
-from components.common.transforms import TransformSpec
-from components.common.verdict import Thresholds
+from components.common.contracts.transforms import ShapeSpec, TransformSpec
+from components.common.contracts.verdict import Thresholds
+from components.common.data.evaluation import Predictions
 from components.validate import report as gathering
-from components.validate.comparison import class_changes, class_losses, compare
+from components.validate.report import class_changes, class_losses, compare
 from components.validate.schema import (
     Calibration,
     Code,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from components.common.records import AccuracyRow, ClassLoss, Comparison, GateCheck, Recommendation
-from components.common.verdict import Thresholds
-from components.validate.advice import next_steps
+from components.common.contracts.records import AccuracyRow, ClassLoss, Comparison, GateCheck, Recommendation
+from components.common.contracts.verdict import Thresholds
+from components.validate.report_text import next_steps
 from components.validate.schema import Report
 
 LOSS = ClassLoss(name="cat", num_images=40, num_lost=30, num_gained=1, delta_points=-72.5, p_corrected=1e-5)
@@ -100,7 +100,7 @@ def test_each_cause_has_its_remedy(
 
 def test_the_number_of_images_decides(reports: dict[str, Report]) -> None:
     """As many times the images with as many times the lost and gained ones are enough, and half of them are not."""
-    from components.common.statistics import drop_upper
+    from components.common.contracts.statistics import drop_upper
 
     (step, _) = judged(reports["ten classes"], "top1_drop_points", **FEW)
     needed = int(step.split("about ")[1].split(" ")[0].replace(",", ""))

@@ -6,15 +6,22 @@ from itertools import pairwise
 
 import pytest
 
-from components.common.records import BenchmarkReport, BenchmarkRow, EpochRecord, LayerCost, SelectionEntry, Trial
+from components.common.contracts.records import (
+    BenchmarkReport,
+    BenchmarkRow,
+    EpochRecord,
+    LayerCost,
+    SelectionEntry,
+    Trial,
+)
 from components.validate.charts import (
     confusion_picture,
     layers_chart,
+    short_names,
     speed_chart,
     training_chart,
     trials_chart,
 )
-from components.validate.layers import short_names
 from components.validate.schema import Report
 
 History = Callable[[int], tuple[EpochRecord, ...]]

@@ -12,14 +12,22 @@ from typing import Any
 import pytest
 import yaml
 
-from components.common.records import ClassLoss, Recommendation
-from components.common.verdict import Thresholds
-from components.validate.formats import number, probability, short, signed
+from components.common.contracts.records import ClassLoss, Recommendation
+from components.common.contracts.verdict import Thresholds
 from components.validate.rendering import write_report
+from components.validate.report_text import (
+    calibration_facts,
+    limitations,
+    number,
+    probability,
+    provenance_facts,
+    selection_facts,
+    short,
+    signed,
+)
 from components.validate.schema import (
     Report,
 )
-from components.validate.wording import calibration_facts, limitations, provenance_facts, selection_facts
 
 NAMES = (
     "ten classes",

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from components.validate.rendering import write_report
+from components.validate.report_text import limitations
 from components.validate.schema import Report
-from components.validate.wording import limitations
 
 
 @pytest.mark.parametrize(

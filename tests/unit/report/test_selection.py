@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from components.common.records import LayerCost
+from components.common.contracts.records import LayerCost
 from components.validate.rendering import write_report
+from components.validate.report_text import ranking_sentences, selection_sentences
 from components.validate.schema import Report
-from components.validate.wording import ranking_sentences, selection_sentences
 
 
 def changed(report: Report, **calibration: Any) -> Report:

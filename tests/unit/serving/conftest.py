@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from components.common.artifacts import Artifact, RepositoryManifest
-from pipelines.release.chain import load_chain
-from pipelines.serving.installation import find_triton, triton_folder
-from pipelines.serving.repository import RepositoryConfig, write_repository
-from pipelines.serving.sources import Source
+from components.common.contracts.manifests import Artifact, RepositoryManifest
+from enginery.release.verify import load_chain
+from enginery.serving.installation import find_triton, triton_folder
+from enginery.serving.repository import RepositoryConfig, write_repository
+from enginery.serving.sources import Source
 from tests.pipelines.servers import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -86,7 +86,7 @@ def start_serving(source: Path | str, folder: Path, *options: str, **environment
     names = ("--http-port", "--grpc-port", "--metrics-port")
     log = folder / "serve.log"
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipelines.cli", "serve", str(source), *options]
+        [sys.executable, "-m", "enginery.cli.main", "serve", str(source), *options]
         + [text for name, port in zip(names, ports, strict=True) for text in (name, str(port))],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "ENGINERY_HOME": str(folder / "home"), **environment},
         stdout=log.open("w"),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from components.common.records import BenchmarkReport, BenchmarkRow, LatencyBudget
-from pipelines.serving.batching import batching_for
+from components.common.contracts.records import BenchmarkReport, BenchmarkRow, LatencyBudget
+from enginery.serving.repository import batching_for
 
 
 def row(batch: int, images_per_s: float, p99_ms: float, streams: int = 1, **other) -> BenchmarkRow:

@@ -21,13 +21,12 @@ from click.testing import CliRunner, Result
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
-from components.common.errors import EngineryError, UserError
-from components.common.serving import serving_runner
-from pipelines.client.client import AsyncClient, Client
-from pipelines.client.failures import AnswerLate, RequestRefused, ServerUnreachable
-from pipelines.client.retries import Patience
-from pipelines.commands import cli
-from pipelines.loadtest.record import LoadTest
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.runtimes.selection import serving_runner
+from enginery.cli.commands import cli
+from enginery.serving.client.client import AsyncClient, Client
+from enginery.serving.client.transport import AnswerLate, Patience, RequestRefused, ServerUnreachable
+from enginery.serving.loadtest.results import LoadTest
 from tests.fuzz import requests
 
 from .conftest import NAME, Running, start_serving, wait_until_ready
@@ -140,7 +139,7 @@ def test_what_the_server_does_not_have(url: str, images: list[Path]) -> None:
 def test_a_proxy_of_the_environment_is_not_asked(url: str, images: list[Path]) -> None:
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
     done = subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", "predict", "--url", url, "--retry", "0", str(images[0])],
+        [sys.executable, "-m", "enginery.cli.main", "predict", "--url", url, "--retry", "0", str(images[0])],
         cwd=REPOSITORY,
         env={**os.environ, **proxies, "no_proxy": "", "NO_PROXY": ""},
         capture_output=True,
@@ -366,7 +365,7 @@ def test_alerts_name_metrics_that_are_there(served: Running) -> None:
 
 def test_importing_the_client_does_not_import_the_engine_room() -> None:
     script = (
-        "import sys, pipelines.client.client, pipelines.commands.predict\n"
+        "import sys, enginery.serving.client.client, enginery.cli.predict\n"
         "sys.exit(', '.join({'torch', 'mlflow', 'openvino', 'tritonclient', 'kfp'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)

@@ -6,9 +6,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from components.common.records import Batching
-from components.common.shapes import ShapeSpec
-from pipelines.serving.model_config import (
+from components.common.contracts.records import Batching
+from components.common.contracts.transforms import ShapeSpec
+from enginery.serving.repository import (
     ModelNames,
     cpu_network_config,
     ensemble_config,

@@ -12,16 +12,16 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 import components
-from components.common.artifacts import Artifact, RepositoryManifest, VerdictManifest, load
-from components.common.digests import digest_file
-from components.common.errors import EngineryError, GateFailed, UserError
-from components.common.instruction_sets import instruction_set
-from components.common.records import AccuracyRow, EngineEntry, FileEntry
-from components.common.triton.opening import open_from, open_repository
-from pipelines.commands import cli
-from pipelines.serving.installation import find_triton
-from pipelines.serving.repository import RepositoryConfig, gpu_server_options, write_repository
-from pipelines.serving.sources import Source, find_source
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.contracts.instruction_sets import instruction_set
+from components.common.contracts.manifests import Artifact, RepositoryManifest, VerdictManifest, load
+from components.common.contracts.records import AccuracyRow, EngineEntry, FileEntry
+from components.serve.repository_check import open_from, open_repository
+from enginery.cli.commands import cli
+from enginery.serving.installation import find_triton
+from enginery.serving.repository import RepositoryConfig, gpu_server_options, write_repository
+from enginery.serving.sources import Source, find_source
 
 from .conftest import NAME, start_serving
 
@@ -141,7 +141,7 @@ def test_a_plan_without_weights_is_refused(on_gpu, tmp_path: Path) -> None:
 def test_what_a_version_compatible_plan_needs_of_triton_is_told(on_gpu, tmp_path: Path, monkeypatch) -> None:
     assert gpu_server_options(write_repository(on_gpu, tmp_path / "plain", RepositoryConfig()).manifest) == ()
     source = contextlib.nullcontext(built_as(on_gpu, "INT8", "VERSION_COMPATIBLE"))
-    monkeypatch.setattr("pipelines.serving.sources.find_source", lambda *_: source)
+    monkeypatch.setattr("enginery.serving.sources.find_source", lambda *_: source)
     said = run("export", "digits@champion", tmp_path / "models").output
     assert "  on GPUs  tritonserver needs --backend-config=tensorrt,version-compatible=true: " in said
 
@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_nothing(source, tmp_path: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipelines.serving.repository.shutil.copyfile", full)
+    monkeypatch.setattr("enginery.serving.repository.shutil.copyfile", full)
     with pytest.raises(OSError, match="No space"):
         write_repository(source, tmp_path / "models", RepositoryConfig())
     assert list(tmp_path.iterdir()) == []

@@ -15,14 +15,14 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from components.common.artifacts import BundleManifest, load
-from components.common.evaluation import most_likely
-from components.common.image_batches import ImageBatches
-from components.common.runners.openvino import OpenVINORunner
-from components.common.serving import fit_model
-from pipelines.commands import cli
-from pipelines.serving.installation import find_triton
-from pipelines.serving.server import Ports, Server
+from components.common.contracts.manifests import BundleManifest, load
+from components.common.data.evaluation import most_likely
+from components.common.data.image_batches import ImageBatches
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.selection import fit_model
+from enginery.cli.commands import cli
+from enginery.serving.installation import find_triton
+from enginery.serving.server import Ports, Server
 from tests.pipelines.servers import free_port
 
 from .conftest import (

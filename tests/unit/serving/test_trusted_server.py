@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.common.trust import VERDICT, sign_verdict, signing_key
-from pipelines.serving.repository import RepositoryConfig, write_repository
+from components.common.registry.trust import VERDICT, sign_verdict, signing_key
+from enginery.serving.repository import RepositoryConfig, write_repository
 from tests.unit.release.making import write_keys
 
 from .conftest import NAME, start_serving, wait_until_ready

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from components.common.artifacts import Artifact, DatasetManifest, load
+from components.common.contracts.manifests import Artifact, DatasetManifest, load
 from tests.conftest import Preprocess, Shared, copy_digits
 from tests.pipelines.servers import free_port
 

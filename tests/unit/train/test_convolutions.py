@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from components.common.models import build_model
-from components.train.convolutions import speed_up_small_convolutions
+from components.common.runtimes.architectures import build_model
+from components.train.arithmetic import speed_up_small_convolutions
 
 LAYERS = {
     "1x1": {"kernel_size": 1},

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.loader import Batch
-from components.common.settings import resolve
-from components.common.steplog import StepLog
+from components.common.contracts.settings import resolve
+from components.common.data.loader import Batch
+from components.common.process.steplog import StepLog
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.distributed import World, find_world, joined

@@ -8,17 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from components.common.artifacts import Artifact, DatasetManifest
-from components.common.errors import UserError
-from components.common.models import build_model
-from components.common.settings import resolve
-from components.common.steplog import StepLog
-from components.train.batches import plan_batches
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model
+from components.train.batches import check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS
 from components.train.config import TrainConfig
 from components.train.fine_tuning import head_names, starting_model
 from components.train.run import run
-from components.train.sizes import check_sizes
 
 
 class Log(StepLog):

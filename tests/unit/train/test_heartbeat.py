@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from components.common.steplog import StepLog
-from components.train.heartbeat import VARIABLE, beating, stop_when_silent
-from components.train.stopping import StopRequest
+from components.common.process.steplog import StepLog
+from components.train.distributed import StopRequest
+from components.train.nodes import VARIABLE, beating, stop_when_silent
 
 
 def test_silence_stops_and_a_beat_does_not(

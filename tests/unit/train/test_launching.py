@@ -12,19 +12,17 @@ import pytest
 import torch
 import yaml
 
-from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EngineryError, Preempted, UserError
-from components.common.settings import resolve
-from components.common.steplog import StepLog
-from components.train import topology
+from components.common.contracts.errors import EngineryError, Preempted, UserError
+from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.train import distributed
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
-from components.train.diagnosis import diagnose
-from components.train.distributed import find_world
+from components.train.distributed import describe_links, diagnose, find_world
 from components.train.launching import _failure, _Group, launch, num_processes
 from components.train.ranks import RankEnd
 from components.train.run import run
-from components.train.topology import describe_links
 
 from .conftest import as_rank_0_of_two
 
@@ -254,15 +252,15 @@ def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     uuids = ["GPU-a", "GPU-b", "GPU-c"]
-    monkeypatch.setattr(topology, "pynvml", answers(lambda *_: pynvml.NVML_P2P_STATUS_OK))
+    monkeypatch.setattr(distributed, "pynvml", answers(lambda *_: pynvml.NVML_P2P_STATUS_OK))
     assert describe_links(uuids) == "NVLink (3 pairs)"
     monkeypatch.setattr(
-        topology, "pynvml", answers(lambda first, second: 0 if (first, second) == ("GPU-a", "GPU-b") else 1)
+        distributed, "pynvml", answers(lambda first, second: 0 if (first, second) == ("GPU-a", "GPU-b") else 1)
     )
     assert describe_links(uuids) == "PCIe and the link between NUMA nodes (2 pairs), NVLink (1 pair)"
 
     def refused(*_: Any) -> int:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    monkeypatch.setattr(topology, "pynvml", answers(refused))
+    monkeypatch.setattr(distributed, "pynvml", answers(refused))
     assert describe_links(uuids) == ""

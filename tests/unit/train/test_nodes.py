@@ -16,16 +16,24 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from components.common.artifacts import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EngineryError, Preempted, UserError
-from components.common.settings import resolve
-from components.common.steplog import StepLog
-from components.train import kubernetes_job, nodes
+from components.common.contracts.errors import EngineryError, Preempted, UserError
+from components.common.contracts.manifests import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.train import nodes
+from components.train import train_job as jobs
 from components.train.config import TrainConfig
-from components.train.heartbeat import VARIABLE as HEARTBEAT
-from components.train.kubernetes_job import connect, this_pod
+from components.train.nodes import VARIABLE as HEARTBEAT
 from components.train.nodes import train_on_nodes
-from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, TrainJobRequest, train_job
+from components.train.train_job import (
+    JOB_VARIABLE,
+    NAMESPACE_VARIABLE,
+    POD_VARIABLE,
+    TrainJobRequest,
+    connect,
+    this_pod,
+    train_job,
+)
 from tests.serving import serving
 from tests.unit.train.trainer_cluster import NAMESPACE, POD, REPOSITORY, Node, TrainerCluster, check_train_job
 
@@ -275,7 +283,7 @@ def test_sigterm_removes_the_job_before_anything_else(
     cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KFP's launcher dies of the signal at once, and the container with it: there is no time for a last line."""
-    monkeypatch.setattr(kubernetes_job, "_LAST_LINES_S", 300.0)
+    monkeypatch.setattr(jobs, "_LAST_LINES_S", 300.0)
     monkeypatch.setattr(cluster, "_run", lambda spec: [Node(subprocess.Popen(["sleep", "300"]), tmp_path / "log")])
     (tmp_path / "log").write_text("at work\n")
 
@@ -295,10 +303,10 @@ def test_sigterm_removes_the_job_before_anything_else(
 
 def test_pods_that_are_never_made_are_told(cluster: TrainerCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a quota or PodSecurity: the JobSet's controller is refused, and the TrainJob has no condition."""
-    monkeypatch.setattr(kubernetes_job, "_NO_PODS_S", 0.0)
+    monkeypatch.setattr(jobs, "_NO_PODS_S", 0.0)
     monkeypatch.setattr(cluster, "_run", lambda spec: [])
     owner = {"apiVersion": "v1", "kind": "Pod", "name": POD, "uid": "u"}
-    job = kubernetes_job.Job(connect(), NAMESPACE, "enginery-train-1")
+    job = jobs.Job(connect(), NAMESPACE, "enginery-train-1")
     assert job.create(train_job(FULL, name=job.name, arguments=[], env=[], owner=owner, run_id=RUN_ID))
     told: list[str] = []
 
@@ -382,6 +390,6 @@ def test_the_pods_log_in_as_this_one_does_without_seeing_its_secrets(cluster: Tr
 
 
 def test_the_names_that_both_sides_use() -> None:
-    from pipelines import resources
+    from enginery.cluster import resources
 
     assert nodes._RUN_VARIABLE == resources.RUN_VARIABLE

@@ -7,10 +7,10 @@ import pytest
 import torch
 import yaml
 
-from components.common.settings import resolve
+from components.common.contracts.settings import resolve
 from components.train.config import TrainConfig
-from components.train.optimization import build_optimizer, build_schedule
-from pipelines.parameters import STEP_CONFIGS
+from components.train.trainer import build_optimizer, build_schedule
+from enginery.local.parameters import STEP_CONFIGS
 
 CLUSTER = "cluster"  # for --settings: what a cluster gives the steps
 CONFIGS = Path(__file__).resolve().parents[3] / "pipelines" / "configs"

@@ -13,16 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.common.artifacts import UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EngineryError, Preempted, UserError
-from components.common.loader import Batch, Loader
-from components.common.models import build_model
-from components.common.settings import resolve
-from components.common.steplog import StepLog
-from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
+from components.common.contracts.errors import EngineryError, Preempted, UserError
+from components.common.contracts.manifests import UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.data.loader import Batch, Loader
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model
+from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, choose_folder, parse
 from components.train.config import TrainConfig
 from components.train.distributed import World
-from components.train.resuming import choose_folder
 from components.train.run import run
 from components.train.trainer import Trainer
 
@@ -218,7 +217,7 @@ def test_what_is_no_checkpoint() -> None:
 
 
 def test_two_at_once_and_foreign_files(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.common.unfinished._PATIENCE_S", 0.2)
+    monkeypatch.setattr("components.common.process.partial_output._PATIENCE_S", 0.2)
     folder = tmp_path / "out" / UNFINISHED
     folder.mkdir(parents=True)
     (tmp_path / "out" / ".half.1.tmp").write_text("what the other one writes")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from components.common.artifacts import (
+from components.common.contracts.errors import EXIT_PREEMPTED
+from components.common.contracts.manifests import (
     FAILURE,
     MANIFEST,
     UNFINISHED,
@@ -22,7 +23,6 @@ from components.common.artifacts import (
     DatasetManifest,
     load,
 )
-from components.common.errors import EXIT_PREEMPTED
 from components.train.checkpointing import WEIGHTS
 
 REPOSITORY = Path(__file__).resolve().parents[3]

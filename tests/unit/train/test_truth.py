@@ -12,30 +12,26 @@ import pytest
 import torch
 from torch import nn
 
-from components.common.artifacts import Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.errors import EngineryError, UserError
-from components.common.loader import Batch
-from components.common.loader_damage import explained
-from components.common.models import build_model
-from components.common.records import EpochRecord, Split
-from components.common.settings import resolve
-from components.common.steplog import StepLog
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.records import EpochRecord, Split
+from components.common.contracts.settings import resolve
+from components.common.data.loader import Batch
+from components.common.data.loader_damage import explained
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model
 from components.train import memory, speed
-from components.train.arithmetic import pick_compile_mode, pick_precision
+from components.train.arithmetic import pick_compile_mode, pick_precision, speed_up_small_convolutions
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
-from components.train.convolutions import speed_up_small_convolutions
 from components.train.distributed import World
 from components.train.divergence import LossWatch
-from components.train.flops import flops_per_image, peak_tflops
 from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.mllog import NAME as MLLOG
-from components.train.optimization import build_optimizer
-from components.train.profiling import TRACE
 from components.train.publishing import warn_of_a_guess
 from components.train.run import _fit, run
-from components.train.speed import SpeedMeter, _Own
-from components.train.trainer import Trainer
+from components.train.speed import TRACE, SpeedMeter, _Own, flops_per_image, peak_tflops
+from components.train.trainer import Trainer, build_optimizer
 
 CPU = torch.device("cpu")
 Run = Callable[..., Artifact[CheckpointManifest]]

@@ -1,0 +1,1 @@
+"""Contracts between the steps: manifests, records, TransformSpec, settings, errors, verdict."""

@@ -1,0 +1,445 @@
+"""Manifests: what every artifact of the chain says about itself, and the only way to read, seal or verify one."""
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from components.common.contracts.digests import canonical_json, digest_bytes, digest_file, digest_json
+from components.common.contracts.environment import Environment, environment
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.instruction_sets import SATURATING
+from components.common.contracts.records import (
+    AccuracyReport,
+    Batching,
+    BenchmarkReport,
+    CalibrationEntry,
+    CpuModel,
+    DatasetStatistics,
+    EngineEntry,
+    EpochRecord,
+    FileEntry,
+    GateCheck,
+    Precision,
+    ProfileRecord,
+    Recommendation,
+    Record,
+    Split,
+    TrainingRecord,
+)
+from components.common.contracts.settings import decisive
+from components.common.contracts.transforms import ShapeSpec, TransformSpec
+from components.common.registry.promotions import ChampionComparison
+
+MANIFEST = "manifest.json"
+FAILURE = "failure.json"  # what a failed step leaves in its output directory
+UNFINISHED = ".unfinished"  # folder in an output directory whose step can be continued; no part of the artifact
+
+
+class Manifest(Record):
+    """What all artifacts share. `files` is keyed by the path inside the artifact, with forward slashes."""
+
+    schema_version: Literal[2] = 2
+    seal: str = Field("", description="Digest of all the rest of this manifest: an edit by hand does not fit it.")
+    kind: str
+    files: dict[str, FileEntry]
+    inputs: dict[str, str] = Field(description="Manifest digest of each artifact this one was made from, by name.")
+    config: dict[str, Any] = Field(
+        description="The resolved config of the step that wrote this, without what only decides its speed."
+    )
+    environment: Environment
+
+
+class DatasetManifest(Manifest):
+    """Labelled images in WebDataset shards."""
+
+    kind: Literal["dataset"] = "dataset"
+    classes: tuple[str, ...]
+    splits: dict[Literal["train", "val"], Split]
+    statistics: DatasetStatistics
+    num_rejected: int
+
+
+class DatasetPartManifest(Manifest):
+    """Some of a data set's shards, packed on their own; `merge` joins all parts."""
+
+    kind: Literal["dataset_part"] = "dataset_part"
+    classes: tuple[str, ...]
+    part: str = Field(description="Which one of how many, such as 3/8.")
+    plan_digest: str = Field(description="Of the listing and settings that all parts of a data set share.")
+    shards: tuple[str, ...] = Field(description="Names of its shards without extension, in order.")
+
+
+class CheckpointManifest(Manifest):
+    """Trained weights and everything needed to use them."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    architecture: str
+    classes: tuple[str, ...]
+    transform: TransformSpec
+    metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
+    history: tuple[EpochRecord, ...] = Field((), description="One entry per epoch, the first epoch first.")
+    profile: ProfileRecord | None = Field(None, description="None where no steps were recorded (train.profile_steps).")
+
+
+class BundleManifest(Manifest):
+    """One model in several precisions, ready to be measured."""
+
+    kind: Literal["bundle"] = "bundle"
+    architecture: str
+    classes: tuple[str, ...]
+    transform: TransformSpec
+    shapes: ShapeSpec
+    models: dict[str, str] = Field(description="ONNX file by name: fp32, fp16, int8, int8_fp16.")
+    cpu_models: tuple[CpuModel, ...] = Field((), description="INT8 for CPUs; empty in bundles up to version 0.1.")
+    engines: tuple[EngineEntry, ...] = Field(description="TensorRT plans for the GPU that export ran on.")
+    engines_missing: str = Field("", description="Why TensorRT plans are missing, all or some; empty when none is.")
+    calibration: CalibrationEntry
+    num_quantized_layers: int = Field(description="Convolutions and matrix products with INT8 inputs and weights.")
+    num_quantizable_layers: int
+    training: TrainingRecord | None = Field(None, description="None for a model that was not trained by this chain.")
+
+    @property
+    def int8_on_cpus(self) -> tuple[CpuModel, ...]:
+        """The files that INT8 can run from on a CPU; of an older bundle the one that TensorRT compiles."""
+        return self.cpu_models or (
+            CpuModel(file=self.models["int8"], weight_bits=8, activations="signed", saturates_on=SATURATING),
+        )
+
+
+class ReportManifest(Manifest):
+    """The measurements of one bundle, the predictions behind them, and what people and programs read of both."""
+
+    kind: Literal["report"] = "report"
+    accuracy: AccuracyReport
+    benchmark: BenchmarkReport
+
+
+class VerdictManifest(Manifest):
+    """The gate's answer on one bundle."""
+
+    kind: Literal["verdict"] = "verdict"
+    passed: bool
+    precision: Precision
+    checks: tuple[GateCheck, ...]
+    recommendation: Recommendation | None = Field(None, description="None where the checks do not lead to one.")
+    note: str = ""
+
+    @property
+    def word(self) -> str:
+        """The verdict in short: "pass, not proved" where the measured drop was judged without its interval."""
+        if not self.passed:
+            return "fail"
+        return "pass" if self.config.get("confident") else "pass, not proved"
+
+    @property
+    def served_precision(self) -> Precision:
+        """What to ship: the recommended precision, else the one that was judged."""
+        return self.recommendation.precision if self.recommendation is not None else self.precision
+
+
+class PromotionManifest(Manifest):
+    """What was registered, under which name, version and alias."""
+
+    kind: Literal["promotion"] = "promotion"
+    registered_model: str
+    version: str
+    alias: str
+    bundle_digest: str
+    verdict_digest: str
+    champion: bool = Field(False, description="Whether the version became the champion.")
+    why: str = Field("", description="Why, or why not.")
+    comparison: ChampionComparison | None = Field(None, description="None where there was nothing to compare with.")
+    audit_run_id: str = Field("", description="MLflow run of the entry in the audit log.")
+
+
+class RepositoryManifest(Manifest):
+    """A model repository for Triton: one promoted precision of a bundle."""
+
+    kind: Literal["repository"] = "repository"
+    name: str = Field(description="Of the ensemble that takes encoded images; the other models' names begin with it.")
+    version: str = Field(description="Of the registered model; empty for a bundle that came from no registry.")
+    precision: Precision
+    classes: tuple[str, ...]
+    transform: TransformSpec
+    shapes: ShapeSpec
+    top_k: int = Field(description="How many classes the ensemble names for each image.")
+    cpu_model: str = Field(description="The ONNX file that OpenVINO runs where there is no GPU; empty for INT8.")
+    cpu_models: tuple[CpuModel, ...] = Field((), description="Of INT8: the files, of which each CPU takes a fit one.")
+    measured_on: tuple[str, ...] = Field((), description="The CPU's instruction sets that the verdict rests on.")
+    engines: tuple[EngineEntry, ...] = Field(description="The TensorRT plans; `file` is the path in the repository.")
+    batching: dict[Literal["gpu", "cpu"], Batching] = Field(description="By what serves; no gpu without plans.")
+
+
+AnyManifest = TypeVar("AnyManifest", bound=Manifest)
+
+ALL_FILES = ("",)  # for `load(verify=...)`: every name ends in nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact(Generic[AnyManifest]):
+    """A sealed artifact on disk."""
+
+    path: Path
+    manifest: AnyManifest
+    digest: str
+
+    def file(self, name: str) -> Path:
+        """Path of one of the artifact's files."""
+        return self.path / name
+
+
+def prepare_directory(path: Path) -> Path:
+    """Make the directory that a step writes its artifact into.
+
+    Raises:
+        UserError: it holds something already, or can't be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / FAILURE).unlink(missing_ok=True)  # what an earlier try left
+        occupied = next(path.iterdir(), None)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"the output {path} is a file; name a directory that is empty or new") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # a full disk is the same wherever it shows, and told in one place
+        raise UserError(
+            f"can't write the output directory {path}: {error.strerror}; name one that you may write, or make its "
+            "folder writable for you"
+        ) from None
+    if occupied is not None:
+        raise UserError(
+            f"the output directory {path} is not empty (it holds {occupied.name}); name another or empty it"
+        )
+    return path
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees either nothing or all of it, also after a power cut.
+
+    Several may write the same file: the last one's stays.
+    """
+    # The process id alone is not unique where containers share a folder: in each, the step may be number 1.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # there only if writing failed, such as on a full disk
+
+
+def seal(
+    path: Path,
+    manifest: type[AnyManifest],
+    *,
+    inputs: dict[str, str],
+    config: BaseModel,
+    known: Mapping[str, FileEntry] = MappingProxyType({}),
+    **fields: Any,
+) -> Artifact[AnyManifest]:
+    """Record every file under `path` in a manifest and write it last, which completes the artifact.
+
+    Args:
+        path: The artifact's directory.
+        manifest: Its kind.
+        inputs: Manifest digest of each artifact that it was made from, by name.
+        config: Of the step.
+        known: Files whose digest was taken while they were written, by path inside the artifact.
+        fields: The rest of the manifest.
+    """
+    files = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if file.is_file() and file != path / MANIFEST and not name.startswith(f"{UNFINISHED}/"):
+            files[name] = known.get(name) or FileEntry(size_bytes=file.stat().st_size, digest=digest_file(file))
+    sealed = manifest(files=files, inputs=inputs, config=decisive(config), environment=environment(), **fields)
+    sealed = sealed.model_copy(update={"seal": seal_of(sealed.model_dump(mode="json"))})
+    data = canonical_json(sealed.model_dump(mode="json"))
+    write_atomically(path / MANIFEST, data)
+    return Artifact(path=path, manifest=sealed, digest=digest_bytes(data))
+
+
+def load_manifest(file: Path, manifest: type[AnyManifest]) -> Artifact[AnyManifest]:
+    """Read a manifest alone and check its seal. What lies beside it is not looked at.
+
+    Raises:
+        UserError: there is no manifest, or it is one of another kind or of an unknown schema version.
+        EngineryError: the manifest is damaged or was edited.
+    """
+    path, kind = file.parent, manifest.model_fields["kind"].default
+    data = read_manifest(file, kind)
+    claimed = migrated(claims_of(data), file, kind)
+    try:
+        record = manifest.model_validate(claimed) if claimed else manifest.model_validate_json(data)
+    except ValidationError as error:
+        if (found := claimed.get("kind", kind)) != kind:
+            raise UserError(
+                f"{path} is a {found}, and a {kind} is needed here; name the output of {writer_of(kind)}"
+            ) from None
+        raise EngineryError(
+            f"{file} is not a valid {kind} manifest: {first_problem(error)}. It is damaged or was edited; "
+            f"{how_to_renew(kind)}"
+        ) from None
+    check_seal(data, file, kind)
+    return Artifact(path=path, manifest=record, digest=digest_bytes(data))
+
+
+def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = ()) -> Artifact[AnyManifest]:
+    """Read an artifact and check what it says of itself: all sizes, and digests of files that end in `verify`.
+
+    Raises:
+        UserError: there is no manifest, or it is one of another kind or of an unknown schema version.
+        EngineryError: the manifest is damaged or was edited, or a file is missing, changed or was swapped.
+    """
+    artifact = load_manifest(path / MANIFEST, manifest)
+    for name, entry in artifact.manifest.files.items():
+        digest = entry.digest if verify and name.endswith(verify) else None
+        if problem := file_problem(path, name, entry.size_bytes, digest):
+            raise EngineryError(f"{problem}. Put the original back, or {how_to_renew(artifact.manifest.kind)}")
+    return artifact
+
+
+SCHEMA_VERSION = 2  # of manifests; 1 had no seal, and `migrated` reads it
+# Kind of an artifact -> the step that writes it.
+_STEPS = {
+    "dataset": "preprocess",
+    "dataset_part": "preprocess --part",
+    "checkpoint": "train",
+    "bundle": "export",
+    "report": "validate",
+    "verdict": "gate",
+    "promotion": "promote",
+}
+
+
+def writer_of(kind: str) -> str:
+    """The command of the step that writes a kind of artifact."""
+    if kind == "repository":
+        return "`enginery serve export`"
+    return f"`python -m components.{_STEPS.get(kind, kind)}`"
+
+
+def how_to_renew(kind: str) -> str:
+    """What to do about an artifact that is of no use."""
+    if kind == "repository":
+        return f"write it again with {writer_of(kind)}"
+    return f"write it again with {writer_of(kind)} (in a pipeline: enginery run ... --no-reuse)"
+
+
+def read_manifest(file: Path, kind: str) -> bytes:
+    """A manifest as it is on disk.
+
+    Raises:
+        UserError: there is none, or it can't be read.
+    """
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{file.parent} is no finished {kind}: it has no {file.name}. Name the output of a finished step, "
+            f"here of {writer_of(kind)}"
+        ) from None
+    except OSError as error:
+        raise UserError(f"can't read {file}: {error.strerror}; make it readable for you") from None
+
+
+def seal_of(record: dict[str, Any]) -> str:
+    """The seal that belongs to a manifest: the digest of all its other fields."""
+    return digest_json({name: value for name, value in record.items() if name != "seal"})
+
+
+def claims_of(data: bytes) -> dict[str, Any]:
+    """What a manifest says of itself, unchecked; nothing where it is too damaged to say."""
+    try:
+        record = json.loads(data, parse_constant=_refuse)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def first_problem(error: ValidationError) -> str:
+    """What is wrong with a manifest, behind the field that it is about; no field where it is no JSON at all."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+
+
+def migrated(record: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
+    """A manifest in today's schema.
+
+    Raises:
+        UserError: its schema version is unknown.
+    """
+    if not record:
+        return record
+    version = record.get("schema_version")
+    if version is not None and type(version) is not int:  # true is an int, too
+        raise UserError(
+            f"{file} has schema_version {json.dumps(version)}, which must be a whole number without quotes. "
+            f"No enginery wrote it so; {how_to_renew(kind)}"
+        )
+    if version == SCHEMA_VERSION:
+        return record
+    if version == 1:  # the same without a seal
+        return {**record, "schema_version": SCHEMA_VERSION}
+    reads = f"{file} has schema_version {'none' if version is None else version}, and this enginery reads 1 to"
+    if version is not None and version > SCHEMA_VERSION:
+        raise UserError(
+            f"{reads} {SCHEMA_VERSION}: a newer enginery wrote it. Update enginery (git pull, then make install), "
+            f"or {how_to_renew(kind)}"
+        )
+    raise UserError(f"{reads} {SCHEMA_VERSION}. No enginery wrote it so; {how_to_renew(kind)}")
+
+
+def check_seal(data: bytes, file: Path, kind: str) -> None:
+    """Whether a valid manifest is, to the byte, what was sealed: its bytes are the artifact's identity.
+
+    Raises:
+        EngineryError: it was edited since.
+    """
+    record = claims_of(data)
+    if problem := _seal_problem(record, data):
+        raise EngineryError(
+            f"{file} was edited after it was sealed: {problem}. Put the original back, or {how_to_renew(kind)}"
+        )
+
+
+def _seal_problem(record: dict[str, Any], data: bytes) -> str:
+    seal = record.get("seal")
+    if record.get("schema_version") == 1:
+        return "" if "seal" not in record else f"it says schema_version 1, which had no seal, and has the seal {seal}"
+    try:
+        if seal == seal_of(record):
+            return "" if data == canonical_json(record) else "its content is the same, its layout is not"
+    except ValueError:  # what has no canonical form, such as 1e999, was never sealed
+        pass
+    return f"its content does not fit its seal {seal or '(empty)'}"
+
+
+def file_problem(path: Path, name: str, size_bytes: int, digest: str | None) -> str:
+    """What is wrong with one file of the artifact at `path`; empty when nothing is. No `digest`: the size alone."""
+    file = path / name
+    if not file.resolve().is_relative_to(path.resolve()):
+        return f"the manifest of {path} names a file outside the artifact: {name}"
+    if not file.is_file():
+        return f"{path} is damaged: {name} is missing"
+    found_bytes = file.stat().st_size
+    if found_bytes != size_bytes:
+        return f"{path} is damaged: {name} has {found_bytes} bytes, its manifest says {size_bytes}"
+    if digest is not None and (found := digest_file(file)) != digest:
+        return f"{file} was changed after it was sealed: {found}, its manifest says {digest}"
+    return ""

@@ -1,0 +1,494 @@
+"""What manifests are made of: records of measurements, engines, calibrations and data."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from components.common.contracts.environment import Environment
+from components.common.contracts.statistics import drop_lower, drop_upper
+
+Precision = Literal["fp32", "fp16", "int8"]
+_MAX_BUSY_PCT = 10.0  # of the cores' time that others take while a speed is measured
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
+FP16_MANTISSA_BITS = 10  # explicit ones of float16; bfloat16 has 7, float8 E4M3 has 3
+# Flags of an EngineEntry that change how its plan is loaded; the others only tell how it was built.
+STRIPPED = "STRIP_PLAN"  # has no weights
+VERSION_COMPATIBLE = "VERSION_COMPATIBLE"  # carries TensorRT's lean runtime
+HARDWARE_COMPATIBLE = "AMPERE_PLUS"
+
+
+class Record(BaseModel):
+    """Part of a manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileEntry(Record):
+    """Size and digest of one file of an artifact."""
+
+    size_bytes: int
+    digest: str
+
+
+class Split(Record):
+    """One part of a data set: its shards and how many images of each class they hold."""
+
+    num_images: int
+    shards: tuple[str, ...] = Field(description="WebDataset tar files; each has a DALI index beside it (.idx).")
+    class_counts: tuple[int, ...] = Field(description="Images per class, in the order of `classes`.")
+    digest: str = Field(description="Digest of the listing: label and content digest of every image, in order.")
+
+
+class DatasetStatistics(Record):
+    """Seen while the training split was decoded."""
+
+    mean: tuple[float, float, float] = Field(
+        description="Per RGB channel, in units of 0..1, over the training split; of an image with 40,000 pixels or "
+        "more, over those on a regular grid, at least 10,000."
+    )
+    std: tuple[float, float, float]
+    min_side: int = Field(description="Shortest image side in pixels, over all splits.")
+    median_side: int = Field(description="Median of the shorter side in pixels, over all splits.")
+    max_side: int = Field(description="Longest of the shorter sides in pixels, over all splits.")
+    max_width: int = Field(0, description="Widest image in pixels, over all splits; 0 where it was not recorded.")
+    max_height: int = Field(0, description="Highest image in pixels, over all splits; 0 where it was not recorded.")
+
+
+class EpochRecord(Record):
+    """What one epoch of training measured."""
+
+    train_loss: float
+    train_images_per_s: float
+    val_loss: float | None = Field(description="Over the validation split; None where not finite or not measured.")
+    val_top1_pct: float | None = Field(None, description="None where the epoch was not validated.")
+    data_wait_pct: float | None = Field(
+        None, description="Share of the time of training that waited for images; None in manifests up to version 0.1."
+    )
+    gpu_utilization_pct: float | None = Field(
+        None, description="Share of the time with a kernel running on the GPU, mean of all; None where NVML is silent."
+    )
+    gpu_memory_bytes: int | None = Field(None, description="In use at most, on the GPU with the most in use.")
+    gpu_power_w: float | None = Field(None, description="Mean power of the GPUs' boards, sum of all.")
+    tflops_per_s: float | None = Field(
+        None, description="Convolutions and matrix products of forward and backward, sum of all processes."
+    )
+    peak_pct: float | None = Field(
+        None, description="tflops_per_s over what the GPUs' data sheets say; None for GPUs not known."
+    )
+
+
+class ProfiledOperation(Record):
+    """One kernel of a GPU, or one operator of torch on a CPU, with all its calls."""
+
+    name: str
+    calls_per_step: float
+    share_pct: float = Field(description="Of the time of all of them.")
+
+
+class ProfileRecord(Record):
+    """What some steps of training spent their time on, by torch.profiler."""
+
+    num_steps: int
+    ms_per_step: float = Field(description="Time of all kernels (on a GPU) or operators (on a CPU), by step.")
+    families_pct: dict[str, float] = Field(description="Share of that time by what they do, the largest first.")
+    operations: tuple[ProfiledOperation, ...] = Field(description="The costliest ones, the costliest first.")
+
+
+class TrainingRecord(Record):
+    """How a model was trained, as its checkpoint tells it."""
+
+    history: tuple[EpochRecord, ...]
+    config: dict[str, Any] = Field(description="The resolved config of the train step.")
+    metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
+    environment: Environment
+    profile: ProfileRecord | None = Field(None, description="None where no steps were recorded (train.profile_steps).")
+
+
+class EngineLayer(Record):
+    """One layer of an engine: the nodes of the ONNX file that TensorRT fused into it, and the precision it runs in."""
+
+    name: str
+    kind: str = Field(description="TensorRT's name for what it does, such as CaskConvolution or Reformat.")
+    precision: str = Field(description='"INT8", "FP16", "TF32", "FP32", ... of its arithmetic; "" where it has none.')
+    nodes: tuple[str, ...] = Field(description="Of the ONNX file.")
+
+
+class EngineLayers(Record):
+    """What became of the graph in an engine, as TensorRT's engine inspector tells it."""
+
+    file: str = Field(description="JSON list of all layers, one EngineLayer each.")
+    num_layers: int
+    num_reformats: int = Field(description="Layers that only change the format or type of a tensor.")
+    convolutions: dict[str, int] = Field(description="Number of the graph's convolutions by precision they run in.")
+    exceptions: dict[str, str] = Field(
+        description="Convolutions that run in another precision than the engine's own, and that precision, by node."
+    )
+
+
+class EngineEntry(Record):
+    """One TensorRT plan of a bundle."""
+
+    file: str
+    precision: Precision
+    source_onnx: str
+    onnx_digest: str = Field("", description="Of the file that it was built from.")
+    tensorrt_version: str
+    gpu_name: str
+    compute_capability: str
+    driver_version: str
+    flags: tuple[str, ...] = Field(
+        (), description="What TensorRT was told: STRONGLY_TYPED, FP16, INT8, TF32, and `export.engine_options`."
+    )
+    optimization_level: int | None = Field(None, description="0 builds fastest, 5 runs fastest.")
+    mantissa_bits: int | None = Field(
+        None,
+        description="Explicit mantissa bits that the weights of its convolutions and matrix products were rounded to, "
+        "of 10; None where all were kept.",
+    )
+    build_seconds: float
+    layers: EngineLayers | None = Field(None, description="What the engine inspector says; None where nothing asked.")
+
+
+class CpuModel(Record):
+    """An INT8 file for CPUs: the scales of int8.onnx, written for what CPUs multiply fast and without saturation."""
+
+    file: str
+    weight_bits: Literal[7, 8] = Field(description="8: weights to +-127; 7: to +-63, which never saturate.")
+    activations: Literal["signed", "unsigned"] = Field(
+        description='"signed": -127..127; "unsigned": 0..255 for tensors that are never negative, such as after a ReLU.'
+    )
+    saturates_on: tuple[str, ...] = Field(
+        description="Instruction sets, by oneDNN's names, on which sums of its products saturate; empty for none."
+    )
+
+    @property
+    def arithmetic(self) -> str:
+        """Such as "7-bit weights, unsigned activations"."""
+        return f"{self.weight_bits}-bit weights, {self.activations} activations"
+
+
+class CpuTrial(Record):
+    """One way to write INT8 for CPUs, measured by OpenVINO's own logits against a simulation in floating point."""
+
+    weight_bits: Literal[7, 8]
+    activations: Literal["signed", "unsigned"]
+    instruction_set: str = Field(description="What OpenVINO ran it with, by oneDNN's name.")
+    logits_error: float = Field(description="RMS difference of OpenVINO's logits from FP32's, over the RMS of FP32's.")
+    simulated_error: float = Field(description="The same of ONNX Runtime, which computes Q/DQ in floating point.")
+    saturates: bool = Field(description="Whether OpenVINO's error is larger than rounding explains.")
+    images_per_s: float | None = Field(None, description="None where accuracy alone decided.")
+
+
+class Trial(Record):
+    """One candidate that was measured while INT8 was chosen: a calibration, and layers left in float."""
+
+    method: str
+    excluded: tuple[str, ...] = Field(description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
+    top1_pct: float = Field(description="On the selection images, which are training images.")
+    delta_top1_points: float = Field(description="top-1 minus that of FP32 on the same images, in percentage points.")
+    low_points: float = Field(
+        description="Lower end of the one-sided 95 % interval of that difference (Tango, 1998); up to version 0.1 of "
+        "the two-sided one."
+    )
+    high_points: float = Field(description="Upper end, likewise.")
+    agreement_pct: float = Field(description="Images on which FP32 predicts the same class, in per cent.")
+    within_budget: bool
+    weight_bits: Literal[7, 8] = 8
+    activations: Literal["signed", "unsigned"] = "signed"
+
+
+class LayerCost(Record):
+    """What one node of the graph costs when it alone runs in INT8."""
+
+    name: str = Field(description="Node of fp32.onnx.")
+    operator: str = Field(description="ONNX operator, such as Conv.")
+    cost_nats: float = Field(description="Mean Kullback-Leibler divergence of the predicted classes from FP32's.")
+
+
+class SelectionEntry(Record):
+    """How a calibration and the layers in INT8 were chosen by measurement."""
+
+    runtime: str = Field(description="What ran the candidates: openvino, or torch, which simulates INT8 on a GPU.")
+    num_images: int = Field(description="Training images, none of them calibrated with, that candidates ran on.")
+    fp32_top1_pct: float
+    max_top1_drop_points: float = Field(description="The budget, in percentage points of top-1.")
+    min_relative_top1_pct: float = Field(description="The budget, as the least share of FP32's top-1, in per cent.")
+    trials: tuple[Trial, ...] = Field(description="In the order in which they were measured.")
+    ranking: tuple[LayerCost, ...] = Field(description="Every node that can run in INT8, the costliest first.")
+    num_ranking_images: int = Field(description="Calibration images that the ranking rests on; 0 for no ranking.")
+    out_of_time: bool = Field(description="Whether the time limit ended the search.")
+    seconds: float
+
+
+class CalibrationEntry(Record):
+    """How the INT8 scales came about."""
+
+    method: str
+    num_images: int
+    split: str
+    seconds: float = Field(description="To run the model over the images, or to read the cache.")
+    digest: str = Field("", description="Of graph and weights, images, TransformSpec, method and its parameters.")
+    ids: tuple[str, ...] = Field((), description="Keys of the images in the split's listing.")
+    images_digest: str = Field("", description="Of the images' contents and of what the loader does to them.")
+    cached: bool = Field(False, description="Whether the histograms came from the cache.")
+    excluded: tuple[str, ...] = Field((), description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
+    selection: SelectionEntry | None = Field(None, description="None where nothing was compared.")
+    cpu_trials: tuple[CpuTrial, ...] = Field((), description="Ways to write INT8 for CPUs; empty where a GPU chose.")
+
+
+class Comparison(Record):
+    """How often a precision is right where FP32 is wrong, and how certain the difference in top-1 is."""
+
+    num_images: int
+    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
+    num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
+    delta_top1_points: float = Field(description="top-1 of the precision minus that of FP32, in percentage points.")
+    drop_lower_points: float = Field(
+        description="Lower end of the one-sided 95 % interval of the drop: the difference with the sign changed."
+    )
+    drop_upper_points: float = Field(
+        description="Upper end of the one-sided 95 % interval of the drop (Tango, 1998): what the gate judges."
+    )
+    mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test on the lost and gained images.")
+    mcnemar_test: Literal["exact binomial", "chi-square"] = Field(
+        description="How it was computed: exactly for fewer than 25 lost and gained images."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_intervals(cls, value: Any) -> Any:
+        """Manifests up to version 0.1 have two other intervals, and the counts that this one follows from."""
+        if not isinstance(value, dict) or "low_points" not in value:
+            return value
+        old = {f"{method}{end}_points" for method in ("", "bootstrap_") for end in ("low", "high")}
+        counts = value["num_images"], value["num_lost"], value["num_gained"]
+        ends = {"drop_lower_points": drop_lower(*counts), "drop_upper_points": drop_upper(*counts)}
+        return {name: entry for name, entry in value.items() if name not in old} | ends
+
+
+class ClassLoss(Record):
+    """One class that a precision recognizes less often than FP32 does."""
+
+    name: str
+    num_images: int = Field(description="Validation images of the class.")
+    num_lost: int = Field(description="Of these, images that FP32 gets right and the precision gets wrong.")
+    num_gained: int = Field(description="Of these, images that FP32 gets wrong and the precision gets right.")
+    delta_points: float = Field(description="Accuracy on the class minus that of FP32, in percentage points.")
+    p_corrected: float = Field(description="McNemar's p-value, corrected for the number of classes (Holm, 1979).")
+
+
+class AccuracyRow(Record):
+    """Accuracy of one precision on the validation split, by the runtime that would serve it."""
+
+    precision: Precision
+    runtime: str = Field(description='"tensorrt", "openvino", ...; "n/a" when nothing here runs this precision.')
+    device: str = ""
+    instruction_set: str = Field("", description="Of the CPU, by oneDNN's name; empty on a GPU and in older reports.")
+    file: str = ""
+    size_bytes: int = 0
+    num_images: int = 0
+    top1_pct: float | None = None
+    top5_pct: float | None = None
+    delta_top1_points: float | None = Field(None, description="top1_pct minus that of FP32.")
+    agreement_pct: float | None = Field(None, description="Share of images on which the prediction equals FP32's.")
+    ece_pct: float | None = Field(None, description="Expected calibration error over 15 bins of confidence, in %.")
+    comparison: Comparison | None = Field(None, description="Against FP32; None for FP32 and what was not measured.")
+    worse_classes: tuple[ClassLoss, ...] = Field((), description="Significantly worse than FP32, largest loss first.")
+    largest_loss: ClassLoss | None = Field(
+        None, description="The class that loses most, whether that is significant or not; None where no class loses."
+    )
+    num_unseen_classes: int = Field(0, description="Classes without a validation image: nothing is known of them.")
+    note: str = ""
+
+
+class AccuracyReport(Record):
+    """What each precision costs in accuracy. All rows saw exactly the same images."""
+
+    dataset_digest: str
+    split_digest: str
+    bundle_digest: str
+    rows: tuple[AccuracyRow, ...]
+    most_frequent_class: str = Field("", description="The class with most validation images.")
+    most_frequent_pct: float | None = Field(
+        None,
+        description="Its share of the validation images: top-1 of a model that always answers it. None in reports up "
+        "to version 0.1.",
+    )
+
+    def row(self, precision: str) -> AccuracyRow:
+        """The row of a precision."""
+        return next(row for row in self.rows if row.precision == precision)
+
+    def measured_on(self, precision: str) -> tuple[str, ...]:
+        """The CPU's instruction sets that a precision was measured with, which are all that a verdict counts for."""
+        return tuple(row.instruction_set for row in self.rows if row.precision == precision and row.instruction_set)
+
+
+class Speedup(Record):
+    """Throughput of one precision over that of another: the ratio within each turn, over the turns."""
+
+    median: float
+    low: float = Field(
+        description="One-sided 95 % bound of the median by order statistics; with five turns the lowest ratio."
+    )
+    high: float = Field(description="The same from above; with five turns the highest ratio.")
+    doubt: str = Field("", description="Why the ratio says nothing, and what to do; empty where it can be relied on.")
+
+
+class BenchmarkRow(Record):
+    """Speed of one precision at one batch size, on trtexec's terms. Precisions are measured in turns."""
+
+    precision: Precision
+    runtime: str
+    batch_size: int
+    num_streams: int = Field(1, description="Batches that ran at the same time.")
+    with_transfers: bool = Field(
+        True, description="Whether latency and throughput count the copies to and from the GPU; CPUs have none."
+    )
+    num_repeats: int = Field(1, description="Turns behind the values.")
+    images_per_s: float = Field(
+        description="Images of whole batches over wall time, after warm-up; the median of the turns."
+    )
+    turns_images_per_s: tuple[float, ...] = Field((), description="Of each turn, in order; empty in older reports.")
+    lowest_images_per_s: float | None = Field(None, description="Of the turns; None in reports up to version 0.1.")
+    highest_images_per_s: float | None = None
+    over: dict[Precision, Speedup] = Field(
+        {}, description="Speed-up over other precisions measured the same way; empty in older reports."
+    )
+    others_pct: float | None = Field(
+        None, description="Share of the cores' time that other processes took while measuring; None on GPUs."
+    )
+    steal_pct: float | None = Field(
+        None, description="Share of the cores' time that the host gave to others (steal) while measuring."
+    )
+    mean_ms: float | None = Field(None, description="Mean latency of a batch; None in reports up to version 0.1.")
+    p50_ms: float = Field(description="Median latency of all batches of all turns; the other percentiles likewise.")
+    p90_ms: float
+    p95_ms: float | None = None
+    p99_ms: float
+    num_iterations: int = Field(description="Batches measured, in all turns.")
+    power_w: float | None = Field(
+        None, description="Mean power of the GPU's board, from NVML's energy counter; None where nothing tells (CPUs)."
+    )
+    images_per_s_per_w: float | None = Field(None, description="images_per_s over power_w.")
+    memory_bytes: int | None = Field(
+        None, description="GPU memory of engine, contexts and buffers: used memory after allocating them minus before."
+    )
+    sm_clock_mhz: int | None = Field(None, description="Clock of the GPU's multiprocessors while measuring.")
+    temperature_c: int | None = Field(None, description="Of the GPU while measuring, in degrees Celsius.")
+
+    @property
+    def busy(self) -> str:
+        """Why the machine was too busy for this speed to say much; empty where it was not, or nothing tells."""
+        others_pct, steal_pct = self.others_pct or 0.0, self.steal_pct or 0.0
+        if others_pct + steal_pct <= _MAX_BUSY_PCT:
+            return ""
+        took = f"other processes took {others_pct:.0f} % of the cores' time and the host {steal_pct:.0f} % (steal)"
+        return f"{took}: validate again on an idle machine"
+
+    @property
+    def is_plain(self) -> bool:
+        """With the copies, one batch at a time: what precisions, runs and machines are compared by."""
+        return self.with_transfers and self.num_streams == 1
+
+
+class OperatingPoint(Record):
+    """How to run a model: a row of the benchmark, as the latency budget names it."""
+
+    precision: Precision
+    batch_size: int
+    num_streams: int
+    images_per_s: float
+    p99_ms: float
+
+
+class LatencyBudget(Record):
+    """The fastest way to run the model whose latency stays within a budget in 99 of 100 batches."""
+
+    budget_ms: float
+    doubt: str = Field("", description="Why the speeds say little; empty where they can be relied on.")
+    chosen: OperatingPoint | None = Field(
+        description="Highest throughput with p99 within the budget, copies included; None where nothing stays within."
+    )
+    nearest: OperatingPoint | None = Field(
+        None, description="The lowest p99, where nothing stays within the budget; None where something does."
+    )
+    left_out: tuple[Precision, ...] = Field((), description="Measured, but not as accurate as the gate asks for.")
+
+
+class BenchmarkReport(Record):
+    """What each precision buys in speed."""
+
+    bundle_digest: str
+    rows: tuple[BenchmarkRow, ...] = Field(
+        description="One for each precision, batch size, number of streams, and with or without transfers."
+    )
+    latency_budget: LatencyBudget | None = Field(None, description="None where no budget was given.")
+
+    @property
+    def plain_rows(self) -> tuple[BenchmarkRow, ...]:
+        """The rows with transfers and one stream: one for each precision and batch size."""
+        return tuple(row for row in self.rows if row.is_plain)
+
+    def row(self, precision: str, batch_size: int) -> BenchmarkRow | None:
+        """The row of a precision and batch size with transfers and one stream, or None where it was not measured."""
+        rows = (row for row in self.plain_rows if row.precision == precision and row.batch_size == batch_size)
+        return next(rows, None)
+
+    def sure_images_per_s(self, row: BenchmarkRow) -> float | None:
+        """Throughput of a row, or None where it, or a speed-up that follows from it, is unsure."""
+        way = row.batch_size, row.num_streams, row.with_transfers
+        same = [entry for entry in self.rows if (entry.batch_size, entry.num_streams, entry.with_transfers) == way]
+        ratios = [*row.over.values(), *(entry.over[row.precision] for entry in same if row.precision in entry.over)]
+        return None if row.busy or any(ratio.doubt for ratio in ratios) else row.images_per_s
+
+    def speedup(self, precision: str, reference: Precision, batch_size: int) -> Speedup | None:
+        """Throughput over another precision's at a batch size, or None where either was not measured.
+
+        Reports without turns have medians alone, and at best the extremes of both precisions.
+        """
+        own, other = self.row(precision, batch_size), self.row(reference, batch_size)
+        if own is None or other is None:
+            return None
+        if reference in own.over:
+            return own.over[reference]
+        return Speedup(
+            median=own.images_per_s / other.images_per_s,
+            low=(own.lowest_images_per_s or own.images_per_s) / (other.highest_images_per_s or other.images_per_s),
+            high=(own.highest_images_per_s or own.images_per_s) / (other.lowest_images_per_s or other.images_per_s),
+        )
+
+
+class GateCheck(Record):
+    """One threshold: what was measured, what is allowed, and whether it holds."""
+
+    name: str
+    measured: float | None = Field(description="None where it was not measured.")
+    threshold: float
+    verdict: Literal["pass", "fail", "not enough evidence"] = Field(
+        description='"not enough evidence": nothing was measured, or too little to tell pass from fail.'
+    )
+    explanation: str
+
+    @field_validator("verdict", mode="before")
+    @classmethod
+    def _read_old_word(cls, value: Any) -> Any:
+        """Manifests up to version 0.1 say "not measured" for what is one case of "not enough evidence" now."""
+        return "not enough evidence" if value == "not measured" else value
+
+
+class Recommendation(Record):
+    """Which precision to ship, and why."""
+
+    precision: Precision
+    reason: str
+
+
+class Batching(Record):
+    """How a served model puts requests together into batches, and when it refuses them."""
+
+    preferred_batch_size: int | None = Field(description="Images; None where nothing was measured.")
+    queue_delay_us: int = Field(ge=0, description="Longest wait of the first request in a queue for others.")
+    max_queue_size: int = Field(ge=1, description="Requests that may wait; what is more is refused.")
+    num_instances: int = Field(ge=1, description="Batches that run at the same time.")
+    reason: str = Field(description="Where the values come from, for a person.")

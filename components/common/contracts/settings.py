@@ -1,0 +1,202 @@
+"""Step configuration: one frozen pydantic model per step, merged from layers, with errors a person can act on."""
+
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
+
+from components.common.contracts.errors import UserError, without_secrets
+
+Config = TypeVar("Config", bound=BaseModel)
+# Attribute of a pydantic constraint -> how a person says it.
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
+
+
+# Of a field that decides how long a step takes, and nothing about its result.
+SPEED_ONLY: JsonDict = {"speed_only": True}
+
+
+class StepConfig(BaseModel):
+    """What every step's config has in common: immutable, no unknown keys, no infinities, no secrets, valid defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _no_secrets(cls, value: Any) -> Any:
+        return without_secrets(value) if isinstance(value, str) else value
+
+
+def decisive(config: BaseModel) -> dict[str, Any]:
+    """The settings that a result depends on, as JSON: all but those of SPEED_ONLY."""
+    extras = {name: field.json_schema_extra for name, field in type(config).model_fields.items()}
+    return config.model_dump(mode="json", exclude={name for name, extra in extras.items() if extra == SPEED_ONLY})
+
+
+def resolve(config: type[Config], step: str, *layers: Mapping[str, Any]) -> Config:
+    """Merge `layers` (later ones win) into a validated config.
+
+    Raises:
+        UserError: an unknown key (with the nearest valid one) or a value out of range, all of them in one message.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged.update(layer)
+    try:
+        return config.model_validate(merged)
+    except ValidationError as error:
+        raise UserError(_explain(error, config, step)) from None
+
+
+def _explain(error: ValidationError, config: type[BaseModel], step: str) -> str:
+    lines = []
+    for problem in error.errors():
+        owner, field = _locate(config, problem["loc"])
+        name = ".".join((step, *(part for part in problem["loc"] if isinstance(part, str))))
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown setting {name}; {_nearest(name, owner)}")
+        elif problem["type"] == "missing" and field is not None and field.is_required():
+            lines.append(f"{name} is required: {field.description or allowed_values(field)}")
+        elif problem["type"] == "value_error" or field is None:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{name}: {message[0].lower()}{message[1:]}")
+        else:
+            default = "" if field.is_required() else f" (default {show_value(field.get_default())})"
+            lines.append(f"{name}: got {problem['input']!r}, needs {allowed_values(field)}{default}")
+    return "\n".join(lines)
+
+
+def _locate(config: type[BaseModel], location: tuple[int | str, ...]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The model that holds what a validation error is about, and its field; None for one that it lacks."""
+    field = None
+    for part in location:
+        field = config.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        if part != location[-1]:
+            config = inner
+    return config, field
+
+
+def _nearest(name: str, owner: type[BaseModel]) -> str:
+    """What may have been meant by a key that `owner` lacks."""
+    prefix, _, key = name.rpartition(".")
+    close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.5)
+    outer = prefix.rpartition(".")[2]
+    inner = owner.model_fields[outer].annotation if outer in owner.model_fields else None
+    if isinstance(inner, type) and issubclass(inner, BaseModel):  # "augmentation.min_area" as one key
+        return f"{prefix} is a mapping, set as a whole: --set '{prefix}={{{key}: VALUE}}'"
+    return f"did you mean {prefix}.{close[0]}?" if close else f"valid keys: {', '.join(owner.model_fields)}"
+
+
+def how_to_set(step: str, setting: str, value: str) -> str:
+    """How to change a setting, in a pipeline and where a step is run alone."""
+    return f"--set {step}.{setting}={value} (python -m components.{step}: --{setting.replace('_', '-')} {value})"
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """What a field takes, for a person: "an integer of at least 2", "one of max, mse"."""
+    annotation: Any = field.annotation
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(str(choice) for choice in get_args(annotation))}"
+    if get_origin(annotation) is tuple:
+        return _allowed_list(annotation, field)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping of {', '.join(annotation.model_fields)}"
+    kinds = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    bounds = _bounds(field.metadata)
+    example = f"such as {field.examples[0]}" if field.examples else ""
+    kind = kinds.get(annotation, f"a value of type {type_label(field)}")
+    return " ".join(filter(None, (kind, bounds, example)))
+
+
+def _bounds(constraints: Sequence[Any]) -> str:
+    """What pydantic's constraints say, such as "of at least 16 and at most 1024"; empty for none."""
+    return " and ".join(
+        f"{words} {value:g}" if isinstance(value, float) else f"{words} {value}"
+        for attribute, words in _BOUNDS.items()
+        for entry in constraints
+        if (value := getattr(entry, attribute, None)) is not None
+    )
+
+
+def _allowed_list(annotation: Any, field: FieldInfo) -> str:
+    kinds = get_args(annotation)
+    if get_origin(kinds[0]) is Literal:
+        choices = [str(choice) for choice in get_args(kinds[0])]
+        return f"a list of any of {', '.join(choices)}, such as [{', '.join(choices[:2])}]"
+    if kinds[0] is str:
+        return f"a list of texts, such as [{', '.join(field.examples or ('FIRST', 'SECOND'))}]"
+    if Ellipsis in kinds:
+        bounds = _bounds([entry for part in get_args(kinds[0])[1:] for entry in getattr(part, "metadata", ())])
+        example = f"such as [{', '.join(field.examples or ('1', '8'))}]"
+        return " ".join(filter(None, ("a list of numbers", bounds, example)))
+    return f"a list of {len(kinds)} numbers, such as {show_value(field.get_default())}"
+
+
+def show_value(value: Any) -> str:
+    """A setting's value as a person would type it."""
+    if isinstance(value, BaseModel):
+        return ", ".join(f"{name}: {show_value(entry)}" for name, entry in value.model_dump().items())
+    if isinstance(value, tuple):
+        return f"[{', '.join(show_value(entry) for entry in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.4g}" if isinstance(value, float) else str(value) or "empty"
+
+
+def parse_value(text: str) -> Any:
+    """A value typed on a command line. Lists and mappings are YAML; the config's types convert everything else."""
+    if text[:1] in "[{":
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"can't read the value {text!r} as YAML: {reason}. Write lists as [1, 2] and mappings as "
+                "{key: value}, in single quotes for the shell"
+            ) from None
+    return text
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        UserError: no such file, not YAML, or not a mapping.
+    """
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"can't read the config file {path}: {error.strerror}; name a YAML file such as "
+            "pipelines/configs/digits.yaml"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is not valid YAML: {' '.join(str(error).split())}. Write lines of KEY: VALUE"
+        ) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{path} must hold a mapping of settings, found a {type(value).__name__}; write lines of KEY: VALUE"
+        )
+    return value
+
+
+def type_label(field: FieldInfo) -> str:
+    """The field's type as a help text names it: "integer", "float", "a|b", ..."""
+    annotation = field.annotation
+    if get_origin(annotation) is Literal:
+        return "|".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return "|".join(getattr(part, "__name__", str(part)) for part in get_args(annotation))
+    return {int: "integer", float: "float", str: "text", bool: "true|false", Path: "path"}.get(annotation, "yaml")  # type: ignore[arg-type]

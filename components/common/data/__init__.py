@@ -1,0 +1,1 @@
+"""Images as the steps read them: the DALI loader, image files, batches from memory, evaluation."""

@@ -1,0 +1,265 @@
+"""Predictions of runners over one split: every runner sees exactly the same decoded images."""
+
+import functools
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from components.common.runtimes import Runner, to_numpy
+
+if TYPE_CHECKING:  # torch and DALI, which the image of promote has not
+    from components.common.data.loader import Batch
+
+TOP_K = 5
+NUM_BINS = 15  # of confidence, as in Guo et al. (2017)
+_MAX_INT16_CLASSES = 32_768
+_SUM_TOLERANCE = 1e-2  # of probabilities, which FP16 adds up to no better
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceBins:
+    """How sure a model was and how often it was right, by confidence: 15 bins of equal width over 0..1.
+
+    Bin i holds confidences above i/15 and up to (i+1)/15. Its size does not depend on the number of images.
+    """
+
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images
+    confidences: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))  # [15] float64, sums of 0..1
+    rights: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images predicted right
+
+    def add(self, confidences: np.ndarray, right: np.ndarray) -> None:
+        """Count a batch: confidences [B] float in 0..1, right [B] bool."""
+        bins = np.clip(np.ceil(confidences * NUM_BINS).astype(int) - 1, 0, NUM_BINS - 1)
+        np.add.at(self.counts, bins, 1)
+        np.add.at(self.confidences, bins, confidences)
+        np.add.at(self.rights, bins, right)
+
+    def __add__(self, other: "ConfidenceBins") -> "ConfidenceBins":
+        """The bins of both sets of images together."""
+        return ConfidenceBins(
+            counts=self.counts + other.counts,
+            confidences=self.confidences + other.confidences,
+            rights=self.rights + other.rights,
+        )
+
+    @property
+    def ece_pct(self) -> float | None:
+        """Expected calibration error in per cent: how far confidence and accuracy lie apart; None without images.
+
+        The mean over images of the distance between the mean confidence and the accuracy of an image's bin (Guo et
+        al., "On Calibration of Modern Neural Networks", 2017, equation 3). 0 is best.
+        """
+        num_images = int(self.counts.sum())
+        return 100 * float(np.abs(self.confidences - self.rights).sum()) / num_images if num_images else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """The best classes of every image, in the loader's order.
+
+    This is all that grows with the number of images: 2 k bytes each (10 for five classes or more), 4 k where there are
+    more than 32,768 classes, and 4 for the label, which all precisions share.
+    """
+
+    # [N, k] int16 or int32, class indices, most likely first; k = min(5, classes). -1 where the logits held NaN
+    top: np.ndarray
+    labels: np.ndarray  # [N] int32
+    bins: ConfidenceBins = field(default_factory=ConfidenceBins)
+
+    @property
+    def num_images(self) -> int:
+        """Images predicted."""
+        return len(self.labels)
+
+    @property
+    def num_undefined(self) -> int:
+        """Images whose logits held NaN: no class was predicted, which is never right."""
+        return int((self.top[:, 0] < 0).sum())
+
+    @property
+    def right(self) -> np.ndarray:
+        """[N] bool: whether the most likely class is the label."""
+        right: np.ndarray = self.top[:, 0] == self.labels
+        return right
+
+    @property
+    def top1_pct(self) -> float:
+        """Share of images whose most likely class is the label, in per cent."""
+        return 100.0 * float(self.right.mean())
+
+    @property
+    def top5_pct(self) -> float:
+        """Share of images with the label among the five most likely classes, in per cent."""
+        return 100.0 * float((self.top == self.labels[:, None]).any(axis=1).mean())
+
+    def agreement_pct(self, other: "Predictions") -> float:
+        """Share of images on which both predict the same class, in per cent."""
+        return 100.0 * float((self.top[:, 0] == other.top[:, 0]).mean())
+
+    def __add__(self, other: "Predictions") -> "Predictions":
+        """The predictions of these images, then the other's."""
+        return Predictions(
+            top=np.concatenate([self.top, other.top]),
+            labels=np.concatenate([self.labels, other.labels]),
+            bins=self.bins + other.bins,
+        )
+
+
+def predict(
+    runners: Mapping[str, Runner], batches: Iterable["Batch"], num_images: int, progress: Callable[[int, int], None]
+) -> dict[str, Predictions]:
+    """Run every runner over the same images, decoding each once. Logits are not kept: see `Predictions` for what is.
+
+    Images that the loader delivers on a GPU stay there.
+
+    Args:
+        runners: by name.
+        batches: from an evaluation loader.
+        num_images: how many images the batches hold in all, for the progress.
+        progress: called with images done and images in all.
+    """
+    top: dict[str, list[np.ndarray]] = {name: [] for name in runners}
+    bins = {name: ConfidenceBins() for name in runners}
+    labels: list[np.ndarray] = []
+    done = 0
+
+    def count(name: str, logits: np.ndarray, expected: np.ndarray) -> None:
+        best = top_classes(logits)
+        bins[name].add(top_confidences(logits), best[:, 0] == expected)
+        top[name].append(best.astype(np.int16 if logits.shape[1] <= _MAX_INT16_CLASSES else np.int32))
+
+    # One thread counts, in order, what the runners said of a batch, while they work on the next one.
+    with ThreadPoolExecutor(1) as counter:
+        counted: deque[Future[None]] = deque()
+        for batch in batches:
+            # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
+            images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
+            expected = batch.labels.cpu().numpy().astype(np.int32)
+            for name, runner in runners.items():
+                counted.append(counter.submit(count, name, runner.infer(images), expected))
+                if len(counted) > len(runners):
+                    counted.popleft().result()
+            labels.append(expected)
+            done += len(images)
+            progress(done, num_images)
+        for left in counted:
+            left.result()
+    every = np.concatenate(labels)
+    return {name: Predictions(top=np.concatenate(parts), labels=every, bins=bins[name]) for name, parts in top.items()}
+
+
+def predict_in_parts(
+    parts: Sequence[tuple[Mapping[str, Runner], Iterable["Batch"]]],
+    num_images: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, Predictions]:
+    """Run the parts of a split at the same time, each by runners of its own, as `predict` runs a whole one.
+
+    Args:
+        parts: runners by name, the same names in each, and the batches of a part. A thread each: the work is done by
+            GPUs and by libraries that let other threads run meanwhile.
+        num_images: how many images the parts hold in all, for the progress.
+        progress: see `predict`.
+
+    Returns:
+        The predictions of all parts, one part after the other.
+    """
+    done, lock, stop = [0] * len(parts), threading.Lock(), threading.Event()
+
+    def until_stopped(batches: Iterable["Batch"]) -> Iterator["Batch"]:
+        for batch in batches:
+            if stop.is_set():
+                return
+            yield batch
+
+    def run(index: int) -> dict[str, Predictions]:
+        def advance(now: int, _: int) -> None:
+            with lock:
+                done[index] = now
+                progress(sum(done), num_images)
+
+        runners, batches = parts[index]
+        return predict(runners, until_stopped(batches), num_images, advance)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        futures = [pool.submit(run, index) for index in range(len(parts))]
+        try:
+            for future in as_completed(futures):
+                future.result()  # the first error ends all parts, and so does Ctrl-C
+        finally:
+            stop.set()
+    results = [future.result() for future in futures]
+    return {name: functools.reduce(operator.add, (result[name] for result in results)) for name in results[0]}
+
+
+def top_classes(logits: np.ndarray) -> np.ndarray:
+    """The most likely classes of each row, ties to the lower index. [B, classes] float -> [B, k] int32.
+
+    A row with NaN predicts nothing: -1 in every place. An order among what is left of it would count it as right for
+    the images of some class, most often the first.
+
+    Takes the largest k times over instead of sorting, which costs as much as an engine does: of 1,000 classes only 5
+    are wanted.
+    """
+    k = min(TOP_K, logits.shape[1])
+    if not np.isfinite(logits).all():  # rare, and taking out the largest would not tell -inf from what was taken
+        ordered = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
+        ordered[np.isnan(logits).any(axis=1)] = -1
+        return ordered
+    left, rows = logits.copy(), np.arange(len(logits))
+    top = np.empty((len(logits), k), np.int32)
+    for place in range(k):
+        top[:, place] = left.argmax(axis=1)  # the first of equals
+        left[rows, top[:, place]] = -np.inf
+    return top
+
+
+def top_confidences(logits: np.ndarray) -> np.ndarray:
+    """The softmax probability of each row's most likely class. [B, classes] float -> [B] float64 in 0..1.
+
+    A row that is probabilities already, as of a model that ends in a softmax, is taken as it is. A row with NaN or
+    infinity has no confidence: 0.
+    """
+    largest = logits.max(axis=1, keepdims=True)  # [B, 1]
+    with np.errstate(invalid="ignore", over="ignore"):
+        confidences = 1 / np.exp(logits - largest).sum(axis=1).astype(np.float64)
+    for row in np.flatnonzero(largest[:, 0] <= 1 + _SUM_TOLERANCE):
+        if _are_probabilities(logits[row]):
+            confidences[row] = min(1.0, float(largest[row, 0]))
+    return np.nan_to_num(confidences, nan=0.0)
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Softmax of one image's logits, by the rule of `top_confidences`. [classes] float -> [classes] float64."""
+    values = logits.astype(np.float64)
+    if _are_probabilities(values):
+        return values
+    with np.errstate(invalid="ignore"):
+        odds = np.exp(values - values.max())
+    shares: np.ndarray = odds / odds.sum()
+    return shares
+
+
+def most_likely(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest classes of one image and their probabilities, the likeliest first, ties in the order of classes.
+
+    Args:
+        logits: [classes] float, without NaN.
+        top_k: 1 or more.
+
+    Returns:
+        Indices, [k] int64, and probabilities, [k] float64; k is at most the number of classes.
+    """
+    best = np.argsort(-logits, kind="stable")[:top_k]
+    return best, probabilities(logits)[best]
+
+
+def _are_probabilities(logits: np.ndarray) -> bool:
+    """Whether one image's output ([classes] float) is that of a softmax already."""
+    return bool(logits.min() >= 0 and abs(logits.sum(dtype=np.float64) - 1) < _SUM_TOLERANCE)

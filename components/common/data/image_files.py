@@ -1,0 +1,57 @@
+"""Encoded images of unknown origin: whether they are what preprocess takes, and what to say where they are not."""
+
+import io
+
+from PIL import Image, UnidentifiedImageError
+
+from components.common.contracts.errors import UserError
+
+# What preprocess takes into a data set: these formats, and of TIFF only what DALI reads as Pillow does.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
+_TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
+_ACCEPTED = "take a JPEG, PNG, WebP, BMP or TIFF of 8 bits per channel"
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Have Pillow read the header. None of its other plugins, of which there are forty, sees the bytes.
+
+    Raises:
+        UnidentifiedImageError: it is no image of the formats that are taken.
+        Exception: it is damaged: Pillow's parsers let everything through.
+    """
+    return Image.open(io.BytesIO(data), formats=_FORMATS)
+
+
+def check_encoded(data: bytes, name: str) -> int:
+    """Refuse what DALI stops at without a word that helps, or reads in another way than preprocess has it.
+
+    Args:
+        data: a file's content.
+        name: what to call it: a path, or which one of several images it is.
+
+    Returns:
+        How many pixels it has.
+
+    Raises:
+        UserError: it is not an image that preprocess takes.
+    """
+    try:
+        with open_image(data) as image:
+            if image.format == "TIFF" and image.mode not in _TIFF_MODES:
+                raise UserError(f"{name} is a TIFF of mode {image.mode}, which is not supported; {_ACCEPTED}")
+            image.load()
+            return image.width * image.height
+    except UserError:
+        raise
+    except UnidentifiedImageError:
+        raise UserError(f"{name} is not an image; {_ACCEPTED}") from None
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{name} is too large: {error}; make it smaller") from None
+    except Exception as error:  # Pillow's parsers let everything through
+        raise UserError(f"{name} is damaged: {error}; save it anew as JPEG or PNG") from None
+
+
+def undecodable(error: RuntimeError, name: str) -> UserError:
+    """What to say where DALI refuses an image all the same."""
+    reason = " ".join(str(error).rpartition("encountered:")[2].partition("Current pipeline")[0].split())
+    return UserError(f"{name} can't be decoded ({reason}); save it anew as JPEG or PNG")

@@ -1,0 +1,482 @@
+"""Batches of a dataset's shards by its TransformSpec, on the CPU or a GPU: for training, calibration, validation."""
+
+import base64
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from nvidia import dali
+from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+from nvidia.dali.plugin.pytorch import DALIGenericIterator
+from pydantic import Field, ValidationError, model_validator
+
+from components.common.contracts.digests import digest_json
+from components.common.contracts.environment import num_cores
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest, first_problem
+from components.common.contracts.records import Record, Split
+from components.common.contracts.transforms import Augmentation, TransformSpec
+from components.common.data.loader_damage import IMAGE_EXTENSIONS, Watchdog, check_indexes, explained
+from components.common.data.loader_pipelines import (
+    OwnedOutputs,
+    decoder_options,
+    evaluation_pipeline,
+    file_pipeline,
+    training_pipeline,
+)
+
+# On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other goes on. The
+# second one leaves out up to a batch more, so up to a step: only where an epoch has many.
+_NUM_PIPELINES = 2
+_MIN_STEPS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """What one process reads of a split and delivers, epoch by epoch."""
+
+    num_shards: int
+    """Processes that have a part of the split; in evaluation no more than there are images."""
+    num_pipelines: int
+    """Of DALI's in each process, each with its share of the process's part."""
+    num_images: int
+    """Of this process's part."""
+    num_batches: int
+    """That are delivered."""
+    num_read: int
+    """Batches that each pipeline makes."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Batches that are read at an epoch's end and not delivered."""
+        return self.num_read * self.num_pipelines - self.num_batches
+
+
+def plan_evaluation(num_images: int, batch_size: int, shard_id: int, num_shards: int) -> EpochPlan:
+    """Each image exactly once. Arguments as of Loader; `num_images` is the whole split's."""
+    num_shards = min(num_shards, num_images)
+    own = _part(num_images, shard_id, num_shards) if shard_id < num_shards else 0
+    num_batches = math.ceil(own / batch_size)
+    return EpochPlan(
+        num_shards=num_shards, num_pipelines=1, num_images=own, num_batches=num_batches, num_read=num_batches
+    )
+
+
+def plan_training(
+    num_images: int,
+    batch_size: int,
+    shard_id: int,
+    num_shards: int,
+    *,
+    batches_per_step: int,
+    num_pipelines: int,
+    on_gpu: bool,
+) -> EpochPlan:
+    """Whole steps of full batches. Arguments as of Loader; `num_images` is the whole split's.
+
+    Raises:
+        UserError: there are too few images for one step on every process.
+    """
+    step_size = batch_size * batches_per_step
+    if not num_pipelines:
+        many = num_images // num_shards // step_size >= _MIN_STEPS
+        num_pipelines = _NUM_PIPELINES if on_gpu and many else 1
+    num_shares = num_shards * num_pipelines
+    # The smallest share decides for all, so that no rank waits for a batch that never comes.
+    num_batches = num_images // num_shares // batch_size * num_pipelines // batches_per_step * batches_per_step
+    if not num_batches:
+        raise UserError(_too_few(num_images, step_size, num_shards, num_pipelines))
+    return EpochPlan(
+        num_shards=num_shards,
+        num_pipelines=num_pipelines,
+        num_images=_part(num_images, shard_id, num_shards),
+        num_batches=num_batches,
+        # DALI fills up the last batch of the largest share and gives as many of them to all, so that its epochs end
+        # together everywhere, with a batch. The one in which images are repeated is dropped, and what fills no step.
+        num_read=math.ceil(math.ceil(num_images / num_shares) / batch_size),
+    )
+
+
+def _part(num_images: int, shard_id: int, num_shards: int) -> int:
+    """Images of a process's part, as DALI cuts it."""
+    first, last = (num_images * shard // num_shards for shard in (shard_id, shard_id + 1))
+    return last - first
+
+
+def _too_few(num_images: int, step_size: int, num_shards: int, num_pipelines: int) -> str:
+    largest = num_images // num_shards * num_shards
+    few = f"{num_images} training images are too few for one batch of {step_size} on each of {num_shards} processes"
+    if not largest:
+        return f"{few}; train with {num_images} or fewer, or add images"
+    if step_size * num_shards <= largest:
+        return f"{few}, each with {num_pipelines} pipelines; leave num_pipelines at 0, or take fewer"
+    return f"{few}; set train.global_batch_size to {largest} or less"
+
+
+class LoaderState(Record):
+    """Where a training loader stands: numbers and text only."""
+
+    num_delivered: int = Field(ge=0, description="Batches since the first epoch began.")
+    identity: dict[str, Any] = Field(description="What decides which batches come, by name.")
+    checkpoints: list[str] = Field(description="DALI's own of each pipeline, in base64.")
+    digest: str = Field(description="Of the rest: DALI believes a damaged checkpoint, or ends with the process.")
+
+    @classmethod
+    def sealed(cls, **fields: Any) -> "LoaderState":
+        """The state of these fields, with its digest."""
+        return cls(**fields, digest=digest_json(fields))
+
+    @model_validator(mode="after")
+    def _whole(self) -> "LoaderState":
+        if self.digest != digest_json(self.model_dump(mode="json", exclude={"digest"})):
+            raise ValueError("its content does not fit its digest")
+        return self
+
+    def differences(self, identity: dict[str, Any]) -> list[str]:
+        """What `identity` has otherwise, for a person."""
+        return [
+            f"{name} {self.identity.get(name)} instead of {value}"
+            for name, value in identity.items()
+            if self.identity.get(name) != value
+        ]
+
+
+class Mixer:
+    """Mixes every image of a batch with its neighbour, by torchvision's MixUp or CutMix, or either at random.
+
+    Sources: Zhang et al., "mixup: Beyond Empirical Risk Minimization" (2018); Yun et al., "CutMix" (2019).
+    """
+
+    def __init__(self, augmentation: Augmentation, num_classes: int) -> None:
+        """Without mixup_alpha and cutmix_alpha in `augmentation`, batches stay as they are."""
+        self._ways: list[Callable[..., Any]] = []
+        if not (augmentation.mixup_alpha or augmentation.cutmix_alpha):
+            return
+        from torchvision.transforms import v2  # takes seconds, and few recipes mix
+
+        if augmentation.mixup_alpha:
+            self._ways.append(v2.MixUp(alpha=augmentation.mixup_alpha, num_classes=num_classes))
+        if augmentation.cutmix_alpha:
+            self._ways.append(v2.CutMix(alpha=augmentation.cutmix_alpha, num_classes=num_classes))
+
+    def __call__(
+        self, images: torch.Tensor, labels: torch.Tensor, seed: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels after mixing, a function of these arguments alone.
+
+        Args:
+            images: [B, 3, H, W] float32 or float16, channels_last.
+            labels: [B] int64.
+            seed: of the way, the share and the place of the box.
+
+        Returns:
+            [B, 3, H, W] of the same dtype, channels_last; and [B, num_classes] float32, rows of sum 1.
+        """
+        if not self._ways:
+            return images, labels
+        rng = np.random.default_rng(seed)
+        way = self._ways[rng.integers(len(self._ways))]
+        # torchvision draws from torch's global generator of the CPU, which belongs to the caller.
+        generator = torch.default_generator
+        before = generator.get_state()
+        try:
+            generator.manual_seed(int(rng.integers(2**63)))
+            images, labels = way(images, labels)
+        finally:
+            generator.set_state(before)
+        return images.contiguous(memory_format=torch.channels_last), labels
+
+
+STUCK_AFTER_S = 300.0
+# Of the JPEG files, the share that the hardware decoder takes. DALI's own 0.65 is slower on an H200 (see
+# benchmarks/loader.py).
+HW_DECODER_LOAD = 0.9
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Images and labels on the loader's device."""
+
+    images: torch.Tensor  # [B, 3, H, W] float32, in training also float16; channels_last, normalized
+    labels: torch.Tensor  # [B] int64; where mixup or cutmix is on, [B, num_classes] float32, rows of sum 1
+
+
+class Loader:
+    """Batches of one split, epoch after epoch.
+
+    In training every rank gets the same number of full batches. No image comes twice in an epoch, on one rank or on
+    two; those that don't fill a batch are left out of it, others each time. An epoch that was left in the middle is
+    continued by the next iteration. In evaluation each image comes exactly once and the last batch may be smaller; of
+    fewer images than processes, the last processes have none.
+
+    Args:
+        dataset: the artifact that preprocess wrote.
+        split: "train" or "val".
+        spec: resize, crop and normalization.
+        batch_size: images per batch of this process.
+        batches_per_step: of training: batches that make one step, so that an epoch has a whole number of steps.
+        augmentation: None for evaluation.
+        image_sizes: side of training images in pixels, epoch by epoch, the last one for all that follow; empty
+            for always spec.crop_size.
+        half: in training, deliver float16: what autocast makes of images anyway, in half the memory.
+        seed: of shuffling and augmentation.
+        shard_id: this process's part of the split, 0 <= shard_id < num_shards.
+        num_shards: processes that share the split.
+        device_id: GPU to decode and to deliver on; None for the CPU.
+        num_threads: decoder threads; 0 for one per core.
+        hw_decoder_load: share of the JPEG files that a GPU's hardware decoder takes, where it has one; 0..1.
+        num_pipelines: of training: DALI pipelines that make batches by turns, each from its share of the part; 0 for
+            two on a GPU, where an epoch has 32 steps or more, and one otherwise.
+        stuck_after_s: seconds without a batch after which reading counts as stuck.
+        state: what `state` of a training loader returned: go on behind the batch that was delivered last.
+
+    Raises:
+        EngineryError: a shard can't be read, reading is stuck, or `state` is damaged or of another loader.
+        UserError: the training split has too few images for one batch on every process.
+    """
+
+    def __init__(
+        self,
+        dataset: Artifact[DatasetManifest],
+        split: str,
+        spec: TransformSpec,
+        *,
+        batch_size: int,
+        batches_per_step: int = 1,
+        augmentation: Augmentation | None = None,
+        image_sizes: Sequence[int] = (),
+        half: bool = False,
+        seed: int = 0,
+        shard_id: int = 0,
+        num_shards: int = 1,
+        device_id: int | None = None,
+        num_threads: int = 0,
+        hw_decoder_load: float = HW_DECODER_LOAD,
+        num_pipelines: int = 0,
+        stuck_after_s: float = STUCK_AFTER_S,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._dataset, self._split, self._device_id = dataset, split, device_id
+        self._stuck_after_s = stuck_after_s
+        self._training = augmentation is not None
+        self._seed = (seed, shard_id)
+        info = dataset.manifest.splits[split]  # type: ignore[index]
+        part = (info.num_images, batch_size, shard_id, num_shards)
+        if augmentation is None:
+            plan = plan_evaluation(*part)
+        else:
+            on_gpu = device_id is not None
+            plan = plan_training(*part, batches_per_step=batches_per_step, num_pipelines=num_pipelines, on_gpu=on_gpu)
+        num_shards, num_pipelines = plan.num_shards, plan.num_pipelines
+        self.num_images, self.num_batches, self._num_dropped = plan.num_images, plan.num_batches, plan.num_dropped
+        self.num_classes = len(dataset.manifest.classes)
+        self._owned = OwnedOutputs()
+        self._mixer = Mixer(augmentation or Augmentation(), self.num_classes)
+        self._identity = {
+            "split": info.digest,
+            "seed": seed,
+            "batch_size": batch_size,
+            "batches_per_step": batches_per_step,
+            "shard_id": shard_id,
+            "num_shards": num_shards,
+            "num_pipelines": num_pipelines,
+            "device": "cpu" if device_id is None else "gpu",
+            "augmentation": augmentation.model_dump(mode="json") if augmentation else None,
+            "image_sizes": list(image_sizes),
+            "half": half,
+            "spec": spec.model_dump(mode="json"),
+            "dali": dali.__version__,
+        }
+        saved = None if state is None else self._saved(state)
+        # Batches of training that were delivered, since its first epoch began.
+        self.num_delivered = 0 if saved is None else saved.num_delivered
+        readers = [
+            _reader(dataset.path, info, self._training, shard_id * num_pipelines + share, num_shards * num_pipelines)
+            for share in range(num_pipelines)
+        ]
+        statistics = dataset.manifest.statistics
+        decoder = decoder_options(
+            statistics, batch_size, num_pipelines, device_id=device_id, hw_decoder_load=hw_decoder_load
+        )
+        num_threads = max(1, (num_threads or num_cores()) // num_pipelines)
+        options = {"batch_size": batch_size, "num_threads": num_threads, "device_id": device_id}
+
+        def build(share: int) -> DALIGenericIterator:
+            own = options | {"seed": seed + 1000003 * (shard_id * num_pipelines + share)}
+            if augmentation is None:
+                return _evaluation_iterator(evaluation_pipeline(readers[share], spec, decoder, **own))
+            sizes = _size_of_batch(image_sizes, plan.num_read) if image_sizes else None
+            checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
+            resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
+            return _training_iterator(
+                training_pipeline(readers[share], spec, augmentation, decoder, sizes, half, **own, **resume)
+            )
+
+        self._iterators: list[DALIGenericIterator] = []
+        self._turn = 0 if saved is None else saved.num_delivered % self.num_batches % num_pipelines
+        self._watchdog = Watchdog(f"loader of {split}", stuck_after_s)
+        if not self.num_images:  # DALI wants one in each part
+            return
+        # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
+        self._watched(lambda: _open_all(readers[0]))
+        self._watched(lambda: check_indexes(dataset, split))
+        for share in range(num_pipelines):
+            self._iterators.append(self._watched(partial(build, share)))
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._training:
+            while (batch := self._next()) is not None:
+                if len(batch.labels):  # DALI lets every part have as many batches as the largest, be they empty
+                    yield batch
+            return
+        for _ in range(self.num_batches - self.num_delivered % self.num_batches):
+            batch = self._next()
+            assert batch is not None  # a training pipeline never ends
+            images, labels = self._mixer(batch.images, batch.labels, (*self._seed, self.num_delivered))
+            if not (self.num_delivered + 1) % self.num_batches:
+                for _ in range(self._num_dropped):
+                    self._next()
+            self.num_delivered += 1
+            yield Batch(images=images, labels=labels)
+
+    def state(self) -> dict[str, Any]:
+        """Where training stands, behind the batch that was delivered last: numbers and text only.
+
+        A Loader made with the same arguments and this `state` delivers the batches that this one will deliver:
+        the same images in the same order with the same augmentation. Batches that DALI has prepared ahead don't
+        count. Of every rank its own.
+        """
+        if not self._training:
+            raise ValueError("an evaluation loader has no state: it always begins with the first image")
+        checkpoints = [iterator.checkpoints()[0] for iterator in self._iterators]
+        return LoaderState.sealed(
+            num_delivered=self.num_delivered,
+            identity=self._identity,
+            checkpoints=[base64.b64encode(checkpoint).decode() for checkpoint in checkpoints],
+        ).model_dump(mode="json")
+
+    def _saved(self, state: dict[str, Any]) -> LoaderState:
+        where = f"can't go on in the middle of the {self._split} split of {self._dataset.path}: the saved state is"
+        try:
+            saved = LoaderState.model_validate(state)
+        except ValidationError as error:
+            raise EngineryError(
+                f"{where} damaged, or no loader's ({first_problem(error)}). Take an earlier checkpoint, or start anew"
+            ) from None
+        if differing := saved.differences(self._identity):
+            raise EngineryError(
+                f"{where} of {', '.join(differing)}. Go on with the settings and versions of the interrupted run, or "
+                "start anew"
+            )
+        return saved
+
+    def _next(self) -> Batch | None:
+        # The other thread has a current stream of its own, and what it enqueues must be ordered with the caller's.
+        stream = None if self._device_id is None else torch.cuda.current_stream(self._device_id)
+
+        def fetch() -> Any:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                return next(self._iterators[self._turn], (None,)) if self._iterators else (None,)
+
+        (batch,) = self._watched(fetch)
+        self._turn = (self._turn + 1) % max(1, len(self._iterators))
+        if batch is None:
+            return None
+        images = batch["images"].permute(0, 3, 1, 2)
+        if stream is not None:
+            images = self._owned.copied(images)
+        # DALI reads labels on the host; images may already be on the GPU.
+        return Batch(images=images, labels=_labels(batch["labels"]).to(images.device, non_blocking=True))
+
+    def _watched(self, function: Callable[[], _Result]) -> _Result:
+        try:
+            with explained(self._dataset, self._split):
+                return self._watchdog.call(function)
+        except TimeoutError as error:
+            raise EngineryError(
+                f"reading the {self._split} split of {self._dataset.path} is stuck: nothing came in "
+                f"{self._stuck_after_s:g} seconds. See whether its storage answers: "
+                f"cat {self._dataset.path}/{self._split}-*.tar > /dev/null"
+            ) from error
+
+
+def _reader(folder: Path, split: Split, training: bool, shard_id: int, num_shards: int) -> dict[str, Any]:
+    """Arguments of DALI's reader for this process's part of a split."""
+    return {
+        "name": "reader",
+        "paths": [str(folder / shard) for shard in split.shards],
+        "index_paths": [str((folder / shard).with_suffix(".idx")) for shard in split.shards],
+        "ext": [";".join(IMAGE_EXTENSIONS), "cls"],
+        "missing_component_behavior": "error",
+        "random_shuffle": training,
+        "initial_fill": min(8192, split.num_images),
+        "shard_id": shard_id,
+        "num_shards": num_shards,
+        "stick_to_shard": not training,  # in training the parts go round the ranks, epoch by epoch
+        "pad_last_batch": True,
+        "dont_use_mmap": False,
+    }
+
+
+def _open_all(reader: dict[str, Any]) -> None:
+    for path in (*reader["paths"], *reader["index_paths"]):
+        with suppress(FileNotFoundError), Path(path).open("rb"):  # DALI tells what is missing
+            pass
+
+
+def _size_of_batch(image_sizes: Sequence[int], num_batches: int) -> Callable[[int], int]:
+    return lambda batch: image_sizes[min(batch // num_batches, len(image_sizes) - 1)]
+
+
+def _training_iterator(pipe: Any) -> DALIGenericIterator:
+    """Full batches without end. Epochs are counted by the loader: to DALI's samples they mean nothing."""
+    return DALIGenericIterator([pipe], ["images", "labels"], prepare_first_batch=False)
+
+
+def _evaluation_iterator(pipe: Any) -> DALIGenericIterator:
+    """The whole part of a split once, again and again."""
+    return DALIGenericIterator(
+        [pipe],
+        ["images", "labels"],
+        reader_name="reader",
+        last_batch_policy=LastBatchPolicy.PARTIAL,
+        auto_reset=True,
+        prepare_first_batch=False,
+    )
+
+
+def _labels(encoded: torch.Tensor) -> torch.Tensor:
+    """Decimal text of fixed width to numbers. encoded: [B, width] uint8, ASCII digits."""
+    digits = encoded.to(torch.int64) - ord("0")
+    powers = 10 ** torch.arange(digits.shape[1] - 1, -1, -1, dtype=torch.int64, device=digits.device)
+    return (digits * powers).sum(dim=1)
+
+
+def load_image(encoded: bytes, spec: TransformSpec) -> np.ndarray:
+    """One image file as evaluation delivers it: by the same operators, decoded on the CPU.
+
+    Args:
+        encoded: the file's content, in a format of IMAGE_EXTENSIONS.
+        spec: resize, crop and normalization.
+
+    Returns:
+        [1, 3, crop_size, crop_size] float32, normalized, C-contiguous.
+
+    Raises:
+        RuntimeError: DALI can't decode it.
+    """
+    pipe = file_pipeline(encoded, spec, batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    pipe.build()
+    (images,) = pipe.run()
+    return np.ascontiguousarray(np.asarray(images.as_array()).transpose(0, 3, 1, 2))

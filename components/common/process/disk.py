@@ -1,0 +1,93 @@
+"""A disk that is full or can't be written, told in one line with its fix."""
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from components.common.contracts.errors import EngineryError, UserError
+
+_FULL_BYTES = 256 << 10  # less is free only where something has just failed to write
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# What libraries make of ENOSPC when they don't raise OSError: SQLite, Rust (safetensors), C++ (OpenVINO, protobuf).
+_NO_SPACE_WORDS = re.compile(r"no space left|disk is full|os error 28\b|disk quota exceeded", re.IGNORECASE)
+
+
+def explain(error: BaseException, place: Path) -> EngineryError | None:
+    """What to tell a person where a disk is behind an error, whoever raised it; None where none is.
+
+    Args:
+        error: what was caught.
+        place: where the process writes, for errors that don't name a file.
+    """
+    return out_of_space(error, place) or _refused(error) or full(place)
+
+
+def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
+    """The error of a full disk, if that is what an error says; see `explain`."""
+    for cause in _causes(error):
+        if (isinstance(cause, OSError) and cause.errno in _NO_SPACE) or _NO_SPACE_WORDS.search(str(cause)):
+            places = [place, Path(tempfile.gettempdir())]
+            if isinstance(cause, OSError) and isinstance(cause.filename, str | bytes):
+                named = (cause.filename, cause.filename2)  # of a copy, what was read and what was written
+                places = [Path(os.fsdecode(name)) for name in named if isinstance(name, str | bytes)]
+            return no_space(min(places, key=_free_bytes))
+    return None
+
+
+def _refused(error: BaseException) -> EngineryError | None:
+    """The error of a file that this user may not use."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in _NOT_ALLOWED and isinstance(cause.filename, str | bytes):
+            return UserError(
+                f"can't use {os.fsdecode(cause.filename)}: {cause.strerror}; give this user access to it, or set "
+                "ENGINERY_HOME to a directory that can be written"
+            )
+    return None
+
+
+def full(place: Path) -> EngineryError | None:
+    """The error of a disk without room, for failures that don't tell: of `place`, or of temporary files."""
+    tight = [path for path in (place, Path(tempfile.gettempdir())) if _free_bytes(path) < _FULL_BYTES]
+    return no_space(tight[0]) if tight else None
+
+
+def no_space(place: Path) -> EngineryError:
+    """The error of a full disk."""
+    return EngineryError(
+        f"no space left on {_mount_point(place)}: {_free_bytes(place) / 1e6:.1f} MB free; free space or set "
+        "ENGINERY_HOME to a directory on a larger disk, then run the same command again (finished steps are kept)"
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what it was raised from or in place of."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        cause = left.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            left += [cause.__context__, cause.__cause__]
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        return shutil.disk_usage(_existing(path)).free
+    except OSError:
+        return 1 << 62  # unknown, so not what is full
+
+
+def _mount_point(path: Path) -> Path:
+    path = _existing(path).resolve()
+    return next(parent for parent in (path, *path.parents) if os.path.ismount(parent))

@@ -1,0 +1,97 @@
+"""The output directory of a step that can be continued: locked, and with a folder for what is half done."""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED, prepare_directory
+
+# What a local run sets: a JSON list of what killed runs left of the same steps, data, code and settings.
+EARLIER_VARIABLE = "ENGINERY_UNFINISHED_OUTPUTS"
+LOCK = "lock"  # in the folder of what is half done, held by the process at work there
+_PATIENCE_S = 5.0  # the processes of a run that was killed may still be ending
+_LOOK_S = 0.1
+
+
+@contextmanager
+def open_unfinished(output: Path, known: Collection[str] = ()) -> Iterator[Path]:
+    """The folder for what is half done in an output directory: new, or left by a killed run.
+
+    It goes again where the step ends without having put anything into it.
+
+    Args:
+        output: the step's output directory.
+        known: files that this step itself may have left there.
+
+    Raises:
+        UserError: the directory holds something else, or another process is at work in it.
+    """
+    folder = output / UNFINISHED
+    if folder.is_dir() and not (output / MANIFEST).exists():
+        (output / FAILURE).unlink(missing_ok=True)
+        own = {UNFINISHED, *known, *(temporary.name for temporary in _temporaries(output))}
+        foreign = [entry.name for entry in output.iterdir() if entry.name not in own]
+        if foreign:
+            raise UserError(
+                f"the output directory {output} holds {sorted(foreign)[0]}, which this step did not write; name another"
+            )
+    else:
+        prepare_directory(output)
+        folder.mkdir()
+    with (folder / LOCK).open("w") as lock:
+        _take(lock.fileno(), output)
+        clear_temporaries(output)
+        try:
+            yield folder
+        finally:
+            if folder.is_dir() and all(entry.name == LOCK for entry in folder.iterdir()):
+                shutil.rmtree(folder)
+
+
+def clear_temporaries(output: Path) -> None:
+    """Remove what a process left that was killed while it wrote a file. Only while the output is held: see LOCK."""
+    for temporary in _temporaries(output):
+        temporary.unlink()
+
+
+def _temporaries(output: Path) -> list[Path]:
+    return [entry for entry in output.glob(".*") if entry.is_file()]
+
+
+def earlier_outputs() -> list[Path]:
+    """Outputs of killed runs that may hold something to go on with, of this step or of another."""
+    return [Path(output) for output in json.loads(os.environ.get(EARLIER_VARIABLE) or "[]")]
+
+
+@contextmanager
+def held(output: Path) -> Iterator[Path]:
+    """The folder of what is half done in another output directory, held while something is taken from it.
+
+    Raises:
+        OSError: another process is at work there, or it is finished or gone.
+    """
+    folder = output / UNFINISHED
+    with (folder / LOCK).open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (output / MANIFEST).exists():
+            raise FileExistsError(f"{output} is finished")
+        yield folder
+
+
+def _take(handle: int, output: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"another process writes {output} at this moment; wait for it, or name another"
+                ) from None
+        time.sleep(_LOOK_S)

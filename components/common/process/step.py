@@ -1,0 +1,237 @@
+"""How a step starts and ends, the same under KFP, in a container and typed by a person."""
+
+import atexit
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import click
+
+from components.common.contracts.digests import digest_file
+from components.common.contracts.environment import keep_streams_apart, torchrun_rank
+from components.common.contracts.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError, shown
+from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED
+from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
+from components.common.process.disk import explain, out_of_space
+from components.common.process.lifetime import end_with_parent, process_age_s
+from components.common.process.steplog import RELAY_VARIABLE, QuietLog, RelayedRun, StepLog
+
+if TYPE_CHECKING:  # MLflow takes seconds to import
+    from components.common.registry.tracking import StepRun
+
+DEBUG_VARIABLE = "ENGINERY_DEBUG"  # "1": show tracebacks
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of the chain: its name, config and what it reads. `components.<name>.run` holds its work.
+
+    `run(config, log, *, output, **inputs)` writes an artifact into the directory `output` and returns one line
+    that says what it made.
+    """
+
+    name: str
+    config: type[StepConfig]
+    inputs: Mapping[str, str]  # name of each input -> what a person should name there
+    uses_registry: bool = False  # it talks to MLflow itself, also where a parent keeps the steps' runs
+    is_preemptible: bool = False  # SIGTERM is no failure, at whatever moment: it ends with EXIT_PREEMPTED
+
+    def execute(self, settings: Mapping[str, Any], *, output: str | Path, **inputs: str | Path) -> None:
+        """Run the step and leave the process when it fails, with the exit code that says whose fault it was."""
+        speaks = not torchrun_rank()  # of several processes that make one artifact, rank 0 alone
+        log = StepLog(self.name) if speaks else QuietLog(self.name)
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+                preempts = self.is_preemptible and number == signal.SIGTERM
+                signal.signal(number, _preempt if preempts else _interrupt)
+        atexit.register(_leave_quickly)  # before any library registers: handlers run last in, first out
+        end_with_parent()
+        keep_streams_apart()
+        folder: Path | None = Path(output)
+        if not speaks or _is_occupied(Path(output)):
+            folder = None  # somebody else's: nothing of ours goes in
+        try:
+            self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
+        except Preempted as stop:
+            _ignore_signals()
+            _fail(log, EngineryError(str(stop)), code=stop.exit_code, output=folder)
+        except KeyboardInterrupt:
+            _fail(log, EngineryError("interrupted"), code=EXIT_INTERRUPTED, output=folder)
+        except Exception as error:  # the boundary of the process: a bug or a broken machine is told in one line, too
+            told = _tell(error, Path(output))
+            _fail(log, told, code=told.exit_code, output=folder)
+
+    def _execute(self, log: StepLog, settings: Mapping[str, Any], output: Path, inputs: dict[str, Path]) -> None:
+        log.event("started", process_started=time.time() - process_age_s(), pid=os.getpid())
+        config = resolve(self.config, self.name, settings)
+        tracked = not torchrun_rank() and any(os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"))
+        gc.disable()  # a library makes objects by the million, and none of them is garbage
+        run: Callable[..., str] = import_module(f"components.{self.name}.run").run
+        gc.freeze()
+        gc.enable()
+        imports_s = process_age_s()
+        started = time.perf_counter()
+        with ExitStack() as stack:
+            if tracked:
+                relayed = os.environ.get(RELAY_VARIABLE) == "1" and not self.uses_registry
+                stack.enter_context(_tracked(log, relayed=relayed))
+            log.tracking_s = time.perf_counter() - started
+            log.params(config.model_dump(mode="json"))
+            work_started = time.perf_counter()
+            tracking_before = log.tracking_s
+            outcome = run(config, log, output=output, **inputs)
+            work_s = time.perf_counter() - work_started - (log.tracking_s - tracking_before)
+            digest = ""
+            if (manifest := output / MANIFEST).exists():
+                digest = digest_file(manifest)
+                log.artifact(manifest)
+                record = json.loads(manifest.read_bytes())
+                log.tags({"enginery.manifest_digest": digest})
+                log.tags({f"enginery.input.{name}": value for name, value in record["inputs"].items()})
+        seconds = {"imports": imports_s, "work": work_s, "tracking": log.tracking_s}
+        log.event("finished", outcome=outcome, seconds=seconds, digest=digest)
+        if outcome:
+            print(shown(f"{self.name}: {outcome}"), file=sys.stderr, flush=True)
+        _succeeded.set()
+
+    def command(self) -> click.Command:
+        """The command line of the step, its options made from the config's fields."""
+        options: list[click.Parameter] = [
+            click.Option([f"--{name}"], required=True, type=click.Path(path_type=Path), metavar="DIR", help=text)
+            for name, text in self.inputs.items()
+        ]
+        options.append(
+            click.Option(
+                ["--output"],
+                required=True,
+                type=click.Path(path_type=Path),
+                metavar="DIR",
+                help="Empty or new directory.",
+            )
+        )
+        options.append(
+            click.Option(["--config"], type=click.Path(path_type=Path), help="YAML file of the settings below.")
+        )
+        options.extend(config_option(name, self.config) for name in self.config.model_fields)
+        text = import_module(f"components.{self.name}").__doc__ or ""
+        return click.Command(
+            self.name,
+            params=options,
+            callback=self._from_command_line,
+            help=text.replace("\n\n", "\n\n\b\n"),  # click keeps the lines of a paragraph that starts so
+        )
+
+    def _from_command_line(self, output: Path, config: Path | None, **values: Any) -> None:
+        inputs = {name: values.pop(name) for name in self.inputs}
+        try:
+            from_file = load_yaml(config) if config else {}
+            typed = {name: parse_value(value) for name, value in values.items() if value is not None}
+        except UserError as error:
+            _fail(StepLog(self.name), error, code=error.exit_code)
+        self.execute({**from_file, **typed}, output=output, **inputs)
+
+
+@contextmanager
+def _tracked(log: StepLog, *, relayed: bool) -> Iterator[None]:
+    """Give the step its MLflow run. One whose server is gone by now works all the same, and says so."""
+    if relayed:
+        log.run = cast("StepRun", RelayedRun(log))
+        yield
+        return
+    from components.common.registry.tracking import StepRun, is_unreachable, step_run
+
+    with ExitStack() as stack:
+        try:
+            log.run = stack.enter_context(step_run(log.step))
+        except Exception as error:
+            if not is_unreachable(error):
+                raise
+            log.run = StepRun.nowhere()
+            log.lose_tracking()
+        yield
+
+
+def _tell(error: Exception, output: Path) -> EngineryError:
+    """An error as one line for a person."""
+    if isinstance(error, EngineryError):
+        return out_of_space(error, output) or error
+    unknown = EngineryError(f"{type(error).__name__}: {error} (set {DEBUG_VARIABLE}=1 for the traceback)")
+    return explain(error, output) or unknown
+
+
+def config_option(name: str, config: type[StepConfig]) -> click.Option:
+    """A command-line option for one config field; the config itself converts and checks the value."""
+    field = config.model_fields[name]
+    default = "" if field.is_required() else f"  [default: {show_value(field.get_default(call_default_factory=True))}]"
+    return click.Option(
+        [f"--{name.replace('_', '-')}"],
+        metavar=type_label(field).upper() if "|" not in type_label(field) else f"[{type_label(field)}]",
+        help=f"{field.description}{default}",
+    )
+
+
+_succeeded = threading.Event()
+
+
+def _leave_quickly() -> None:
+    """End a successful process without taking the interpreter apart, which costs over a second after torch and DALI.
+
+    Every other exit handler has run by now. `sys.last_value` is there when something failed after the step.
+    """
+    if _succeeded.is_set() and not hasattr(sys, "last_value"):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _is_occupied(output: Path) -> bool:
+    """Whether an output directory holds something that this step did not write."""
+    if (output / UNFINISHED).is_dir():
+        return False
+    try:
+        return any(entry.name != FAILURE for entry in output.iterdir())
+    except OSError:
+        return not output.parent.is_dir() and output.exists()
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    _ignore_signals()
+    raise KeyboardInterrupt
+
+
+def _preempt(signum: int, frame: object) -> NoReturn:
+    """While no code is at work that knows more, such as what to save."""
+    _ignore_signals()
+    raise Preempted("stopped by SIGTERM; the same command goes on from what was saved, if anything was")
+
+
+def _ignore_signals() -> None:
+    """One is enough: what it sets off must run to its end."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _fail(log: StepLog, error: EngineryError, *, code: int, output: Path | None = None) -> NoReturn:
+    failure = {"step": log.step, "message": str(error), "exit_code": code}
+    if output is not None:
+        with suppress(OSError):  # no space left may be the very failure
+            output.mkdir(parents=True, exist_ok=True)
+            (output / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
+    with suppress(KeyboardInterrupt):  # nobody listens any more
+        log.event("failed", message=str(error), exit_code=code)
+    if os.environ.get(DEBUG_VARIABLE) == "1":
+        traceback.print_exc()
+    print(f"{log.step}: {error}", file=sys.stderr, flush=True)
+    sys.exit(code)

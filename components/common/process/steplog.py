@@ -1,0 +1,231 @@
+"""What a step says while it runs: events for the parent, lines for a person, metrics for MLflow.
+
+A local run passes a step's output on line by line, so an event is one line: a prefix and a JSON object. The parent
+(`enginery run`) renders the events and files everything else in the step's log. Without a parent, a person reads.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from components.common.contracts.errors import shown
+
+if TYPE_CHECKING:
+    from components.common.contracts.records import AccuracyRow, BenchmarkRow
+    from components.common.registry.tracking import StepRun
+
+EVENT_PREFIX = "@enginery "
+EVENTS_VARIABLE = "ENGINERY_EVENTS"  # set to "1" by a parent that renders events
+RELAY_VARIABLE = "ENGINERY_RELAY"  # set to "1" by a parent that also keeps the steps' runs in MLflow
+
+_EVENT_INTERVAL_S = 0.2
+_LINE_INTERVAL_S = 5.0
+
+
+def progress_text(phase: str, done: int, total: int, unit: str = "", detail: str = "") -> str:
+    """One line such as "calibrating 32/256 images"; a phase of one piece has no count."""
+    count = f" {done:,}/{total:,} {unit}".rstrip() if total > 1 else ""
+    return f"{phase}{count}" + (f", {detail}" if detail else "")
+
+
+class LinePace:
+    """When the next line of a phase is due: after `interval_s`, then ever later, each a fifth of the phase's time.
+
+    The end of a phase is always due where a line of it was printed, so that its counter reaches the end.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._phase = ""
+        self._began = self._last = -math.inf
+        self._is_shown = False
+
+    def is_due(self, phase: str, done: int, total: int) -> bool:
+        """True if the line is to be printed; it then counts as printed."""
+        now = time.monotonic()
+        if phase != self._phase:
+            self._phase, self._began, self._is_shown = phase, now, False
+        ends = self._is_shown and done >= total
+        if not ends and now - self._last < max(self._interval_s, (now - self._began) / 5):
+            return False
+        self._last, self._is_shown = now, done < total
+        return True
+
+
+class StepLog:
+    """The voice of one running step."""
+
+    def __init__(self, step: str, run: "StepRun | None" = None) -> None:
+        """`run` is the step's MLflow run, or None where nothing is tracked."""
+        self.step = step
+        self.run = run
+        self.tracking_s = 0.0  # time spent talking to MLflow, reported apart from the step's work
+        self.tracking_lost = False  # the server is gone: the step's work goes on, and MLflow hears no more of it
+        self._events = os.environ.get(EVENTS_VARIABLE) == "1"
+        self._last_progress = 0.0
+        self._last_phase = ""
+        self._pace = LinePace(_LINE_INTERVAL_S)
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Tell the parent something. Nothing is printed where there is no parent."""
+        if self._events:
+            line = json.dumps({"event": event, "step": self.step, "time": time.time(), **fields})
+            try:
+                print(EVENT_PREFIX + line, flush=True)
+            except BrokenPipeError:  # the run that listened was interrupted or is gone
+                self._events = False
+                raise KeyboardInterrupt from None
+
+    def note(self, text: str) -> None:
+        """One line a person should see."""
+        self._say("note", text)
+
+    def warning(self, text: str) -> None:
+        """One line a person must see: something is missing or doubtful, and the step goes on."""
+        self._say("warning", text)
+
+    def _say(self, kind: str, text: str) -> None:
+        self.event(kind, text=text)
+        if not self._events:
+            print(shown(f"{self.step}: {text}"), file=sys.stderr, flush=True)
+
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
+        """How far a phase is, such as ("training", 1200, 8622, "epoch 2/6, loss 0.81", unit="steps"). Rate-limited."""
+        if not self._events:
+            if self._pace.is_due(phase, done, total):
+                text = progress_text(phase, done, total, unit, detail)
+                print(shown(f"{self.step}: {text}"), file=sys.stderr, flush=True)
+            return
+        now = time.monotonic()
+        if phase == self._last_phase and now - self._last_progress < _EVENT_INTERVAL_S and done < total:
+            return
+        self._last_phase, self._last_progress = phase, now
+        self.event("progress", phase=phase, done=done, total=total, unit=unit, detail=detail)
+
+    def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
+        """Log metrics to MLflow; `position` is the epoch, or whatever the x axis of the metric is."""
+        with self._tracking() as run:
+            if run is not None:
+                run.log_metrics(values, position)
+
+    def params(self, values: dict[str, Any]) -> None:
+        """Log parameters to MLflow, nested mappings flattened with dots."""
+        with self._tracking() as run:
+            if run is not None:
+                run.log_params(values)
+
+    def tags(self, values: dict[str, str]) -> None:
+        """Set tags of the step's MLflow run."""
+        with self._tracking() as run:
+            if run is not None:
+                run.set_tags(values)
+
+    def artifact(self, path: Path, directory: str = "") -> None:
+        """Upload a file or a directory to the step's MLflow run."""
+        with self._tracking() as run:
+            if run is not None:
+                run.log_artifact(path, directory)
+
+    def dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
+        """Log a split as an input of the step's MLflow run."""
+        with self._tracking() as run:
+            if run is not None:
+                run.log_dataset(name, digest, num_images, context)
+
+    def model(
+        self, accuracy: "AccuracyRow", benchmark: list["BenchmarkRow"], tags: dict[str, str], *, dataset_digest: str
+    ) -> None:
+        """Log one precision as a LoggedModel with what was measured on the validation split."""
+        with self._tracking() as run:
+            if run is not None:
+                run.log_model(accuracy, benchmark, tags, dataset_digest=dataset_digest)
+
+    def lose_tracking(self) -> None:
+        """The tracking server is gone. Say so once; what would go there is skipped from now on."""
+        self.tracking_lost = True
+        where = self.run.uri if self.run is not None else "its URI"
+        self.warning(
+            f"MLflow at {where} can't be reached any more: the step goes on, and what it finds from here on is "
+            "in its artifact only"
+        )
+
+    @contextmanager
+    def _tracking(self) -> Iterator["StepRun | None"]:
+        """The run to talk to, or None. A server that fails in the middle costs a warning, not the step's work."""
+        run = None if self.tracking_lost else self.run
+        started = time.perf_counter()
+        try:
+            yield run
+        except Exception as error:
+            if run is None or not run.is_unreachable(error):
+                raise
+            self.lose_tracking()
+        finally:
+            self.tracking_s += time.perf_counter() - started
+
+
+class RelayedRun:
+    """A step's run in MLflow that the parent keeps, since loading MLflow takes each process seconds.
+
+    It takes what `tracking.StepRun` takes, and tells the parent, which calls that.
+    """
+
+    uri = "the run's parent"
+    run_id = ""
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+        self._relay("set_tags", {})  # the run begins, though there is nothing to say of it yet
+
+    def is_unreachable(self, error: Exception) -> bool:
+        """Whether the server is what failed: it is the parent that talks to it."""
+        return False
+
+    def log_params(self, values: dict[str, Any]) -> None:
+        """See StepRun."""
+        self._relay("log_params", values)
+
+    def log_metrics(self, values: dict[str, float], position: int) -> None:
+        """See StepRun."""
+        self._relay("log_metrics", values, position)
+
+    def set_tags(self, values: dict[str, str]) -> None:
+        """See StepRun."""
+        self._relay("set_tags", values)
+
+    def log_artifact(self, path: Path, directory: str = "") -> None:
+        """See StepRun."""
+        self._relay("log_artifact", str(path), directory)
+
+    def log_dataset(self, name: str, digest: str, num_images: int, context: str) -> None:
+        """See StepRun."""
+        self._relay("log_dataset", name, digest, num_images, context)
+
+    def log_model(
+        self, accuracy: "AccuracyRow", benchmark: list["BenchmarkRow"], tags: dict[str, str], *, dataset_digest: str
+    ) -> None:
+        """See StepRun."""
+        rows = [row.model_dump(mode="json") for row in benchmark]
+        self._relay("log_model", accuracy.model_dump(mode="json"), rows, tags, dataset_digest)
+
+    def _relay(self, call: str, *arguments: Any) -> None:
+        self._log.event("track", call=call, arguments=arguments)
+
+
+class QuietLog(StepLog):
+    """For processes that work beside one that speaks for all: says nothing, tracks nothing."""
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Nothing."""
+
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
+        """Nothing."""
+
+    def _say(self, kind: str, text: str) -> None:
+        pass

@@ -1,0 +1,158 @@
+"""The audit log of a registered model: one run of MLflow, of which each parameter is an entry."""
+
+import json
+import socket
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from pydantic import ValidationError
+
+from components.common.contracts.digests import canonical_json
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.registry.model_registry import patiently
+from components.common.registry.promotions import Change
+from components.common.registry.store import beside_database
+from components.common.registry.tracking import user_name
+
+_ROOT = "enginery.first_entry"  # tag of the experiment: the run that holds the entries
+_MAX_LENGTH = 6000  # of a parameter in MLflow, which cuts what is longer
+
+
+def now() -> str:
+    """UTC, as records have it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def who() -> str:
+    """The person and the machine that change something."""
+    return f"{user_name()}@{socket.gethostname()}"
+
+
+def experiment_name(model: str) -> str:
+    """Where the log of a model is in MLflow."""
+    return f"audit of {model}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One change in the log."""
+
+    run_id: str  # of the log
+    number: int  # from 1
+    change: Change
+
+
+class AuditLog:
+    """The audit log of one registered model."""
+
+    def __init__(self, client: MlflowClient, model: str) -> None:
+        self.client = client
+        self.model = model
+        self._root = ""
+
+    def read(self) -> list[Entry]:
+        """All entries in their order; none where the log has not begun.
+
+        Raises:
+            UserError: the log was deleted in MLflow.
+            EngineryError: an entry is missing in the middle or can't be read.
+        """
+        if not self._find():
+            return []
+        params = patiently(lambda: self.client.get_run(self._root)).data.params
+        keys = sorted(params, key=lambda key: (len(key), key))
+        if keys != [_key(number) for number in range(1, len(keys) + 1)]:
+            raise self._damaged(f"its run {self._root} holds {', '.join(keys[:20])}")
+        try:
+            changes = [Change.model_validate_json(params[key]) for key in keys]
+        except ValidationError as error:
+            raise self._damaged(f"an entry of its run {self._root} can't be read: {error}") from error
+        return [Entry(run_id=self._root, number=at, change=change) for at, change in enumerate(changes, 1)]
+
+    def append(self, change: Change, number: int) -> Entry | None:
+        """Add an entry as the one of this number.
+
+        Returns:
+            The entry; None where another one came first, so that the log must be read again.
+
+        Raises:
+            UserError: the log was deleted in MLflow, or the entry is too long.
+        """
+        text = canonical_json(change.model_dump(mode="json")).decode()
+        if len(text) > _MAX_LENGTH:
+            raise UserError(
+                f"a record of {len(text)} characters does not fit into MLflow's {_MAX_LENGTH}: shorten --why"
+            )
+        if not self._find():
+            self._begin()
+        try:
+            patiently(lambda: self.client.log_param(self._root, _key(number), text))
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            run = patiently(lambda: self.client.get_run(self._root))
+            if run.info.lifecycle_stage != "active":
+                raise UserError(
+                    f"the audit log of {self.model} was deleted in MLflow. Put it back: mlflow runs restore --run-id "
+                    f"{self._root}"
+                ) from error
+            if run.data.params.get(_key(number)) != text:
+                return None
+        return Entry(run_id=self._root, number=number, change=change)
+
+    def _find(self) -> bool:
+        if self._root:
+            return True
+        found = patiently(lambda: self.client.get_experiment_by_name(experiment_name(self.model)))
+        if found is None:
+            return False
+        if found.lifecycle_stage != "active":
+            raise UserError(
+                f"the audit log of {self.model} was deleted in MLflow. Put it back: "
+                f"mlflow experiments restore --experiment-id {found.experiment_id}"
+            )
+        if _ROOT not in found.tags:
+            raise self._damaged(f"the experiment {found.name!r} has lost its tag {_ROOT}")
+        self._root = found.tags[_ROOT]
+        return True
+
+    def _begin(self) -> None:
+        """Make the experiment with its run, then give it its name. Of several at once, one gets the name."""
+        tags = {
+            "mlflow.experimentKind": "custom_model_development",
+            "enginery.audit_of": self.model,
+            "mlflow.note.content": f"Every change of the aliases of {self.model}: `enginery audit {self.model}`.",
+        }
+        own = f"{experiment_name(self.model)}, being made {uuid.uuid4().hex}"
+        place = beside_database(str(self.client.tracking_uri))
+        experiment_id = patiently(lambda: self.client.create_experiment(own, artifact_location=place, tags=tags))
+        run = patiently(lambda: self.client.create_run(experiment_id, run_name=experiment_name(self.model)))
+        patiently(lambda: self.client.set_terminated(run.info.run_id))
+        patiently(lambda: self.client.set_experiment_tag(experiment_id, _ROOT, run.info.run_id))
+        try:
+            patiently(lambda: self.client.rename_experiment(experiment_id, experiment_name(self.model)))
+        except MlflowException:
+            if not self._find():  # nobody else took the name, so something else is wrong
+                raise
+            patiently(lambda: self.client.delete_experiment(experiment_id))
+        self._find()
+
+    def _damaged(self, problem: str) -> EngineryError:
+        return EngineryError(
+            f"the audit log of {self.model} is damaged, or an enginery before version 0.2 wrote it: {problem}. Restore "
+            f"MLflow's database from a backup, or begin a new log: rename the experiment "
+            f"{experiment_name(self.model)!r} in MLflow, and promote again what is to be served"
+        )
+
+
+def _key(number: int) -> str:
+    return f"{number:04d}"
+
+
+def entry_json(entry: Entry) -> dict[str, object]:
+    """An entry as programs read it."""
+    told: dict[str, object] = json.loads(entry.change.model_dump_json())
+    return {"number": entry.number, "mlflow_run_id": entry.run_id, **told}

@@ -1,0 +1,391 @@
+"""The model registry of an MLflow store: versions, aliases, and the files that lie behind them.
+
+Nothing here decides anything: components/common/registry/alias_changes.py changes aliases, by the log of audit_log.py.
+"""
+
+import fnmatch
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, TypeVar
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.registry.store import database_is_gone, without_credentials
+from components.common.registry.tracking import REQUEST_LIMITS, check_store, is_unreachable
+from components.common.registry.trust import STATEMENTS, read_statements
+
+Part = Literal["bundle", "report", "verdict"]
+Result = TypeVar("Result")
+
+DIRECTORY = "model"  # of the promote run's artifacts, where a version's files are
+PARTS: Mapping[Part, str] = {"bundle": "bundle", "report": "report", "verdict": "verdict"}  # below a version's source
+_MISSING = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND")
+_NUMBER = re.compile(r"[0-9]{1,9}")  # of a version
+_USUAL_NAME = re.compile(r"[\w. -]+")
+_PATIENCE_S = 30.0  # with a database that is busy
+_MAX_RESULTS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredVersion:
+    """One version of a registered model."""
+
+    name: str
+    number: str
+    aliases: tuple[str, ...]
+    created: float  # seconds since the epoch
+    run_id: str
+    source: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """For a person."""
+        return f"{self.name} version {self.number}"
+
+
+def patiently(call: Callable[[], Result]) -> Result:
+    """What a request returns. One that a busy database refuses is repeated: such a transaction was undone whole."""
+    deadline = time.monotonic() + _PATIENCE_S
+    pause_s = 0.05
+    while True:
+        try:
+            return call()
+        except MlflowException as error:
+            busy = error.error_code == "TEMPORARILY_UNAVAILABLE" and not str(error).startswith("API request to ")
+            if not busy or database_is_gone(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+
+
+def is_missing(error: MlflowException) -> bool:
+    """Whether MLflow has not what was asked for."""
+    return error.error_code in _MISSING
+
+
+class Registry:
+    """The registry of one store."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self.client = client
+
+    @classmethod
+    def open(cls, uri: str) -> "Registry":
+        """The registry at a tracking URI, for a command.
+
+        Raises:
+            EngineryError: it can't be reached.
+            UserError: there is none yet.
+        """
+        file = Path(uri.removeprefix("sqlite:///").split("?")[0])
+        if uri.startswith("sqlite:///") and not file.exists():
+            raise UserError(
+                f"there is no MLflow store at {uri} yet: nothing was ever registered there. Register a model with "
+                "`enginery run`, or set MLFLOW_TRACKING_URI (or ENGINERY_HOME) to where it was"
+            )
+        for name, value in REQUEST_LIMITS.items():
+            os.environ.setdefault(name, value)
+        mlflow.set_tracking_uri(uri)
+        check_store(uri, Path.cwd())
+        return cls(MlflowClient(tracking_uri=uri, registry_uri=uri))
+
+    @property
+    def uri(self) -> str:
+        """Where it is, for a person."""
+        return without_credentials(str(self.client.tracking_uri))
+
+    @contextmanager
+    def reached(self, unfinished: str) -> Iterator[None]:
+        """Tell in one message when the server goes away; `unfinished` says what that leaves undone."""
+        try:
+            yield
+        except Exception as error:
+            if not is_unreachable(error):
+                raise
+            raise self.lost(unfinished) from error
+
+    def lost(self, unfinished: str) -> EngineryError:
+        """The error of a server that went away."""
+        return EngineryError(
+            f"{unfinished}: MLflow at {self.uri} can't be reached any more. Start the server, "
+            "then run the same command again (finished steps are kept)"
+        )
+
+    def names(self) -> list[str]:
+        """All registered models."""
+        found: list[str] = []
+        token = None
+        while True:
+            page = self.client.search_registered_models(max_results=_MAX_RESULTS, page_token=token)
+            found += [model.name for model in page]
+            token = page.token
+            if not token:
+                return sorted(found)
+
+    def aliases(self, name: str) -> dict[str, str]:
+        """Version by alias; {} for a model that is not there."""
+        self._check_odd_name(name)
+        try:
+            model = patiently(lambda: self.client.get_registered_model(name))
+        except MlflowException as error:
+            if is_missing(error):
+                return {}
+            raise
+        return {alias: str(number) for alias, number in model.aliases.items()}
+
+    def versions(self, name: str) -> list[RegisteredVersion]:
+        """The versions of a model, newest first.
+
+        Raises:
+            UserError: there is no such model.
+        """
+        self._check_odd_name(name)
+        found: list[ModelVersion] = []
+        token = None
+        while True:
+            page = self.client.search_model_versions(_named(name), max_results=_MAX_RESULTS, page_token=token)
+            found += page
+            token = page.token
+            if not token:
+                break
+        if not found:
+            self._check_name(name)
+        by_number = self._by_number(name)  # MLflow's search leaves the aliases out
+        versions = [_version(entry, by_number.get(str(entry.version), ())) for entry in found]
+        return sorted(versions, key=lambda version: int(version.number), reverse=True)
+
+    def run_ids(self, name: str) -> dict[str, str]:
+        """The runs that the versions of a model came from, by number; none where there is no such model."""
+        try:
+            return {version.number: version.run_id for version in self.versions(name)}
+        except UserError:
+            return {}
+
+    def _by_number(self, name: str) -> dict[str, tuple[str, ...]]:
+        numbers: dict[str, tuple[str, ...]] = {}
+        for alias, number in sorted(self.aliases(name).items()):
+            numbers[number] = (*numbers.get(number, ()), alias)
+        return numbers
+
+    def version(self, name: str, number: str) -> RegisteredVersion:
+        """One version.
+
+        Raises:
+            UserError: there is no such model or version, or it was deleted.
+        """
+        self._check_odd_name(name)
+        if not _NUMBER.fullmatch(number):
+            raise UserError(f"a version is a number, such as 3; got {number!r}. See `enginery models {name}`")
+        number = str(int(number))  # 03 is 3, and an alias shows 3
+        try:
+            found = patiently(lambda: self.client.get_model_version(name, number))
+        except MlflowException as error:
+            if not is_missing(error):
+                raise
+            numbers = [version.number for version in self.versions(name)]
+            there = f"there are {', '.join(numbers[:10])}" if numbers else "it has no versions any more"
+            raise UserError(
+                f"{name} has no version {number}, or it was deleted; {there}. See `enginery models {name}`"
+            ) from None
+        return _version(found, self._by_number(name).get(number, ()))
+
+    def by_alias(self, name: str, alias: str) -> RegisteredVersion:
+        """The version that an alias points to.
+
+        Raises:
+            UserError: there is no such model or alias.
+        """
+        aliases = self.aliases(name)
+        if alias not in aliases:
+            self._check_name(name)
+            there = ", ".join(f"@{known} (version {number})" for known, number in sorted(aliases.items()))
+            raise UserError(
+                f"{name} has no alias {alias}; it has {there or 'none'}. "
+                f"Set it: enginery promote {name} VERSION --to {alias}"
+            )
+        return self.version(name, aliases[alias])
+
+    def _check_odd_name(self, name: str) -> None:
+        """MLflow answers to a name that it would not take, or can't search for, with its own grammar."""
+        if not _USUAL_NAME.fullmatch(name):
+            self._check_name(name)
+
+    def _check_name(self, name: str) -> None:
+        known = self.names()
+        if name not in known:
+            there = f"there are {', '.join(known[:10])}" if known else "nothing is registered there yet"
+            raise UserError(
+                f"there is no registered model {name!r} in MLflow at {self.uri}; {there}. See `enginery models`"
+            )
+
+    def create_version(self, name: str, run_id: str, tags: Mapping[str, str], *, model_id: str | None = None) -> str:
+        """Register what a run uploaded as a version without any alias; the model, too, where it is new.
+
+        Args:
+            name: of the model.
+            run_id: of the run that uploaded it.
+            tags: of the version. The same run and tags give one version, so that a repeated request adds none.
+            model_id: of the LoggedModel that holds the files; None for DIRECTORY among the run's artifacts.
+
+        Returns:
+            The version's number.
+        """
+        try:
+            patiently(lambda: self.client.create_registered_model(name))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"models:/{model_id}" if model_id else f"{self.client.get_run(run_id).info.artifact_uri}/{DIRECTORY}"
+
+        def create() -> str:
+            for known in self.client.search_model_versions(f"{_named(name)} and run_id = '{run_id}'"):
+                if tags.items() <= dict(known.tags).items():
+                    return str(known.version)
+            made = self.client.create_model_version(name, source, run_id=run_id, tags=dict(tags), model_id=model_id)
+            return str(made.version)
+
+        number = patiently(create)
+        if model_id:  # the UI leads from the model to the version by this tag
+            link = {"mlflow.modelVersions": json.dumps([{"name": name, "version": number}])}
+            patiently(lambda: self.client.set_logged_model_tags(model_id, link))
+        return number
+
+    def set_alias(self, name: str, alias: str, number: str | None) -> None:
+        """Point an alias to a version, or remove it. Only alias_changes.py may: the log must know."""
+        if number is None:
+            patiently(lambda: self.client.delete_registered_model_alias(name, alias))
+        else:
+            patiently(lambda: self.client.set_registered_model_alias(name, alias, number))
+
+    def set_tag(self, name: str, number: str, key: str, value: str) -> None:
+        """Set a tag of a version."""
+        patiently(lambda: self.client.set_model_version_tag(name, number, key, value))
+
+    @contextmanager
+    def files(self, version: RegisteredVersion, part: Part, file: str = "") -> Iterator[Path]:
+        """The folder of a version's bundle, report or verdict, or one file of it, as long as the context lasts.
+
+        Files on this machine are read where they are.
+
+        Raises:
+            EngineryError: they are gone.
+        """
+        root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
+        uri = "/".join(filter(None, (root, PARTS[part], file)))
+        if urlparse(uri).scheme in ("", "file"):
+            yield Path(url2pathname(urlparse(uri).path))
+            return
+        with TemporaryDirectory(prefix="enginery-") as folder:
+            try:
+                path = mlflow.artifacts.download_artifacts(
+                    artifact_uri=uri, dst_path=folder, tracking_uri=str(self.client.tracking_uri)
+                )
+            except Exception as error:
+                if is_unreachable(error):
+                    raise
+                raise EngineryError(
+                    f"the {part} of {version.label} can't be read from the registry's store: {error}. "
+                    "Put its files back, or delete the version"
+                ) from error
+            yield Path(path)
+
+    def statements(self, version: RegisteredVersion) -> dict[str, bytes]:
+        """The signed statements that lie with a version, by file name. Who may write there may have put them there."""
+        root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
+        if urlparse(root).scheme in ("", "file"):
+            return read_statements(Path(url2pathname(urlparse(root).path)))
+        at = {"tracking_uri": str(self.client.tracking_uri)}
+        names = [entry.path for entry in mlflow.artifacts.list_artifacts(artifact_uri=root, **at)]
+        with TemporaryDirectory(prefix="enginery-") as folder:
+            for name in fnmatch.filter((Path(name).name for name in names), STATEMENTS):
+                mlflow.artifacts.download_artifacts(artifact_uri=f"{root}/{name}", dst_path=folder, **at)
+            return read_statements(Path(folder))
+
+    def add_statement(self, version: RegisteredVersion, file: str, statement: bytes) -> None:
+        """Put a signed statement beside a version's files, in the place of an earlier one of that name."""
+        with TemporaryDirectory(prefix="enginery-") as folder:
+            Path(folder, file).write_bytes(statement)
+            if version.source.startswith("models:/"):
+                self.client.log_model_artifacts(version.source.removeprefix("models:/"), folder)
+            else:
+                self.client.log_artifacts(version.run_id, folder, DIRECTORY)
+
+
+def download(uri: str, folder: Path) -> Path:
+    """Files at any URI that MLflow has a client for (s3://, gs://, mlflow-artifacts:/ and others), below a folder.
+
+    Raises:
+        Exception: whatever that client raises.
+    """
+    return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri.rstrip("/"), dst_path=str(folder)))
+
+
+def _named(name: str) -> str:
+    """MLflow's filter of one model's versions."""
+    quote = '"' if "'" in name else "'"
+    return f"name = {quote}{name}{quote}"
+
+
+def _version(found: ModelVersion, aliases: tuple[str, ...]) -> RegisteredVersion:
+    return RegisteredVersion(
+        name=found.name,
+        number=str(found.version),
+        aliases=aliases,
+        created=found.creation_timestamp / 1000,
+        run_id=found.run_id or "",
+        source=found.source or "",
+        tags=dict(found.tags),
+    )
+
+
+def aliased_versions(uri: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Every alias of a store's registry: (label for a person, "name/version", ids and names of the runs behind it)."""
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    token = None
+    while True:
+        page = client.search_registered_models(page_token=token)
+        for model in page:
+            for alias, number in model.aliases.items():
+                run_id = client.get_model_version(model.name, str(number)).run_id
+                label = f"{model.name}@{alias} (version {number})"
+                yield label, f"{model.name}/{number}", _run_and_parents(client, run_id)
+        token = page.token
+        if not token:
+            return
+
+
+def known_runs(uri: str, run_ids: Collection[str]) -> set[str]:
+    """Which of the runs a store has."""
+    if not run_ids:
+        return set()
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    return {run_id for run_id in run_ids if _run_and_parents(client, run_id)}
+
+
+def _run_and_parents(client: MlflowClient, run_id: str | None) -> list[str]:
+    """Ids and names of a run and of the runs it is nested in. A run deleted for good has none."""
+    names: list[str] = []
+    while run_id:
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            break
+        names += [run_id, str(run.info.run_name)]
+        run_id = run.data.tags.get("mlflow.parentRunId")
+    return names

@@ -1,0 +1,441 @@
+"""MLflow, and nothing else imports it. Metric names carry their unit: `val_top1_pct`, `p50_ms`, `images_per_s`.
+
+A step finds its run by the contract of KFP's MLflow plugin: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_ID and
+MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the parent passes its own run in
+ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
+"""
+
+import getpass
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import mlflow
+import requests  # type: ignore[import-untyped]
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param
+from mlflow.exceptions import MlflowException, RestException
+from mlflow.utils.time import get_current_time_millis
+
+from components.common.contracts.errors import EXIT_INTERRUPTED, EngineryError
+from components.common.contracts.records import AccuracyRow, BenchmarkRow
+from components.common.process.disk import explain
+from components.common.registry.store import (
+    beside_database,
+    database_is_gone,
+    database_problem,
+    prepare_sqlite,
+    quiet_mlflow,
+    try_database,
+    without_credentials,
+)
+
+PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
+KFP_RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"  # on a cluster
+RUN_TAG = "enginery.run"  # the local or KFP run's id, by which its runs in MLflow are found again
+_STEP_TAG, _ADOPTED_TAG = "enginery.step", "enginery.adopted"
+_MAX_PARAM_LENGTH = 500
+VIEW = "accuracy and verdict"
+# How long one request may take: MLflow's own defaults try for many minutes in silence. The steps inherit these.
+REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_FIRST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
+_LAST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+_REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "REQUEST_LIMIT_EXCEEDED")
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Whether a store's server is gone, overloaded or lets us in no more, as against a request that was wrong."""
+    if database_is_gone(error):
+        return True
+    if isinstance(error, RestException):
+        return error.get_http_status_code() >= 500 or error.error_code in _REFUSALS
+    if isinstance(error, MlflowException):
+        return str(error).startswith("API request to ")  # how MLflow tells whatever happens to a request
+    return isinstance(error, requests.RequestException)  # of uploads
+
+
+@contextmanager
+def _requests(limits: Mapping[str, str]) -> Iterator[None]:
+    """Limits of MLflow's requests; what the user set wins."""
+    own = {name: value for name, value in limits.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = str(value)[:_MAX_PARAM_LENGTH]
+    return flat
+
+
+def short_digest(digest: str) -> str:
+    """A data set's digest as MLflow keeps it. Metrics and inputs must agree on it for the UI to connect them."""
+    return digest.removeprefix("sha256:")[:36]  # MLflow's longest
+
+
+class StepRun:
+    """The MLflow run of one step."""
+
+    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str, prefix: str = "") -> None:
+        self.client = client
+        self.run_id = run_id
+        self.experiment_id = experiment_id
+        self._prefix = prefix  # of parameters
+
+    @classmethod
+    def nowhere(cls) -> "StepRun":
+        """The run of a step that could not get one."""
+        return cls(MlflowClient(), "", "")
+
+    @property
+    def uri(self) -> str:
+        """Where the run is, for a person."""
+        return without_credentials(str(self.client.tracking_uri))
+
+    def is_unreachable(self, error: Exception) -> bool:
+        """Whether the server is what failed."""
+        return is_unreachable(error)
+
+    def log_params(self, values: Mapping[str, Any]) -> None:
+        """Log parameters, nested mappings flattened with dots."""
+        params = [Param(key, value) for key, value in _flatten(values, self._prefix).items()]
+        self.client.log_batch(self.run_id, params=params)
+
+    def log_metrics(self, values: Mapping[str, float], position: int) -> None:
+        """Log metrics at one position of their x axis."""
+        now = get_current_time_millis()
+        self.client.log_batch(self.run_id, metrics=[Metric(key, value, now, position) for key, value in values.items()])
+
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        """Set tags of the run."""
+        for key, value in values.items():
+            self.client.set_tag(self.run_id, key, value)
+
+    def log_artifact(self, path: Path, directory: str = "") -> None:
+        """Upload a file, or a directory with all it holds."""
+        upload = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
+        upload(self.run_id, str(path), directory or None)
+
+    def log_dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
+        """Record a split as an input of this run: `name` is "train" or "val", `digest` that of its listing."""
+        profile = json.dumps({"num_images": num_images})
+        source = json.dumps({"digest": digest})
+        dataset = Dataset(name, short_digest(digest), source_type="enginery", source=source, profile=profile)
+        tags = [InputTag("mlflow.data.context", context)]
+        inputs = [DatasetInput(dataset, tags)]
+        try:
+            self.client.log_inputs(self.run_id, datasets=inputs)
+        except MlflowException as error:
+            if is_unreachable(error):
+                raise
+            self.client.log_inputs(self.run_id, datasets=inputs)  # another run made the same entry at the same moment
+
+    def log_model(
+        self,
+        accuracy: AccuracyRow,
+        benchmark: list[BenchmarkRow],
+        tags: Mapping[str, str],
+        *,
+        dataset_digest: str,
+    ) -> str:
+        """One LoggedModel per precision, its metrics tied to the data they were measured on. Returns the model's id."""
+        model = self.client.create_logged_model(
+            self.experiment_id,
+            name=f"{tags['architecture'].replace('/', '_')}-{accuracy.precision}",
+            source_run_id=self.run_id,
+            tags={"precision": accuracy.precision, "runtime": accuracy.runtime, **tags},
+            params={"file": accuracy.file, "size_bytes": str(accuracy.size_bytes), "device": accuracy.device},
+            model_type="classifier",
+        )
+        metrics = {"top1_pct": accuracy.top1_pct, "top5_pct": accuracy.top5_pct}
+        metrics["delta_top1_points"] = accuracy.delta_top1_points
+        for row in benchmark:
+            suffix = f"b{row.batch_size}"
+            if not row.is_plain:
+                suffix += f"_streams{row.num_streams}" if row.num_streams > 1 else "_no_transfers"
+            metrics[f"p50_ms_{suffix}"] = row.p50_ms
+            metrics[f"p99_ms_{suffix}"] = row.p99_ms
+            metrics[f"images_per_s_{suffix}"] = row.images_per_s
+            metrics[f"images_per_s_per_w_{suffix}"] = row.images_per_s_per_w
+        now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": short_digest(dataset_digest)}
+        known = {key: value for key, value in metrics.items() if value is not None}
+        entries = [Metric(key, value, now, 0, model_id=model.model_id, **place) for key, value in known.items()]
+        self.client.log_batch(self.run_id, metrics=entries)  # one request: MLflow takes up to 1,000 metrics in it
+        self.client.log_outputs(self.run_id, [LoggedModelOutput(model_id=model.model_id, step=0)])
+        self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+        return str(model.model_id)
+
+
+@contextmanager
+def step_run(step: str) -> Iterator[StepRun]:
+    """The run of a step: the one that KFP's plugin made, or a new one nested in the pipeline's run.
+
+    The run ends FINISHED, FAILED or, on an interrupt, KILLED.
+
+    Raises:
+        EngineryError: the store is a database server that can't be reached.
+    """
+    quiet_mlflow()
+    uri = mlflow.get_tracking_uri()
+    try:
+        try_database(uri)
+    except Exception as error:  # of its driver
+        raise _unusable(uri, error, Path.cwd()) from error
+    client = MlflowClient()
+    if run_id := os.environ.get("MLFLOW_RUN_ID"):
+        with _adopted(client, run_id, step) as run:
+            yield run
+        return
+    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, "enginery")
+    run = _new_step_run(client, experiment_id, step, os.environ.get(PARENT_RUN_VARIABLE, ""))
+    status = "FAILED"
+    message = ""
+    try:
+        yield run
+        status = "FINISHED"
+    except Exception as error:
+        message = _told(error)
+        raise
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        _end_step_run(client, run.run_id, status, message)
+
+
+def user_name() -> str:
+    """Who runs this process."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an arbitrary UID in a container has no name
+        return str(os.getuid())
+
+
+def _new_step_run(client: MlflowClient, experiment_id: str, step: str, parent_run_id: str) -> StepRun:
+    tags = {_STEP_TAG: step, "mlflow.source.name": f"components.{step}", "mlflow.user": user_name()}
+    if parent_run_id:
+        tags["mlflow.parentRunId"] = parent_run_id
+    if kfp_run := os.environ.get(KFP_RUN_VARIABLE):
+        tags[RUN_TAG] = kfp_run
+    run = client.create_run(experiment_id, run_name=step, tags=tags)
+    return StepRun(client, run.info.run_id, experiment_id)
+
+
+@contextmanager
+def _adopted(client: MlflowClient, run_id: str, step: str) -> Iterator[StepRun]:
+    """The run that somebody else made for this step, and ends: KFP's plugin, or the pod that started a TrainJob.
+
+    At its end the plugin logs the step's inputs by their plain names and as JSON, and MLflow refuses a second value of
+    a parameter. So ours are then named after the step, too.
+    """
+    run = client.get_run(run_id)
+    is_foreign = _STEP_TAG not in run.data.tags or _ADOPTED_TAG in run.data.tags
+    if is_foreign:
+        StepRun(client, run_id, run.info.experiment_id).set_tags({_STEP_TAG: step, _ADOPTED_TAG: "true"})
+    try:
+        yield StepRun(client, run_id, run.info.experiment_id, f"{step}." if is_foreign else "")
+    except Exception as error:
+        with suppress(Exception):  # what the step died of counts
+            client.set_tag(run_id, "enginery.message", _told(error))
+        raise
+
+
+def _told(error: Exception) -> str:
+    problem = error if isinstance(error, EngineryError) else explain(error, Path.cwd()) or error
+    return str(problem)[:5000]
+
+
+def _end_step_run(client: MlflowClient, run_id: str, status: str, message: str) -> None:
+    """Tell MLflow. Where that fails, what the step did or died of counts, and the pipeline's run closes this one."""
+    try:
+        if message:
+            client.set_tag(run_id, "enginery.message", message)
+        client.set_terminated(run_id, status=status)
+    except Exception as error:
+        if status == "FINISHED" and not is_unreachable(error):
+            raise
+
+
+def _experiment(client: MlflowClient, name: str) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    root = beside_database(mlflow.get_tracking_uri())
+    # The kind makes the UI open on training runs and models instead of traces of language models.
+    tags = {"mlflow.experimentKind": "custom_model_development", **_saved_view()}
+    try:
+        return str(client.create_experiment(name, artifact_location=root, tags=tags))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    return str(client.get_experiment_by_name(name).experiment_id)  # another process was faster
+
+
+def _saved_view() -> dict[str, str]:
+    """A view of the experiment's runs in MLflow's UI, under *Views*: without it they have no metrics as columns."""
+    measures = ("fp32_top1_pct", "int8_top1_pct", "int8_delta_top1_points", "int8_speedup")
+    columns = ["tags.`enginery.verdict`", *(f"metrics.`{name}`" for name in measures)]
+    now = get_current_time_millis()
+    view = {"name": VIEW, "createdAt": now, "updatedAt": now, "state": json.dumps({"selectedColumns": columns})}
+    return {"mlflow.sharedViewState.enginery": json.dumps(view)}
+
+
+def _relayed_model(run: StepRun, accuracy: Any, benchmark: Any, tags: Mapping[str, str], dataset_digest: str) -> None:
+    rows = [BenchmarkRow.model_validate(row) for row in benchmark]
+    run.log_model(AccuracyRow.model_validate(accuracy), rows, tags, dataset_digest=dataset_digest)
+
+
+# What a step may ask of its run.
+_RELAYED: Mapping[str, Callable[..., Any]] = {
+    "log_params": StepRun.log_params,
+    "log_metrics": StepRun.log_metrics,
+    "set_tags": StepRun.set_tags,
+    "log_artifact": lambda run, path, directory: run.log_artifact(Path(path), directory),
+    "log_dataset": StepRun.log_dataset,
+    "log_model": _relayed_model,
+}
+
+
+def _make_tables(uri: str) -> None:
+    """MLflow makes them when it is first asked something."""
+    MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+
+
+class PipelineRun:
+    """The parent run of one pipeline run; the steps' runs are nested in it."""
+
+    def __init__(
+        self, tracking_uri: str, experiment: str, name: str, *, source: str, params: Mapping[str, Any], place: Path
+    ) -> None:
+        """Open the tracking store (creating a fresh SQLite file before any step can) and start the run.
+
+        Args:
+            tracking_uri: where MLflow tracks.
+            experiment: name of the experiment, made if it is new.
+            name: of the run.
+            source: the pipeline file, shown as the run's source.
+            params: what the run was started with.
+            place: where a local store writes.
+
+        Raises:
+            EngineryError: the store can't be reached, does not answer in time or refuses.
+        """
+        quiet_mlflow()
+        mlflow.set_tracking_uri(tracking_uri)
+        try:
+            with _requests(_FIRST_REQUESTS):
+                prepare_sqlite(tracking_uri, _make_tables)
+                try_database(tracking_uri)
+                self.client = MlflowClient()
+                self.experiment_id = _experiment(self.client, experiment)
+                tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": user_name()}
+                run = self.client.create_run(self.experiment_id, run_name=name, tags={**tags, RUN_TAG: name})
+                self.run_id = run.info.run_id
+                self.step_run = StepRun(self.client, self.run_id, self.experiment_id)
+                self.step_run.log_params(params)
+                self._step_runs: dict[str, StepRun] = {}  # of running steps, by name
+        except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
+            raise _unusable(tracking_uri, error, place) from error
+
+    def environment(self) -> dict[str, str]:
+        """What the steps need to find this run."""
+        return {
+            "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri(),
+            "MLFLOW_EXPERIMENT_ID": self.experiment_id,
+            PARENT_RUN_VARIABLE: self.run_id,
+            **{name: os.environ.get(name, value) for name, value in REQUEST_LIMITS.items()},
+        }
+
+    def relay(self, event: Mapping[str, Any]) -> None:
+        """Do what a step asks of its run, or end the run with the step. See `steplog.RelayedRun`.
+
+        Args:
+            event: "track", "finished" or "failed", of a step.
+        """
+        step = event["step"]
+        if event["event"] == "track":
+            if step not in self._step_runs:
+                self._step_runs[step] = _new_step_run(self.client, self.experiment_id, step, self.run_id)
+            _RELAYED[event["call"]](self._step_runs[step], *event["arguments"])
+        elif (run := self._step_runs.pop(step, None)) is not None:
+            failed = "KILLED" if event.get("exit_code") == EXIT_INTERRUPTED else "FAILED"
+            status, message = ("FINISHED", "") if event["event"] == "finished" else (failed, event["message"])
+            _end_step_run(self.client, run.run_id, status, "" if status == "KILLED" else message[:5000])
+
+    def finish(
+        self, status: str, tags: Mapping[str, str], metrics: Mapping[str, float], artifacts: Sequence[Path]
+    ) -> None:
+        """End the run as "FINISHED", "FAILED" or "KILLED", and steps' runs that could not end themselves.
+
+        What takes room comes last, so that a full disk keeps the run from nothing else.
+        """
+        with _requests(_LAST_REQUESTS if status == "KILLED" else REQUEST_LIMITS):
+            self._close(self.run_id, status, tags)
+            if metrics:
+                self.step_run.log_metrics(metrics, 0)
+            for path in artifacts:
+                self.step_run.log_artifact(path)
+
+    def close_abandoned(self, name: str, status: str, message: str) -> None:
+        """End the run of another process that could not, if this store has it: by the local run's id."""
+        experiments = [entry.experiment_id for entry in self.client.search_experiments()]
+        for run in self.client.search_runs(experiments, f"tags.`{RUN_TAG}` = '{name}'"):
+            if run.info.status == "RUNNING":
+                self._close(run.info.run_id, status, {"enginery.status": status.lower(), "enginery.message": message})
+
+    def _close(self, run_id: str, status: str, tags: Mapping[str, str]) -> None:
+        experiment_id = self.client.get_run(run_id).info.experiment_id
+        nested = f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'"
+        for run in self.client.search_runs([experiment_id], nested):
+            if message := tags.get("enginery.message"):
+                self.client.set_tag(run.info.run_id, "enginery.message", message)
+            self.client.set_terminated(run.info.run_id, status=status)
+        StepRun(self.client, run_id, experiment_id).set_tags(tags)
+        self.client.set_terminated(run_id, status=status)
+
+
+def check_store(uri: str, place: Path) -> None:
+    """Ask a tracking store for something small, for a command.
+
+    Raises:
+        EngineryError: it can't be reached, does not answer in time or refuses.
+    """
+    quiet_mlflow()
+    try:
+        with _requests(_FIRST_REQUESTS):
+            try_database(uri)
+            MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+    except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
+        raise _unusable(uri, error, place) from error
+
+
+def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
+    """What to tell a person whose tracking store does not open."""
+    shown = without_credentials(uri)
+    if uri.startswith("sqlite:"):
+        if told := explain(error, place):
+            return told
+        fix = "Move the file away if it is no MLflow database, or close what holds it"
+    elif isinstance(error, ModuleNotFoundError):
+        fix = "Install the driver of that database, such as psycopg[binary] for PostgreSQL"
+    else:
+        fix = "Start the server, or unset MLFLOW_TRACKING_URI to track in a local SQLite file"
+    system = re.search(r"\[Errno -?\d+\] ([^'\")]+)", str(error))  # such as "Connection refused", deep in a chain
+    if "timed out" in str(error):
+        seconds = os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", _FIRST_REQUESTS["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+        reason = f"it did not answer within {seconds} s (MLFLOW_HTTP_REQUEST_TIMEOUT)"
+    else:
+        reason = system[1] if system else database_problem(str(error)).replace(uri, shown)
+    return EngineryError(f"MLflow at {shown} can't be used: {reason.rstrip('.')}. {fix}")

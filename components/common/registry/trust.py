@@ -1,0 +1,439 @@
+"""Who vouches for a model: signed statements and folders, and the operator's policy of whose signature counts.
+
+Statements are in-toto's, in DSSE envelopes: the gate's verdict on a bundle, and the approval of a version for one
+environment. Folders are signed by OpenSSF's model-signing. The policy lies on the machine, never with the model:
+
+    environment: production
+    keys:
+      ci: {public_key: "-----BEGIN PUBLIC KEY-----...", signs: [verdict, model], expires: 2027-06-30}
+      board: {public_key: "...", approves: [production], expires: 2027-06-30}
+"""
+
+import base64
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from components.common.contracts.digests import canonical_json, digest_bytes
+from components.common.contracts.errors import EngineryError, UserError
+
+POLICY_VARIABLE = "ENGINERY_TRUST_POLICY"
+DEFAULT_POLICY = Path("/etc/enginery/trust.yaml")
+KEY_VARIABLE = "ENGINERY_SIGNING_KEY"  # private key with which steps sign: its file, or itself in PEM, from a Secret
+PASSPHRASE_VARIABLE = "ENGINERY_KEY_PASSPHRASE"  # noqa: S105  # the name of a variable
+SIGNATURE = "model.sig"  # of a folder, by model-signing
+VERDICT = "verdict.dsse.json"
+STATEMENTS = "*.dsse.json"  # beside the artifacts: in a version, a release and a model repository
+MAKE_KEY = (
+    "make a pair with `openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out enginery.key` and "
+    + ("`openssl pkey -in enginery.key -pubout -out enginery.pub`")
+)
+_IN_TOTO = "application/vnd.in-toto+json"
+_STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+_PREDICATES = {"verdict": "https://enginery.dev/verdict/v1", "approval": "https://enginery.dev/approval/v1"}
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+
+Right = Literal["verdict", "model", "approval"]
+
+
+def approval_file(environment: str) -> str:
+    """Where the approval for an environment lies."""
+    return f"approval-{environment}.dsse.json"
+
+
+class TrustedKey(BaseModel):
+    """A public key, and what its owner may sign."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    public_key: str = Field(description="ECDSA P-256, in PEM.")
+    signs: tuple[Literal["verdict", "model"], ...] = Field((), description="The gate's verdicts; folders of models.")
+    approves: tuple[str, ...] = Field((), description="Environments for which it may approve versions.")
+    expires: date = Field(description="The day from which on nothing counts that it signed, whenever that was.")
+
+    @field_validator("public_key")
+    @classmethod
+    def _check_key(cls, text: str) -> str:
+        load_public_key(text.encode(), "public_key")
+        return text
+
+
+class TrustPolicy(BaseModel):
+    """Whose signatures count on this machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    environment: str = Field(
+        "", pattern=r"^[\w-]*$", description="What this machine is part of; empty where nobody need approve a version."
+    )
+    newest_approvals: str = Field(
+        "",
+        description="File that this machine keeps of the newest approval of each model: an older one is refused then. "
+        "Empty where versions are pinned by digest.",
+    )
+    keys: dict[str, TrustedKey] = Field(description="By name.")
+
+
+def find_policy() -> TrustPolicy | None:
+    """The machine's policy; None where there is none.
+
+    Raises:
+        UserError: it can't be read. Nothing is trusted then.
+    """
+    named = os.environ.get(POLICY_VARIABLE)
+    file = Path(named) if named else DEFAULT_POLICY
+    if not named and not file.exists():
+        return None
+    try:
+        return TrustPolicy.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"can't read the trust policy {file}: {error.strerror}; correct {POLICY_VARIABLE}") from None
+    except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"the trust policy {file} is not valid: {problem}. docs/security.md describes it") from None
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def check_chain(
+    what: str,
+    digests: Mapping[str, str],
+    statements: Mapping[str, bytes],
+    *,
+    environment: str | None = None,
+    model: str = "",
+    say: Callable[[str], None] = _to_stderr,
+) -> None:
+    """Refuse what nobody whom the policy names has vouched for; without a policy say that nobody does.
+
+    Args:
+        what: it is, for people.
+        digests: of the artifacts as they were read: "bundle", and "report" and "verdict" where they are at hand.
+        statements: the envelopes that lie with it, by file name.
+        environment: that it is for; None for the machine's own, "" for none.
+        model: name of the registered model; empty where it is not known.
+        say: told that there is no policy.
+
+    Raises:
+        EngineryError: a statement is missing, forged, for something else, of a key without the right or expired.
+    """
+    policy = find_policy()
+    if policy is None:
+        say(_nobody(what))
+        return
+    _, predicate = _checked(policy, what, statements, VERDICT, "verdict", "", digests)
+    if predicate.get("passed") is not True:
+        raise EngineryError(f"{what} is refused: the signed verdict on it is no pass")
+    environment = policy.environment if environment is None else environment
+    if not environment:
+        return
+    file = approval_file(environment)
+    _, predicate = _checked(policy, what, statements, file, "approval", environment, {"bundle": digests["bundle"]})
+    if predicate.get("environment") != environment:
+        raise EngineryError(
+            f"{what} is refused: its approval is for {predicate.get('environment')}, and this is {environment}. "
+            + _APPROVE
+        )
+    if model and predicate.get("model") != model:
+        raise EngineryError(f"{what} is refused: its approval is of the model {predicate.get('model')}. {_APPROVE}")
+    if str(predicate.get("expires")) < now():
+        raise EngineryError(f"{what} is refused: its approval ended {predicate.get('expires')}. {_APPROVE}")
+    _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
+
+
+_APPROVE = "Have it approved: enginery approve NAME/VERSION --env ENV --key FILE"
+
+
+def _nobody(what: str) -> str:
+    return (
+        f"{what}: nobody vouches for it, since this machine has no trust policy ({POLICY_VARIABLE}, {DEFAULT_POLICY}); "
+        "docs/security.md says what that means"
+    )
+
+
+def _checked(
+    policy: TrustPolicy,
+    what: str,
+    statements: Mapping[str, bytes],
+    file: str,
+    kind: Literal["verdict", "approval"],
+    environment: str,
+    digests: Mapping[str, str],
+) -> tuple[str, dict[str, Any]]:
+    """The key's name and the predicate of a statement, whose signature and subjects are right."""
+    if file not in statements:
+        missing = "the gate signed no verdict" if kind == "verdict" else f"nobody approved it for {environment}"
+        fix = f"Run the gate with {KEY_VARIABLE} set" if kind == "verdict" else _APPROVE
+        raise EngineryError(f"{what} is refused: {missing} ({file} is not there). {fix}")
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.exceptions import Error
+    from securesystemslib.signer import SSlibKey
+
+    try:
+        envelope = Envelope.from_dict(json.loads(statements[file]))
+        statement = json.loads(envelope.payload)
+        subjects = {entry["name"]: f"sha256:{entry['digest']['sha256']}" for entry in statement["subject"]}
+        predicate = dict(statement["predicate"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Error):
+        raise EngineryError(f"{what} is refused: its {file} is no signed statement, or is damaged") from None
+    known = {
+        name: SSlibKey.from_crypto(load_public_key(key.public_key.encode(), name)) for name, key in policy.keys.items()
+    }
+    name = next((name for name, key in known.items() if key.keyid in envelope.signatures), "")
+    _check_right(policy, what, name, kind, environment)
+    try:
+        envelope.verify([known[name]], 1)
+    except Error:
+        raise EngineryError(f"{what} is refused: {file} was changed after {name} had signed it") from None
+    types = (envelope.payload_type, statement.get("_type"), statement.get("predicateType"))
+    if types != (_IN_TOTO, _STATEMENT_TYPE, _PREDICATES[kind]):
+        raise EngineryError(f"{what} is refused: {file} is no statement on a {kind}")
+    for part, digest in digests.items():
+        if subjects.get(part) != digest:
+            raise EngineryError(
+                f"{what} is refused: {file} is about the {part} {subjects.get(part, 'of no digest')}, and "
+                f"this is {digest}"
+            )
+    return name, predicate
+
+
+def _check_right(policy: TrustPolicy, what: str, name: str, right: Right, environment: str = "") -> None:
+    """Whether a key may sign that now. `name`: of the key; empty for one that the policy does not name."""
+    if not name:
+        raise EngineryError(f"{what} is refused: no key of the trust policy signed its {right}")
+    key = policy.keys[name]
+    if not (environment in key.approves if right == "approval" else right in key.signs):
+        may = f"approve for {environment}" if right == "approval" else f"sign a {right}"
+        raise EngineryError(f"{what} is refused: by the trust policy the key {name} may not {may}")
+    if datetime.now(UTC).date() >= key.expires:
+        raise EngineryError(
+            f"{what} is refused: the key {name} that signed its {right} expired on {key.expires}. Sign again "
+            "with a new one"
+        )
+
+
+def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -> None:
+    """Refuse an approval that is older than one that was seen: an older version, put back by somebody."""
+    if not policy.newest_approvals:
+        return
+    file = Path(policy.newest_approvals)
+    try:
+        seen: dict[str, str] = json.loads(file.read_bytes()) if file.exists() else {}
+        if approved < seen.get(subject, ""):
+            raise EngineryError(
+                f"{what} is refused: it was approved {approved}, and for {subject} an approval of {seen[subject]} was "
+                "seen already: this is an older version. To go back to it, approve it again"
+            )
+        if seen.get(subject) != approved:
+            temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+            temporary.write_text(json.dumps({**seen, subject: approved}, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"can't keep the newest approvals in {file}: {error}; correct the trust policy") from None
+
+
+def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = _to_stderr) -> str:
+    """Refuse a folder that no key of the policy signed as it is; without a policy say that nobody vouches for it.
+
+    Returns:
+        The key's name; empty without a policy.
+
+    Raises:
+        EngineryError: it is unsigned, was changed, or was signed by a key without the right or expired.
+    """
+    policy = find_policy()
+    if policy is None:
+        say(_nobody(what))
+        return ""
+    file = folder / SIGNATURE
+    if not _is_plain(file):
+        raise EngineryError(
+            f"{what} is refused: it is not signed ({SIGNATURE} is not there). Write it again with --key"
+        )
+    try:
+        hint = json.loads(file.read_bytes())["verificationMaterial"]["publicKey"]["hint"]
+    except (ValueError, KeyError, TypeError):
+        raise EngineryError(f"{what} is refused: its {SIGNATURE} is no signature by a key, or is damaged") from None
+    name = next((name for name, key in policy.keys.items() if _hint(key.public_key) == hint), "")
+    _check_right(policy, what, name, "model")
+    if problem := folder_problem(folder, policy.keys[name].public_key):
+        raise EngineryError(f"{what} is refused: {problem}")
+    return name
+
+
+def folder_problem(folder: Path, public_key: str) -> str:
+    """What is wrong with a folder's signature by a key; empty where nothing is."""
+    from tempfile import NamedTemporaryFile
+
+    from cryptography.exceptions import InvalidSignature
+    from model_signing.verifying import Config
+
+    with NamedTemporaryFile("w", suffix=".pub") as pem:
+        pem.write(public_key)
+        pem.flush()
+        verifier = Config().use_elliptic_key_verifier(public_key=pem.name).set_ignore_unsigned_files(True)
+        try:
+            verifier.verify(folder, folder / SIGNATURE)
+        except InvalidSignature:
+            return f"{SIGNATURE} is no signature by that key"
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            text = " ".join(str(error).split())
+            files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", text)  # the rest of that message is bytes
+            return f"{SIGNATURE} does not fit {', '.join(files) or text}"
+    # Statements may come later; anything else could be what is loaded, beside what was signed for something else.
+    envelope = json.loads((folder / SIGNATURE).read_bytes())["dsseEnvelope"]
+    signed = {entry["name"] for entry in json.loads(base64.b64decode(envelope["payload"]))["predicate"]["resources"]}
+    free = {folder / SIGNATURE, *folder.glob(STATEMENTS)}
+    others = (
+        file for file in sorted(folder.rglob("*")) if file not in free and (file.is_symlink() or not file.is_dir())
+    )
+    added = [name for file in others if (name := file.relative_to(folder).as_posix()) not in signed]
+    return f"{SIGNATURE} does not cover {', '.join(added[:5])}" if added else ""
+
+
+def sign_folder(folder: Path, key: Path) -> None:
+    """Sign every file of a folder. The signature lies in it.
+
+    Raises:
+        UserError: the file is no key of ours.
+    """
+    from model_signing import hashing, signing
+
+    signing_key(key)
+    passphrase = os.environ.get(PASSPHRASE_VARIABLE)
+    hashes = hashing.Config().set_ignored_paths(paths=[folder / SIGNATURE], ignore_git_paths=False)
+    signer = signing.Config().use_elliptic_key_signer(private_key=key, password=passphrase and passphrase.encode())
+    signer.set_hashing_config(hashes).sign(folder, folder / SIGNATURE)
+
+
+def sign_verdict(digests: Mapping[str, str], passed: bool, key: Any) -> bytes:
+    """The gate's statement: whether a bundle passed, by which report and verdict."""
+    return _signed("verdict", digests, {"passed": passed}, key)
+
+
+def sign_approval(digests: Mapping[str, str], model: str, version: str, environment: str, days: int, key: Any) -> bytes:
+    """The statement that a version may run in an environment, for some days."""
+    expires = (datetime.now(UTC) + timedelta(days=days)).strftime(_TIME)
+    told = {"model": model, "version": version, "environment": environment, "approved": now(), "expires": expires}
+    return _signed("approval", digests, told, key)
+
+
+def _signed(kind: Literal["verdict", "approval"], digests: Mapping[str, str], predicate: Any, key: Any) -> bytes:
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.signer import CryptoSigner
+
+    subject = [{"name": name, "digest": {"sha256": digest.removeprefix("sha256:")}} for name, digest in digests.items()]
+    statement = {
+        "_type": _STATEMENT_TYPE,
+        "subject": subject,
+        "predicateType": _PREDICATES[kind],
+        "predicate": predicate,
+    }
+    envelope = Envelope(canonical_json(statement), _IN_TOTO, {})
+    envelope.sign(CryptoSigner(key))
+    return canonical_json(envelope.to_dict()) + b"\n"
+
+
+def signing_key(file: Path) -> Any:
+    """The private key to sign with: ECDSA P-256 in PEM. Its passphrase, if it has one, is in ENGINERY_KEY_PASSPHRASE.
+
+    Raises:
+        UserError: the file is no such key, or the passphrase is missing or wrong.
+    """
+    return _private_key(read_key(file), str(file))
+
+
+def _private_key(data: bytes, file: str) -> Any:
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    passphrase = os.environ.get(PASSPHRASE_VARIABLE)
+    try:
+        key = load_pem_private_key(data, passphrase.encode() if passphrase else None)
+    except TypeError:  # a passphrase that is needed and missing, or given and not needed
+        if passphrase:
+            raise UserError(f"the key {file} has no passphrase; unset {PASSPHRASE_VARIABLE}") from None
+        raise UserError(f"the key {file} has a passphrase; set {PASSPHRASE_VARIABLE} to it") from None
+    except ValueError as error:
+        if passphrase and b"ENCRYPTED" in data:
+            raise UserError(f"the key {file} can't be opened with the passphrase in {PASSPHRASE_VARIABLE}") from None
+        raise UserError(f"{file} is no private key in PEM ({error}); {MAKE_KEY}") from None
+    if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
+        raise UserError(f"{file} is a key of another kind than ECDSA P-256; {MAKE_KEY}")
+    return key
+
+
+def step_key() -> Any:
+    """The private key that a step is to sign with; None where it is not to sign.
+
+    Raises:
+        UserError: see `signing_key`.
+    """
+    named = os.environ.get(KEY_VARIABLE, "")
+    if named.lstrip().startswith("-----BEGIN"):
+        return _private_key(named.encode(), KEY_VARIABLE)
+    return signing_key(Path(named)) if named else None
+
+
+def read_statements(folder: Path) -> dict[str, bytes]:
+    """The statements that lie in a folder, by file name."""
+    return {file.name: file.read_bytes() for file in sorted(folder.glob(STATEMENTS)) if _is_plain(file)}
+
+
+def _is_plain(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink()
+
+
+def load_public_key(data: bytes, where: str) -> Any:
+    """A public key, ECDSA P-256 in PEM.
+
+    Raises:
+        ValueError: it is none.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    key = load_pem_public_key(data)
+    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):
+        raise ValueError(f"{where} is a key of another kind than ECDSA P-256; {MAKE_KEY}")
+    return key
+
+
+def read_key(file: Path) -> bytes:
+    """A key's file.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"can't read the key {file}: {error.strerror}; {MAKE_KEY}") from None
+
+
+def public_pem(key: Any) -> str:
+    """A public key as text, in the one form that digests are taken of."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return str(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode())
+
+
+def _hint(public_key: str) -> str:
+    """How model-signing names a key."""
+    pem = public_pem(load_public_key(public_key.encode(), "public_key"))
+    return digest_bytes(pem.encode()).removeprefix("sha256:")
+
+
+def now() -> str:
+    """UTC, as statements have it."""
+    return datetime.now(UTC).strftime(_TIME)

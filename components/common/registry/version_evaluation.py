@@ -1,0 +1,224 @@
+"""What a registered version has shown, read from its sealed report and verdict, and how two versions compare."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import ALL_FILES, Artifact, ReportManifest, VerdictManifest, load
+from components.common.contracts.records import AccuracyRow, Precision
+from components.common.contracts.statistics import mcnemar, paired_difference
+from components.common.registry.audit_log import Entry
+from components.common.registry.model_registry import RegisteredVersion, Registry
+from components.common.registry.promotions import ChampionComparison, PairedImages
+
+PREDICTIONS = "predictions.npz"
+_DIGITS = 9  # percentages carry rounding noise; a difference of exactly the tolerance is within it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Report and verdict of one bundle, and what they say together."""
+
+    report: Artifact[ReportManifest]
+    verdict: Artifact[VerdictManifest]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate let it through."""
+        return self.verdict.manifest.passed
+
+    @property
+    def precision(self) -> Precision:
+        """What the verdict says to ship."""
+        return self.verdict.manifest.served_precision
+
+    @property
+    def row(self) -> AccuracyRow | None:
+        """What was measured of that precision; None where the report has no such row."""
+        rows = self.report.manifest.accuracy.rows
+        return next((row for row in rows if row.precision == self.precision), None)
+
+    @property
+    def top1_pct(self) -> float | None:
+        """Of that precision on the validation split."""
+        return self.row.top1_pct if self.row is not None else None
+
+    @property
+    def split_digest(self) -> str:
+        """Of the validation split that it was measured on."""
+        return self.report.manifest.accuracy.split_digest
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What was measured on what."""
+        accuracy = self.report.manifest.accuracy
+        return {
+            "dataset": accuracy.dataset_digest,
+            "validation split": accuracy.split_digest,
+            "bundle": accuracy.bundle_digest,
+            "report": self.report.digest,
+            "verdict": self.verdict.digest,
+        }
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The same for the registry, whose versions are searched and read by tags."""
+        digests = {f"{name.replace(' ', '_')}_digest": value for name, value in self.digests.items()}
+        top1 = {"top1_pct": f"{self.top1_pct:.4f}"} if self.top1_pct is not None else {}
+        return {**digests, **top1, "precision": self.precision, "verdict": self.verdict.manifest.word}
+
+    def right(self) -> np.ndarray | None:
+        """[N] bool: on which images that precision is right, in the split's order. None where they are not at hand."""
+        file = self.report.path / PREDICTIONS
+        if not file.is_file():
+            return None
+        with np.load(file, allow_pickle=False) as arrays:
+            if self.precision not in arrays or "labels" not in arrays:
+                return None
+            right: np.ndarray = arrays[self.precision][:, 0] == arrays["labels"]
+            return right
+
+
+def compare_standings(
+    own: Standing, champion: Standing, champion_version: str, tolerance_points: float
+) -> ChampionComparison:
+    """A version beside the champion, both as measured on the same validation split.
+
+    Raises:
+        EngineryError: one of them was not measured in the precision that its verdict recommends.
+    """
+    top1 = _top1(own, "the version")
+    champion_top1 = _top1(champion, f"the champion, version {champion_version},")
+    return compare_measured(
+        own,
+        top1_pct=top1,
+        champion_version=champion_version,
+        champion_precision=champion.precision,
+        champion_top1_pct=champion_top1,
+        champion_right=champion.right(),
+        tolerance_points=tolerance_points,
+    )
+
+
+def compare_measured(
+    own: Standing,
+    *,
+    top1_pct: float,
+    champion_version: str,
+    champion_precision: Precision,
+    champion_top1_pct: float,
+    champion_right: np.ndarray | None,
+    tolerance_points: float,
+    measured_again: str = "",
+) -> ChampionComparison:
+    """A version beside what the champion shows on the same images. `champion_right`: see `Standing.right`."""
+    delta = top1_pct - champion_top1_pct
+    own_right = own.right()
+    at_hand = own_right is not None and champion_right is not None and len(own_right) == len(champion_right)
+    return ChampionComparison(
+        champion_version=champion_version,
+        champion_precision=champion_precision,
+        champion_top1_pct=champion_top1_pct,
+        precision=own.precision,
+        top1_pct=top1_pct,
+        delta_points=delta,
+        tolerance_points=tolerance_points,
+        not_worse=round(delta + tolerance_points, _DIGITS) >= 0,
+        split_digest=own.split_digest,
+        num_images=own.row.num_images if own.row is not None else 0,
+        measured_again=measured_again,
+        paired=_paired(champion_right, own_right) if at_hand else None,  # type: ignore[arg-type]
+    )
+
+
+def _paired(champion: np.ndarray, own: np.ndarray) -> PairedImages:
+    difference = paired_difference(champion, own)
+    return PairedImages(
+        num_lost=difference.num_lost,
+        num_gained=difference.num_gained,
+        low_points=difference.low_points,
+        high_points=difference.high_points,
+        mcnemar_p=mcnemar(difference.num_lost, difference.num_gained).p_value,
+    )
+
+
+def _top1(standing: Standing, who: str) -> float:
+    if standing.top1_pct is None:
+        raise EngineryError(f"the report of {who} does not measure {standing.precision.upper()}; validate it again")
+    return standing.top1_pct
+
+
+@contextmanager
+def standing_of(registry: Registry, version: RegisteredVersion) -> Iterator[Standing]:
+    """What a registered version has shown, by the files that lie in the registry, as long as the context lasts.
+
+    Raises:
+        EngineryError: they are gone, were changed, or are not those that the version was registered with.
+    """
+    with registry.files(version, "report") as report_path, registry.files(version, "verdict") as verdict_path:
+        standing = load_standing(report_path, verdict_path)
+        check_tags(version, {"report": standing.report.digest, "verdict": standing.verdict.digest})
+        yield standing
+
+
+def load_standing(report: Path, verdict: Path) -> Standing:
+    """Read report and verdict, every file by its digest.
+
+    Raises:
+        EngineryError: they are damaged, or the verdict is on another report.
+    """
+    measured = load(report, ReportManifest, verify=ALL_FILES)
+    decided = load(verdict, VerdictManifest, verify=ALL_FILES)
+    if decided.manifest.inputs["report"] != measured.digest:
+        raise EngineryError(f"the verdict {verdict} is on another report than {report}; run the gate on this one")
+    return Standing(report=measured, verdict=decided)
+
+
+def check_log(version: RegisteredVersion, entries: Sequence[Entry], digests: Mapping[str, str]) -> None:
+    """Compare what lies in the registry with the version's tags, and with the log's entry of its promotion.
+
+    Tags can be edited and deleted, and versions registered by who has MLflow's API alone: both must say the same.
+
+    Args:
+        version: which one.
+        entries: the log.
+        digests: of bundle, report and verdict as they lie there, by name.
+
+    Raises:
+        EngineryError: they differ, or `promote` never wrote an entry for the version.
+    """
+    check_tags(version, digests)
+    promotions = [entry for entry in entries if entry.change.kind == "promote"]
+    own = [entry for entry in promotions if version.number in (new.after for new in entry.change.changes.values())]
+    if not own:
+        raise EngineryError(
+            f"{version.label} is not in the audit log: enginery did not promote it, so nothing says what it is. "
+            "Promote its bundle with a run of the pipeline, or delete the version"
+        )
+    for name, digest in digests.items():
+        logged = own[-1].change.digests.get(name)  # the last: a model that was made anew counts from 1 again
+        if logged != digest:
+            raise EngineryError(
+                f"the {name} that lies in the registry is not the one that was promoted as {version.label}: {digest}, "
+                f"entry {own[-1].number} of the audit log says {logged}. Put the original back, or delete the version"
+            )
+
+
+def check_tags(version: RegisteredVersion, digests: Mapping[str, str]) -> None:
+    """Compare what lies in the registry with what the version was registered with.
+
+    Raises:
+        EngineryError: they differ.
+    """
+    for name, digest in digests.items():
+        registered = version.tags.get(f"{name}_digest")
+        if registered != digest:
+            raise EngineryError(
+                f"the {name} that lies in the registry is not the one that {version.label} was registered with: "
+                f"{digest}, its tag {name}_digest says {registered or 'nothing'}. Put the original back, or delete "
+                "the version"
+            )

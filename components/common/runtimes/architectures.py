@@ -1,0 +1,136 @@
+"""Models by name, over torchvision and timm."""
+
+import pickle
+from pathlib import Path
+
+import torch
+import torchvision
+from safetensors.torch import load_file
+from torch import nn
+
+from components.common.contracts.errors import UserError
+
+
+def known_architectures() -> list[str]:
+    """Names that `build_model` takes from torchvision; timm's come with the prefix "timm/"."""
+    return torchvision.models.list_models(module=torchvision.models)
+
+
+def build_model(architecture: str, num_classes: int) -> nn.Module:
+    """A classifier with fresh weights and `num_classes` outputs.
+
+    Args:
+        architecture: a torchvision name such as "resnet50", or "timm/" and a timm name.
+        num_classes: outputs of the last layer.
+
+    Raises:
+        UserError: no such model.
+    """
+    if architecture.startswith("timm/"):
+        import timm
+
+        name = architecture.removeprefix("timm/")
+        if not timm.is_model(name):
+            raise UserError(
+                f"timm has no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them"
+            )
+        return timm.create_model(name, num_classes=num_classes)
+    if architecture not in known_architectures():
+        import difflib
+
+        close = difflib.get_close_matches(architecture, known_architectures(), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "such as resnet50, mobilenet_v2 or efficientnet_b0"
+        raise UserError(f"no model {architecture!r}; {hint} (any of torchvision's classifiers; timm's as timm/NAME)")
+    options: dict[str, object] = {}
+    if architecture in ("googlenet", "inception_v3"):
+        options = {"aux_logits": False, "init_weights": True}
+    if architecture.startswith(("resnet", "resnext", "wide_resnet")):
+        # A residual branch that starts at zero trains faster and more stably from scratch (Goyal et al., 2017).
+        options = {"zero_init_residual": True}
+    return torchvision.models.get_model(architecture, weights=None, num_classes=num_classes, **options)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Weights by name from a .safetensors file or a plain state_dict; nothing in it is run.
+
+    Raises:
+        UserError: there is no such file, it can't be read, or it holds something else.
+    """
+    try:
+        weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"there is no weights file {path}") from None
+    except Exception as error:  # whatever damaged files make the readers raise
+        if path.suffix != ".safetensors" and not _is_from_torch(path):
+            raise UserError(
+                f"can't read the weights in {path}: torch.save did not write it, or it is damaged"
+            ) from None
+        if isinstance(error, pickle.UnpicklingError):
+            raise UserError(
+                f"{path} holds more than weights, and loading it would run code from the file. "
+                "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
+            ) from None
+        raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
+    for key in ("state_dict", "model"):  # as timm and torchvision's training scripts save them, beside the optimizer's
+        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
+            weights = weights[key]
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise UserError(f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)")
+    return {name.removeprefix("module."): value for name, value in weights.items()}
+
+
+def _is_from_torch(path: Path) -> bool:
+    """True if a file begins as those of torch.save do: a zip archive, or a pickle as of old."""
+    with path.open("rb") as file:
+        start = file.read(2)
+    return start == b"PK" or start[:1] == b"\x80"
+
+
+def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str) -> None:
+    """Load weights strictly.
+
+    Raises:
+        UserError: names or shapes don't fit the model, or a number is not finite.
+    """
+    for name, values in weights.items():
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            raise UserError(f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint")
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        problems = " ".join(str(error).split())[:400]
+        raise UserError(f"the weights in {source} don't fit this model: {problems}") from None
+
+
+def check_image_size(network: nn.Module, architecture: str, image_size: int) -> None:
+    """Look whether a network takes images of this size and can be written as ONNX for them.
+
+    Args:
+        network: best on the meta device, where only shapes are computed.
+        architecture: its name.
+        image_size: in pixels.
+
+    Raises:
+        UserError: it does not.
+    """
+
+    def check_pooling(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        (height, width), (rows, columns) = inputs[0].shape[-2:], output.shape[-2:]
+        if height % rows or width % columns:
+            raise ValueError(f"it pools {height} x {width} to {rows} x {columns}, and ONNX has only whole factors")
+
+    for layer in network.modules():
+        if isinstance(layer, nn.AdaptiveAvgPool2d):
+            layer.register_forward_hook(check_pooling)
+    device = next(network.parameters()).device
+    try:
+        with torch.no_grad():
+            network.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
+    except NotImplementedError:
+        return  # some operators have no shapes without numbers
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"{architecture} can't run on images of {image_size} x {image_size} pixels: {reason}. Choose another "
+            "--image-size; most networks take 224"
+        ) from None

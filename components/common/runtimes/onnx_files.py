@@ -1,0 +1,75 @@
+"""ONNX files as foreign bytes: a file may name others to read its weights from, which none of ours does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+from onnx import TensorProto
+from onnx.checker import MAXIMUM_PROTOBUF
+
+from components.common.contracts.errors import UserError
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """Read a file that holds all of its weights.
+
+    Raises:
+        UserError: see `onnx_content` and `parse_onnx`.
+    """
+    return parse_onnx(onnx_content(path), path)
+
+
+def onnx_content(path: Path) -> bytes:
+    """What is in a file.
+
+    Raises:
+        UserError: it is not there, empty, or larger than a protobuf message may be.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAXIMUM_PROTOBUF + 1)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file. Give the path of an ONNX model.") from None
+    if not content:
+        raise UserError(f"{path}: not an ONNX file, it is empty. Export it again.")
+    if len(content) > MAXIMUM_PROTOBUF:
+        raise UserError(f"{path}: not an ONNX file, which has at most {MAXIMUM_PROTOBUF:,} bytes.")
+    return content
+
+
+def parse_onnx(content: bytes, path: Path) -> onnx.ModelProto:
+    """A file's content, without a look at any other file.
+
+    Args:
+        content: what is in it.
+        path: of the file, for messages.
+
+    Raises:
+        UserError: it is no ONNX, or a tensor anywhere in it (initializers, attributes, sparse tensors, subgraphs,
+            functions) names another file: libraries read that from where they please.
+    """
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(content)
+    except DecodeError as error:
+        raise UserError(f"{path}: not an ONNX file ({error}).") from error
+    if any(tensor.data_location == TensorProto.EXTERNAL or tensor.external_data for tensor in _tensors(proto)):
+        raise UserError(
+            f"{path}: keeps its weights in external data files. Write one file: "
+            f"onnx.save(onnx.load('{path.name}'), 'single.onnx', save_as_external_data=False)."
+        )
+    return proto
+
+
+def _tensors(message: Message) -> Iterator[TensorProto]:
+    for _, value in message.ListFields():
+        for entry in [value] if isinstance(value, Message) else value if _holds_messages(value) else ():
+            if isinstance(entry, TensorProto):
+                yield entry
+            else:
+                yield from _tensors(entry)
+
+
+def _holds_messages(value: object) -> bool:
+    return not isinstance(value, str | bytes | int | float) and bool(value) and isinstance(value[0], Message)  # type: ignore[index]

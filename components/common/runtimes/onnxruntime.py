@@ -1,0 +1,56 @@
+"""ONNX Runtime on the CPU: the numerical reference. It simulates Q/DQ in floats, so its speed says nothing."""
+
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+import onnxruntime
+
+from components.common.contracts.environment import cpu_name, num_cores
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes import Images, Measuring, Timing, measure_host, to_numpy
+from components.common.runtimes.onnx_files import onnx_content, parse_onnx
+
+
+def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.InferenceSession:
+    """A CPU session that uses the cores this process may use and is silent below errors.
+
+    Args:
+        model: its file, or what is in it.
+        optimize: False computes each node as it stands, so that Q/DQ are computed in floating point.
+    """
+    options = onnxruntime.SessionOptions()
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = num_cores()
+    options.log_severity_level = 3
+    content = onnx_content(model) if isinstance(model, Path) else model
+    parse_onnx(content, model if isinstance(model, Path) else Path("model"))
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+class OnnxRuntimeRunner:
+    """One ONNX file on the CPU."""
+
+    runtime = "onnxruntime"
+    memory_bytes = None
+
+    def __init__(self, onnx_path: Path, shapes: ShapeSpec) -> None:
+        """Load."""
+        self._shapes = shapes
+        self.device = f"{cpu_name()}, {num_cores()} cores"
+        self._session = new_session(onnx_path)
+
+    def infer(self, images: Images) -> np.ndarray:
+        """See Runner."""
+        feeds = {self._shapes.input_name: to_numpy(images)}
+        logits: np.ndarray = self._session.run([self._shapes.output_name], feeds)[0]
+        return logits.astype(np.float32, copy=False)
+
+    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
+        """See Runner."""
+        return measure_host(self.infer, self._shapes, batch_size, how)
+
+    def close(self) -> None:
+        """See Runner."""
+        del self._session

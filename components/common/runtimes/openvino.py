@@ -1,0 +1,127 @@
+"""OpenVINO: INT8 in integer arithmetic, and FP32 as FP32, on CPUs."""
+
+import time
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+
+from components.common.contracts.environment import cpu_name, num_cores
+from components.common.contracts.errors import RuntimeUnavailable
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes import Images, Measuring, Timing, measure_host, to_numpy
+
+try:
+    import openvino as ov
+    from openvino import properties as props
+except ModuleNotFoundError as error:
+    raise RuntimeUnavailable("OpenVINO runs models on CPUs and is not installed: pip install openvino") from error
+
+
+@cache
+def _core() -> ov.Core:
+    """The only one of this process, which is never let go.
+
+    Where OpenVINO uses AMX, a Core brings a stack for signal handlers along and frees it when it goes, though it may
+    be in use again by then, put back by another Core that went: the next signal, such as Ctrl-C, would end the process.
+    """
+    return ov.Core()
+
+
+class OpenVINORunner:
+    """One ONNX file compiled for the CPU."""
+
+    runtime = "openvino"
+    memory_bytes = None
+
+    def __init__(self, onnx_path: Path, shapes: ShapeSpec) -> None:
+        """Compile. The precision is what the file says: the hint keeps OpenVINO from running FP32 in BF16."""
+        self._shapes = shapes
+        self.device = f"{cpu_name()}, {num_cores()} cores"
+        self._onnx_path = onnx_path
+        self._compiled = _compile(onnx_path, {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY})
+        self._request = self._compiled.create_infer_request()
+        self._queues: dict[int, ov.AsyncInferQueue] = {}  # by the number of streams
+
+    def infer(self, images: Images) -> np.ndarray:
+        """See Runner."""
+        result = self._request.infer([to_numpy(images)], share_inputs=True)
+        return np.array(result[0], dtype=np.float32)
+
+    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
+        """See Runner. On a CPU there is no transfer, so latency is the call.
+
+        Several streams are as many infer requests of a model compiled for throughput, which share the cores. A latency
+        is then from a request's start to its end.
+        """
+        if (num_streams := how.get("num_streams", 1)) > 1:
+            queue = self._queue(num_streams)
+            images = np.random.default_rng(0).standard_normal(self._shapes.input_shape(batch_size), dtype=np.float32)
+            return _time_queue(queue, images, num_streams, how)
+        return measure_host(self._infer_shared, self._shapes, batch_size, how)
+
+    def _infer_shared(self, images: np.ndarray) -> object:
+        return self._request.infer([images], share_inputs=True, share_outputs=True)
+
+    def _queue(self, num_streams: int) -> ov.AsyncInferQueue:
+        if num_streams not in self._queues:
+            hints = {
+                props.hint.performance_mode: props.hint.PerformanceMode.THROUGHPUT,
+                props.hint.num_requests: num_streams,
+                props.num_streams: num_streams,
+            }
+            self._queues[num_streams] = ov.AsyncInferQueue(_compile(self._onnx_path, hints), num_streams)
+        return self._queues[num_streams]
+
+    def close(self) -> None:
+        """See Runner."""
+        self._queues.clear()
+        del self._request, self._compiled
+
+
+def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
+    # The server's image has no onnx: what it opens was read when it was written, and is held against its digest.
+    if find_spec("onnx") is not None:
+        from components.common.runtimes.onnx_files import read_onnx
+
+        read_onnx(onnx_path)  # refuses weights in other files
+    core = _core()
+    settings = {props.hint.inference_precision: ov.Type.f32, props.inference_num_threads: num_cores(), **hints}
+    return core.compile_model(core.read_model(onnx_path), "CPU", settings)
+
+
+def _time_queue(queue: ov.AsyncInferQueue, images: np.ndarray, num_streams: int, how: Measuring) -> Timing:
+    """Keep every request of a queue busy. images: [B, C, H, W] float32, the same each time."""
+    meter = how.get("meter")
+    ended: list[tuple[float, float]] = []  # of each batch: the time of its end, its latency in milliseconds
+
+    def note_end(request: ov.InferRequest, started: float) -> None:
+        now = time.perf_counter()
+        ended.append((now, (now - started) * 1e3))
+
+    def submit() -> None:
+        queue.get_idle_request_id()  # waits for one, so that the latency holds no queueing
+        queue.start_async([images], userdata=time.perf_counter(), share_inputs=True)
+
+    queue.set_callback(note_end)
+    warm = time.perf_counter() + how["warmup_s"]
+    while time.perf_counter() < warm or len(ended) < num_streams:
+        submit()
+    if meter is not None:
+        meter.start()
+    # The clock starts and stops at the end of a batch, with all streams busy: what drains afterwards is not counted.
+    first = len(ended)
+    while len(ended) < first + how["min_iterations"] or ended[-1][0] - ended[first - 1][0] < how["duration_s"]:
+        submit()
+    last = len(ended)
+    if meter is not None:
+        meter.stop()
+    queue.wait_all()
+    counted = ended[first:last]
+    return Timing(
+        batch_size=len(images),
+        latencies_ms=np.array([latency_ms for _, latency_ms in counted]),
+        wall_s=counted[-1][0] - ended[first - 1][0],
+    )

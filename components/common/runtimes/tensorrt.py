@@ -1,0 +1,342 @@
+"""TensorRT as a runner: preallocated buffers, CUDA graphs, and as many execution contexts as streams are asked for."""
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.records import EngineEntry
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes import Images, Measuring, Timing
+from components.common.runtimes.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger
+
+_log = logging.getLogger(__name__)
+
+
+class TensorRTRunner:
+    """An engine on the current CUDA device. Buffers for the largest batch are allocated once, not per call.
+
+    A batch size that comes a second time is captured as a CUDA graph and replayed from then on. Not for several
+    threads at once.
+    """
+
+    runtime = "tensorrt"
+
+    def __init__(self, plan_path: Path, shapes: ShapeSpec, entry: EngineEntry | None = None) -> None:
+        """Load a plan.
+
+        Args:
+            plan_path: The plan; the ONNX file that it was built from lies beside it.
+            shapes: Names of the input and output, and the batches it has to take.
+            entry: What the bundle's manifest says of the plan, which is checked first; None for a plan just built.
+
+        Raises:
+            RuntimeUnavailable: TensorRT can't be used here.
+            UserError: the plan was built for another GPU or TensorRT version, or for smaller batches.
+        """
+        trt = load_tensorrt()
+        self._shapes = shapes
+        self._cuda = torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.cuda.get_device_name(self._cuda)
+        self.memory_bytes = 0
+        with self._counting_memory():
+            self._runtime, self._engine = load_engine(plan_path, entry)
+        _check_engine(self._engine, plan_path, shapes)
+        self._classes = tuple(self._engine.get_tensor_shape(shapes.output_name))[1]
+        names = (shapes.input_name, shapes.output_name)
+        self._dtypes = [_torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names]
+        self._lanes: list[_Lane] = []
+        self._not_captured: set[int] = set()  # batches that made no CUDA graph: tried and told of once
+        self._open_lanes(1)
+
+    def _open_lanes(self, num_lanes: int) -> None:
+        with self._counting_memory():
+            while len(self._lanes) < num_lanes:
+                self._lanes.append(
+                    _Lane(self._engine, self._cuda, self._shapes, self._classes, self._dtypes, self._not_captured)
+                )
+            torch.cuda.synchronize(self._cuda)  # the buffers were zeroed on another stream than will use them
+
+    @contextmanager
+    def _counting_memory(self) -> Iterator[None]:
+        """Add what is allocated meanwhile to `memory_bytes`: the GPU's used memory after it, minus that before.
+
+        TensorRT tells no total. What another process allocates at the same moment counts too.
+        """
+        before = _used_bytes(self._cuda)
+        yield
+        self.memory_bytes += max(_used_bytes(self._cuda) - before, 0)
+
+    def infer(self, images: Images) -> np.ndarray:
+        """Logits of a batch of any size; more than `max_batch` images are run in several batches.
+
+        Args:
+            images: [B, channels, height, width] float32, normalized; on the host or on the engine's GPU, in any
+                memory format.
+
+        Returns:
+            [B, classes] float32.
+        """
+        self._check_open()
+        expected = self._shapes.input_shape(len(images))
+        if images.shape != expected:
+            raise UserError(f"the engine takes images of shape [batch, {expected[1:]}], got {images.shape}")
+        logits = np.empty((len(images), self._classes), np.float32)
+        if isinstance(images, np.ndarray):
+            images = torch.from_numpy(np.require(images, np.float32, ["C", "W"]))
+        with torch.cuda.device(self._cuda):
+            for start in range(0, len(images), self._shapes.max_batch):
+                chunk = images[start : start + self._shapes.max_batch]
+                logits[start : start + len(chunk)] = self._lanes[0].infer(chunk)
+        return logits
+
+    def _check_open(self) -> None:
+        if self._engine is None:
+            raise EngineryError("this TensorRT runner was closed; load the plan again")
+
+    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
+        """Time random batches on trtexec's terms: one batch enqueued ahead, as CUDA graph where that can be captured.
+
+        A latency is host-to-device copy + GPU computation + device-to-host copy of one batch, by CUDA events. The
+        copies of one batch overlap the computation of another, as in trtexec.
+
+        Args:
+            batch_size: Images per batch, within the plan's profile.
+            how: See `Measuring`. Each stream has an execution context of its own (trtexec's --infStreams). To leave the
+                copies out is the default of trtexec from TensorRT 11 on.
+        """
+        self._check_open()
+        if not self._shapes.min_batch <= batch_size <= self._shapes.max_batch:
+            raise UserError(
+                f"the engine takes batches of {self._shapes.min_batch} to {self._shapes.max_batch}, got {batch_size}"
+            )
+        if (num_streams := how.get("num_streams", 1)) < 1:
+            raise UserError(f"num_streams must be 1 or more, got {num_streams}")
+        with torch.cuda.device(self._cuda):
+            self._open_lanes(num_streams)
+            lanes = self._lanes[:num_streams]
+            with self._counting_memory():
+                for lane in lanes:
+                    lane.prepare(batch_size)
+            return self._time_steadily(lanes, batch_size, how)
+
+    def _time_steadily(self, lanes: "list[_Lane]", batch: int, how: Measuring) -> Timing:
+        with_transfers, meter = how.get("with_transfers", True), how.get("meter")
+        turns = itertools.cycle(lanes)
+        # The clock starts and stops just after a batch has ended with one more in flight on every stream, so it
+        # counts exactly the batches that ended in between.
+        for lane in lanes:
+            lane.start(batch, with_transfers)
+        warm = time.perf_counter() + how["warmup_s"]
+        next(turns).next_ms(batch, with_transfers)
+        while time.perf_counter() < warm:
+            next(turns).next_ms(batch, with_transfers)
+        if meter is not None:
+            meter.start()
+            for _ in lanes:  # while the meter started, batches may have ended: put every stream to work again
+                next(turns).next_ms(batch, with_transfers)
+        latencies_ms: list[float] = []
+        started = now = time.perf_counter()
+        while now - started < how["duration_s"] or len(latencies_ms) < how["min_iterations"]:
+            latencies_ms.append(next(turns).next_ms(batch, with_transfers))
+            now = time.perf_counter()
+        if meter is not None:
+            meter.stop()
+        torch.cuda.synchronize(self._cuda)
+        return Timing(batch_size=batch, latencies_ms=np.asarray(latencies_ms), wall_s=now - started)
+
+    def close(self) -> None:
+        """Free the engine's memory."""
+        torch.cuda.synchronize(self._cuda)
+        self._lanes.clear()
+        self._engine = self._runtime = None  # in this order: each needs the next while it lives
+
+
+class _Lane:
+    """An execution context, its streams, and two sets of buffers: one batch is computed while another is copied.
+
+    All contexts share the plan's one profile: TensorRT 8.6 is told so when it builds, 10 and 11 always can.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        device: torch.device,
+        shapes: ShapeSpec,
+        classes: int,
+        dtypes: list[torch.dtype],
+        not_captured: set[int],
+    ) -> None:
+        self._not_captured = not_captured
+        self._context = engine.create_execution_context()
+        if self._context is None:
+            name = torch.cuda.get_device_name(device)
+            raise EngineryError(f"no execution context on {name}: {tensorrt_logger().take_errors()}")
+        self._device, self._shapes = device, shapes
+        self._compute, self._upload, self._download = (_new_stream(device) for _ in range(3))
+        self._behind, self._ahead = (_Slot(device, shapes, classes, dtypes) for _ in range(2))
+
+    def infer(self, images: torch.Tensor) -> np.ndarray:
+        """Logits of a batch of at most `max_batch` images, which lie on the host or on this GPU."""
+        # A batch under the profile's minimum is filled up with what the buffer holds: images don't affect each other.
+        slot, batch = self._behind, max(len(images), self._shapes.min_batch)
+        if slot.last_batch == batch and batch not in slot.graphs:
+            slot.graphs[batch] = self._capture(slot, batch)
+        slot.last_batch = batch
+        if images.is_cuda:
+            self._compute.wait_stream(torch.cuda.current_stream(self._device))  # which may still be writing them
+            source = images
+        else:
+            slot.host_in[: len(images)].copy_(images)
+            source = slot.host_in[: len(images)]
+        with torch.cuda.stream(self._compute):
+            slot.device_in[: len(images)].copy_(source, non_blocking=True)
+            self._run(slot, batch)
+            slot.host_out[:batch].copy_(slot.device_out[:batch], non_blocking=True)
+        self._compute.synchronize()
+        return slot.host_out[: len(images)].float().numpy()
+
+    def _run(self, slot: "_Slot", batch: int) -> None:
+        """Put the computation of one batch, device buffer to device buffer, on the compute stream."""
+        graph = slot.graphs.get(batch)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._enqueue(slot, batch)
+
+    def _enqueue(self, slot: "_Slot", batch: int) -> None:
+        context = self._context
+        context.set_input_shape(self._shapes.input_name, self._shapes.input_shape(batch))
+        context.set_tensor_address(self._shapes.input_name, slot.device_in.data_ptr())
+        context.set_tensor_address(self._shapes.output_name, slot.device_out.data_ptr())
+        if not context.execute_async_v3(self._compute.cuda_stream):
+            raise EngineryError(f"TensorRT failed to enqueue a batch of {batch}: {tensorrt_logger().take_errors()}")
+
+    def prepare(self, batch: int) -> None:
+        """Fill both sets of buffers with random numbers (zeros save power and run faster) and capture their graphs."""
+        for slot in (self._behind, self._ahead):
+            slot.host_in[:batch].copy_(torch.randn(self._shapes.input_shape(batch)))
+            with torch.cuda.stream(self._compute):
+                slot.device_in[:batch].copy_(slot.host_in[:batch], non_blocking=True)
+                self._enqueue(slot, batch)  # TensorRT wants one run at a new shape before it can be captured
+            self._compute.synchronize()
+            slot.last_batch = batch
+            if batch not in slot.graphs:
+                slot.graphs[batch] = self._capture(slot, batch)
+
+    def _capture(self, slot: "_Slot", batch: int) -> torch.cuda.CUDAGraph | None:
+        """A CUDA graph of one computation; None where this engine can't be captured (it is then enqueued each time)."""
+        if batch in self._not_captured:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._compute, capture_error_mode="thread_local"):
+                self._enqueue(slot, batch)
+            slot.device_out.zero_()
+            torch.cuda.synchronize(self._device)
+            graph.replay()
+            torch.cuda.synchronize(self._device)
+        except (RuntimeError, EngineryError) as error:
+            _log.warning("no CUDA graph of a batch of %d, its kernels are launched one by one: %s", batch, error)
+            self._not_captured.add(batch)
+            return None
+        if not slot.device_out[:batch].any():  # nothing was recorded: the work went to a stream of the engine's own
+            _log.warning("the CUDA graph of a batch of %d is empty, its kernels are launched one by one", batch)
+            self._not_captured.add(batch)
+            return None
+        return graph
+
+    def start(self, batch: int, with_transfers: bool) -> None:
+        """Enqueue the first of a row of batches."""
+        self._submit(self._ahead, batch, with_transfers)
+
+    def next_ms(self, batch: int, with_transfers: bool) -> float:
+        """Enqueue one more batch and wait for the one before it. Returns that one's latency in milliseconds."""
+        self._behind, self._ahead = self._ahead, self._behind
+        self._submit(self._ahead, batch, with_transfers)
+        return self._behind.wait_ms(with_transfers)
+
+    def _submit(self, slot: "_Slot", batch: int, with_transfers: bool) -> None:
+        """Enqueue copy, computation and copy of one batch on their three streams. Returns at once."""
+        if with_transfers:
+            with torch.cuda.stream(self._upload):
+                slot.upload[0].record(self._upload)
+                slot.device_in[:batch].copy_(slot.host_in[:batch], non_blocking=True)
+                slot.upload[1].record(self._upload)
+            self._compute.wait_event(slot.upload[1])
+        with torch.cuda.stream(self._compute):
+            slot.compute[0].record(self._compute)
+            self._run(slot, batch)
+            slot.compute[1].record(self._compute)
+        if with_transfers:
+            self._download.wait_event(slot.compute[1])
+            with torch.cuda.stream(self._download):
+                slot.download[0].record(self._download)
+                slot.host_out[:batch].copy_(slot.device_out[:batch], non_blocking=True)
+                slot.download[1].record(self._download)
+
+
+class _Slot:
+    """Buffers for one batch of the largest size, their CUDA graphs by batch size, and the events of a measurement."""
+
+    def __init__(self, device: torch.device, shapes: ShapeSpec, classes: int, dtypes: list[torch.dtype]) -> None:
+        # [max_batch, channels, height, width] and [max_batch, classes]; pinned: else copies block.
+        image_shape, logit_shape = shapes.input_shape(shapes.max_batch), (shapes.max_batch, classes)
+        self.host_in = torch.zeros(image_shape, dtype=dtypes[0], pin_memory=True)
+        self.host_out = torch.zeros(logit_shape, dtype=dtypes[1], pin_memory=True)
+        self.device_in = torch.zeros(image_shape, dtype=dtypes[0], device=device)
+        self.device_out = torch.zeros(logit_shape, dtype=dtypes[1], device=device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: can't be captured
+        self.last_batch = 0
+        self.upload, self.compute, self.download = ((_new_event(), _new_event()) for _ in range(3))
+
+    def wait_ms(self, with_transfers: bool) -> float:
+        """Wait for the batch in flight. Returns its latency: the parts' sum, without the time it queued."""
+        parts = (self.upload, self.compute, self.download) if with_transfers else (self.compute,)
+        parts[-1][1].synchronize()
+        return float(sum(start.elapsed_time(end) for start, end in parts))
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is in use, without what PyTorch only keeps for later."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # of torch's stubs
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # of torch's stubs
+
+
+def _check_engine(engine: Any, plan_path: Path, shapes: ShapeSpec) -> None:
+    """Compare an engine's tensors and batch range with what it is going to be used for."""
+    names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    if names != {shapes.input_name, shapes.output_name}:
+        raise UserError(
+            f"the plan {plan_path} has the tensors {sorted(names)}, expected {shapes.input_name!r} and "
+            f"{shapes.output_name!r}: name the model's own in its shapes"
+        )
+    low, _, high = (tuple(shape) for shape in engine.get_tensor_profile_shape(shapes.input_name, 0))
+    if low[0] > shapes.min_batch or high != shapes.input_shape(high[0]) or high[0] < shapes.max_batch:
+        raise UserError(
+            f"the plan {plan_path} takes inputs from {low} to {high}, expected {shapes.input_shape(shapes.min_batch)} "
+            f"to {shapes.input_shape(shapes.max_batch)}: export again with these shapes"
+        )
+
+
+def _torch_dtype(trt: ModuleType, dtype: Any) -> torch.dtype:
+    """An engine's inputs and outputs are FP32 in every bundle of ours; a user's own typed model may have FP16 ones."""
+    return torch.from_numpy(np.empty(0, trt.nptype(dtype))).dtype

@@ -1,0 +1,347 @@
+"""ONNX operators as PyTorch functions: one small function each, and the table that names them.
+
+A function's signature is its contract, and `why_unsupported` checks nodes against it when a graph is loaded, so that
+nothing is silently ignored. Positional parameters are the node's inputs (None where an optional one is absent).
+Keyword parameters are its attributes with ONNX's defaults; `Literal` lists the only values that are supported.
+
+Floating-point tensors are on the graph's device, integers and booleans that were given as constants or computed from
+shapes on the CPU, where reading them as Python numbers waits for no GPU.
+
+Semantics: https://onnx.ai/onnx/operators, opset 13 to 21.
+"""
+
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+from torch import Tensor
+from torch.nn import functional
+
+from components.common.contracts.errors import EngineryError
+from components.common.runtimes import torch_layers
+
+Function = Callable[..., Tensor | Sequence[Tensor]]
+
+
+def as_tensor(proto: TensorProto) -> Tensor:
+    """A constant of the graph, on the CPU.
+
+    Raises:
+        EngineryError: PyTorch has no such type.
+    """
+    try:
+        return torch.from_numpy(np.array(numpy_helper.to_array(proto)))
+    except TypeError as error:
+        name = TensorProto.DataType.Name(proto.data_type)
+        raise EngineryError(f"PyTorch runner: constants of type {name} ('{proto.name}') are not supported") from error
+
+
+def why_unsupported(node: NodeProto, num_outputs: int) -> str | None:
+    """What about `node` is not supported, such as "Einsum" or "Conv with auto_pad=SAME_UPPER"; None if all is.
+
+    Args:
+        node: any node.
+        num_outputs: how many of its outputs must be given: up to the last one that is read.
+    """
+    if node.domain not in ("", "ai.onnx"):
+        return f"{node.domain}.{node.op_type}"
+    function = OPERATORS.get(node.op_type)
+    if function is None:
+        return str(node.op_type)
+    allowed, max_inputs = _contract(function)
+    for name, value in _attributes(node).items():
+        if name not in allowed or (allowed[name] and value not in allowed[name]):
+            return f"{node.op_type} with {name}={'...' if isinstance(value, Tensor) else value}"
+    if len(node.input) > max_inputs:
+        return f"{node.op_type} with {len(node.input)} inputs"
+    if num_outputs > 1 and node.op_type != "Split":
+        return f"{node.op_type} with {num_outputs} outputs"
+    return None
+
+
+def bind(node: NodeProto) -> functools.partial[Any]:
+    """The function of a supported node: takes its inputs, returns its output, or its outputs in a sequence."""
+    attributes = _attributes(node)
+    if node.op_type == "Split":
+        attributes.setdefault("num_outputs", len(node.output))
+    return functools.partial(OPERATORS[node.op_type], **attributes)
+
+
+@functools.cache
+def _contract(function: Function) -> tuple[dict[str, tuple[Any, ...]], float]:
+    """Attributes that a function takes, each with its only values (empty: any), and how many inputs at most."""
+    parameters = inspect.signature(function).parameters.values()
+    hints = typing.get_type_hints(function)
+    attributes = {
+        parameter.name: typing.get_args(hints[parameter.name])
+        if typing.get_origin(hints[parameter.name]) is Literal
+        else ()
+        for parameter in parameters
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    variadic = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+    return attributes, math.inf if variadic else len(parameters) - len(attributes)
+
+
+def _attributes(node: NodeProto) -> dict[str, Any]:
+    values = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    for name, value in values.items():
+        if isinstance(value, bytes):
+            values[name] = value.decode()
+        elif isinstance(value, TensorProto):
+            values[name] = as_tensor(value)
+    return values
+
+
+def _together(*tensors: Tensor) -> list[Tensor]:
+    """The tensors on one device. Numbers computed from shapes are on the CPU, whatever the graph's device."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    return list(tensors) if device is None else [tensor.to(device) for tensor in tensors]
+
+
+# --- elementwise
+
+
+def _unary(function: Callable[[Tensor], Tensor]) -> Function:
+    def operator(x: Tensor, /) -> Tensor:
+        return function(x)
+
+    return operator
+
+
+def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
+    def operator(a: Tensor, b: Tensor, /) -> Tensor:
+        return function(*_together(a, b))
+
+    return operator
+
+
+def _divide(a: Tensor, b: Tensor) -> Tensor:
+    # Not torch's own rounding of integers, which goes to floats.
+    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+
+
+def _power(a: Tensor, b: Tensor) -> Tensor:
+    return torch.pow(a, b).to(a.dtype)
+
+
+def _mod(a: Tensor, b: Tensor, /, *, fmod: int = 0) -> Tensor:
+    return (torch.fmod if fmod else torch.remainder)(*_together(a, b))
+
+
+def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None, /) -> Tensor:
+    return x if low is None and high is None else torch.clamp(x, low, high)
+
+
+def _hard_sigmoid(x: Tensor, /, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
+    return (x * alpha + beta).clamp_(0.0, 1.0)
+
+
+def _leaky_relu(x: Tensor, /, *, alpha: float = 0.01) -> Tensor:
+    return functional.leaky_relu(x, alpha)
+
+
+def _elu(x: Tensor, /, *, alpha: float = 1.0) -> Tensor:
+    return functional.elu(x, alpha)
+
+
+def _gelu(x: Tensor, /, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    return functional.gelu(x, approximate=approximate)
+
+
+def _softmax(x: Tensor, /, *, axis: int = -1) -> Tensor:
+    return torch.softmax(x, axis)
+
+
+def _where(condition: Tensor, a: Tensor, b: Tensor, /) -> Tensor:
+    condition, a, b = _together(condition, a, b)
+    return torch.where(condition, a, b)
+
+
+def _dropout(
+    x: Tensor, ratio: Tensor | None = None, training_mode: Tensor | None = None, /, *, seed: int = 0
+) -> Tensor:
+    if training_mode is not None and bool(training_mode):
+        raise EngineryError("PyTorch runner: Dropout in training mode is not supported")
+    return x  # ratio and seed matter in training only
+
+
+def _cast(
+    x: Tensor,
+    /,
+    *,
+    to: Literal[1, 2, 3, 5, 6, 7, 9, 10, 11],  # all but strings and what NumPy lacks, such as bfloat16
+    saturate: Literal[1] = 1,
+) -> Tensor:
+    return x.to(torch.from_numpy(np.empty(0, helper.tensor_dtype_to_np_dtype(to))).dtype)
+
+
+# --- shapes
+
+
+def _reshape(x: Tensor, shape: Tensor, /, *, allowzero: int = 0) -> Tensor:
+    sizes = shape.tolist()
+    return x.reshape([x.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(sizes)])
+
+
+def _flatten(x: Tensor, /, *, axis: int = 1) -> Tensor:
+    return x.reshape(math.prod(x.shape[:axis]), -1)
+
+
+def _transpose(x: Tensor, /, *, perm: list[int] | None = None) -> Tensor:
+    return x.permute(perm or list(reversed(range(x.dim()))))
+
+
+def _squeeze(x: Tensor, axes: Tensor | None = None, /) -> Tensor:
+    return x.squeeze() if axes is None else x.squeeze(tuple(axes.tolist()))
+
+
+def _unsqueeze(x: Tensor, axes: Tensor, /) -> Tensor:
+    rank = x.dim() + axes.numel()
+    for axis in sorted(axis % rank for axis in axes.tolist()):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _concat(*tensors: Tensor, axis: int) -> Tensor:
+    return torch.cat(_together(*tensors), axis)
+
+
+def _split(x: Tensor, sizes: Tensor | None = None, /, *, axis: int = 0, num_outputs: int) -> Sequence[Tensor]:
+    if sizes is None:
+        return torch.split(x, -(-x.shape[axis] // num_outputs), axis)
+    return torch.split(x, sizes.tolist(), axis)
+
+
+def _slice(
+    x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None, steps: Tensor | None = None, /
+) -> Tensor:
+    chosen = range(starts.numel()) if axes is None else axes.tolist()
+    strides = [1] * starts.numel() if steps is None else steps.tolist()
+    for axis, start, end, step in zip(chosen, starts.tolist(), ends.tolist(), strides, strict=True):
+        window = range(x.shape[axis])[start:end:step]  # ONNX clamps as Python does, for negative steps too
+        if step > 0:
+            x = x[(slice(None),) * (axis % x.dim()) + (slice(window.start, window.stop, step),)]
+        else:
+            x = x.index_select(axis, torch.tensor(window, dtype=torch.int64, device=x.device))
+    return x
+
+
+def _gather(x: Tensor, indices: Tensor, /, *, axis: int = 0) -> Tensor:
+    if indices.dim() == 0:
+        return x.select(axis, int(indices))
+    flat = (indices.reshape(-1) % x.shape[axis]).to(x.device)  # negative ones count from the end
+    return x.index_select(axis, flat).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis % x.dim() + 1 :])
+
+
+def _shape(x: Tensor, /, *, start: int = 0, end: int | None = None) -> Tensor:
+    return torch.tensor(x.shape[start:end])  # on the CPU
+
+
+def _constant(
+    *,
+    value: Tensor | None = None,
+    value_int: int | None = None,
+    value_ints: Sequence[int] | None = None,
+    value_float: float | None = None,
+    value_floats: Sequence[float] | None = None,
+) -> Tensor:
+    given = [entry for entry in (value, value_int, value_ints, value_float, value_floats) if entry is not None]
+    return given[0] if isinstance(given[0], Tensor) else torch.tensor(given[0])
+
+
+def _constant_of_shape(shape: Tensor, /, *, value: Tensor | None = None) -> Tensor:
+    return (torch.zeros(1) if value is None else value).expand(shape.tolist())
+
+
+def _expand(x: Tensor, shape: Tensor, /) -> Tensor:
+    return x.expand(np.broadcast_shapes(tuple(x.shape), tuple(shape.tolist())))
+
+
+def _pad(
+    x: Tensor,
+    pads: Tensor,
+    value: Tensor | None = None,
+    axes: Tensor | None = None,
+    /,
+    *,
+    mode: Literal["constant", "reflect", "edge"] = "constant",
+) -> Tensor:
+    begin, end = [0] * x.dim(), [0] * x.dim()
+    chosen = range(x.dim()) if axes is None else axes.tolist()
+    for index, axis in enumerate(chosen):
+        begin[axis], end[axis] = int(pads[index]), int(pads[index + len(chosen)])
+    if mode == "constant":
+        return functional.pad(x, torch_layers.pad_arguments(begin, end), value=0.0 if value is None else value.item())
+    # These modes of functional.pad take height and width alone.
+    if any((*begin[:-2], *end[:-2])):
+        raise EngineryError(f"PyTorch runner: Pad with mode={mode} is supported on the last two axes only")
+    arguments = torch_layers.pad_arguments(begin[-2:], end[-2:])
+    return functional.pad(x, arguments, mode="replicate" if mode == "edge" else "reflect")
+
+
+OPERATORS: dict[str, Function] = {
+    "Abs": _unary(torch.abs),
+    "Add": _binary(torch.add),
+    "AveragePool": torch_layers.average_pool,
+    "BatchNormalization": torch_layers.batch_normalization,
+    "Cast": _cast,
+    "Ceil": _unary(torch.ceil),
+    "Clip": _clip,
+    "Concat": _concat,
+    "Constant": _constant,
+    "ConstantOfShape": _constant_of_shape,
+    "Conv": torch_layers.conv,
+    "DequantizeLinear": torch_layers.dequantize_linear,
+    "Div": _binary(_divide),
+    "Dropout": _dropout,
+    "Elu": _elu,
+    "Equal": _binary(torch.eq),
+    "Erf": _unary(torch.erf),
+    "Exp": _unary(torch.exp),
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Gather": _gather,
+    "Gelu": _gelu,
+    "Gemm": torch_layers.gemm,
+    "GlobalAveragePool": torch_layers.global_average_pool,
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": _unary(functional.hardswish),
+    "Identity": _unary(lambda x: x),
+    "LRN": torch_layers.lrn,
+    "LayerNormalization": torch_layers.layer_normalization,
+    "LeakyRelu": _leaky_relu,
+    "MatMul": _binary(torch.matmul),
+    "MaxPool": torch_layers.max_pool,
+    "Mod": _mod,
+    "Mul": _binary(torch.mul),
+    "Neg": _unary(torch.neg),
+    "Pad": _pad,
+    "Pow": _binary(_power),
+    "QuantizeLinear": torch_layers.quantize_linear,
+    "Reciprocal": _unary(torch.reciprocal),
+    "ReduceL2": torch_layers.reduce(functools.partial(torch.linalg.vector_norm, ord=2)),
+    "ReduceMean": torch_layers.reduce(torch.mean),
+    "ReduceSum": torch_layers.reduce(torch.sum),
+    "Relu": _unary(torch.relu),
+    "Reshape": _reshape,
+    "Shape": _shape,
+    "Sigmoid": _unary(torch.sigmoid),
+    "Slice": _slice,
+    "Softmax": _softmax,
+    "Softplus": _unary(functional.softplus),
+    "Split": _split,
+    "Sqrt": _unary(torch.sqrt),
+    "Squeeze": _squeeze,
+    "Sub": _binary(torch.sub),
+    "Tanh": _unary(torch.tanh),
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+    "Where": _where,
+}

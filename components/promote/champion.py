@@ -1,0 +1,254 @@
+"""Decide whether a new version becomes the champion: never where it is worse on the same images."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from components.common.contracts.errors import EngineryError, RuntimeUnavailable
+from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, DatasetManifest, load
+from components.common.contracts.records import Precision
+from components.common.process.steplog import StepLog
+from components.common.registry.alias_changes import Proposal, Situation
+from components.common.registry.audit_log import Entry
+from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
+from components.common.registry.promotions import CHAMPION, ChampionComparison
+from components.common.registry.version_evaluation import (
+    Standing,
+    check_log,
+    check_tags,
+    compare_measured,
+    compare_standings,
+    standing_of,
+)
+from components.promote.config import PromoteConfig
+
+if TYPE_CHECKING:
+    from components.common.runtimes import Runner
+
+_CPU_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remeasured:
+    """What a version shows on other images."""
+
+    precision: Precision
+    top1_pct: float
+    right: np.ndarray  # [N] bool, in the split's order
+    runtime: str
+
+
+def remeasure(
+    registry: Registry,
+    version: RegisteredVersion,
+    precision: Precision,
+    data: Artifact[DatasetManifest],
+    progress: Callable[[int, int], None],
+) -> Remeasured:
+    """Run a registered version's bundle, as it lies in the registry, over a validation split.
+
+    Args:
+        registry: that holds it.
+        version: the version.
+        precision: which one to run.
+        data: the images.
+        progress: called with images done and images in all.
+
+    Raises:
+        RuntimeUnavailable: nothing here runs it.
+        EngineryError: its files are gone or changed, or its classes are others than the data set's.
+    """
+    with registry.files(version, "bundle") as path:
+        bundle = load(path, BundleManifest, verify=ALL_FILES)
+        check_tags(version, {"bundle": bundle.digest})
+        if bundle.manifest.classes != data.manifest.classes:
+            raise EngineryError(
+                f"its {len(bundle.manifest.classes)} classes are not the {len(data.manifest.classes)} of the data set "
+                f"{data.path}"
+            )
+        try:
+            return _measure(bundle, precision, data, progress)
+        except ModuleNotFoundError as error:
+            raise RuntimeUnavailable(
+                f"{error.name} is not installed here, and measuring needs PyTorch, DALI, and OpenVINO or TensorRT"
+            ) from error
+
+
+def _measure(
+    bundle: Artifact[BundleManifest],
+    precision: Precision,
+    data: Artifact[DatasetManifest],
+    progress: Callable[[int, int], None],
+) -> Remeasured:
+    import torch  # here and below: the image of promote has none of these
+
+    from components.common.data.evaluation import predict
+    from components.common.data.loader import Loader
+
+    runner = _runner(bundle, precision)
+    try:
+        on_gpu = torch.cuda.is_available()
+        largest = bundle.manifest.shapes.max_batch
+        loader = Loader(
+            data,
+            "val",
+            bundle.manifest.transform,
+            batch_size=largest if on_gpu else min(_CPU_BATCH_SIZE, largest),
+            device_id=0 if on_gpu else None,
+        )
+        num_images = data.manifest.splits["val"].num_images
+        found = predict({precision: runner}, loader, num_images, progress)[precision]
+    finally:
+        runner.close()
+    return Remeasured(precision=precision, top1_pct=found.top1_pct, right=found.right, runtime=runner.runtime)
+
+
+def _runner(bundle: Artifact[BundleManifest], precision: Precision) -> "Runner":
+    """TensorRT where the bundle has a plan for this GPU, else OpenVINO on the ONNX file."""
+    from components.common.runtimes.tensorrt_library import plan_mismatches, why_no_tensorrt
+
+    manifest = bundle.manifest
+    engine = next((engine for engine in manifest.engines if engine.precision == precision), None)
+    reasons = []
+    if engine is not None:
+        missing = why_no_tensorrt() or "; ".join(plan_mismatches(engine))
+        if not missing:
+            from components.common.runtimes.tensorrt import TensorRTRunner
+
+            return TensorRTRunner(bundle.file(engine.file), manifest.shapes, engine)
+        reasons.append(f"its plan {engine.file} does not run here ({missing})")
+    if precision != "fp16" and precision in manifest.models:
+        from components.common.runtimes.openvino import OpenVINORunner
+        from components.common.runtimes.selection import fit_model
+
+        file = fit_model(manifest.int8_on_cpus).file if precision == "int8" else manifest.models[precision]
+        try:
+            return OpenVINORunner(bundle.file(file), manifest.shapes)
+        except RuntimeError as error:
+            reasons.append(f"OpenVINO does not load its {file}: {' '.join(str(error).split())[:300]}")
+            raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {'; '.join(reasons)}") from error
+    reasons.append("a CPU has no FP16 arithmetic" if precision == "fp16" else f"it has no {precision.upper()} model")
+    raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {'; '.join(reasons)}")
+
+
+_MAX_LENGTH = 1500  # of a reason; what MLflow takes of a record must hold it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Whether a version may become the champion, and why."""
+
+    champion: bool
+    why: str
+    comparison: ChampionComparison | None = None
+
+
+class Decision:
+    """Made anew for each situation, since other promotions may come first; what was measured is kept."""
+
+    def __init__(
+        self,
+        config: PromoteConfig,
+        registry: Registry,
+        version: str,
+        standing: Standing,
+        data: Artifact[DatasetManifest],
+        log: StepLog,
+    ) -> None:
+        self.config, self.registry, self.version = config, registry, version
+        self.standing, self.data, self.log = standing, data, log
+        self.judgement = Judgement(champion=False, why="nothing was decided yet")
+        self._measured: dict[str, Remeasured] = {}  # by the champion's version
+
+    def propose(self, situation: Situation) -> Proposal:
+        """Aliases for the new version, as it compares with the champion of this situation."""
+        self.judgement = self._judge(situation)
+        aliases = {self.config.alias: self.version}
+        if self.judgement.champion:
+            aliases[CHAMPION] = self.version
+        asked = f"{self.config.why}: " if self.config.why else ""
+        return Proposal(
+            kind="promote",
+            aliases=aliases,
+            why=(asked + self.judgement.why)[:_MAX_LENGTH],
+            digests=self.standing.digests,
+            comparison=self.judgement.comparison,
+        )
+
+    def _judge(self, situation: Situation) -> Judgement:
+        champion = situation.champion
+        if back := _rolled_back(self.standing.digests["bundle"], situation.entries):
+            return Judgement(champion=False, why=f"{back}; {self._by_hand()}")
+        if champion is None:
+            return Judgement(champion=True, why="passed its gate, and there was no champion")
+        try:
+            comparison = self._compare(champion, situation.entries)
+        except EngineryError as error:
+            why = f"it can't be compared with the champion, version {champion}: {error}"
+            return Judgement(champion=False, why=f"{why}. {self._how_to_go_on()}")
+        if comparison.not_worse:
+            return Judgement(champion=True, why=f"not worse: {comparison.text}", comparison=comparison)
+        allowed = f", allowed {comparison.tolerance_points:g} points less" if comparison.tolerance_points else ""
+        why = f"worse than the champion: {comparison.text}{allowed}"
+        return Judgement(champion=False, why=why, comparison=comparison)
+
+    def _compare(self, champion: str, entries: Sequence[Entry]) -> ChampionComparison:
+        version = self.registry.version(self.config.registered_model, champion)
+        tolerance = self.config.tolerance_points
+        with standing_of(self.registry, version) as present:
+            check_log(version, entries, {part: present.digests[part] for part in PARTS})
+            if present.split_digest == self.standing.split_digest:
+                return compare_standings(self.standing, present, champion, tolerance)
+            if self.standing.top1_pct is None:
+                raise EngineryError(f"this report does not measure {self.standing.precision.upper()}")
+            if champion not in self._measured:
+                self.log.note(f"the champion, version {champion}, was measured on other images; now on these")
+                self._measured[champion] = remeasure(
+                    self.registry,
+                    version,
+                    present.precision,
+                    self.data,
+                    lambda done, total: self.log.progress("measuring the champion", done, total, unit="images"),
+                )
+            again = self._measured[champion]
+            return compare_measured(
+                self.standing,
+                top1_pct=self.standing.top1_pct,
+                champion_version=champion,
+                champion_precision=again.precision,
+                champion_top1_pct=again.top1_pct,
+                champion_right=again.right,
+                tolerance_points=tolerance,
+                measured_again=again.runtime,
+            )
+
+    def _by_hand(self) -> str:
+        name = self.config.registered_model
+        return (
+            f"make it champion all the same: enginery promote {name} {self.version} --to {CHAMPION} --force --why TEXT"
+        )
+
+    def _how_to_go_on(self) -> str:
+        return f"Promote again on a machine that can, or {self._by_hand()}"
+
+
+def _rolled_back(bundle_digest: str, entries: Sequence[Entry]) -> str:
+    """Why a bundle may not come back by itself: somebody rolled back from it. Empty where nobody did."""
+    bundles = {
+        change.after: entry.change.digests.get("bundle")
+        for entry in entries
+        for change in entry.change.changes.values()
+        if entry.change.kind in ("promote", "manual")
+    }
+    for entry in entries[::-1]:
+        left = entry.change.changes.get(CHAMPION)
+        if entry.change.kind == "manual" and left is not None and bundles.get(left.after) == bundle_digest:
+            return ""  # and somebody wanted it again
+        if entry.change.kind == "rollback" and left is not None and bundles.get(left.before or "") == bundle_digest:
+            return (
+                f"this very bundle was champion as version {left.before}, and was rolled back on "
+                f"{entry.change.when[:10]} ({entry.change.why})"
+            )
+    return ""

@@ -1,0 +1,64 @@
+"""Encoded images in, what the network takes out: the first model of the ensemble."""
+
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import triton_python_backend_utils as pb
+from PIL import Image
+
+from components.common.contracts.errors import UserError
+from components.common.data.image_batches import ImageBatches
+from components.serve.admission_control import PendingRequests, refusal
+from components.serve.repository_check import open_from
+
+MAX_IMAGE_BYTES = 64 << 20  # of one encoded image; what newer Tritons take of a whole HTTP request
+_MOST_DECODED = 32  # images in one batch of the decoder, as in validation on a CPU
+
+
+class TritonPythonModel:
+    """Called by Triton's Python backend, by one thread."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Check the repository and decode a first image, so that the first request need not wait for it."""
+        # Pillow warns of images that it decodes all the same; it refuses those of twice that size.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        manifest = open_from(Path(args["model_repository"])).manifest
+        self._output = manifest.shapes.input_name
+        self._images = ImageBatches(manifest.transform, min(_MOST_DECODED, manifest.shapes.max_batch))
+        self._images.load_each([_white()], ["warm-up"])
+        name = args["model_name"]
+        network = name.removesuffix("_preprocess") + "_model"
+        self._pending = PendingRequests([name, network], args["model_config"])
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """A response for each request; one with a bad image is refused, and the others are not touched."""
+        admitted, refused = self._pending.admit(requests)
+        return [*self._answer(admitted), *refused]
+
+    def _answer(self, requests: Sequence[Any]) -> list[Any]:
+        sent = [_encoded(pb.get_input_tensor_by_name(request, "IMAGE").as_numpy()) for request in requests]
+        flat = [data for images in sent for data in images]
+        names = [f"image {index}" for images in sent for index in range(len(images))]
+        decoded = iter(self._images.load_each(flat, names, max_bytes=MAX_IMAGE_BYTES))
+        return [self._response([next(decoded) for _ in images]) for images in sent]
+
+    def _response(self, images: Sequence[np.ndarray | UserError]) -> Any:
+        if wrong := [image for image in images if isinstance(image, UserError)]:
+            return refusal(str(wrong[0]))
+        # [B, 3, H, W] float32, normalized
+        return pb.InferenceResponse([pb.Tensor(self._output, np.stack(cast("Sequence[np.ndarray]", images)))])
+
+
+def _encoded(tensor: np.ndarray) -> list[bytes]:
+    """tensor: [B, 1] of bytes."""
+    return [value if isinstance(value, bytes) else str(value).encode() for value in tensor.reshape(-1)]
+
+
+def _white() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "white").save(buffer, "JPEG")
+    return buffer.getvalue()

@@ -1,0 +1,568 @@
+"""Text of report.html and model_card.md, which say the same, and the next steps after a verdict that is no pass."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from components.common.contracts.environment import Environment
+from components.common.contracts.records import FP16_MANTISSA_BITS, AccuracyRow, ClassLoss, EngineEntry, ProfileRecord
+from components.common.contracts.statistics import SIGNIFICANCE
+from components.common.contracts.verdict import deciding_images, drops_allowed, largest_batch, reaches_top1
+from components.validate.schema import Report
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+_MINUS = "\N{MINUS SIGN}"
+_NONE = "\N{EN DASH}"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """With separators for thousands; a dash for what was not measured."""
+    return _NONE if value is None else f"{value:,.{digits}f}"
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    """With its sign; zero has none."""
+    if value is None:
+        return _NONE
+    text = f"{abs(value):,.{digits}f}"
+    if not float(text.replace(",", "")):
+        return text
+    return f"{_MINUS if value < 0 else '+'}{text}"
+
+
+def probability(value: float) -> str:
+    """A p-value."""
+    return f"{value:.4f}" if value >= 0.001 else f"{value:.2e}"
+
+
+def count(value: int) -> str:
+    """A whole number with separators for thousands."""
+    return f"{value:,}"
+
+
+def megabytes(value: int) -> str:
+    """Bytes in units of 1,000,000."""
+    return f"{value / 1e6:,.1f}"
+
+
+def short(digest: str) -> str:
+    """The start of a digest, enough to tell it from the others of a report."""
+    return digest.removeprefix("sha256:")[:12]
+
+
+_DROPS = ("top1_drop_points", "relative_top1_pct")
+_SPEEDS = ("speedup", "speedup_fp16")
+_FEW_CLASSES = 3  # that lose so much that the rest does not matter
+
+
+def next_steps(report: Report) -> list[str]:
+    """What to do, what helps most first; nothing after a pass."""
+    verdict = report.verdict
+    precision, fp32, own = (
+        verdict.precision.upper(),
+        report.accuracy.row("fp32"),
+        report.accuracy.row(verdict.precision),
+    )
+    open_checks = {check.name: check for check in verdict.checks if check.verdict != "pass"}
+    if fp32.top1_pct is None or own.top1_pct is None:
+        missing = own if own.top1_pct is None else fp32
+        if "saturate" in missing.note:
+            return ["Export again: it writes a file with 7-bit weights for CPUs without VNNI, such as this one."]
+        return [f"Validate on a machine that runs {missing.precision.upper()}, or judge another one (gate.precision)."]
+    steps = []
+    if "above_chance" in open_checks:
+        steps.append(
+            "Train again, and check that the model's classes are those of the data, in the same order: top-1 is hardly "
+            "above that of always answering the most frequent class."
+        )
+    if "top1_pct" in open_checks and not reaches_top1(verdict.thresholds, fp32):
+        steps.append(f"Train for longer or on more images: FP32 itself reaches {number(fp32.top1_pct)} %.")
+    if any(name in open_checks for name in _DROPS):
+        steps += _after_a_drop(report, own)
+    elif class_check := open_checks.get("class_drop_points"):
+        if class_check.verdict == "fail":
+            steps += [_look_at(own.worse_classes[:_FEW_CLASSES])]
+        elif own.largest_loss is not None:
+            steps.append(
+                f"Validate on more images of {own.largest_loss.name}, which has {own.largest_loss.num_images}: "
+                "its loss may be chance."
+            )
+    if "validation_images" in open_checks:
+        steps.append(f"Validate on at least {count(verdict.thresholds.min_validation_images)} images.")
+    speeds = [open_checks[name] for name in _SPEEDS if name in open_checks]
+    if any(check.verdict == "fail" for check in speeds):
+        other = verdict.recommendation.precision if verdict.recommendation else "fp16"
+        steps.append(
+            f"Ship {other.upper()} (gate.precision={other}): {precision} is not fast enough here."
+            if other == "fp16"
+            else f"Ship FP32 on this machine: {precision} is not fast enough here."
+        )
+    elif speeds:
+        steps.append("Measure the speed again on an idle machine, and for longer (validate.benchmark_seconds).")
+    if "p99_ms" in open_checks:
+        steps.append(
+            "Serve smaller batches (gate.p99_batch_size): validate.latency_budget names the fastest way within a limit."
+        )
+    if "size_mb" in open_checks:
+        steps.append("Take a smaller architecture (--architecture), or allow a larger file (gate.max_size_mb).")
+    return steps
+
+
+def _after_a_drop(report: Report, own: AccuracyRow) -> list[str]:
+    """More images where the drop seen is allowed and only the proof is missing; else what makes the drop smaller."""
+    thresholds, compared = report.verdict.thresholds, own.comparison
+    if compared is None:
+        return ["Validate again: this report has no interval of the drop."]
+    allowed = min(drops_allowed(thresholds, report.accuracy.row("fp32").top1_pct or 0.0))
+    needed = deciding_images(thresholds, report.accuracy, own)
+    if -compared.delta_top1_points > allowed or needed is None:
+        return _against_a_loss(report, own)
+    return [
+        f"Validate on about {count(needed)} images instead of {count(compared.num_images)} "
+        "(preprocess.val_fraction, or a larger validation folder): they decide, if the share of lost and gained images "
+        "stays as it is.",
+        "Or allow a larger drop (gate.max_top1_drop_points), or take the measured drop without a proof "
+        "(gate.confident=false).",
+    ]
+
+
+def _against_a_loss(report: Report, own: AccuracyRow) -> list[str]:
+    """Remedies for a precision that loses too much, by where and how it does."""
+    steps = []
+    num_lost = own.comparison.num_lost if own.comparison else 0
+    few = own.worse_classes[:_FEW_CLASSES]
+    if few and 2 * sum(entry.num_lost for entry in few) >= num_lost:
+        steps.append(_look_at(few))
+    if own.precision == "int8":
+        steps.append(_about_calibration(report))
+    fp16 = next((row for row in report.accuracy.rows if row.precision == "fp16"), None)
+    if own.precision == "int8" and fp16 is not None and fp16.delta_top1_points is not None:
+        steps.append(f"Or ship FP16 (gate.precision=fp16): {signed(fp16.delta_top1_points)} points against FP32.")
+    return steps
+
+
+def _look_at(losses: tuple[ClassLoss, ...]) -> str:
+    named = ", ".join(f"{entry.name} ({entry.num_lost} of {entry.num_images} images)" for entry in losses)
+    return (
+        f"Look at the images below of what loses most: {named}. More such training images, or calibrating with more "
+        "(export.num_calibration_images), help where they are rare."
+    )
+
+
+def _about_calibration(report: Report) -> str:
+    """The setting of export that has not been tried yet."""
+    config, entry, chosen = report.provenance.configs["export"], report.calibration.selection, report.calibration.chosen
+    if config.get("fallback") is False:
+        return "Let export keep the costliest layers in float: export.fallback=true."
+    if config.get("calibration_method", "auto") != "auto":
+        return f"Let export compare calibrations (export.calibration_method=auto): {report.calibration.method} was set."
+    if entry is None:
+        return "Export with more training images, so that calibrations and layers in float can be compared on some."
+    if entry.out_of_time:
+        return "Give the search for calibration and layers in float more time: export.search_seconds."
+    if chosen is None or not chosen.within_budget:
+        return "INT8 of this architecture loses too much, with every calibration and fallback tried: train another one."
+    return (
+        f"Choose on more images (export.num_selection_images): there INT8 was within the budget, at "
+        f"{signed(chosen.delta_top1_points)} points."
+    )
+
+
+Facts = list[tuple[str, str]]  # what, and its value with its unit
+
+_MAX_NAMES = 10
+_MAX_LOSING_CLASSES = 5
+_RECIPE = ("epochs", "global_batch_size", "learning_rate", "weight_decay", "label_smoothing", "precision", "seed")
+
+
+def state(report: Report) -> Literal["pass", "doubt", "fail"]:
+    """Of the verdict: whether something fails, or nothing does and the evidence is too little."""
+    if report.verdict.passed:
+        return "pass"
+    return "fail" if any(check.verdict == "fail" for check in report.verdict.checks) else "doubt"
+
+
+def outcome(report: Report) -> str:
+    """The verdict in a few words, with the precision that it is on."""
+    precision = report.verdict.precision.upper()
+    if not report.verdict.passed:
+        return f"{precision} did not pass" if state(report) == "fail" else f"{precision}: not enough evidence to pass"
+    return f"{precision} passed" if report.verdict.thresholds.confident else f"{precision} passed, not proved"
+
+
+def key_figures(report: Report) -> Facts:
+    """What the judged precision costs and buys, in a few numbers; nothing where it was not measured."""
+    precision = report.verdict.precision
+    fp32, own = report.accuracy.row("fp32"), report.accuracy.row(precision)
+    if own.top1_pct is None or fp32.top1_pct is None:
+        return []
+    bound = (
+        f"; the drop is at most {number(report.change.drop_upper_points)}, with 95 % confidence"
+        if report.change
+        else ""
+    )
+    figures = [
+        (f"{number(own.top1_pct)} %", f"top-1; FP32 {number(fp32.top1_pct)} %"),
+        (f"{signed(own.delta_top1_points)} points", f"top-1 against FP32{bound}"),
+    ]
+    largest = largest_batch(report.benchmark)
+    if ratio := report.benchmark.speedup(precision, "fp32", largest):
+        batch = f"speed of FP32 at batch {largest}"
+        if ratio.doubt:
+            figures.append(("unsure", f"{batch}: {ratio.doubt.partition(':')[0]}"))
+        else:
+            figures.append((f"{number(ratio.median)} {TIMES}", f"{batch}; {number(ratio.low)} to {number(ratio.high)}"))
+    figures.append((f"{megabytes(own.size_bytes)} MB", f"file size; FP32 {megabytes(fp32.size_bytes)} MB"))
+    return figures
+
+
+def change_sentences(report: Report) -> list[str]:
+    """What to ship where that is not what was judged, how the predictions differ from FP32's, and what to know."""
+    change, advice, sentences = report.change, report.verdict.recommendation, []
+    own = report.verdict.precision
+    if advice is not None and advice.precision != own:
+        sentences.append(f"Recommended: {advice.precision.upper()}, since {advice.reason}.")
+    if change is not None:
+        sentences.append(
+            f"Of {count(change.num_images)} images FP32 alone is right on {count(change.num_lost)} (lost) and "
+            f"{own.upper()} alone on {count(change.num_gained)} (gained)."
+        )
+    if report.verdict.note:
+        sentences.append(f"Note: {report.verdict.note}.")
+    return sentences
+
+
+def accuracy_sentences(report: Report) -> list[str]:
+    """Where accuracy was measured, what is to be known about a row, and which there is none of."""
+    rows = [row for row in report.accuracy.rows if row.top1_pct is not None]
+    devices = sorted({row.device for row in rows if row.device})
+    num_images = max((row.num_images for row in rows), default=0)
+    where = f", on {' and '.join(devices)}" if devices else ""
+    known = report.verdict.note  # which says it already
+    notes = [f"{row.precision.upper()}: {row.note}." for row in rows if row.note and row.note not in known]
+    missing = [row for row in report.accuracy.rows if row.top1_pct is None]
+    notes += [f"{row.precision.upper()} was not measured: {row.note}." for row in missing]
+    return [
+        *notes,
+        f"All precisions saw the same {count(num_images)} images of the validation split{where}. The drop is at most "
+        "the upper end of its paired one-sided 95 % interval, which the gate judges.",
+        "ECE is the expected calibration error over 15 bins of confidence: how far a model is surer, or less sure, "
+        "than it is right.",
+    ]
+
+
+def class_sentences(report: Report) -> list[str]:
+    """Which classes each precision recognizes surely less often than FP32, or which loses most."""
+    sentences = [_classes(row) for row in report.accuracy.rows if row.comparison is not None]
+    sentences += _unseen_classes(report) if sentences else []
+    explained = f"p is McNemar's, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
+    return [*sentences, explained] if sentences else []
+
+
+def _classes(row: AccuracyRow) -> str:
+    name, worse = row.precision.upper(), row.worse_classes
+    if worse:
+        more = f" and {count(len(worse) - _MAX_NAMES)} more" if len(worse) > _MAX_NAMES else ""
+        named = "; ".join(_loss(entry) for entry in worse[:_MAX_NAMES])
+        return f"{name} is significantly worse than FP32 on {_classes_of(len(worse))}: {named}{more}."
+    if row.largest_loss is None:
+        return f"{name} is worse than FP32 on no class."
+    return (
+        f"{name} is significantly worse than FP32 on no class. The largest loss is that of {_loss(row.largest_loss)}."
+    )
+
+
+def _unseen_classes(report: Report) -> list[str]:
+    seen = {entry.name for entry in report.class_changes}
+    unseen = [name for name in report.model.classes if name not in seen]
+    if not unseen or not seen:
+        return []
+    more = f" and {count(len(unseen) - _MAX_NAMES)} more" if len(unseen) > _MAX_NAMES else ""
+    names = f"{', '.join(unseen[:_MAX_NAMES])}{more}"
+    return [f"Nothing is known about {_classes_of(len(unseen))} without validation images: {names}."]
+
+
+def _classes_of(number_of: int) -> str:
+    return "1 class" if number_of == 1 else f"{count(number_of)} classes"
+
+
+def _loss(entry: ClassLoss) -> str:
+    images = f"{count(entry.num_lost)} lost and {count(entry.num_gained)} gained of {count(entry.num_images)} images"
+    return f"{entry.name}, {signed(entry.delta_points)} points ({images}, p = {probability(entry.p_corrected)})"
+
+
+def intended_use(report: Report) -> list[str]:
+    """What the model is for, and what it expects."""
+    model = report.model
+    names, others = ", ".join(model.classes[:_MAX_NAMES]), len(model.classes) - _MAX_NAMES
+    names += f" and {count(others)} more" if others > 0 else ""
+    shapes, transform = model.shapes, model.transform
+    return [
+        f"Sorting images into {count(len(model.classes))} classes: {names}. "
+        "Images that show none of the classes get one of them all the same.",
+        f"The input, named {shapes.input_name}, is [batch, {shapes.channels}, {shapes.height}, {shapes.width}] float32 "
+        f"of {shapes.min_batch} to {shapes.max_batch} images: RGB, the shorter side resized to "
+        f"{transform.resize_size} px ({transform.interpolation}), its central square of {transform.crop_size} px, "
+        f"divided by 255, minus {_channels(transform.mean, 4)}, divided by {_channels(transform.std, 4)}.",
+    ]
+
+
+def limitations(report: Report) -> list[str]:
+    """Where the numbers do not hold, or hold less."""
+    own, points = report.verdict.precision.upper(), []
+    if report.verdict.note:
+        points.append(f"{report.verdict.note[:1].upper()}{report.verdict.note[1:]}.")
+    if report.change and report.change.num_differing:
+        differing = f"{count(report.change.num_differing)} of {count(report.change.num_images)} images"
+        points.append(f"{own} predicts another class than FP32 on {differing}.")
+    losing = [entry for entry in report.class_changes if entry.delta_points < 0]  # the largest loss first
+    surely = [entry for entry in losing if entry.significant]
+    for entry in (surely or losing[:1])[:_MAX_LOSING_CLASSES]:
+        lost, gained = count(entry.num_lost), count(entry.num_gained)
+        images = f"{lost} lost and {gained} gained of {count(entry.num_images)} images"
+        chance = "" if entry.significant else ", which may be chance"
+        points.append(f"The class {entry.name} loses {number(-entry.delta_points)} points ({images}){chance}.")
+    if report.model.engines_missing:
+        points.append(f"{missing_engines(report)}: {report.model.engines_missing}.")
+    return [*points, "Accuracy holds for images like those of the validation split. Nothing was measured on others."]
+
+
+def missing_engines(report: Report) -> str:
+    """How many engines lack: all, or what came after the first that could not be built."""
+    return "Some TensorRT engines are missing" if report.model.engines else "There are no TensorRT engines"
+
+
+def engine_layers(engine: EngineEntry) -> str:
+    """How many of the graph's convolutions run in the engine's own precision, and what it spends on changing formats.
+
+    Convolutions in another precision are counted by it.
+    """
+    layers = engine.layers
+    if layers is None:
+        return "not inspected"
+    total, own = sum(layers.convolutions.values()), engine.precision.upper()
+    parts = [f"{layers.convolutions.get(own, 0)} of {total} convolutions in {own}"]
+    parts += [f"{times} in {name}" for name, times in layers.convolutions.items() if name != own]
+    reformats = "1 reformat layer" if layers.num_reformats == 1 else f"{layers.num_reformats} reformat layers"
+    return ", ".join([*parts, f"{reformats} of {layers.num_layers}"])
+
+
+def built_as(engine: EngineEntry) -> str:
+    """What TensorRT was told when it built the engine."""
+    level = [] if engine.optimization_level is None else [f"level {engine.optimization_level}"]
+    kept = engine.mantissa_bits
+    bits = [] if kept is None else [f"weights of {kept} of {FP16_MANTISSA_BITS} mantissa bits"]
+    return ", ".join([*engine.flags, *level, *bits])
+
+
+def layer_exceptions(report: Report) -> Facts:
+    """Convolutions that the judged engine runs in another precision than its own: the node, and what it runs in."""
+    excluded = set(report.calibration.excluded)
+    found: Facts = []
+    for engine in report.model.engines:
+        if engine.precision == report.verdict.precision and engine.layers is not None:
+            for name, precision in engine.layers.exceptions.items():
+                kept = engine.precision == "int8" and name in excluded
+                reason = "kept out of INT8 for accuracy" if kept else "chosen by TensorRT"
+                found.append((name, f"{precision}, {reason}"))
+    return found
+
+
+def calibration_facts(report: Report) -> Facts:
+    """Method and samples behind the INT8 scales, and which layers are in INT8."""
+    entry, config = report.calibration, report.provenance.configs["export"]
+    split = next((split for split in report.data.splits if split.name == entry.split), None)
+    method, samples = entry.method, count(entry.num_images)
+    if method == "percentile" and "calibration_percentile" in config:
+        method += f", {config['calibration_percentile']:g} % of the values"
+    if split is not None:
+        samples += f" of the {count(split.num_images)} images of the {split.name} split ({short(split.digest)})"
+    if "seed" in config:
+        samples += f", chosen with seed {config['seed']}"
+    facts = [
+        ("method", method),
+        ("samples", samples),
+        ("time", "none: the result was in the cache" if entry.cached else f"{number(entry.seconds, 1)} s"),
+        ("INT8 layers", f"{count(entry.num_quantized_layers)} of {count(entry.num_quantizable_layers)}"),
+    ]
+    if entry.excluded:
+        facts.append(("kept in float", ", ".join(entry.excluded)))
+    return facts + ([("digest", entry.digest)] if entry.digest else [])
+
+
+def selection_facts(report: Report) -> Facts:
+    """How calibration and INT8 layers were chosen; nothing where they were given."""
+    entry = report.calibration.selection
+    if entry is None:
+        return []
+    budget = f"{entry.max_top1_drop_points:g} points of top-1, at least {entry.min_relative_top1_pct:g} % of FP32's"
+    end = "; the time limit ended the search" if entry.out_of_time else ""
+    return [
+        ("measured on", f"{count(entry.num_images)} training images that nothing was calibrated with"),
+        ("by", entry.runtime),
+        ("FP32 there", f"{number(entry.fp32_top1_pct)} %"),
+        ("budget", budget),
+        ("time", f"{number(entry.seconds, 1)} s{end}"),
+    ]
+
+
+def selection_sentences(report: Report) -> list[str]:
+    """What was compared and what was chosen, or why nothing was compared."""
+    entry, chosen = report.calibration.selection, report.calibration.chosen
+    if entry is None:
+        return [_why_nothing_was_compared(report)]
+    methods = sum(not trial.excluded for trial in entry.trials)
+    fallbacks = len(entry.trials) - methods
+    tried = f"{_of(methods, 'calibration')} measured with every layer in INT8"
+    tried += f", then {_of(fallbacks, 'set')} of layers kept in float" if fallbacks else ""
+    sentences = [f"{tried}."]
+    if chosen is not None:
+        layers = f" with {_of(len(chosen.excluded), 'layer')} in float" if chosen.excluded else ""
+        sentences.append(
+            f"Chosen: {chosen.method}{layers}, the same class as FP32 on {number(chosen.agreement_pct)} % of the "
+            f"images; {signed(chosen.delta_top1_points)} points of top-1 against FP32, with 95 % confidence between "
+            f"{signed(chosen.low_points)} and {signed(chosen.high_points)}; "
+            f"{'within' if chosen.within_budget else 'outside'} the budget."
+        )
+    sentences.append(
+        "These are training images, which the model has learned, so its top-1 and losses differ from those on the "
+        "validation images, which alone count for the verdict."
+    )
+    return sentences
+
+
+def ranking_sentences(report: Report, max_layers: int) -> list[str]:
+    """What the ranking says, of which so many layers are shown, or why there is none."""
+    calibration = report.calibration
+    entry = calibration.selection
+    if entry is None:
+        return []
+    if not entry.ranking:
+        off = report.provenance.configs["export"].get("num_ranking_images") == 0
+        why = "export.num_ranking_images is 0" if off else "the budget holds with all of them in INT8"
+        return [f"Layers were not ranked: {why}."]
+    shown = [layer.name for layer in entry.ranking[:max_layers]]
+    which = "All" if len(shown) == len(entry.ranking) else f"The {len(shown)} costliest of"
+    sentences = [
+        f"{which} {_of(len(entry.ranking), 'layer')} that can run in INT8: divergence from FP32's predictions when the "
+        f"layer alone runs in INT8, over {count(entry.num_ranking_images)} calibration images."
+    ]
+    if any(name not in calibration.excluded for name in shown) and calibration.excluded:
+        sentences.append("Costly layers that the budget did not need in float went back into INT8.")
+    if further := sum(layer.name in calibration.excluded for layer in entry.ranking[max_layers:]):
+        sentences.append(f"{_of(further, 'layer')} kept in float cost less than those shown.")
+    return [*sentences, "The whole ranking is in report.json."]
+
+
+def _why_nothing_was_compared(report: Report) -> str:
+    config, nothing = report.provenance.configs["export"], "No calibrations were compared"
+    if config.get("num_selection_images") == 0:
+        return f"{nothing}: export.num_selection_images is 0."
+    if config.get("fallback") is False and config.get("calibration_method") != "auto":
+        return f"{nothing}: the method was given (export.calibration_method), and export.fallback is off."
+    images = next((split.num_images for split in report.data.splits if split.name == "train"), None)
+    if images is not None and config.get("num_selection_images"):
+        return f"{nothing}: {count(images)} training images are too few to calibrate with some and compare on others."
+    return f"{nothing}."
+
+
+def _of(number_of: int, noun: str) -> str:
+    return f"{count(number_of)} {noun}{'' if number_of == 1 else 's'}"
+
+
+def training_facts(report: Report) -> Facts:
+    """The recipe, and what the last epoch measured."""
+    training = report.training
+    if training is None:
+        return []
+    facts = [(key.replace("_", " "), str(training.config[key])) for key in _RECIPE if key in training.config]
+    facts += [_metric(key, value) for key, value in training.metrics.items()]
+    return facts + _profile_facts(training.profile)
+
+
+def _profile_facts(profile: ProfileRecord | None) -> Facts:
+    """What the recorded steps spent their time on."""
+    if profile is None:
+        return []
+    families = ", ".join(f"{share:.0f} % {name}" for name, share in profile.families_pct.items() if share >= 0.5)
+    costliest = ", ".join(f"{one.name[:60]} {one.share_pct:.0f} %" for one in profile.operations[:3])
+    steps = _of(profile.num_steps, "recorded step")
+    return [
+        ("a step spends", f"{number(profile.ms_per_step, 1)} ms ({steps}): {families}"),
+        ("costliest operations", costliest),
+    ]
+
+
+def _metric(key: str, value: float) -> tuple[str, str]:
+    known = {
+        "train_loss": ("training loss", number(value, 3)),
+        "train_images_per_s": ("training speed", f"{number(value, 0)} images/s"),
+        "val_loss": ("validation loss", number(value, 3)),
+        "val_top1_pct": ("validation top-1", f"{number(value)} %"),
+        "data_wait_pct": ("waiting for images", f"{number(value, 1)} % of the time"),
+        "gpu_utilization_pct": ("GPU utilization", f"{number(value, 0)} %"),
+        "gpu_memory_bytes": ("GPU memory in use", f"{number(value / 1e9, 1)} GB"),
+        "gpu_power_w": ("power of the GPUs", f"{number(value, 0)} W"),
+        "tflops_per_s": ("arithmetic", f"{number(value, 1 if value >= 10 else 3)} TFLOP/s"),
+        "peak_pct": ("of the GPUs' peak", f"{number(value, 1)} %"),
+    }
+    return known.get(key, (key.replace("_", " "), number(value, 3)))
+
+
+def data_facts(report: Report) -> Facts:
+    """What the images are."""
+    statistics, config = report.data.statistics, report.provenance.configs["preprocess"]
+    side = f"{count(statistics.min_side)} px"
+    if statistics.max_side != statistics.min_side:
+        side = f"{count(statistics.min_side)} to {count(statistics.max_side)} px"
+        side += f", median {count(statistics.median_side)} px"
+    return [
+        *([("source", str(config["data"]))] if "data" in config else []),
+        ("classes", count(report.data.num_classes)),
+        ("shorter side", side),
+        ("mean RGB", _channels(statistics.mean, 3)),
+        ("deviation RGB", _channels(statistics.std, 3)),
+        ("rejected files", count(report.data.num_rejected)),
+    ]
+
+
+def provenance_facts(report: Report) -> Facts:
+    """Code and machines."""
+    code = report.provenance.code
+    version = f"enginery {code.version or 'unknown'}"
+    if code.commit:
+        version += f", commit {code.commit}" + (" with uncommitted changes" if code.modified else "")
+    machines = [(step, _machine(entry)) for step, entry in report.provenance.environments.items()]
+    return [("written", _when(report)), ("code", version), *machines]
+
+
+def headline(report: Report) -> str:
+    """What was measured, and when."""
+    shapes = report.model.shapes
+    size = f"{shapes.height} {TIMES} {shapes.width} px"
+    return f"{report.model.architecture}, {count(len(report.model.classes))} classes, {size}, measured {_when(report)}"
+
+
+def libraries(report: Report) -> list[tuple[str, list[str]]]:
+    """Every library with its version in each step, empty where a step has none."""
+    machines = report.provenance.environments.values()
+    names = sorted({name for machine in machines for name in machine.versions})
+    return [(name, [machine.versions.get(name, "") for machine in machines]) for name in names]
+
+
+def _machine(machine: Environment) -> str:
+    gpus = Counter((gpu.name, gpu.memory_bytes, gpu.driver) for gpu in machine.gpus)
+    parts = [
+        f"{f'{number_of} {TIMES} ' if number_of > 1 else ''}{name} ({memory_bytes / 1e9:,.0f} GB), driver {driver}"
+        for (name, memory_bytes, driver), number_of in gpus.items()
+    ]
+    graphics = "; ".join(parts) or "no GPU"
+    return f"{machine.cpu}, {machine.num_cores} cores; {graphics}; Python {machine.python}, {machine.platform}"
+
+
+def _when(report: Report) -> str:
+    return report.created.replace("T", " ").replace("Z", " UTC")
+
+
+def _channels(values: Sequence[float], digits: int) -> str:
+    return ", ".join(number(value, digits) for value in values)

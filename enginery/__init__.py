@@ -1,0 +1,127 @@
+"""enginery from Python: start a run, read what it wrote, and ask a model server. Modules below are internal.
+
+import enginery
+
+summary = enginery.run("resnet50", config="pipelines/configs/digits.yaml", data="digits")
+print(summary.status, summary.rows[-1].verdict)
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from components.common.contracts.manifests import Artifact, BundleManifest
+    from components.validate.schema import Report
+    from enginery.local.summary import RunSummary
+    from enginery.serving.client.client import AsyncClient, Client
+
+__all__ = ["AsyncClient", "Client", "load_bundle", "load_report", "load_summary", "run"]
+
+
+def run(
+    pipeline: str | Path,
+    *,
+    config: str | Path | None = None,
+    settings: Sequence[str] = (),
+    reuse: bool = True,
+    in_containers: bool = False,
+    **inputs: object,
+) -> "RunSummary":
+    """Run a pipeline on this machine, as `enginery run` does. Only in the main thread, which gets the signals.
+
+    Args:
+        pipeline: a pipeline file, or the name of one that is part of enginery, such as "resnet50".
+        config: YAML file of inputs and settings.
+        settings: "STEP.KEY=VALUE", as for --set.
+        reuse: take finished steps of earlier runs whose inputs, settings, code and machine are the same.
+        in_containers: run each step in its image.
+        **inputs: the pipeline's inputs, such as data="DIR" or epochs=10; they win over `settings` and `config`.
+
+    Returns:
+        The run's summary. A run that failed, or whose model did not pass, returns one too: see `exit_code`.
+
+    Raises:
+        components.common.contracts.errors.UserError: an input or setting can't be used.
+        components.common.contracts.errors.EngineryError: MLflow can't be reached.
+    """
+    from enginery.formats import new_console
+    from enginery.local.execution import run_locally
+    from enginery.local.parameters import load_pipeline, resolve_arguments
+    from enginery.local.preflight import check_inputs
+
+    file = load_pipeline(Path(pipeline))
+    arguments = resolve_arguments(
+        file,
+        config_file=Path(config) if config is not None else None,
+        flags={name: str(value) for name, value in inputs.items()},
+        assignments=settings,
+    )
+    check_inputs(arguments)
+    return run_locally(
+        file,
+        arguments,
+        experiment=file.name,
+        console=new_console(),
+        summary_path=None,
+        reuse=reuse,
+        in_containers=in_containers,
+    )
+
+
+def load_summary(file: str | Path) -> "RunSummary":
+    """Read the summary of a run: its summary.json, or what `--summary` wrote.
+
+    Raises:
+        components.common.contracts.errors.UserError: the file is not there, or is no summary.
+    """
+    from enginery.local.summary import RunSummary
+
+    return _read(Path(file), RunSummary)
+
+
+def load_bundle(folder: str | Path) -> "Artifact[BundleManifest]":
+    """Open the bundle that export wrote: `.manifest` says what is in it, `.file(name)` is a checked path.
+
+    Raises:
+        components.common.contracts.errors.UserError: there is no bundle.
+        components.common.contracts.errors.EngineryError: it is damaged or was changed.
+    """
+    from components.common.contracts.manifests import BundleManifest, load
+
+    return load(Path(folder), BundleManifest)
+
+
+def load_report(folder: str | Path) -> "Report":
+    """Read report.json of the report that validate wrote, after its digest was checked.
+
+    Raises:
+        components.common.contracts.errors.UserError: there is no report.
+        components.common.contracts.errors.EngineryError: it is damaged or was changed.
+    """
+    from components.common.contracts.manifests import ReportManifest, load
+    from components.validate.schema import Report
+
+    return _read(load(Path(folder), ReportManifest, verify=("report.json",)).file("report.json"), Report)
+
+
+def _read(file: Path, model: Any) -> Any:
+    from pydantic import ValidationError
+
+    from components.common.contracts.errors import UserError
+
+    try:
+        return model.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UserError(
+            f"{file} can't be read as a {model.__name__}: {error}; name the file that a run wrote"
+        ) from error
+
+
+def __getattr__(name: str) -> Any:
+    """Load the clients when they are asked for: they need the extra `serve`."""
+    if name in ("AsyncClient", "Client"):
+        from enginery.serving.client import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'enginery' has no attribute {name!r}")

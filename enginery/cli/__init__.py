@@ -1,0 +1,1 @@
+"""The command line: a module per command, named as the command."""

@@ -1,0 +1,37 @@
+"""`enginery approve`: a signed statement that a version may run in an environment."""
+
+from pathlib import Path
+
+import click
+
+from enginery.registry.models import find_version, open_registry
+
+
+@click.command()
+@click.argument("model", metavar="NAME@ALIAS|NAME/VERSION")
+@click.option("--env", "environment", required=True, metavar="ENV", help="The environment, such as production.")
+@click.option("--key", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Private key to sign with.")
+@click.option("--days", type=click.IntRange(1), default=365, show_default=True, help="How long it counts.")
+def approve(model: str, environment: str, key: Path, days: int) -> None:
+    """Sign that a registered version may run in the environment ENV, and put the statement beside its files.
+
+    The version must lie in the registry as it was promoted, with a verdict that the machine's trust policy accepts.
+    What serves in ENV refuses other versions where its own policy says so: docs/security.md. To go back to an older
+    version, approve that again.
+    """
+    # MLflow takes seconds to import: mistakes are said before.
+    from components.common.registry.trust import approval_file, sign_approval, signing_key
+
+    if not environment or not environment.replace("-", "_").isidentifier():
+        raise click.BadParameter(f"an environment is letters, digits, - and _, such as production; got {environment!r}")
+    signer = signing_key(key)
+    registry = open_registry()
+    from enginery.serving.sources import registered_chain
+
+    with registry.reached("nothing was approved"):
+        version = find_version(registry, model)
+        with registered_chain(registry, version, environment="") as chain:
+            digests = {part: chain.digests[part] for part in ("bundle", "report", "verdict")}
+        statement = sign_approval(digests, version.name, version.number, environment, days, signer)
+        registry.add_statement(version, approval_file(environment), statement)
+    click.echo(f"{version.label} is approved for {environment}, {days} days (bundle {digests['bundle']})")

@@ -1,0 +1,104 @@
+"""`enginery doctor`: what this machine can do."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from components.common.contracts.errors import UserError
+from enginery.doctor.checks import Check
+from enginery.doctor.report import Diagnosis, diagnose
+from enginery.formats import new_console
+
+_FILE = click.Path(path_type=Path)
+_MARKS = {
+    "ok": "[green]ok[/]",
+    "warning": "[yellow]warning[/]",
+    "missing": "[red]missing[/]",
+    "absent": "[dim]not here[/]",
+}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--cluster", is_flag=True, help="Look at the cluster of KUBECONFIG instead of this machine.")
+@click.option("--settings", type=_FILE, metavar="FILE.yaml", help="With --cluster: what `enginery submit` gets.")
+@click.option("--num-nodes", type=click.IntRange(min=1), metavar="N", help="With --cluster: nodes to train on.")
+@click.option("--endpoint", envvar="KF_PIPELINES_ENDPOINT", metavar="URL", help="With --cluster: where KFP answers.")
+@click.option("--token-file", type=_FILE, metavar="FILE", help="With --cluster: KFP's bearer token.")
+@click.option("--cookie-file", type=_FILE, metavar="FILE", help="With --cluster: cookie of KFP's login page.")
+@click.option("--ca-file", type=_FILE, metavar="FILE", help="With --cluster: certificates that sign KFP's.")
+@click.option("--namespace", metavar="NAME", help="With --cluster: namespace of runs, instead of the settings'.")
+def doctor(as_json: bool, cluster: bool, **of_cluster: Any) -> None:
+    """Say what this machine can do, and how to fix what is missing; or, with --cluster, a cluster.
+
+    The exit code is 1 when something that every run needs is missing.
+    """
+    given = [name for name, value in of_cluster.items() if value is not None and name != "endpoint"]
+    if given and not cluster:
+        raise UserError(f"--{given[0].replace('_', '-')} goes with --cluster; add it")
+    look = _at_cluster(**of_cluster) if cluster else diagnose
+    if as_json:
+        diagnosis = look()
+        click.echo(diagnosis.model_dump_json(indent=1))
+    else:
+        with new_console(stderr=True).status("looking; about 10 seconds"):
+            diagnosis = look()
+        _show(diagnosis)
+    sys.exit(diagnosis.exit_code)
+
+
+def _at_cluster(
+    settings: Path | None,
+    num_nodes: int | None,
+    endpoint: str | None,
+    token_file: Path | None,
+    cookie_file: Path | None,
+    ca_file: Path | None,
+    namespace: str | None,
+) -> Callable[[], Diagnosis]:
+    """What looks at a cluster; mistakes in the settings are told before it does."""
+    from enginery.cluster.server import Login, checked_endpoint
+    from enginery.cluster.settings import load_settings
+    from enginery.doctor.cluster import View, diagnose_cluster
+
+    placed = load_settings(settings, num_nodes=num_nodes)
+    if namespace:
+        placed = placed.model_copy(update={"namespace": namespace})
+    view = View(placed, checked_endpoint(endpoint) if endpoint else "", Login.find(token_file, cookie_file), ca_file)
+    return lambda: diagnose_cluster(view)
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    console = new_console()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for group in dict.fromkeys(check.group for check in diagnosis.checks):
+        table.add_row(f"[bold]{group}[/]")
+        checks = [check for check in diagnosis.checks if check.group == group]
+        # What depends on something that is not here says nothing by itself.
+        dependent = [check for check in checks if check.status == "absent" and not check.fix]
+        for check in checks:
+            if check not in dependent:
+                table.add_row(_MARKS[check.status], check.name, _told(check))
+        if dependent:
+            table.add_row("", "not checked", f"{', '.join(check.name for check in dependent)}: {dependent[0].found}")
+        table.add_row()
+    console.print(table, highlight=False)
+    console.print(f"[bold]{escape(diagnosis.conclusion)}[/]", highlight=False)
+    worse = [check.name for check in diagnosis.checks if check.status in ("missing", "warning")]
+    if worse and not diagnosis.exit_code:
+        console.print(f"Could be better, with the fix above: {', '.join(worse)}.", highlight=False)
+
+
+def _told(check: Check) -> str:
+    found = escape(check.found)
+    if not check.fix:
+        return found
+    return f"{found}\n[cyan]{'fix: ' if check.status != 'absent' else ''}{escape(check.fix)}[/]"

@@ -1,0 +1,192 @@
+"""`enginery loadtest`: throughput and latency of a model server by request rate."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import prepare_directory, write_atomically
+from enginery.cli.options import finite, server_model, server_url, timeout
+from enginery.formats import new_console, number
+
+if TYPE_CHECKING:
+    from enginery.serving.client.client import AsyncClient
+    from enginery.serving.loadtest.generator import Payload
+    from enginery.serving.loadtest.measuring import About, Plan
+    from enginery.serving.loadtest.results import Level, LoadTest
+
+_MAX_LOAD = 4096  # clients
+_SEARCH = "auto"
+
+
+def _numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...] | None:
+    if value == _SEARCH:
+        return None
+    try:
+        numbers = tuple(sorted({float(part) for part in value.split(",") if part.strip()}))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < entry < 1e6 for entry in numbers):
+        raise UserError(f"{parameter.opts[0]} {value}: write numbers above 0 with commas between, such as 10,100,500")
+    return numbers
+
+
+def _clients(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    if not parts or any(not part.isdecimal() or not 1 <= int(part) <= _MAX_LOAD for part in parts):
+        raise UserError(
+            f"{parameter.opts[0]} {value}: write whole numbers of 1 to {_MAX_LOAD} with commas between, such as 1,8,32"
+        )
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _cores(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    here = os.sched_getaffinity(0)
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    if not parts or any(not part.isdecimal() or int(part) not in here for part in parts):
+        allowed = ",".join(map(str, sorted(here)))
+        raise UserError(f"{parameter.opts[0]} {value}: write numbers of cores with commas between; there is {allowed}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+@click.command()
+@server_url
+@server_model
+@click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="Images to send.  [default: of noise]")
+@click.option("--tensors", is_flag=True, help="Send normalized tensors to the network behind the model instead.")
+@click.option("--batch-size", default=1, type=click.IntRange(1, 4096), show_default=True, help="Images per request.")
+@click.option(
+    "--concurrency",
+    default="1,2,4,8,16,32",
+    callback=_clients,
+    show_default=True,
+    help="Closed loop: clients that wait for their answers.",
+)
+@click.option(
+    "--rates",
+    default=_SEARCH,
+    callback=_numbers,
+    show_default=True,
+    help="Open loop: requests/s, arriving at random; auto searches for the knee.",
+)
+@click.option(
+    "--seconds",
+    default=5.0,
+    type=click.FloatRange(0.2, 3600),
+    callback=finite,
+    show_default=True,
+    help="Measured at each level.",
+)
+@click.option(
+    "--latency-budget",
+    type=click.FloatRange(0.001),
+    callback=finite,
+    metavar="MS",
+    help="For the knee: what p99 may be.  [default: 10 times the median of a single client]",
+)
+@click.option(
+    "--compare-batching",
+    is_flag=True,
+    help="Measure without dynamic batching, too: the network is loaded with that setting, and afterwards as it was.",
+)
+@timeout(5.0)
+@click.option("--processes", default=1, type=click.IntRange(1, 64), show_default=True, help="That send requests.")
+@click.option("--cores", callback=_cores, metavar="0,1", help="Where these run; keep the server off them.")
+@click.option("--output", default="loadtest", type=click.Path(path_type=Path), show_default=True, help="New folder.")
+def loadtest(
+    url: str,
+    model: str | None,
+    data: Path | None,
+    tensors: bool,
+    batch_size: int,
+    concurrency: tuple[int, ...],
+    rates: tuple[float, ...] | None,
+    seconds: float,
+    latency_budget: float | None,
+    compare_batching: bool,
+    timeout: float,
+    processes: int,
+    cores: tuple[int, ...] | None,
+    output: Path,
+) -> None:
+    """Measure a model server: throughput and p50, p95 and p99 latency by request rate, and the knee.
+
+    Writes loadtest.html and loadtest.json. The knee is the highest rate of random arrivals at which answers keep up,
+    none is missing, and p99 is within the latency budget. Latency counts from when a request was due.
+    """
+    if tensors and data is not None:
+        raise UserError("--tensors sends random tensors, so it takes no --data; drop one of them")
+    from enginery.serving.client.client import AsyncClient
+    from enginery.serving.client.transport import Patience, parse_address
+    from enginery.serving.loadtest.measuring import Plan, run_load_test
+    from enginery.serving.loadtest.page import page
+    from enginery.serving.server import loading_key
+
+    plan = Plan(
+        concurrencies=concurrency,
+        rates=rates,
+        seconds=seconds,
+        latency_budget_ms=latency_budget,
+        compare_batching=compare_batching,
+        num_processes=processes,
+        cores=cores,
+        timeout_s=timeout,
+        tensors=tensors,
+        images_per_request=batch_size,
+    )
+
+    key = loading_key(parse_address(url).target.rpartition(":")[0]) if compare_batching else ""
+
+    def client() -> AsyncClient:
+        patience = Patience(timeout_s=max(timeout, 30.0), retry_s=5)
+        return AsyncClient(url, model=model, patience=patience, loading_key=key)
+
+    prepare_directory(output)
+    console = new_console()
+    with console.status("asking the server") as status:
+        result = run_load_test(client, plan, lambda about: _payload(client(), plan, about, data), status.update)
+    write_atomically(output / "loadtest.json", result.model_dump_json(indent=1).encode())
+    write_atomically(output / "loadtest.html", page(result).encode())
+    _print(result)
+    click.echo(f"{output}/loadtest.html and loadtest.json written")
+
+
+def _payload(client: "AsyncClient", plan: "Plan", about: "About", data: Path | None) -> "Payload":
+    from enginery.serving.loadtest import generator
+
+    if plan.tensors:
+        return generator.tensors(client.address, about.network, plan.images_per_request)
+    return generator.images(
+        client.address, about.model, about.image_input, about.network, data, plan.images_per_request
+    )
+
+
+def _print(result: "LoadTest") -> None:
+    from enginery.serving.loadtest.page_text import knee_text, load_text
+
+    console = new_console()
+    for series in result.series:
+        console.print(f"\n[bold]{escape(result.model)}[/], {escape(series.name)}", highlight=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("load", no_wrap=True)
+        for name in ("images/s", "p50 ms", "p95 ms", "p99 ms", "batch", "errors"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for level in (*series.closed, *series.open):
+            table.add_row(load_text(level), *_cells(level))
+        console.print(table)
+        console.print(escape(knee_text(series, result.latency_budget_ms)), highlight=False, soft_wrap=True)
+    for reason, count in result.failures.items():
+        console.print(f"no answer, {count:,} times: {escape(reason)}", highlight=False, soft_wrap=True)
+    console.print(f"sent: {escape(result.sent)}", style="dim", highlight=False)
+
+
+def _cells(level: "Level") -> list[str]:
+    times = [number(value, ",.1f") for value in (level.p50_ms, level.p95_ms, level.p99_ms)]
+    return [f"{level.images_per_s:,.0f}", *times, number(level.mean_batch, ".1f"), str(level.num_errors or "")]

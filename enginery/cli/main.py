@@ -1,0 +1,50 @@
+"""The process behind the command line `enginery`: how it starts, is interrupted and ends."""
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from components.common.contracts.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EngineryError, shown
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; errors end in one message and an exit code, without a traceback unless --debug."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(number, _leave)
+    from enginery.cli.commands import cli  # imports take time, in which Ctrl-C is to work, too
+
+    try:
+        cli(args=arguments, prog_name="enginery")
+    except EngineryError as error:
+        _fail(str(error), error.exit_code)
+    except Exception as error:  # the boundary of the process: a full disk, a broken store, or a mistake of ours
+        _fail(f"{type(error).__name__}: {error} (enginery --debug shows the traceback)", EXIT_FAILURE)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    """No KeyboardInterrupt: libraries swallow it or print it while they are imported, and click ends with 1."""
+    sys.exit(EXIT_INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    import click
+
+    if os.environ.get("ENGINERY_DEBUG") == "1":
+        traceback.print_exc()
+    click.secho("error: ", fg="red", nl=False, err=True)
+    click.echo(shown(message), err=True)
+    sys.exit(code)
+
+
+def run_this(file: str) -> None:
+    """What `python pipelines/NAME.py` does: `enginery run` on itself."""
+    main(["run", str(Path(file)), *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

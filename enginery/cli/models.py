@@ -1,0 +1,64 @@
+"""`enginery models`: what is registered."""
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import click
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from enginery.formats import age_text, new_console, number, verdict_text
+from enginery.registry.models import list_versions, open_registry
+
+if TYPE_CHECKING:
+    from enginery.registry.models import VersionRow
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def models(name: str | None, as_json: bool) -> None:
+    """List registered models: versions, aliases, verdicts, accuracy. NAME is one of them; without it, all."""
+    registry = open_registry()
+    with registry.reached("nothing is listed"):
+        rows = list_versions(registry, name)
+    if as_json:
+        click.echo(json.dumps([row.model_dump(mode="json") for row in rows], indent=1))
+        return
+    if not rows:
+        click.echo(
+            f"nothing is registered in MLflow at {registry.uri} yet; `enginery run` registers what passes its gate"
+        )
+        return
+    _show(rows)
+
+
+def _show(rows: "list[VersionRow]") -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("model", overflow="fold")
+    table.add_column("version", justify="right", no_wrap=True)
+    table.add_column("aliases")
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("precision", no_wrap=True)
+    table.add_column("top-1 %", justify="right", no_wrap=True)
+    table.add_column("GPU")
+    table.add_column("when", justify="right", no_wrap=True)
+    now, last = time.time(), ""
+    for row in rows:
+        table.add_row(
+            escape(row.model) if row.model != last else "",
+            row.version,
+            escape(" ".join(f"@{alias}" for alias in row.aliases)),
+            verdict_text(row.verdict) or "[dim]unknown[/]",
+            row.precision.upper(),
+            number(row.top1_pct, ".2f"),
+            escape(row.gpu) or "[dim]none[/]",
+            age_text(now - row.created),
+        )
+        last = row.model
+    console = new_console()
+    console.print(table)
+    console.print("top-1: of the recommended precision; GPU: what the TensorRT plans run on", style="dim")
+    console.print("why the champion is it: enginery audit NAME", style="dim")

@@ -1,0 +1,155 @@
+"""`enginery predict`: what a model server says of images."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from components.common.contracts.errors import EngineryError, UserError, shown
+from enginery.cli.options import finite, server_model, server_url, timeout
+from enginery.formats import echo, new_console
+from enginery.serving.client.client import images_in
+
+if TYPE_CHECKING:
+    from enginery.serving.client.client import Answer
+
+_STDIN = "-"
+
+
+@click.command()
+@click.argument("images", nargs=-1, metavar="IMAGE [IMAGE ...]")
+@server_url
+@server_model
+@click.option("--top-k", default=3, type=click.IntRange(1), show_default=True, help="Classes for each image.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
+@timeout(10.0)
+@click.option(
+    "--retry",
+    default=10.0,
+    type=click.FloatRange(0),
+    callback=finite,
+    show_default=True,
+    help="Seconds in which to try again where nothing answers or the server is full.",
+)
+@click.option("--concurrency", default=16, type=click.IntRange(1, 1024), show_default=True, help="Requests at a time.")
+def predict(
+    images: tuple[str, ...],
+    url: str,
+    model: str | None,
+    top_k: int,
+    as_json: bool,
+    timeout: float,
+    retry: float,
+    concurrency: int,
+) -> None:
+    """Ask a model server what it sees: files, folders of images, and - for one image on the standard input.
+
+    An image that can't be answered is said, and the others are answered; the exit code is then 2, or 1 if the server
+    was at fault.
+    """
+    from enginery.serving.client.client import AsyncClient
+    from enginery.serving.client.transport import Patience
+
+    named = list(_named_images(images))
+
+    async def ask() -> tuple[str, "list[Answer | EngineryError]"]:
+        async with AsyncClient(url, model=model, patience=Patience(timeout_s=timeout, retry_s=retry)) as client:
+            served = await client.classifier()
+            reads = [read for _, read in named]
+            each = client.classify_each(reads, top_k=top_k, concurrency=concurrency)
+            return served.name, [answer async for answer in each]
+
+    name, answers = asyncio.run(ask())
+    names = [image for image, _ in named]
+    if as_json:
+        click.echo(json.dumps({"url": url, "model": name, "results": _as_json(names, answers)}, indent=1))
+    else:
+        _print_table(names, answers, top_k)
+    _end(names, answers)
+
+
+def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Each image's name and the function that reads it."""
+    if not images:
+        raise UserError("predict takes one or more images: enginery predict IMAGE [IMAGE ...]; - is the standard input")
+    if images.count(_STDIN) > 1:
+        raise UserError(f"{_STDIN} is the standard input, which holds one image; name it once")
+    for name in images:
+        path = Path(name)
+        if name == _STDIN:
+            yield "standard input", _read_stdin
+        elif path.is_dir():
+            yield from ((str(file), _reader(file)) for file in images_in(path))
+        elif path.exists():
+            yield name, _reader(path)
+        else:
+            raise UserError(f"there is no file or folder {path}; name an image")
+
+
+def _reader(path: Path) -> Callable[[], bytes]:
+    def read() -> bytes:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"can't read it: {error.strerror}") from None
+        return _not_empty(content)
+
+    return read
+
+
+def _read_stdin() -> bytes:
+    return _not_empty(sys.stdin.buffer.read())
+
+
+def _not_empty(content: bytes) -> bytes:
+    if not content:
+        raise UserError("it is empty; give the content of an image file")
+    return content
+
+
+def _as_json(names: Sequence[str], answers: "Sequence[Answer | EngineryError]") -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    for name, answer in zip(names, answers, strict=True):
+        if isinstance(answer, EngineryError):
+            results.append({"image": name, "error": str(answer)})
+        else:
+            results.append({"image": name, "labels": answer.labels, "probabilities": answer.probabilities})
+    return results
+
+
+def _print_table(names: Sequence[str], answers: "Sequence[Answer | EngineryError]", top_k: int) -> None:
+    good = [answer for answer in answers if not isinstance(answer, EngineryError)]
+    if not good:
+        return
+    columns = min(top_k, max((len(answer.labels) for answer in good), default=1) or 1)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("image", overflow="fold")
+    for rank in range(1, columns + 1):
+        table.add_column(f"top {rank}", overflow="fold")
+    for name, answer in zip(names, answers, strict=True):
+        if isinstance(answer, EngineryError):
+            continue
+        cells = [
+            f"{escape(label)} {100 * share:.2f} %"
+            for label, share in zip(answer.labels, answer.probabilities, strict=True)
+        ]
+        table.add_row(escape(name), *(cells or ["no class"]))
+    new_console().print(table)
+
+
+def _end(names: Sequence[str], answers: "Sequence[Answer | EngineryError]") -> None:
+    """One line for each image without an answer, and the exit code."""
+    failed = [(name, answer) for name, answer in zip(names, answers, strict=True) if isinstance(answer, EngineryError)]
+    for name, error in failed:
+        click.secho(shown(f"{name}: "), fg="red", nl=False, err=True)
+        echo(str(error), err=True)
+    if failed:
+        summary = f"{len(failed)} of {len(names)} images have no answer"
+        raise (UserError if all(isinstance(error, UserError) for _, error in failed) else EngineryError)(summary)

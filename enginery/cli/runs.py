@@ -1,0 +1,72 @@
+"""`enginery runs`: what ran on this machine."""
+
+import json
+import time
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from enginery.formats import age_text, new_console, number, size_text, verdict_text
+from enginery.local.runs import PastRun, past_runs
+from enginery.local.state import StateDirectory
+
+_WIDE = 100  # columns from which on the pipeline has a column of its own; a run's id begins with it
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def runs(as_json: bool) -> None:
+    """List the runs of this machine, the newest first."""
+    directory = StateDirectory.current().runs
+    now = time.time()
+    entries = [_entry(run, now) for run in past_runs(directory)]
+    if as_json:
+        click.echo(json.dumps(entries, indent=1))
+        return
+    if not entries:
+        click.echo(f"no runs in {directory} yet; start one: enginery run pipelines/resnet50.py --data DIR")
+        return
+    console = new_console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("run", overflow="fold")
+    wide = console.width >= _WIDE
+    if wide:
+        table.add_column("pipeline")
+    table.add_column("status", no_wrap=True)
+    table.add_column("INT8 %", justify="right", no_wrap=True)
+    table.add_column("delta", justify="right", no_wrap=True)
+    table.add_column("gate", no_wrap=True)
+    table.add_column("when", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    for entry in entries:
+        table.add_row(
+            entry["run"],
+            *([entry["pipeline"]] if wide else []),
+            {"done": "done", "going": "[cyan]going[/]"}.get(entry["status"], f"[red]{entry['status']}[/]"),
+            number(entry["int8_top1_pct"], ".2f"),
+            number(entry["int8_delta_top1_points"], "+.2f"),
+            verdict_text(entry["verdict"]),
+            age_text(now - entry["started"]),
+            size_text(entry["size_bytes"]),
+        )
+    console.print(table)
+    console.print("INT8 %: its top-1; delta to FP32 in percentage points", style="dim")
+    console.print("side by side: enginery compare RUN RUN", style="dim")
+
+
+def _entry(run: PastRun, now: float) -> dict[str, Any]:
+    rows = run.summary.rows if run.summary else []
+    int8 = next((row for row in rows if row.precision == "int8"), None)
+    return {
+        "run": run.name,
+        "pipeline": run.summary.pipeline if run.summary else run.pipeline,
+        "status": run.status(now),
+        "int8_top1_pct": int8.top1_pct if int8 else None,
+        "int8_delta_top1_points": int8.delta_top1_points if int8 else None,
+        "verdict": int8.verdict if int8 else "",
+        "registered": run.summary.registered if run.summary else "",
+        "started": run.started,
+        "size_bytes": run.size_bytes,
+    }

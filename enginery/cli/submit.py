@@ -1,0 +1,249 @@
+"""`enginery submit`: a pipeline file on a Kubeflow Pipelines server."""
+
+import re
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from kfp import compiler
+
+from components.common.contracts.errors import UserError
+from enginery.cli.compile import NODES_OPTION, SETTINGS_OPTION, load_for_cluster
+from enginery.cli.run import FILE_FIRST, pipeline_command
+from enginery.cluster.server import Server, login_options, quiet
+from enginery.cluster.settings import ClusterSettings, settings_rows
+from enginery.cluster.watch import Following, PodLogs
+from enginery.local.parameters import PipelineFile, load_pipeline
+
+KFP_NAMESPACE = "kubeflow"  # where runs are if KFP serves one user
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.py --endpoint URL [OPTIONS]")
+@click.pass_context
+def submit(ctx: click.Context, file: Path) -> None:
+    """Submit a pipeline file to a Kubeflow Pipelines server.
+
+    The options are the pipeline's own, and some more: `enginery submit FILE.py --help` lists them, and `enginery submit
+    --settings-help` the keys of the settings file. Paths among them are the cluster's. A bearer token is taken from
+    the environment variable KFP_TOKEN, a login page's cookie from KFP_COOKIE.
+    """
+    if str(file) in ("-h", "--help"):
+        click.echo(ctx.get_help())
+        return
+    if str(file) == "--settings-help":
+        _show_settings()
+        return
+    command_for(file).main(args=ctx.args, prog_name=f"enginery submit {file}", standalone_mode=True)
+
+
+def _show_settings() -> None:
+    formatter = click.HelpFormatter(width=100)
+    with formatter.section("Keys of the settings file (docs/submit.md; an example: pipelines/configs/cluster.yaml)"):
+        formatter.write_dl(
+            [(key, f"{text}  [default: {default}]" if default else text) for key, default, text in settings_rows()],
+            col_max=34,
+        )
+    click.echo(formatter.getvalue().rstrip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to submit, and how."""
+
+    arguments: dict[str, Any]
+    settings: ClusterSettings
+    experiment: str
+    run_name: str
+    namespace: str
+    cron: str  # of a recurring run, in KFP's six fields; "" for none
+    every_s: int  # 0 for none
+
+
+def command_for(path: Path) -> click.Command:
+    """The command line of one pipeline file on a cluster.
+
+    Raises:
+        UserError: the file is no pipeline.
+    """
+    file = load_pipeline(path)
+
+    def execute(
+        arguments: dict[str, Any], settings: Path | None, num_nodes: int | None, wait: bool, **values: Any
+    ) -> None:
+        logs, server = values.pop("logs"), _server(values)
+        placed, of_cluster = file, ClusterSettings()
+        if settings is not None or num_nodes is not None:
+            placed, of_cluster = load_for_cluster(path, settings, num_nodes)
+        request = _request(file, arguments, of_cluster, **values)
+        if wait and (request.cron or request.every_s):
+            raise UserError("--wait follows one run, and --cron and --every make many; leave --wait out")
+        sys.exit(_submit(placed, request, server, wait=wait, logs=logs))
+
+    options = [
+        *login_options(),
+        *_option(SETTINGS_OPTION),
+        *_option(NODES_OPTION),
+        click.Option(["--experiment"], metavar="NAME", help="KFP experiment.  [default: the pipeline's name]"),
+        click.Option(["--run-name"], metavar="NAME", help="Name of the run.  [default: the pipeline's, and the time]"),
+        click.Option(["--namespace"], metavar="NAME", help="Your namespace, where KFP serves several users."),
+        click.Option(
+            ["--wait"],
+            is_flag=True,
+            help="Follow the run to its end; exit code 3 if its gate said no, 1 if it failed otherwise.",
+        ),
+        *log_options(),
+        click.Option(["--cron"], metavar="TIMES", help="Run again and again: minute, hour, day, month, weekday."),
+        click.Option(["--every"], metavar="TIME", help="Run again and again, such as every 6h or 1d."),
+    ]
+    return pipeline_command(file, execute, options, local=False)
+
+
+def _option(decorator: Any) -> list[click.Parameter]:
+    """What a decorator adds to a command."""
+    holder = decorator(click.Command("holder", callback=lambda: None))
+    return list(holder.params)
+
+
+def log_options() -> list[click.Parameter]:
+    """Options of the verbs that follow a run."""
+    return [
+        click.Option(
+            ["--logs/--no-logs"],
+            default=True,
+            help="While following, show what the steps print, by a KUBECONFIG.  [default: logs]",
+        )
+    ]
+
+
+def _server(values: dict[str, Any]) -> Server:
+    return Server.find(*(values.pop(name) for name in ("endpoint", "token_file", "cookie_file", "ca_file")))
+
+
+def _request(
+    file: PipelineFile,
+    arguments: dict[str, Any],
+    settings: ClusterSettings,
+    *,
+    experiment: str | None,
+    run_name: str | None,
+    namespace: str | None,
+    cron: str | None,
+    every: str | None,
+) -> Request:
+    if cron and every:
+        raise UserError("--cron and --every can't be had together")
+    recurs = bool(cron or every)
+    return Request(
+        arguments=arguments,
+        settings=settings,
+        experiment=experiment or file.name,
+        run_name=run_name or (file.name if recurs else f"{file.name} {datetime.now():%Y-%m-%d %H:%M:%S}"),
+        namespace=namespace or settings.namespace,
+        cron=_cron(cron) if cron else "",
+        every_s=_every_s(every) if every else 0,
+    )
+
+
+def _cron(text: str) -> str:
+    """KFP counts seconds, too; crontab's five fields begin with minutes."""
+    fields = text.split()
+    if len(fields) not in (5, 6) or not all(re.fullmatch(r"[0-9A-Za-z*/,?-]+", field) for field in fields):
+        raise UserError(
+            f"--cron takes five fields (minute, hour, day, month, weekday), such as '0 3 * * 1' for Mondays at 3, or "
+            f"six with seconds before them; got {text!r}"
+        )
+    return " ".join(fields if len(fields) == 6 else ["0", *fields])
+
+
+def _every_s(text: str) -> int:
+    match = re.fullmatch(r"([1-9][0-9]*)([smhd])", text.strip())
+    if match is None:
+        raise UserError(f"--every takes a number and s, m, h or d, such as 6h; got {text!r}")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def _submit(file: PipelineFile, request: Request, server: Server, *, wait: bool, logs: bool) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder, f"{file.name}.yaml")
+        compiler.Compiler().compile(file.pipeline, str(package))
+        client = server.client()
+        with server.explained(), quiet():
+            if request.cron or request.every_s:
+                lines = _recurring(client, package, request, server)
+                run_id = ""
+            else:
+                run_id = _once(client, package, request)
+                lines = [f"run         {run_id}", f"look at it  {server.link(run_id)}"]
+    for line in lines:
+        click.echo(line)
+    if not wait:
+        return 0
+    of_pods = PodLogs(request.namespace or KFP_NAMESPACE, run_id) if logs else None
+    return Following(server, client, run_id, of_pods, request.namespace).to_the_end()
+
+
+def _once(client: Any, package: Path, request: Request) -> str:
+    result = client.create_run_from_pipeline_package(
+        str(package),
+        arguments=request.arguments,
+        run_name=request.run_name,
+        experiment_name=request.experiment,
+        namespace=request.namespace or None,
+        pipeline_root=request.settings.pipeline_root or None,
+        service_account=request.settings.service_account or None,
+    )
+    return str(result.run_id)
+
+
+def _recurring(client: Any, package: Path, request: Request, server: Server) -> list[str]:
+    """Have KFP start the pipeline again and again. Returns what to say.
+
+    Raises:
+        UserError: there is one of this name already, and two would do everything twice.
+    """
+    experiment = client.create_experiment(request.experiment, namespace=request.namespace or None)
+    same = _of_name(client, request.run_name, experiment.experiment_id)
+    kfp = f"kfp --endpoint {shlex.quote(server.endpoint)} recurring-run"
+    if same is not None:
+        raise UserError(
+            f"the experiment {request.experiment} has a recurring run {request.run_name!r} already: "
+            f"{same.recurring_run_id}. Remove it ({kfp} delete {same.recurring_run_id}), or give this one another "
+            "--run-name"
+        )
+    made = client.create_recurring_run(
+        experiment.experiment_id,
+        request.run_name,
+        interval_second=request.every_s or None,
+        cron_expression=request.cron or None,
+        max_concurrency=1,  # two at a time would fight over the GPUs and the champion
+        no_catchup=True,
+        params=request.arguments,
+        pipeline_package_path=str(package),
+        pipeline_root=request.settings.pipeline_root or None,
+        service_account=request.settings.service_account or None,
+    )
+    return [
+        f"recurring   {made.recurring_run_id}",
+        f"look at it  {server.endpoint}/#/recurringrun/details/{made.recurring_run_id}",
+        f"list        {kfp} list",
+        f"stop        {kfp} disable {made.recurring_run_id}",
+    ]
+
+
+def _of_name(client: Any, name: str, experiment_id: str) -> Any:
+    token = ""
+    while True:
+        page = client.list_recurring_runs(page_token=token, page_size=100, experiment_id=experiment_id)
+        for run in page.recurring_runs or []:
+            if run.display_name == name:
+                return run
+        token = page.next_page_token
+        if not token:
+            return None

@@ -1,0 +1,68 @@
+"""`enginery verify`: whether a release is what was released."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from components.common.contracts.errors import EngineryError
+
+if TYPE_CHECKING:
+    from enginery.release.verify import Verification
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.option(
+    "--key",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The signer's public key in PEM.  [default: the machine's trust policy]",
+)
+def verify(directory: Path, key: Path | None) -> None:
+    """Check a folder that `enginery release` wrote: every file, the chain from data set to verdict, the signature.
+
+    Needs no network and no registry. Ends with 1 and a line for each problem where something is wrong. Without --key
+    and without a trust policy the signature is not checked, and only a signature shows who released it.
+    """
+    from components.common.registry.trust import check_chain, check_folder, read_statements
+    from enginery.release.verify import BUNDLE, REPORT, VERDICT, public_key
+    from enginery.release.verify import verify as check
+
+    checked = check(directory, public_key(key) if key is not None else None)
+    for problem in checked.problems:
+        click.secho("failed: ", fg="red", nl=False, err=True)
+        click.echo(_plain(problem), err=True)
+    if key is None and not checked.problems:
+        check_folder(f"the release {directory}", directory, say=lambda text: None)
+        assert checked.record is not None  # there where no problem is
+        digests = {part: checked.record.digests[part] for part in (BUNDLE, REPORT, VERDICT)}
+        check_chain(f"the release {directory}", digests, read_statements(directory), model=checked.record.name)
+    if checked.problems:
+        number = len(checked.problems)
+        raise EngineryError(
+            f"{directory} is not as it was released: {number} problem{'s' if number > 1 else ''}. "
+            "Get it again from who released it"
+        )
+    click.echo(f"{directory} is as it was released")
+    show(checked)
+
+
+def show(checked: "Verification") -> None:
+    """What a release is, for a person."""
+    record = checked.record
+    assert record is not None  # there where no problem is
+    aliases = "".join(f" @{alias}" for alias in record.aliases)
+    lines = {"release": f"{record.label}{aliases}, {record.architecture}, {record.precision.upper()}, {record.created}"}
+    lines |= record.digests
+    lines["gate"] = f"passed: {'; '.join(check.explanation for check in checked.checks)}"
+    if (forced := record.forced) is not None:
+        lines["gate"] = f"NOT PASSED; {forced.who} overruled it, {forced.when}: {forced.why}"
+    lines |= {"files": f"{checked.num_files}, as SHA256SUMS lists them", "signature": checked.signature}
+    for name, text in lines.items():
+        click.echo(_plain(f"{name + ':':<10} {text}"))
+
+
+def _plain(text: str) -> str:
+    """Without anything that would move a terminal's cursor: the text may be a stranger's."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

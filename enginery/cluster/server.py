@@ -1,0 +1,238 @@
+"""A Kubeflow Pipelines server: how to get in, and what its refusals mean."""
+
+import contextlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import kfp_server_api  # type: ignore[import-untyped]
+import urllib3
+
+from components.common.contracts.errors import EngineryError, UserError
+
+TOKEN_VARIABLE = "KFP_TOKEN"  # noqa: S105  # the name of a variable, no token
+COOKIE_VARIABLE = "KFP_COOKIE"
+# Where a pod finds the token that Kubernetes makes for KFP and renews; KFP's client knows the same two names.
+_POD_TOKEN_VARIABLE = "KF_PIPELINES_SA_TOKEN_PATH"  # noqa: S105
+_POD_TOKEN = "/var/run/secrets/kubeflow/pipelines/token"  # noqa: S105
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Login:
+    """Who asks. Tokens and cookies come from the environment or from files, so that no list of processes shows them."""
+
+    told: str  # where it comes from, for messages; "" for nobody
+    token: Callable[[], str] | None = None  # asked before every request, as it may be renewed
+    cookie: str = ""
+
+    @classmethod
+    def find(cls, token_file: Path | None, cookie_file: Path | None) -> "Login":
+        """The first of: a file that was named, KFP_TOKEN, KFP_COOKIE, the token of the pod that this runs in.
+
+        Raises:
+            UserError: two files, or one that can't be read.
+        """
+        if token_file and cookie_file:
+            raise UserError("--token-file and --cookie-file can't be had together: a server asks for one of them")
+        if token_file:
+            _read(token_file, "--token-file")
+            return cls(told=f"the token in {token_file}", token=lambda: _read(token_file, "--token-file"))
+        if cookie_file:
+            return cls(told=f"the cookie in {cookie_file}", cookie=_read(cookie_file, "--cookie-file"))
+        if token := os.environ.get(TOKEN_VARIABLE, "").strip():
+            return cls(told=f"the token in {TOKEN_VARIABLE}", token=lambda: token)
+        if cookie := os.environ.get(COOKIE_VARIABLE, "").strip():
+            return cls(told=f"the cookie in {COOKIE_VARIABLE}", cookie=cookie)
+        of_pod = Path(os.environ.get(_POD_TOKEN_VARIABLE) or _POD_TOKEN)
+        if of_pod.is_file():
+            return cls(told=f"this pod's token ({of_pod})", token=lambda: _read(of_pod, _POD_TOKEN_VARIABLE))
+        return cls(told="")
+
+    def refresh_api_key_hook(self, config: Any) -> None:
+        """What KFP's client calls before a request."""
+        if self.token is not None:
+            config.api_key["authorization"] = self.token()
+
+
+def _read(file: Path, source: str) -> str:
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UserError(f"{source} {file} can't be read: {reason}; name a file that holds nothing else") from None
+    if not text or "\n" in text:
+        raise UserError(f"{source} {file} must hold one line, and nothing else")
+    return text
+
+
+def login_options() -> list[click.Parameter]:
+    """Options of every verb that talks to KFP."""
+    file = click.Path(path_type=Path)
+    return [
+        click.Option(
+            ["--endpoint"],
+            required=True,
+            envvar="KF_PIPELINES_ENDPOINT",
+            show_envvar=True,
+            metavar="URL",
+            help="Where Kubeflow Pipelines answers, such as http://localhost:8080 behind a port-forward.",
+        ),
+        click.Option(
+            ["--token-file"],
+            type=file,
+            metavar="FILE",
+            help=f"Bearer token.  [default: ${TOKEN_VARIABLE}; in a pod, its own]",
+        ),
+        click.Option(
+            ["--cookie-file"],
+            type=file,
+            metavar="FILE",
+            help=f"Cookie of a login page (OIDC), as NAME=VALUE.  [default: ${COOKIE_VARIABLE}]",
+        ),
+        click.Option(["--ca-file"], type=file, metavar="FILE", help="Certificates that sign the server's."),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One KFP server, as one user sees it."""
+
+    endpoint: str  # without a slash at its end
+    login: Login
+    ca_file: Path | None = None
+
+    @classmethod
+    def find(cls, endpoint: str, token_file: Path | None, cookie_file: Path | None, ca_file: Path | None) -> "Server":
+        """From the values of `login_options`.
+
+        Raises:
+            UserError: no URL, or a file that can't be read.
+        """
+        if ca_file is not None and not ca_file.is_file():
+            raise UserError(f"--ca-file {ca_file}: no such file; name one with certificates in PEM")
+        return cls(endpoint=checked_endpoint(endpoint), login=Login.find(token_file, cookie_file), ca_file=ca_file)
+
+    def client(self) -> Any:
+        """KFP's client, once the server has said that it is well.
+
+        Raises:
+            UserError: it can't be reached, refuses, or is something else.
+        """
+        self._check()
+        with self.explained(), quiet():
+            from kfp.client import Client
+
+            return Client(
+                host=self.endpoint,
+                credentials=self.login if self.login.token else None,
+                cookies=self.login.cookie or None,
+                ssl_ca_cert=str(self.ca_file) if self.ca_file else None,
+            )
+
+    def link(self, run_id: str) -> str:
+        """A run's page."""
+        return f"{self.endpoint}/#/runs/details/{run_id}"
+
+    def _check(self) -> None:
+        """Ask for the server's health once. KFP's own client would retry for half a minute, logging tracebacks."""
+        config = kfp_server_api.Configuration(host=self.endpoint)
+        config.retries = urllib3.Retry(1, backoff_factor=0.5, redirect=False)
+        if self.ca_file:
+            config.ssl_ca_cert = str(self.ca_file)
+        if self.login.token:
+            config.api_key_prefix["authorization"] = "Bearer"
+            config.api_key["authorization"] = self.login.token()
+        api = kfp_server_api.HealthzServiceApi(kfp_server_api.ApiClient(config, cookie=self.login.cookie or None))
+        with self.explained():
+            try:
+                response = api.healthz_service_get_healthz(_preload_content=False, _request_timeout=_TIMEOUT_S)
+            except kfp_server_api.ApiException as error:
+                if error.status != 404:
+                    raise
+                raise UserError(
+                    f"{self.endpoint} serves no KFP API (404 {error.reason}). Give the URL above /apis"
+                ) from None
+            try:
+                answer = json.loads(response.data)
+            except ValueError:
+                answer = None
+            if not isinstance(answer, dict):
+                raise UserError(
+                    f"{self.endpoint} answers, but not as Kubeflow Pipelines does (a login page?). Give the URL that "
+                    f"serves KFP's API (.../apis/v2beta1), and a token in {TOKEN_VARIABLE} or a cookie in "
+                    f"{COOKIE_VARIABLE} if it asks for one"
+                )
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn what the client raises into one message."""
+        try:
+            yield
+        except kfp_server_api.ApiException as error:
+            if error.status in (301, 302, 303, 307, 308, 401, 403):
+                sent = f"{self.login.told} was refused" if self.login.told else "nothing was sent"
+                raise UserError(
+                    f"{self.endpoint} refuses this request ({error.status} {error.reason}): {sent}. A bearer token is "
+                    f"taken from {TOKEN_VARIABLE} or --token-file, a login page's cookie from {COOKIE_VARIABLE} or "
+                    "--cookie-file. Where several users share KFP, --namespace must be yours"
+                ) from None
+            if error.status == 404:
+                what = _message_of(error) or "it does not say what"
+                raise UserError(
+                    f"{self.endpoint} does not have this (404 {error.reason}): {what}. Check the id, and that it is of "
+                    "this server"
+                ) from None
+            raise EngineryError(
+                f"{self.endpoint} answers {error.status} {error.reason}: {_message_of(error) or 'it does not say why'}"
+            ) from None
+        except (urllib3.exceptions.HTTPError, TimeoutError) as error:
+            reason = getattr(error, "reason", None) or error
+            text = str(reason).split(": ", 1)[-1]
+            fix = "Check the URL; for a cluster's own service: kubectl port-forward -n kubeflow svc/ml-pipeline-ui "
+            fix += "8080:80, then --endpoint http://localhost:8080"
+            if "CERTIFICATE_VERIFY_FAILED" in text:
+                fix = "Name the certificates that sign it with --ca-file"
+            raise UserError(f"can't reach Kubeflow Pipelines at {self.endpoint}: {text}. {fix}") from None
+
+
+def checked_endpoint(endpoint: str) -> str:
+    """The base URL, from what people copy out of a browser.
+
+    Raises:
+        UserError: it is none, or has a password in it.
+    """
+    url = endpoint.split("#")[0].rstrip("/")
+    if not url.startswith(("http://", "https://")) or url.count("/") < 2 or not url.split("/")[2]:
+        raise UserError(f"--endpoint must be a URL such as http://localhost:8080 or https://kfp.example.org/pipeline, "
+                        f"got {endpoint!r}")  # fmt: skip
+    if "@" in url.split("/")[2]:
+        raise UserError(
+            "--endpoint has a user or a password in it, which lists of processes and logs show; leave it out, and give "
+            f"a token in {TOKEN_VARIABLE} or a cookie in {COOKIE_VARIABLE}"
+        )
+    return url
+
+
+def _message_of(error: Any) -> str:
+    """What KFP says of an error: JSON with `message` by its API, other JSON or a page by what stands before it."""
+    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
+    try:
+        answer = json.loads(body)
+        return " ".join(str(answer["message"]).split())
+    except (ValueError, KeyError, TypeError):
+        return "" if "<html" in body.lower() else " ".join(body.split())[:300]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """KFP's client prints links and warns of what does not concern us."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,271 @@
+"""Follow a run on a KFP server: its state, the states and logs of its steps, and the exit code it comes to."""
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from typing import Any
+
+import kfp_server_api  # type: ignore[import-untyped]
+import urllib3
+from kubernetes import client, config  # type: ignore[import-untyped]
+from kubernetes.config import ConfigException  # type: ignore[import-untyped]
+
+from components.common.contracts.errors import (
+    EXIT_FAILURE,
+    EXIT_GATE_FAILED,
+    EXIT_INTERRUPTED,
+    EngineryError,
+    UserError,
+)
+from enginery.cluster.server import Server
+from enginery.formats import echo
+
+RUN_LABEL = "pipeline/runid"
+_NODE_ANNOTATION = "workflows.argoproj.io/node-name"
+_CONTAINER = "main"
+_REQUEST_S = 10.0
+_TIDYING_S = 5.0  # for the last lines of pods, once the run has ended
+
+
+def core_api() -> Any:
+    """Kubernetes' API, from inside a pod or by a KUBECONFIG.
+
+    Raises:
+        ConfigException: there is neither.
+    """
+    configuration = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=configuration)
+    except ConfigException:
+        config.load_kube_config(client_configuration=configuration)
+    configuration.retries = urllib3.Retry(1, backoff_factor=0.5)
+    return client.CoreV1Api(client.ApiClient(configuration))
+
+
+class PodLogs:
+    """The logs of one run's pods, line by line, each behind its step's name."""
+
+    def __init__(self, namespace: str, run_id: str, connect: Callable[[], Any] = core_api) -> None:
+        """Nothing is asked yet. A cluster that can't be asked costs one line, not the watching."""
+        self._namespace = namespace
+        self._run_id = run_id
+        self._connect = connect
+        self._api: Any = None
+        self._is_lost = False
+        self._threads: dict[str, threading.Thread] = {}
+        self._ended = threading.Event()
+
+    def look(self, steps: set[str] | None) -> None:
+        """Begin to read what new pods print.
+
+        Args:
+            steps: names of the steps; None for all pods that are no drivers.
+        """
+        if self._is_lost:
+            return
+        try:
+            self._api = self._api or self._connect()
+            selector = f"{RUN_LABEL}={self._run_id}"
+            pods = self._api.list_namespaced_pod(
+                self._namespace, label_selector=selector, _request_timeout=_REQUEST_S
+            ).items
+        except (ConfigException, client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
+            self._lose(error)
+            return
+        for pod in pods:
+            step = step_of(pod, steps)
+            name = pod.metadata.name
+            if step and name not in self._threads and _has_begun(pod):
+                thread = threading.Thread(target=self._read, args=(name, step), name=f"log-of-{name}", daemon=True)
+                self._threads[name] = thread
+                thread.start()
+
+    def finish(self) -> None:
+        """Wait for the last lines."""
+        self.look(None)
+        deadline = time.monotonic() + _TIDYING_S
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._ended.set()
+
+    def _lose(self, error: Exception) -> None:
+        self._is_lost = True
+        reason = getattr(error, "reason", None) or error
+        told = f"{getattr(error, 'status', '')} {reason}".strip().splitlines()[0]
+        echo(
+            f"logs        not shown: Kubernetes can't be asked for pods in {self._namespace} ({told}). They need a "
+            "KUBECONFIG with the right to read pods and their logs; the page of the run has them, too"
+        )
+
+    def _read(self, pod: str, step: str) -> None:
+        """Pass a pod's lines on until it ends, going on where a connection broke."""
+        last = ""  # time stamp of the last line, as Kubernetes writes it; they sort as text
+        while not self._ended.is_set():
+            try:
+                stream = self._api.read_namespaced_pod_log(
+                    pod, self._namespace, container=_CONTAINER, follow=True, timestamps=True, _preload_content=False
+                )
+                for raw in stream:
+                    stamp, _, text = raw.decode(errors="replace").rstrip("\n").partition(" ")
+                    if stamp > last:
+                        last = stamp
+                        echo(f"{step:<11} | {text}")
+                return
+            except client.ApiException as error:
+                if error.status != 400:  # the container is about to start
+                    return
+            except urllib3.exceptions.HTTPError:
+                pass
+            self._ended.wait(1.0)
+
+
+def step_of(pod: Any, steps: set[str] | None) -> str:
+    """The step that a pod runs, by Argo's name of it, such as resnet50-x7k2p.root.train.executor(0); "" for none."""
+    path = str((pod.metadata.annotations or {}).get(_NODE_ANNOTATION, ""))
+    parts = [re.sub(r"\(.*$", "", part) for part in path.split(".")]
+    if not path or parts[-1].endswith("-driver"):
+        return ""
+    if steps is None:
+        return next((part for part in reversed(parts) if part not in ("executor", "root")), "")
+    return next((part for part in reversed(parts) if part in steps), "")
+
+
+def _has_begun(pod: Any) -> bool:
+    statuses = pod.status.container_statuses or [] if pod.status else []
+    return any(
+        status.name == _CONTAINER and status.state and (status.state.running or status.state.terminated)
+        for status in statuses
+    )
+
+
+_ENDED = {"SUCCEEDED": 0, "SKIPPED": 0, "FAILED": EXIT_FAILURE, "CANCELED": EXIT_FAILURE}
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.5, 15.0
+_MAX_LOST_POLLS = 20  # in a row, before the server counts as gone
+# What Argo has beside the steps, where a run does not say which its steps are.
+_NO_STEPS = ("root", "executor", "iteration")
+
+
+@dataclass
+class Following:
+    """One run."""
+
+    server: Server
+    client: Any
+    run_id: str
+    logs: PodLogs | None = None
+    namespace: str = ""  # as the user named it
+    _state: str = ""
+    _steps: dict[str, str] = field(default_factory=dict)  # what was told of each
+
+    def to_the_end(self) -> int:
+        """Poll until the run ends. Returns the exit code. Ctrl-C stops the watching, not the run."""
+        # KFP's wait_for_run_completion never ends for a cancelled run and gives up at the first lost connection.
+        pause_s, lost = _SHORTEST_POLL_S, 0
+        try:
+            while True:
+                try:
+                    run = self.client.get_run(self.run_id)
+                    lost = 0
+                except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError) as error:
+                    lost += 1
+                    is_final = getattr(error, "status", 503) in (401, 403, 404)
+                    if lost >= _MAX_LOST_POLLS or is_final:
+                        raise self._lost(error) from None
+                else:
+                    if self._tell(run):
+                        return self._end(run)
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
+        except SystemExit:  # which enginery.cli.main makes of Ctrl-C
+            echo(f"\nno longer watching; {self._way_back()}")
+            return EXIT_INTERRUPTED
+
+    def _way_back(self) -> str:
+        where = f"--endpoint {self.server.endpoint}" + (f" --namespace {self.namespace}" if self.namespace else "")
+        return f"run {self.run_id} goes on. To come back: enginery watch {self.run_id} {where}"
+
+    def _lost(self, error: Exception) -> EngineryError:
+        """What to say of a server that has answered before, or did not know the run."""
+        try:
+            with self.server.explained():
+                raise error
+        except EngineryError as told:
+            if getattr(error, "status", 0) == 404:
+                return told
+            text = f"{told}. It can't be watched any longer; {self._way_back()}"
+            return (UserError if getattr(error, "status", 0) in (401, 403) else EngineryError)(text)
+
+    def _tell(self, run: Any) -> bool:
+        """Say what is new. Returns whether the run has ended."""
+        state = str(run.state or "PENDING").upper()
+        steps = dict(states_of(run))
+        for step, told in steps.items():
+            if self._steps.get(step) != told:
+                echo(f"step        {step:<16} {told}")
+        self._steps.update(steps)
+        if state != self._state:
+            echo(f"state       {state.lower()}")
+            self._state = state
+        if self.logs is not None:
+            self.logs.look(set(steps_of(run)) or None)
+        return state in _ENDED
+
+    def _end(self, run: Any) -> int:
+        if self.logs is not None:
+            self.logs.finish()
+        failed = [step for step, told in self._steps.items() if told.startswith("failed")]
+        if run.error is not None and run.error.message:
+            echo(f"reason      {run.error.message}")
+        if self._state == "FAILED" and failed:
+            echo(f"failed      {', '.join(failed)}; its log: {self.server.link(self.run_id)}")
+        if self._state == "FAILED" and failed == ["gate"]:
+            return EXIT_GATE_FAILED  # nothing else fails a run for quality
+        return _ENDED[self._state]
+
+
+def steps_of(run: Any) -> list[str]:
+    """The names of a run's steps, in the order of its pipeline; empty where the server does not send that."""
+    spec = run.pipeline_spec if isinstance(run.pipeline_spec, dict) else {}
+    spec = spec.get("pipeline_spec", spec)
+    components = spec.get("components") or {}
+    names: list[str] = []
+
+    def visit(dag: dict[str, Any]) -> None:
+        tasks = dag.get("tasks") or {}
+        needed = {name: task.get("dependentTasks") or () for name, task in tasks.items()}
+        for name in TopologicalSorter(needed).static_order():
+            task = tasks[name]
+            component = components.get((task.get("componentRef") or {}).get("name"), {})
+            if "dag" in component:
+                visit(component["dag"])
+            else:
+                names.append(name)
+
+    visit((spec.get("root") or {}).get("dag") or {})
+    return names
+
+
+def states_of(run: Any) -> Iterator[tuple[str, str]]:
+    """What to say of each step: "running", or of one that runs several times "running, 3 of 8 succeeded"."""
+    details = (run.run_details.task_details if run.run_details else None) or []
+    known = steps_of(run)
+    found: dict[str, list[str]] = {}
+    for detail in details:
+        name = str(detail.display_name or "")
+        is_step = name in known if known else name and not name.startswith(_NO_STEPS) and not name.endswith("-driver")
+        if is_step and detail.state:
+            found.setdefault(name, []).append(str(detail.state).upper())
+    for name in sorted(found, key=lambda name: known.index(name) if name in known else 0):
+        yield name, _of_several(found[name])
+
+
+def _of_several(states: list[str]) -> str:
+    counts = Counter(states)
+    for state in ("FAILED", "RUNNING", "PENDING", "CANCELED"):
+        if counts[state] and len(states) > 1:
+            return f"{state.lower()}, {counts['SUCCEEDED']} of {len(states)} succeeded"
+    return states[0].lower()

@@ -1,0 +1,58 @@
+"""Numbers, sizes and times as people read them, and where they read."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import click
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from components.common.contracts.errors import shown
+
+
+def number(value: float | None, form: str) -> str:
+    """A measured value; "n/a" where nothing was measured."""
+    return "n/a" if value is None else format(value, form)
+
+
+def verdict_text(verdict: str) -> str:
+    """A gate's verdict in its colour, as rich markup."""
+    colors = {"pass": "green", "pass, not proved": "yellow", "fail": "red"}
+    return f"[{colors[verdict]}]{verdict}[/]" if verdict in colors else verdict
+
+
+def size_text(size_bytes: int) -> str:
+    """A size for people, in decimal units."""
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit in ("B", "kB") or size >= 99.5 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def age_text(seconds: float) -> str:
+    """How long ago, in the largest unit that fits."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return "now"
+
+
+class _Console(Console):
+    """Foreign names in what is printed reach the terminal as text alone; rich's own styles and controls stay."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(shown(segment.text), segment.style)
+
+
+def new_console(*, stderr: bool = False) -> Console:
+    """Standard output, also while steps' output is redirected, or standard error."""
+    return _Console(file=sys.stderr if stderr else sys.stdout)
+
+
+def echo(text: str, **options: Any) -> None:
+    """click.echo for text with something foreign in it."""
+    click.echo(shown(text), **options)

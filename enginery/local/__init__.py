@@ -1,0 +1,1 @@
+"""Run a pipeline file on this machine, and what its runs leave."""

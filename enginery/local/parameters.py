@@ -1,0 +1,297 @@
+"""Pipeline files, their inputs as command-line options, and the values that reach them: flag > file > default."""
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from kfp.dsl.graph_component import GraphComponent
+from pydantic import TypeAdapter, ValidationError
+
+from components.common.contracts.errors import UserError, without_secrets
+from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
+from components.export.config import WEIGHT_SUFFIXES, ExportConfig
+from components.gate.config import GateConfig
+from components.preprocess.config import PreprocessConfig
+from components.promote.config import PromoteConfig
+from components.train.config import TrainConfig
+from components.validate.config import ValidateConfig
+
+STEP_CONFIGS: dict[str, type[StepConfig]] = {
+    "preprocess": PreprocessConfig,
+    "train": TrainConfig,
+    "export": ExportConfig,
+    "validate": ValidateConfig,
+    "gate": GateConfig,
+    "promote": PromoteConfig,
+}
+
+STEP_ORDER = ("preprocess", "merge", *(step for step in STEP_CONFIGS if step != "preprocess"))
+
+# The steps that a plain pipeline input sets, in the order in which a pipeline that lacks one falls to the next.
+_PIPELINES = Path(__file__).resolve().parents[2] / "pipelines"  # enginery's own pipeline files
+_OWNERS: dict[str, tuple[str, ...]] = {
+    "data": ("preprocess",),
+    "architecture": ("train", "export"),
+    "image_size": ("train", "export"),
+    "epochs": ("train",),
+    "global_batch_size": ("train",),
+    "learning_rate": ("train",),
+    "calibration_method": ("export",),
+    "num_calibration_images": ("export",),
+    "max_top1_drop_points": ("gate",),
+    "latency_budget": ("validate",),
+    "registered_model": ("promote",),
+    "seed": ("preprocess", "train"),
+}
+_DESCRIPTIONS = {
+    "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or a "
+    "Bundle directory, of which only engines are built.",
+    "num_parts": "Parts that the images are packed in, each on a machine of its own where the cluster has as many.",
+    "seed": "Seed of the split, the weights, shuffling, augmentation and the choice of calibration images.",
+}
+_PATHS = ("data", "model")
+# The gate's thresholds are also the budget of INT8 and the verdict in the report: a pipeline passes them on.
+_FROM_GATE = (("export", "gate"), ("validate", "gate"))
+# KFP's names of the types of inputs that no step's config knows.
+_TYPES: dict[str, type] = {"String": str, "Integer": int, "Float": float, "Boolean": bool, "List": list, "Dict": dict}
+_TYPE_WORDS = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list such as [1, 2]",
+    dict: "a mapping such as {key: value}",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFile:
+    """A KFP pipeline and where it was read from."""
+
+    path: Path
+    pipeline: GraphComponent
+
+    @property
+    def name(self) -> str:
+        """The pipeline's name in KFP and MLflow."""
+        return str(self.pipeline.name)
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """KFP's input specs by name."""
+        return dict(self.pipeline.component_spec.inputs or {})
+
+    @property
+    def steps(self) -> list[str]:
+        """The steps whose settings this pipeline takes, in the order of the chain."""
+        return [step for step in STEP_CONFIGS if step in self.inputs]
+
+    def owners(self, parameter: str) -> list[str]:
+        """The steps of this pipeline that a plain input sets."""
+        return [step for step in _OWNERS.get(parameter, ()) if step in self.inputs]
+
+    def plain_inputs(self) -> list[str]:
+        """Inputs that are a single value, and become options of their own."""
+        return [name for name in self.inputs if name not in STEP_CONFIGS]
+
+
+def _or_own(path: Path, folder: Path, suffix: str) -> Path:
+    """The path; enginery's own file where the path is a bare name that is no file here."""
+    own = folder / f"{path}{suffix}"
+    return own if path.name == str(path) and not path.exists() and own.is_file() else path
+
+
+def load_pipeline(path: Path) -> PipelineFile:
+    """Import a pipeline file, or one of enginery's own by its name, such as "resnet50".
+
+    Raises:
+        UserError: no such file, it can't be imported, or it defines no pipeline.
+    """
+    path = _or_own(path, _PIPELINES, ".py")
+    if not path.is_file():
+        own = ", ".join(sorted(file.stem for file in _PIPELINES.glob("*.py") if file.stem not in ("__init__", "graph")))
+        raise UserError(f"there is no pipeline file {path}; enginery's own are named {own}")
+    spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path.absolute())
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file; name one that ends in .py, such as pipelines/resnet50.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # user code: whatever it raises
+        raise UserError(
+            f"{path} can't be imported: {type(error).__name__}: {error}. `python {path} --help` shows where"
+        ) from error
+    found = [value for value in vars(module).values() if isinstance(value, GraphComponent)]
+    if not found:
+        raise UserError(f"{path} defines no pipeline; decorate its function with @kfp.dsl.pipeline")
+    named = [value for value in found if value.name == path.stem.replace("_", "-")]
+    return PipelineFile(path=path, pipeline=(named or found)[-1])
+
+
+def options_of(file: PipelineFile) -> list[click.Option]:
+    """A command-line option for every plain input, explained by the config field that it sets."""
+    options = []
+    for name in file.plain_inputs():
+        spec = file.inputs[name]
+        owners = file.owners(name)
+        field = STEP_CONFIGS[owners[0]].model_fields.get(name) if owners else None
+        text = _explanation(file, name)
+        label = type_label(field) if field else str(spec.type).lower()
+        default = f"[default: {spec.default}]" if spec.optional and spec.default != "" else ""
+        required = "" if spec.optional else "[required]"
+        options.append(
+            click.Option(
+                [f"--{name.replace('_', '-')}", name],
+                metavar=f"[{label}]" if "|" in label else label.upper(),
+                help=" ".join(filter(None, (text, default, required))),
+            )
+        )
+    return options
+
+
+def _explanation(file: PipelineFile, name: str) -> str:
+    """What a plain input means: ours, or that of the config field that it sets."""
+    owners = file.owners(name)
+    field = STEP_CONFIGS[owners[0]].model_fields.get(name) if owners else None
+    return _DESCRIPTIONS.get(name) or (field.description if field else None) or "Input of the pipeline."
+
+
+def settings_help(file: PipelineFile) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The settings of each step that have no option of their own: (step, [(key and type, explanation)])."""
+    sections = []
+    for step in file.steps:
+        rows = [
+            (f"{step}.{name} ({type_label(field)})", f"{field.description}  [default: {show_value(field.default)}]")
+            for name, field in STEP_CONFIGS[step].model_fields.items()
+            if step not in file.owners(name) and (step, name) not in _FROM_GATE
+        ]
+        sections.append((step, rows))
+    return sections
+
+
+def resolve_arguments(
+    file: PipelineFile,
+    *,
+    config_file: Path | None,
+    flags: Mapping[str, str],
+    assignments: Sequence[str],
+    local: bool = True,
+) -> dict[str, Any]:
+    """The pipeline's arguments, each step's config checked before anything runs.
+
+    Args:
+        file: the pipeline.
+        config_file: YAML with plain inputs at the top and a mapping per step.
+        flags: plain inputs as typed.
+        assignments: "STEP.KEY=VALUE" as typed.
+        local: paths are this machine's and become absolute; a cluster's stay as they are.
+
+    Raises:
+        UserError: an unknown input, step or key, or a value that its config refuses.
+    """
+    plain: dict[str, Any] = {}
+    steps: dict[str, dict[str, Any]] = {step: {} for step in file.steps}
+    for key, value in (load_yaml(_or_own(config_file, _PIPELINES / "configs", ".yaml")) if config_file else {}).items():
+        _take(file, plain, steps, key, value, source=str(config_file))
+    for text in assignments:
+        key, separator, value = text.partition("=")
+        step, dot, name = key.partition(".")
+        if not separator or not dot:
+            raise UserError(f"--set takes STEP.KEY=VALUE, such as --set train.weight_decay=1e-4; got {text!r}")
+        _take(file, plain, steps, step, {name: parse_value(value)}, source="--set")
+    plain.update(flags)
+    _fill(file, plain)
+    if local:
+        _make_absolute(plain)
+    arguments = _checked(file, plain, steps)
+    model, architecture = (str(arguments.get(name) or "") for name in ("model", "architecture"))
+    if model.endswith(WEIGHT_SUFFIXES) and not architecture:
+        raise UserError(f"{model} holds weights only: name their architecture, such as --architecture resnet50")
+    return arguments
+
+
+def _take(
+    file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]], key: str, value: Any, *, source: str
+) -> None:
+    """Sort one entry of a config file or --set into the plain inputs and the steps' settings."""
+    if key in steps:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{source}: {key} must be a mapping of settings, got {value!r}")
+        for name, entry in value.items():
+            if (key, name) in _FROM_GATE:
+                raise UserError(f"{source}: {key} takes its thresholds from the gate; set gate.KEY instead")
+            if key in file.owners(name):
+                plain[name] = entry  # the same thing under its longer name
+            else:
+                steps[key][name] = entry
+    elif key in file.plain_inputs():
+        plain[key] = value
+    else:
+        valid = [*file.plain_inputs(), *steps]
+        close = difflib.get_close_matches(key, valid, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid)}"
+        raise UserError(f"{source}: the pipeline {file.name} has no input {key!r}; {hint}")
+
+
+def _fill(file: PipelineFile, plain: dict[str, Any]) -> None:
+    """Add the defaults."""
+    for name in file.plain_inputs():
+        spec = file.inputs[name]
+        if name not in plain:
+            if not spec.optional:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is required: {_explanation(file, name)} `enginery run {file.path} "
+                    "--help` lists all options"
+                )
+            plain[name] = spec.default
+
+
+def _make_absolute(plain: dict[str, Any]) -> None:
+    """Steps run with another working directory than the user's. A URI stays as it is."""
+    for name in _PATHS:
+        text = str(plain.get(name) or "")
+        if text and "://" not in text and not text.lower().startswith("file:/"):
+            plain[name] = str(Path(text).expanduser().absolute())
+
+
+def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    for name in file.plain_inputs():
+        if not file.owners(name):
+            plain[name] = _converted(name, plain[name], str(file.inputs[name].type))
+    mistakes = []
+    for step in file.steps:
+        own = {name: value for name, value in plain.items() if step in file.owners(name)}
+        try:
+            config = resolve(STEP_CONFIGS[step], step, steps[step], own)
+        except UserError as error:
+            mistakes.append(str(error))
+            continue
+        plain.update({name: getattr(config, name) for name in own})  # "5" as typed becomes 5
+        given = config.model_dump(mode="json", include=set(steps[step]))
+        steps[step] = given
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return {**plain, **steps}
+
+
+def _converted(name: str, value: Any, type_name: str) -> Any:
+    """An input that no step's config checks: KFP wants the type that the pipeline declares."""
+    try:
+        without_secrets(str(value))
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+    wanted = _TYPES.get(type_name)
+    if wanted is None:
+        return value
+    if isinstance(value, str) and wanted in (list, dict):
+        value = parse_value(value)
+    try:
+        return TypeAdapter(wanted).validate_python(value)
+    except ValidationError:
+        raise UserError(f"{name}: got {value!r}, needs {_TYPE_WORDS[wanted]}") from None

@@ -1,0 +1,277 @@
+"""What can be told before anything runs: data or a model that can't be used, too few images, too little memory."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from components.common.contracts.environment import gpus
+from components.common.contracts.errors import EXIT_FAILURE, EXIT_USER_ERROR, EngineryError, UserError
+from components.common.contracts.manifests import MANIFEST
+from components.common.contracts.settings import resolve
+from components.gate.config import GateConfig
+from components.preprocess.config import PreprocessConfig
+from components.preprocess.decoding import Rejected, decode
+from components.preprocess.sources import (
+    Source,
+    Unreadable,
+    check_data_folder,
+    find_samples,
+    is_uri,
+    kind_of,
+    local_path,
+    read_sample,
+)
+from enginery.doctor.machine import memory_limit
+from enginery.formats import size_text
+
+# What backward needs from forward in FP32, in bytes per image and pixel of image_size squared. Counted with
+# torch.autograd.graph.saved_tensors_hooks on meta tensors; ResNet-50: 86 MB per image at 224 px.
+_ACTIVATION_BYTES_PER_PIXEL = {
+    "resnet18": 443,
+    "resnet34": 643,
+    "resnet50": 1716,
+    "resnet101": 2537,
+    "resnet152": 3548,
+    "resnext50_32x4d": 2242,
+    "wide_resnet50_2": 2242,
+    "mobilenet_v2": 1562,
+    "mobilenet_v3_large": 881,
+    "efficientnet_b0": 1761,
+    "convnext_tiny": 2176,
+    "densenet121": 2605,
+}
+_REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers, weights with gradients and momentum
+_MIN_BATCH = 8  # with fewer images BatchNorm learns little
+_MAX_OPENED = 256  # files that are opened to see whether any is an image
+_MAX_UNPACKED_BYTES = 1 << 26  # of a compressed archive that is unpacked to list it
+_SIGNIFICANCE = 0.05
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def check_inputs(arguments: Mapping[str, Any]) -> str:
+    """Look at a run's data and model as far as that takes seconds, so that nothing is packed in vain.
+
+    Behind a URI only a table is listed, and of compressed archives small ones. Weights are then only read; the steps
+    do the rest.
+
+    Returns:
+        What could not be looked at; empty where all was.
+
+    Raises:
+        UserError: they can't be used, don't fit each other, or can't give the proof that the gate asks for.
+        EngineryError: the model is damaged.
+    """
+    check_paths(arguments)
+    with TemporaryDirectory() as scratch:
+        source = _listed(arguments, Path(scratch))
+        if source is not None:
+            _check_for_images(source, arguments)
+            check_validation(arguments, len(source.splits["train"]), len(source.splits["val"]))
+    if model := str(arguments.get("model") or ""):
+        classes = source.classes if source is not None else None
+        image_size = int(arguments.get("image_size") or 224)
+        _check_model(model, str(arguments.get("architecture") or ""), classes, image_size)
+    if source is not None or "preprocess" not in arguments:
+        return ""
+    return (
+        f"listing {arguments['data']} takes long, so whether its validation images are enough for the gate is checked "
+        "after preprocess"
+    )
+
+
+def _listed(arguments: Mapping[str, Any], scratch: Path) -> Source | None:
+    """What the preprocess step will find; None where finding it takes longer than a moment."""
+    data = str(arguments.get("data") or "")
+    if "preprocess" not in arguments or not data or not _is_listed_soon(data):
+        return None
+    config = _preprocess_config(arguments)
+    return find_samples(
+        data,
+        val_fraction=config.val_fraction,
+        seed=config.seed,
+        class_names_file=config.class_names_file,
+        scratch=scratch,
+    )
+
+
+def _is_listed_soon(data: str) -> bool:
+    kind = kind_of(data)
+    if is_uri(data):
+        return kind in ("csv", "parquet")
+    return kind != "compressed tar" or local_path(data).stat().st_size <= _MAX_UNPACKED_BYTES
+
+
+def _preprocess_config(arguments: Mapping[str, Any]) -> PreprocessConfig:
+    own = {name: arguments[name] for name in ("data", "seed") if name in arguments}
+    return resolve(PreprocessConfig, "preprocess", arguments["preprocess"], own)
+
+
+def _check_for_images(source: Source, arguments: Mapping[str, Any]) -> None:
+    """Open files, spread over the data, until one is an image, which most often is the first."""
+    max_pixels = _preprocess_config(arguments).max_pixels
+    samples = [sample for split in source.splits.values() for sample in split]
+    opened = samples[:: math.ceil(len(samples) / _MAX_OPENED)]
+    reason = ""
+    for sample in opened:
+        try:
+            decode(read_sample(source.storage, sample), max_pixels)
+            return
+        except (OSError, Unreadable, Rejected) as error:
+            reason = reason or f"{sample.path}: {error}"
+    raise UserError(
+        f"{arguments['data']} holds no image that can be used: {len(opened):,} of its {len(samples):,} files were "
+        f"opened, such as {reason}. Name a folder with images that open in a viewer"
+    )
+
+
+def check_validation(arguments: Mapping[str, Any], num_train: int, num_images: int) -> None:
+    """Refuse data whose validation images are too few for the gate, whatever the model answers.
+
+    Raises:
+        UserError: `num_images` validation images are too few.
+    """
+    if "gate" not in arguments:
+        return
+    own = {name: arguments[name] for name in ("max_top1_drop_points",) if name in arguments}
+    thresholds = resolve(GateConfig, "gate", arguments["gate"], own)
+    needed: float = thresholds.min_validation_images
+    why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_images}"
+    if thresholds.confident:
+        budget = thresholds.max_top1_drop_points
+        if thresholds.min_relative_top1_pct > 0:
+            budget = min(budget, 100 - thresholds.min_relative_top1_pct)
+        proving = images_to_prove(budget)
+        if proving > max(needed, num_images):
+            needed = proving
+            why = f"a drop of at most {budget:g} points can't be proved by fewer, even if INT8 answers all as FP32"
+            allow = (
+                "a larger --max-top1-drop-points, or --set gate.confident=false, which judges the measured drop alone"
+            )
+    if num_images >= needed:
+        return
+    total = num_images + num_train
+    share = math.ceil(100 * needed / total) / 100 if needed < math.inf else 1.0
+    more = f"--set preprocess.val_fraction={share:g} where the data has no val/ of its own" if share <= 0.5 else ""
+    least = f"at least {needed:,} are needed" if needed < math.inf else "no number is enough"
+    fixes = ", ".join(filter(None, ("more images" if needed < math.inf else "", more)))
+    raise UserError(
+        f"{num_images:,} of the {total:,} images validate, and {least}: {why}. "
+        f"Give {f'{fixes}, or ' if fixes else ''}{allow}"
+    )
+
+
+def images_to_prove(budget_points: float) -> float:
+    """Fewest images that prove a drop to be within a budget, where both models answer all of them alike.
+
+    The exact one-sided 95 % interval of a share of which no case was seen (the rule of three: at most about 3 of N).
+    """
+    share = budget_points / 100
+    if share <= 0:
+        return math.inf
+    return 1 if share >= 1 else math.ceil(math.log(_SIGNIFICANCE) / math.log1p(-share))
+
+
+def _check_model(model: str, architecture: str, classes: tuple[str, ...] | None, image_size: int) -> None:
+    """Have a model that lies on this machine read by a process of its own: see components.export.checking."""
+    if "://" in model:
+        return
+    given = json.dumps({"model": model, "architecture": architecture, "classes": classes, "image_size": image_size})
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "components.export.checking", given],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
+    if done.returncode in (EXIT_USER_ERROR, EXIT_FAILURE):
+        raise (UserError if done.returncode == EXIT_USER_ERROR else EngineryError)(text)
+    if done.returncode:
+        raise UserError(
+            f"reading the model {model} ended the process that did it ({done.returncode}): the file is damaged, or it "
+            "needs more memory than there is. Export it again, or take a machine with more memory"
+        )
+
+
+def check_paths(arguments: Mapping[str, Any]) -> None:
+    """Look for the files that a run names; of data behind a URI only whether it can be read here at all.
+
+    Raises:
+        UserError: there is no such data folder or model on this machine.
+    """
+    data, model = (str(arguments.get(name) or "") for name in ("data", "model"))
+    if data:
+        check_data_folder(data)
+    path = Path(model)
+    if model and "://" not in model and not path.is_file() and not (path / MANIFEST).is_file():
+        raise UserError(
+            f"there is no model at {path}; name a Checkpoint or Bundle directory, an .onnx file, or weights "
+            "(.safetensors, .pt, .pth) together with --architecture"
+        )
+
+
+def training_bytes(arguments: Mapping[str, Any]) -> int | None:
+    """Memory that the activations of one training step take on a CPU; None where the model is not in the table."""
+    settings = arguments.get("train", {})
+    per_pixel = _ACTIVATION_BYTES_PER_PIXEL.get(str(arguments.get("architecture")))
+    if per_pixel is None or "global_batch_size" not in arguments:
+        return None
+    factor = 0.5 if settings.get("precision") in ("bf16", "fp16") else 1.0
+    return round(factor * per_pixel * arguments["image_size"] ** 2 * _images_at_once(arguments))
+
+
+def _images_at_once(arguments: Mapping[str, Any]) -> int:
+    """Images whose activations are in memory together: a step's, or a part of them where gradients are accumulated."""
+    settings, whole = arguments.get("train", {}), int(arguments["global_batch_size"])
+    each = settings.get("per_gpu_batch_size", 0)
+    return min(whole, each * (settings.get("num_processes", 0) or 1)) if each else whole
+
+
+def check_memory(arguments: Mapping[str, Any]) -> str:
+    """Compare what training on this machine's CPU takes with what there is.
+
+    Returns:
+        A warning where it is likely not enough; empty where it is, where a GPU trains, or where it is not known.
+
+    Raises:
+        UserError: more than the machine has at all, so that the run would end by being killed.
+    """
+    needed_bytes = None if gpus() else training_bytes(arguments)
+    if needed_bytes is None:
+        return ""
+    total_bytes, available_bytes = _memory()
+    if needed_bytes + _REST_BYTES <= available_bytes:
+        return ""
+    batch_size, image_size = _images_at_once(arguments), arguments["image_size"]
+    per_image = needed_bytes / batch_size
+    needs = (
+        f"training {arguments['architecture']} at {image_size} px with batch {batch_size} on a CPU takes about "
+        f"{size_text(needed_bytes + _REST_BYTES)} of memory"
+    )
+    fitting = 1
+    while 2 * fitting * per_image + _REST_BYTES <= available_bytes and 2 * fitting < batch_size:
+        fitting *= 2
+    smaller = f"--global-batch-size {fitting}, " if fitting >= _MIN_BATCH else ""
+    fix = f"Try {smaller}a smaller --image-size than {image_size}, or a machine with an NVIDIA GPU"
+    if needed_bytes > total_bytes:
+        raise UserError(f"{needs}, and this machine has {size_text(total_bytes)}. {fix}")
+    return f"{needs}, and {size_text(available_bytes)} are available: it may be killed. {fix}"
+
+
+def _memory() -> tuple[int, int]:
+    """Memory that there is with swap, and what of it is available now, both inside a container's limit; in bytes."""
+    memory = psutil.virtual_memory()
+    total_bytes, available_bytes = memory.total + psutil.swap_memory().total, memory.available
+    limit_bytes = memory_limit()
+    if limit_bytes is None:
+        return total_bytes, available_bytes
+    return min(total_bytes, limit_bytes), min(available_bytes, limit_bytes)

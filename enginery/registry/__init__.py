@@ -1,0 +1,1 @@
+"""Registered models: versions, aliases, why one is the champion, and comparisons."""

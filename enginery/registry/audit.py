@@ -1,0 +1,154 @@
+"""Why a version is the champion: from the digest of its data to every change of an alias."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import (
+    MANIFEST,
+    BundleManifest,
+    ReportManifest,
+    VerdictManifest,
+    load_manifest,
+)
+from components.common.registry.alias_changes import champions, explained
+from components.common.registry.audit_log import AuditLog, entry_json
+from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
+from components.common.registry.promotions import CHAMPION
+from components.common.registry.version_evaluation import check_log
+from enginery.registry.promote import check_files
+
+
+class Link(BaseModel):
+    """One thing that the next one was made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    digest: str
+    note: str = ""
+
+
+class Audit(BaseModel):
+    """What `enginery audit --json` prints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = 1
+    model: str
+    tracking_uri: str
+    aliases: dict[str, str] = Field(description="Version by alias.")
+    version: str = Field(description="That the chain is of: the champion, or what was asked for; empty for none.")
+    chain: tuple[Link, ...] = Field(description="From the data set to the version.")
+    entries: tuple[dict[str, Any], ...] = Field(description="The audit log, oldest first.")
+    files_checked: bool = Field(description="Whether every file of the champion was read; else its manifests alone.")
+    problems: tuple[str, ...] = Field(description="What does not fit together; empty where all does.")
+
+
+def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
+    """The chain of the champion, the log, and what does not fit together.
+
+    Args:
+        registry: of the model.
+        name: the model.
+        files: whether to read every file of the champion, too, which a server sends over the network.
+
+    Raises:
+        UserError: there is no such model.
+        EngineryError: the log is damaged.
+    """
+    registry.versions(name)  # there is such a model
+    aliases = registry.aliases(name)
+    entries = AuditLog(registry.client, name).read()
+    problems = _unexplained(aliases, explained(entries, registry.run_ids(name)), name)
+    champion = aliases.get(CHAMPION, "")
+    chain: tuple[Link, ...] = ()
+    if champion:
+        version = registry.version(name, champion)
+        try:
+            if "bundle_digest" not in version.tags:
+                raise EngineryError("it was not registered by enginery, so nothing is known of its data")
+            chain = _chain(registry, version, problems)
+            check_log(version, entries, {link.name: link.digest for link in chain if link.name in PARTS})
+            if files:
+                check_files(registry, version)
+        except EngineryError as error:
+            what = "was changed" if chain else "has no chain"
+            problems.append(f"the champion, {version.label}, {what}: {error}")
+    elif past := champions(entries):
+        problems.append(
+            f"the champion by the log, version {past[-1]}, is not there any more. Go back: enginery rollback {name}"
+        )
+    return Audit(
+        model=name,
+        tracking_uri=registry.uri,
+        aliases=dict(sorted(aliases.items())),
+        version=champion,
+        chain=chain,
+        entries=tuple(json.loads(json.dumps(entry_json(entry))) for entry in entries),
+        files_checked=files and bool(chain),
+        problems=tuple(problems),
+    )
+
+
+def _unexplained(aliases: Mapping[str, str], expected: Mapping[str, str], model: str) -> list[str]:
+    """Aliases that are not as the log says."""
+    return [
+        f"@{alias} is {_shown(aliases.get(alias))}, by the log it is {_shown(expected.get(alias))}: it was changed "
+        f"without enginery, or a change of {model} goes on or was killed. The next one sets what the log has named"
+        for alias in sorted({*aliases, *expected})
+        if aliases.get(alias) != expected.get(alias)
+    ]
+
+
+def _shown(number: str | None) -> str:
+    return f"version {number}" if number else "not set"
+
+
+def _chain(registry: Registry, version: RegisteredVersion, problems: list[str]) -> tuple[Link, ...]:
+    """From data to version, by the manifests that lie in the registry."""
+    with registry.files(version, "bundle", MANIFEST) as file:
+        bundle = load_manifest(file, BundleManifest)
+    with registry.files(version, "report", MANIFEST) as file:
+        report = load_manifest(file, ReportManifest)
+    with registry.files(version, "verdict", MANIFEST) as file:
+        verdict = load_manifest(file, VerdictManifest)
+    expected = (
+        ("bundle", bundle.digest, report.manifest.inputs["bundle"], "the report"),
+        ("report", report.digest, verdict.manifest.inputs["report"], "the verdict"),
+        *((part.manifest.kind, part.digest, version.tags.get(f"{part.manifest.kind}_digest", "nothing"), "its tag")
+          for part in (bundle, report, verdict)),
+    )  # fmt: skip
+    for part, digest, named, by in expected:
+        if digest != named:
+            problems.append(f"the {part} of {version.label} is {digest}, and {by} says {named}")
+    accuracy, inputs = report.manifest.accuracy, bundle.manifest.inputs
+    calibrated = inputs.get("dataset", "")
+    data = [Link(name="data set", digest=accuracy.dataset_digest, note="validated on")]
+    if calibrated and calibrated != accuracy.dataset_digest:
+        data.insert(0, Link(name="data set", digest=calibrated, note="calibrated on"))
+    split = Link(name="validation split", digest=accuracy.split_digest)
+    checkpoint = Link(name="checkpoint", digest=inputs.get("model", ""), note=bundle.manifest.architecture)
+    judged = f"{verdict.manifest.precision.upper()} {verdict.manifest.word}"
+    return (
+        *data,
+        split,
+        checkpoint,
+        Link(name="bundle", digest=bundle.digest, note=_engines(bundle.manifest)),
+        Link(name="report", digest=report.digest, note=_top1(report.manifest)),
+        Link(name="verdict", digest=verdict.digest, note=judged),
+        Link(name="version", digest=version.number, note=f"registered by run {version.run_id}"),
+    )
+
+
+def _engines(bundle: BundleManifest) -> str:
+    engine = bundle.engines[0] if bundle.engines else None
+    return f"plans for {engine.gpu_name}, TensorRT {engine.tensorrt_version}" if engine else "no plans"
+
+
+def _top1(report: ReportManifest) -> str:
+    measured = [row for row in report.accuracy.rows if row.top1_pct is not None]
+    return "top-1 " + ", ".join(f"{row.precision.upper()} {row.top1_pct:.2f} %" for row in measured)

@@ -1,0 +1,161 @@
+"""Runs side by side: what was measured, what differed, and whether the numbers may be compared at all."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.common.contracts.records import PRECISIONS
+from enginery.local.summary import PrecisionRow, RunSummary
+
+NOTHING = "not set"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ComparedRun(_Record):
+    """One of the runs. `label` is what tables and differences call it."""
+
+    label: str = Field(description="A, B, C, ... in the order in which the runs were named.")
+    run_id: str
+    status: str
+    registered: str
+    rows: dict[str, PrecisionRow] = Field(description="What was measured, by precision; empty if it did not get there.")
+
+
+class Comparison(_Record):
+    """What `enginery compare --json` prints."""
+
+    schema_version: int = 1
+    runs: tuple[ComparedRun, ...]
+    arguments: dict[str, dict[str, str]] = Field(description="Arguments that differ: name -> label -> value.")
+    data: dict[str, dict[str, str]] = Field(description="Digests that differ, shortened.")
+    versions: dict[str, dict[str, str]] = Field(description="Library versions and hardware that differ.")
+    warnings: tuple[str, ...] = Field(description="Why numbers of these runs may not be compared.")
+
+    @property
+    def precisions(self) -> list[str]:
+        """The precisions that any run measured, FP32 first."""
+        return [name for name in PRECISIONS if any(name in run.rows for run in self.runs)]
+
+
+def compare(summaries: Sequence[RunSummary]) -> Comparison:
+    """Put runs side by side. The first one is A."""
+    labels = [label(position) for position in range(len(summaries))]
+    digests = [_digests(summary) for summary in summaries]
+    runs = tuple(
+        ComparedRun(
+            label=name,
+            run_id=summary.run_id,
+            status=summary.status,
+            registered=summary.registered,
+            rows={row.precision: row for row in summary.rows},
+        )
+        for name, summary in zip(labels, summaries, strict=True)
+    )
+    mixed = len({summary.registered == summary.run_id for summary in summaries}) > 1
+    arguments = [{"pipeline": summary.pipeline, **flatten(summary.arguments)} for summary in summaries]
+    return Comparison(
+        runs=runs,
+        arguments={} if mixed else _differences(labels, arguments),
+        data=_differences(labels, [{key: short(value) for key, value in entry.items()} for entry in digests]),
+        versions=_differences(labels, [_versions(summary) for summary in summaries]),
+        warnings=(*_warnings(runs, [entry["validation split"] for entry in digests]), *([MIXED] if mixed else [])),
+    )
+
+
+# Of a version and a run, every argument would differ.
+MIXED = "arguments are not compared: a version has the settings of its steps, a run the options of its pipeline"
+
+
+def label(position: int) -> str:
+    """A to Z, then R27, R28, ..."""
+    return chr(ord("A") + position) if position < 26 else f"R{position + 1}"
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested mappings as one, keys joined by dots, values as text."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def short(digest: str) -> str:
+    """The start of a digest, enough to tell two apart."""
+    return digest.removeprefix("sha256:")[:12]
+
+
+def _differences(labels: Sequence[str], entries: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Keys on which the runs do not agree; a run that has no value counts as one with another."""
+    keys = dict.fromkeys(key for entry in entries for key in entry)
+    found = {}
+    for key in keys:
+        values = [entry.get(key, "") for entry in entries]
+        if len(set(values)) > 1:
+            found[key] = dict(zip(labels, values, strict=True))
+    return found
+
+
+def _digests(summary: RunSummary) -> dict[str, str]:
+    """What was measured on what. A summary of an older version has no digests; its report has them."""
+    names = {"dataset": "dataset_digest", "validation split": "split_digest", "bundle": "bundle_digest"}
+    found = {name: str(getattr(summary, key)) for name, key in names.items()}
+    if not found["validation split"]:
+        report = _report(Path(summary.run_directory))
+        found = {name: str(report.get(key, "")) for name, key in names.items()}
+    return found
+
+
+def _report(run_directory: Path) -> dict[str, Any]:
+    """The accuracy.json that validate wrote; {} where it is gone."""
+    for file in sorted(run_directory.glob("artifacts/*/validate*/**/accuracy.json")):
+        try:
+            report = json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            continue  # half written, or taken away meanwhile: as good as not there
+        if isinstance(report, dict):
+            return report
+    return {}
+
+
+def _versions(summary: RunSummary) -> dict[str, str]:
+    here = summary.environment
+    gpus = ", ".join(gpu.name for gpu in here.gpus) or "none"
+    drivers = ", ".join(sorted({gpu.driver for gpu in here.gpus}))
+    machine = {"python": here.python, "platform": here.platform, "cpu": here.cpu, "cores": str(here.num_cores)}
+    return {**here.versions, **machine, "gpus": gpus, "driver": drivers}
+
+
+def _warnings(runs: Sequence[ComparedRun], splits: Sequence[str]) -> list[str]:
+    measured = [(run, split) for run, split in zip(runs, splits, strict=True) if run.rows]
+    warnings = [f"{run.label} ended as {run.status} before anything was measured" for run in runs if not run.rows]
+    groups: dict[str, list[str]] = {}
+    for run, split in measured:
+        if split:
+            groups.setdefault(split, []).append(run.label)
+    if len(groups) > 1:
+        text = " and ".join("/".join(names) for names in groups.values())
+        warnings.append(f"the validation images differ between {text}: top-1 can't be compared")
+    if unknown := [run.label for run, split in measured if not split]:
+        warnings.append(f"the validation images of {', '.join(unknown)} are not known: their report is gone")
+    for precision in PRECISIONS:
+        rows = [run.rows[precision] for run in runs if precision in run.rows]
+        devices = {row.device for row in rows if row.device}
+        if len(devices) > 1:
+            text = f"speed was measured on different devices ({'; '.join(sorted(devices))})"
+            warnings.append(f"{text}: p50 and images/s can't be compared")
+            break
+        batches = {row.throughput_batch_size for row in rows if row.throughput_batch_size}
+        if len(batches) > 1:
+            text = ", ".join(str(size) for size in sorted(batches))
+            warnings.append(f"images/s was measured at different batch sizes ({text})")
+            break
+    return warnings

@@ -1,0 +1,187 @@
+"""Aliases changed by hand: to a version that somebody names, and back to the champion before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.contracts.manifests import ALL_FILES, BundleManifest, load
+from components.common.registry.alias_changes import Proposal, Situation, champions, change_aliases
+from components.common.registry.audit_log import Entry
+from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
+from components.common.registry.promotions import CHAMPION, ChampionComparison
+from components.common.registry.trust import check_chain
+from components.common.registry.version_evaluation import (
+    Standing,
+    check_log,
+    check_tags,
+    compare_standings,
+    standing_of,
+)
+
+_MAX_LENGTH = 1000  # of a refusal in the audit log
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Review:
+    """What there is to say against a version; empty where nothing is."""
+
+    objection: str
+    comparison: ChampionComparison | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+def promote_by_hand(registry: Registry, name: str, number: str, alias: str, why: str, *, force: bool) -> Entry:
+    """Point an alias to a version. As champion only one that passed its gate and is not worse than the present one.
+
+    Args:
+        registry: of the model.
+        name: the model.
+        number: the version.
+        alias: that is to point to it.
+        why: for the audit log.
+        force: whether to go on where it is worse or can't be compared; the log then says what.
+
+    Raises:
+        GateFailed: something is against it, and it was not forced.
+        EngineryError: what lies in the registry is not what was measured. No force helps against that.
+    """
+    version = registry.version(name, number)
+    number = version.number
+    found = check_files(registry, version)
+
+    def propose(situation: Situation) -> Proposal:
+        check_log(version, situation.entries, found)
+        if situation.aliases.get(alias) == number:
+            raise UserError(f"{name}@{alias} is version {number} already; there is nothing to change")
+        review = _review(registry, version, situation if alias == CHAMPION else None)
+        if review.objection and not force:
+            raise GateFailed(
+                f"{version.label} does not become {alias}: {review.objection}. "
+                "--force overrules this, and the audit log says so"
+            )
+        return Proposal(
+            kind="manual",
+            aliases={alias: number},
+            why=why,
+            forced=bool(review.objection),
+            overruled=review.objection[:_MAX_LENGTH],
+            digests=review.digests,
+            comparison=review.comparison,
+        )
+
+    return change_aliases(registry, name, propose)
+
+
+def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str]:
+    """Compare every file that lies in the registry with what was measured and registered.
+
+    Returns:
+        The digests of bundle, report and verdict, by name.
+
+    Raises:
+        GateFailed: its verdict is no pass.
+        EngineryError: one is gone or was changed, enginery never registered the version, or no key of the machine's
+            policy signed its verdict.
+    """
+    if not any(version.tags.get(f"{part}_digest") for part in PARTS):
+        raise EngineryError(
+            f"{version.label} has no tag of enginery's: it did not come from a run of the pipeline, or its tags were "
+            "deleted, so nothing says what it is. Delete the version, and promote its bundle again"
+        )
+    with registry.files(version, "bundle") as path:
+        check_tags(version, {"bundle": load(path, BundleManifest, verify=ALL_FILES).digest})
+    with standing_of(registry, version) as standing:
+        if not standing.passed:
+            failed = [check.explanation for check in standing.verdict.manifest.checks if check.verdict != "pass"]
+            raise GateFailed(f"{version.label} did not pass its gate: {'; '.join(failed) or 'see its report'}")
+        digests: dict[str, str] = {part: standing.digests[part] for part in PARTS}
+        measured = digests["bundle"]
+    if measured != version.tags["bundle_digest"]:
+        raise EngineryError(f"the report that lies with {version.label} is on another bundle ({measured})")
+    check_chain(version.label, digests, registry.statements(version), environment="", model=version.name)
+    return digests
+
+
+def _review(registry: Registry, version: RegisteredVersion, situation: Situation | None) -> _Review:
+    """What is against a version as the champion of a situation; None where it is to be something else."""
+    with standing_of(registry, version) as standing:
+        digests = standing.digests
+        if situation is None:
+            return _Review(objection="", digests=digests)
+        champion = situation.champion
+        if champion is None:
+            return _Review(objection="", digests=digests)
+        objection, comparison = _against_champion(registry, version, standing, champion, situation.entries)
+        return _Review(objection=objection, comparison=comparison, digests=digests)
+
+
+def _against_champion(
+    registry: Registry, version: RegisteredVersion, standing: Standing, champion: str, entries: Sequence[Entry]
+) -> tuple[str, ChampionComparison | None]:
+    try:
+        against = registry.version(version.name, champion)
+        with standing_of(registry, against) as present:
+            check_log(against, entries, {part: present.digests[part] for part in PARTS})
+            if present.split_digest != standing.split_digest:
+                return (
+                    f"it was measured on other images than the champion, version {champion}, so the two can't be "
+                    "compared here; a run of the pipeline on the images of one of them measures both"
+                ), None
+            comparison = compare_standings(standing, present, champion, 0.0)
+    except EngineryError as error:
+        return f"it can't be compared with the champion, version {champion}: {error}", None
+    return ("" if comparison.not_worse else f"it is worse: {comparison.text}"), comparison
+
+
+def roll_back(registry: Registry, name: str, why: str) -> Entry:
+    """Make the champion before the present one champion again; a second time goes one further back.
+
+    Raises:
+        UserError: there is no such model, or no champion before.
+        EngineryError: what lies in the registry of that version is not what was measured.
+    """
+    registry.versions(name)  # there is such a model
+
+    def propose(situation: Situation) -> Proposal:
+        version = _champion_before(registry, name, situation)
+        tags = version.tags
+        check_log(version, situation.entries, check_files(registry, version))
+        left = f"from version {situation.champion}" if situation.champion else "since there was no champion any more"
+        return Proposal(
+            kind="rollback",
+            aliases={CHAMPION: version.number},
+            why=why or f"rolled back {left}",
+            digests={part: tags[f"{part}_digest"] for part in _PARTS if f"{part}_digest" in tags},
+        )
+
+    return change_aliases(registry, name, propose)
+
+
+_PARTS = ("dataset", "bundle", "report", "verdict")
+
+
+def _champion_before(registry: Registry, name: str, situation: Situation) -> RegisteredVersion:
+    there = {version.number: version for version in registry.versions(name)}
+    past = champions(situation.entries)
+    if situation.champion is None:  # its version was deleted, or its alias
+        past = [number for number in past if number in there]
+        if not past:
+            raise UserError(
+                f"{name} has no champion, and none of its versions was one; make one: "
+                f"enginery promote {name} VERSION --to {CHAMPION} --why TEXT"
+            )
+        return there[past[-1]]
+    earlier = past[:-1]
+    if not earlier:
+        raise UserError(
+            f"{name} has no champion before version {situation.champion}: the audit log knows of none "
+            f"(`enginery audit {name}`). Name a version: enginery promote {name} VERSION --to {CHAMPION} --why TEXT"
+        )
+    if earlier[-1] not in there:
+        left = [number for number in earlier if number in there]
+        still = f"; earlier champions that are there: {', '.join(dict.fromkeys(left))}" if left else ""
+        raise UserError(
+            f"version {earlier[-1]}, the champion of {name} before version {situation.champion}, was deleted{still}. "
+            f"Name a version: enginery promote {name} VERSION --to {CHAMPION} --why TEXT (--force if it is worse)"
+        )
+    return there[earlier[-1]]

@@ -1,0 +1,173 @@
+"""What a model was made from, in CycloneDX's JSON (1.6): data, model, code, libraries and drivers, with digests.
+
+https://cyclonedx.org/docs/1.6/json/ describes the form. Written here, because the CycloneDX library for Python knows no
+machine-learning models.
+"""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from components.common.contracts.digests import canonical_json, digest_bytes
+from components.common.contracts.environment import Environment
+from components.common.contracts.manifests import Artifact, BundleManifest, ReportManifest
+from enginery.release.verify import ReleaseRecord
+
+_PACKAGES = {"dali": "nvidia-dali-cuda130", "tensorrt": "tensorrt-cu13"}  # where PyPI's name is another
+_Json = dict[str, Any]
+
+
+def bill_of_materials(
+    record: ReleaseRecord, bundle: Artifact[BundleManifest], report: Artifact[ReportManifest], provenance: _Json
+) -> bytes:
+    """The list as a file's content; the same for the same arguments.
+
+    Args:
+        record: which release.
+        bundle: of it.
+        report: of it.
+        provenance: of report.json: code, digests, and the environment of each step.
+    """
+    environments = {step: Environment.model_validate(seen) for step, seen in provenance["environments"].items()}
+    data, model = _data_set(record, provenance["digests"]), _source_model(record, bundle.manifest)
+    components = [data, model, _code(provenance["code"]), *_libraries(environments), *_platforms(environments)]
+    components += _build_tools(bundle.manifest)
+    subject = _subject(record, bundle, report)
+    bom = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"timestamp": record.created, "component": subject},
+        "components": components,
+        "dependencies": [
+            {"ref": subject["bom-ref"], "dependsOn": [entry["bom-ref"] for entry in components]},
+        ],
+    }
+    content = uuid.uuid5(uuid.NAMESPACE_URL, digest_bytes(canonical_json(bom)))
+    return canonical_json({**bom, "serialNumber": f"urn:uuid:{content}"}) + b"\n"
+
+
+def _subject(record: ReleaseRecord, bundle: Artifact[BundleManifest], report: Artifact[ReportManifest]) -> _Json:
+    row = report.manifest.accuracy.row(record.precision)
+    measured = {"top1_pct": row.top1_pct, "top5_pct": row.top5_pct, "delta_top1_points": row.delta_top1_points}
+    metrics = [{"type": name, "value": f"{value:.4f}"} for name, value in measured.items() if value is not None]
+    files = [
+        {"type": "file", "name": f"bundle/{name}", "hashes": _hashes(entry.digest)}
+        for name, entry in sorted(bundle.manifest.files.items())
+    ]
+    return {
+        "type": "machine-learning-model",
+        "bom-ref": "bundle",
+        "name": record.name,
+        "version": record.version or bundle.digest,
+        "description": f"{record.architecture}, {record.precision.upper()}; the digest is that of bundle/manifest.json",
+        "hashes": _hashes(bundle.digest),
+        "modelCard": {
+            "modelParameters": {
+                "task": "image classification",
+                "modelArchitecture": record.architecture,
+                "datasets": [{"ref": "dataset"}],
+            },
+            "quantitativeAnalysis": {"performanceMetrics": metrics},
+        },
+        "components": files,
+        "properties": _properties({f"enginery:{name}_digest": value for name, value in record.digests.items()}),
+    }
+
+
+def _data_set(record: ReleaseRecord, digests: dict[str, str]) -> _Json:
+    splits = {f"enginery:{name}": value for name, value in digests.items() if name.endswith(" split")}
+    return {
+        "type": "data",
+        "bom-ref": "dataset",
+        "name": "dataset",
+        "description": "Labelled images in shards; the digest is that of their manifest",
+        "hashes": _hashes(record.digests["dataset"]),
+        "data": [{"type": "dataset", "name": "dataset"}],
+        "properties": _properties(splits),
+    }
+
+
+def _source_model(record: ReleaseRecord, bundle: BundleManifest) -> _Json:
+    trained = bundle.training is not None
+    return {
+        "type": "machine-learning-model",
+        "bom-ref": "model",
+        "name": "checkpoint" if trained else "model",
+        "description": f"What was exported: {'a checkpoint of this chain' if trained else 'a model of the user'}",
+        "hashes": _hashes(record.digests["model"]),
+    }
+
+
+def _code(code: _Json) -> _Json:
+    facts = {"enginery:commit": code["commit"], "enginery:modified": str(code["modified"]).lower()}
+    return {
+        "type": "application",
+        "bom-ref": "enginery",
+        "name": "enginery",
+        "version": code["version"],
+        "properties": _properties({name: value for name, value in facts.items() if value}),
+    }
+
+
+def _libraries(environments: dict[str, Environment]) -> Iterator[_Json]:
+    """One entry for each library and version, with the steps that ran with it."""
+    steps: dict[tuple[str, str], list[str]] = {}
+    for step, seen in environments.items():
+        for name, version in seen.versions.items():
+            steps.setdefault((_PACKAGES.get(name, name), version), []).append(step)
+    for (name, version), users in sorted(steps.items()):
+        yield {
+            "type": "library",
+            "bom-ref": f"pkg:pypi/{name}@{version}",
+            "purl": f"pkg:pypi/{name}@{version}",
+            "name": name,
+            "version": version,
+            "properties": _properties({"enginery:steps": " ".join(users)}),
+        }
+
+
+def _platforms(environments: dict[str, Environment]) -> Iterator[_Json]:
+    """Python, the operating system, GPUs and their drivers."""
+    steps: dict[tuple[str, str, str], list[str]] = {}
+    for step, seen in environments.items():
+        found = {("platform", "Python", seen.python), ("operating-system", seen.platform, "")}
+        found |= {("device-driver", "NVIDIA driver", gpu.driver) for gpu in seen.gpus}
+        found |= {("device", gpu.name, "") for gpu in seen.gpus} | {("device", seen.cpu, "")}
+        for entry in found:
+            steps.setdefault(entry, []).append(step)
+    for (kind, name, version), users in sorted(steps.items()):
+        yield {
+            "type": kind,
+            "bom-ref": f"{kind}:{name}@{version}",
+            "name": name,
+            **({"version": version} if version else {}),
+            "properties": _properties({"enginery:steps": " ".join(users)}),
+        }
+
+
+def _build_tools(bundle: BundleManifest) -> Iterator[_Json]:
+    """TensorRT and driver of each plan, where the bundle has plans."""
+    built: dict[tuple[str, str, str], list[str]] = {}
+    for engine in bundle.engines:
+        built.setdefault((engine.tensorrt_version, engine.gpu_name, engine.driver_version), []).append(engine.file)
+    for (version, gpu, driver), files in sorted(built.items()):
+        facts = {"enginery:plans": " ".join(files), "enginery:gpu": gpu, "enginery:driver": driver}
+        yield {
+            "type": "framework",
+            "bom-ref": f"TensorRT@{version} on {gpu}, driver {driver}",
+            "name": "TensorRT",
+            "version": version,
+            "properties": _properties(facts),
+        }
+
+
+def _hashes(digest: str) -> list[_Json]:
+    """Nothing where a digest is not known or not of a file, such as that of a model named by hand."""
+    kind, _, content = digest.partition(":")
+    return [{"alg": "SHA-256", "content": content}] if kind == "sha256" and len(content) == 64 else []
+
+
+def _properties(values: dict[str, str]) -> list[_Json]:
+    return [{"name": name, "value": value} for name, value in sorted(values.items())]

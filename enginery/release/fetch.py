@@ -1,0 +1,181 @@
+"""Fetch an artifact or a release from a store, a registry or a volume: nothing but what its digest covers."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlparse
+
+from pydantic import ValidationError
+
+from components.common.contracts.digests import digest_bytes, digest_file
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import MANIFEST, check_seal, claims_of, file_problem, read_manifest
+from components.common.contracts.records import FileEntry
+from components.common.registry.trust import SIGNATURE, check_chain, check_folder, read_statements
+from enginery.new_folders import check_new
+from enginery.release.verify import SUMS
+
+OCI = "oci://"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What the manifest of an artifact of any kind, or of a release, says of itself."""
+
+    kind: str
+    digest: str  # of the manifest or of SHA256SUMS, which cover every file
+    inputs: Mapping[str, str]
+    files: Mapping[str, FileEntry]
+
+
+def read_identity(folder: Path) -> Identity:
+    """Read a manifest of any kind and check its seal.
+
+    Raises:
+        UserError: there is none.
+        EngineryError: it is damaged, was edited, or names files elsewhere.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise UserError(
+            f"there is no finished artifact in {folder}: it has no {MANIFEST}. Name the folder that holds one, such as "
+            "what `enginery serve export` wrote"
+        )
+    data = read_manifest(file, "artifact")
+    record = claims_of(data)
+    try:
+        files = {str(name): FileEntry.model_validate(entry) for name, entry in record["files"].items()}
+        kind, inputs = str(record["kind"]), {str(name): str(digest) for name, digest in record["inputs"].items()}
+    except (KeyError, AttributeError, ValidationError):
+        raise EngineryError(f"{file} is no manifest of enginery, or is damaged. Write the artifact anew") from None
+    check_seal(data, file, kind)
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or name == MANIFEST:
+            raise EngineryError(f"{file} names a file outside the artifact: {name}. Write the artifact anew")
+    return Identity(kind=kind, digest=digest_bytes(data), inputs=inputs, files=files)
+
+
+def fetch(source: str, target: Path, digest: str = "") -> Identity:
+    """Bring an artifact or a release from `source` to the new folder `target`, complete or not at all.
+
+    Files that its manifest does not list stay behind. Where `target` is there already and right, nothing is done, so
+    that a pod that is started again goes on.
+
+    Args:
+        source: a folder, a URI that MLflow can download (s3://, gs://, mlflow-artifacts:/ and others), or an address in
+            an OCI registry.
+        target: where it is to be.
+        digest: of its manifest; of a release, of SHA256SUMS. What the manifest says of its inputs is a claim that
+            anybody can make. Empty for an address that ends with @sha256:...
+
+    Raises:
+        UserError: there is no such artifact, or `target` is something else.
+        EngineryError: it is another one than asked for, is damaged, or can't be downloaded.
+    """
+    if not digest and not (source.startswith(OCI) and "@sha256:" in source):
+        raise UserError(f"{source} may hold anything; say what is asked for with --digest sha256:...")
+    if target.exists() and digest:
+        return _checked(target, digest, str(target))
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    check_new(target, "an artifact")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
+        copy = Path(folder, "copy")
+        remote = bool(urlparse(source).scheme)
+        origin = _download(source, Path(folder, "all"), digest) if remote else Path(source)
+        if not is_release(origin):
+            _copy(origin, copy, source, digest, remote)
+        elif remote:
+            origin.rename(copy)
+        else:
+            shutil.copytree(origin, copy, symlinks=True)
+        found = _checked(copy, digest, source)
+        copy.rename(target)
+    return found
+
+
+def _copy(origin: Path, copy: Path, source: str, digest: str, remote: bool) -> None:
+    """What the manifest lists, the signature and the statements."""
+    found = read_identity(origin)
+    _check_digest(found, digest, source)
+    for name, entry in {**found.files, MANIFEST: None}.items():
+        if entry is not None and (problem := file_problem(origin, name, entry.size_bytes, None)):
+            raise EngineryError(f"{problem}. Upload the artifact to {source} again")
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        if remote:
+            (origin / name).rename(copy / name)
+        else:
+            shutil.copyfile(origin / name, copy / name)
+    for file in (SIGNATURE, *read_statements(origin)):
+        if (origin / file).is_file():
+            shutil.copyfile(origin / file, copy / file)
+
+
+def is_release(folder: Path) -> bool:
+    """Whether a folder is what `enginery release` wrote."""
+    return (folder / SUMS).is_file() and not (folder / MANIFEST).is_file()
+
+
+def _checked(folder: Path, digest: str, source: str) -> Identity:
+    """What a folder holds, all of it as its digest says and trusted."""
+    if is_release(folder):
+        return _checked_release(folder, digest, source)
+    found = read_identity(folder)
+    _check_digest(found, digest, source)
+    for name, entry in found.files.items():
+        if problem := file_problem(folder, name, entry.size_bytes, entry.digest):
+            raise EngineryError(f"what lies at {source} is not what was sealed: {problem}. Upload it again")
+    what = f"the {found.kind} at {source}"
+    check_folder(what, folder)
+    parts = {**found.inputs, found.kind: found.digest}
+    digests: dict[str, str] = {part: parts[part] for part in ("bundle", "report", "verdict") if part in parts}
+    if "bundle" in digests:
+        check_chain(what, digests, read_statements(folder), say=lambda text: None)
+    return found
+
+
+def _checked_release(folder: Path, digest: str, source: str) -> Identity:
+    from enginery.release.verify import read_sums
+    from enginery.serving.sources import open_release
+
+    files, _ = read_sums((folder / SUMS).read_bytes())
+    entries = {
+        name: FileEntry(size_bytes=(folder / name).stat().st_size, digest=listed)
+        for name, listed in files.items()
+        if (folder / name).is_file()
+    }
+    found = Identity(kind="release", digest=digest_file(folder / SUMS), inputs={}, files=entries)
+    _check_digest(found, digest, source)
+    open_release(folder, source)
+    return found
+
+
+def _check_digest(found: Identity, digest: str, source: str) -> None:
+    if digest and digest != found.digest:
+        raise EngineryError(
+            f"{source} holds the {found.kind} {found.digest}, and {digest} is asked for. Upload the right one, or ask "
+            "for another"
+        )
+
+
+def _download(source: str, folder: Path, digest: str) -> Path:
+    folder.mkdir()
+    if source.startswith(OCI):
+        from enginery.release.oci import pull, read_address
+
+        address = read_address(source)
+        if not (address.tag or address.digest):  # as `enginery push` names it
+            address = replace(address, tag=digest.removeprefix("sha256:"))
+        pull(address, folder)
+        return folder
+    from components.common.registry.model_registry import download
+
+    try:
+        return download(source, folder)
+    except Exception as error:  # each store's client has its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EngineryError(
+            f"can't download {source}: {reason}. Is the artifact there, and may these credentials read it?"
+        ) from error

@@ -1,0 +1,152 @@
+"""Writes a release folder: all of it or none."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+
+from components.common.contracts.errors import EngineryError, GateFailed
+from components.common.contracts.manifests import MANIFEST, Manifest
+from components.common.registry.audit_log import Entry
+from components.common.registry.model_registry import RegisteredVersion
+from components.common.registry.trust import check_chain, sign_folder, signing_key
+from components.common.registry.version_evaluation import check_log
+from components.promote.packaging import write_model
+from enginery.new_folders import check_new, give_name, to_disk
+from enginery.release.bom import bill_of_materials
+from enginery.release.verify import (
+    BOM,
+    BUNDLE,
+    CARD,
+    RECORD,
+    REPORT,
+    REPORT_CARD,
+    SUMS,
+    VERDICT,
+    Chain,
+    ReleaseRecord,
+    Verification,
+    contradictions,
+    fingerprint,
+    load_chain,
+    verify,
+    write_sums,
+)
+
+PARTS = (BUNDLE, REPORT, VERDICT)
+
+
+def write_release(
+    parts: Mapping[str, Path],
+    output: Path,
+    *,
+    name: str,
+    version: RegisteredVersion | None = None,
+    registry: str = "",
+    entries: Sequence[Entry] = (),
+    statements: Mapping[str, bytes] = MappingProxyType({}),
+    key: Path | None = None,
+) -> Verification:
+    """Copy bundle, report and verdict, write what belongs to them, verify all of it, and only then give it its name.
+
+    Args:
+        parts: folders of the three, by name.
+        output: a new folder.
+        version: what the registry says; None for artifacts that were named by their paths.
+        registry: where the version is; empty for none.
+        entries: the audit log of the model.
+        name: of the model.
+        statements: signed, that lie with the version.
+        key: file of the private key to sign with; None for no signature.
+
+    Raises:
+        GateFailed: the verdict is not a pass.
+        EngineryError: the three are not what they were or don't belong together, or nobody whom the machine's policy
+            trusts vouches for them.
+        UserError: `output` exists.
+    """
+    check_new(output, "a release")
+    chain = load_chain(*(parts[part] for part in PARTS))
+    if version is not None:
+        digests = {part: chain.digests[part] for part in PARTS}
+        check_log(version, entries, digests)
+    what = version.label if version is not None else f"the bundle {parts[BUNDLE]}"
+    check_chain(what, {part: chain.digests[part] for part in PARTS}, statements, model=version.name if version else "")
+    for problem in contradictions(chain):
+        raise EngineryError(f"this can't be released: {problem}")
+    record = _record(chain, name, version, registry, key)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir()
+        _copy(chain.bundle.path, chain.bundle.manifest, temporary / BUNDLE)
+        _copy(chain.report.path, chain.report.manifest, temporary / REPORT)
+        _copy(chain.verdict.path, chain.verdict.manifest, temporary / VERDICT)
+        for file, statement in statements.items():
+            (temporary / file).write_bytes(statement)
+        _write_rest(temporary, record, chain, key)
+        checked = verify(temporary, signing_key(key).public_key() if key is not None else None)
+        if checked.problems:
+            raise EngineryError(f"this can't be released: {'; '.join(checked.problems)}")
+        to_disk(temporary)
+        give_name(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
+    return checked
+
+
+def _record(
+    chain: Chain, name: str, version: RegisteredVersion | None, registry: str, key: Path | None
+) -> ReleaseRecord:
+    decision = chain.verdict.manifest
+    if not decision.passed:
+        raise GateFailed(f"the verdict on {name} is not a pass, so it is not released")
+    return ReleaseRecord(
+        name=name,
+        version=version.number if version is not None else "",
+        aliases=version.aliases if version is not None else (),
+        registry=registry,
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        enginery=_own_version(),
+        architecture=chain.bundle.manifest.architecture,
+        precision=decision.served_precision,
+        passed=decision.passed,
+        digests=chain.digests,
+        key_fingerprint=fingerprint(signing_key(key).public_key()) if key is not None else "",
+    )
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("enginery")
+    except metadata.PackageNotFoundError:  # a checkout that was not installed
+        return ""
+
+
+def _copy(source: Path, manifest: Manifest, destination: Path) -> None:
+    """The manifest and what it names, and nothing else that may lie there."""
+    for name in (MANIFEST, *manifest.files):
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target)
+
+
+def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Path | None) -> None:
+    card, shown = folder / REPORT / REPORT_CARD, folder / REPORT / "report.json"
+    if not card.is_file() or not shown.is_file():
+        raise EngineryError(
+            f"the report {chain.report.path} has no {REPORT_CARD} or no report.json: an older enginery wrote it. "
+            "Validate again"
+        )
+    shutil.copyfile(card, folder / CARD)
+    measured_on = chain.report.manifest.accuracy.measured_on(record.precision)
+    write_model(chain.bundle, record.precision, folder, measured_on)
+    (folder / RECORD).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    provenance = json.loads(shown.read_bytes())["provenance"]
+    (folder / BOM).write_bytes(bill_of_materials(record, chain.bundle, chain.report, provenance))
+    (folder / SUMS).write_bytes(write_sums(folder))
+    if key is not None:
+        sign_folder(folder, key)

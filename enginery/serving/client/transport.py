@@ -1,0 +1,405 @@
+"""Addresses of model servers, their failures, retries, and tritonclient's two protocols behind one set of calls."""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from components.common.contracts.errors import EngineryError, UserError
+from enginery.serving.server import loading_headers
+
+_PROTOCOLS: dict[str, tuple[Literal["http", "grpc"], bool]] = {
+    "http": ("http", False),
+    "https": ("http", True),
+    "grpc": ("grpc", False),
+    "grpcs": ("grpc", True),
+}
+_DEFAULT_PORTS = {"http": 8000, "grpc": 8001}  # Triton's own
+_EXAMPLES = "write http://HOST:8000 or grpc://HOST:8001 (https and grpcs with TLS)"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Protocol, host with port, and whether the connection is encrypted."""
+
+    protocol: Literal["http", "grpc"]
+    target: str  # host:port
+    tls: bool
+
+    def __str__(self) -> str:
+        return f"{self.protocol}{'s' if self.tls else ''}://{self.target}"
+
+
+def parse_address(url: str) -> Address:
+    """An address as people write it: the scheme says the protocol; without one port 8001 is gRPC, any other HTTP.
+
+    Raises:
+        UserError: this is no address of a model server.
+    """
+    scheme, separator, rest = url.strip().partition("://")
+    if not separator:
+        scheme, rest = "", scheme
+    try:
+        parts = urlsplit(f"//{rest}")
+        port = parts.port
+    except ValueError:  # the port is no number, or there is none so large; an IPv6 address without its end
+        raise UserError(f"--url {url}: that has no usable host and port; {_EXAMPLES}") from None
+    if scheme and scheme.lower() not in _PROTOCOLS:
+        raise UserError(f"--url {url}: the scheme {scheme!r} is unknown; {_EXAMPLES}")
+    if not parts.hostname or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+        raise UserError(f"--url {url}: an address is a host and a port, nothing more; {_EXAMPLES}")
+    if not scheme:
+        scheme = "grpc" if port == _DEFAULT_PORTS["grpc"] else "http"
+    protocol, tls = _PROTOCOLS[scheme.lower()]
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return Address(protocol=protocol, target=f"{host}:{port or _DEFAULT_PORTS[protocol]}", tls=tls)
+
+
+Kind = Literal["unreachable", "overloaded", "timeout", "refused", "failed"]
+_OVERLOADED_STATUS = ("503", "StatusCode.UNAVAILABLE", "StatusCode.RESOURCE_EXHAUSTED")
+_REFUSED_STATUS = ("400", "404", "413", "StatusCode.INVALID_ARGUMENT", "StatusCode.NOT_FOUND")
+_UNREACHED = (
+    "failed to connect",
+    "connection refused",
+    "connection reset",
+    "socket closed",
+    "recvmsg",
+    "dns",
+    "resolving",
+)
+_MAX_MESSAGE = 400  # characters of what the server said
+
+
+class ServingError(EngineryError):
+    """A request had no answer. `kind` says in one word why, as the counts of a load test have it."""
+
+    kind: ClassVar[Kind] = "failed"
+    retriable: ClassVar[bool] = False
+
+
+class ServerUnreachable(ServingError):
+    """Nothing answers at the address, or the connection broke. Tried again."""
+
+    kind = "unreachable"
+    retriable = True
+
+
+class ServerOverloaded(ServingError):
+    """The server is there and has no room for more. Tried again."""
+
+    kind = "overloaded"
+    retriable = True
+
+
+class AnswerLate(ServingError):
+    """No answer within the time that was given. Not tried again: it would only add load."""
+
+    kind = "timeout"
+
+
+class RequestRefused(ServingError, UserError):
+    """The server says that the request is wrong: not an image, an unknown model, another shape."""
+
+    kind = "refused"
+
+
+def failure(error: BaseException, address: Address, timeout_s: float) -> ServingError:
+    """What an error of tritonclient, aiohttp or asyncio means.
+
+    Args:
+        error: as it was raised.
+        address: whom the request was sent to.
+        timeout_s: how long an answer was waited for.
+    """
+    if isinstance(error, asyncio.TimeoutError):
+        return AnswerLate(
+            f"{address} did not answer within {timeout_s:g} s; give it more with --timeout, or look at its load"
+        )
+    if isinstance(error, OSError):  # aiohttp's connection errors are OSErrors, too, but for the next
+        return _unreachable(address, error)
+    if type(error).__name__ == "ClientResponseError":  # aiohttp's, for an answer that is not HTTP
+        return ServingError(f"what answers at {address} does not speak HTTP; for gRPC write grpc://{address.target}")
+    status, message = _status_and_message(error)
+    if status is None:
+        known = type(error).__module__.startswith("aiohttp")
+        return _unreachable(address, error) if known else ServingError(f"{address} failed: {message}")
+    return status_failure(status, message, address)
+
+
+def status_failure(status: str, message: str, address: Address) -> ServingError:
+    """What an answer with another status than success means.
+
+    Args:
+        status: HTTP's number or the name of gRPC's code, as tritonclient has them.
+        message: what the server said.
+        address: the server.
+    """
+    message = _short(message)
+    if "restricted, expecting header" in message:  # 403, or of all things gRPC's UNAVAILABLE
+        return RequestRefused(
+            f"{address} does that only for who has its key ({message}); name the model with --model, or set "
+            "ENGINERY_LOADING_KEY to the server's key where models are to be loaded"
+        )
+    if status in _REFUSED_STATUS:
+        return RequestRefused(f"{address} refused it: {message}")
+    if status in _OVERLOADED_STATUS:
+        if any(word in message.lower() for word in _UNREACHED):
+            return _unreachable(address, message)
+        return ServerOverloaded(f"{address} takes no more at the moment: {message}; send less, or start more servers")
+    return ServingError(f"{address} failed: {message}; its log says more")
+
+
+def _unreachable(address: Address, reason: object) -> ServerUnreachable:
+    return ServerUnreachable(
+        f"no model server answers at {address} ({_short(str(reason) or type(reason).__name__)}); start one with "
+        "`enginery serve NAME@champion`, or name another with --url"
+    )
+
+
+def _status_and_message(error: BaseException) -> tuple[str | None, str]:
+    """Of tritonclient's InferenceServerException, without importing it; of others there is no status."""
+    status, message = getattr(error, "status", None), getattr(error, "message", None)
+    if callable(status) and callable(message):
+        return status(), _short(str(message()))
+    return None, _short(f"{type(error).__name__}: {error}")
+
+
+def _short(message: str) -> str:
+    line = " ".join(message.split()).rstrip(".;")
+    return line if len(line) <= _MAX_MESSAGE else f"{line[: _MAX_MESSAGE - 1]}…"
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long an answer is waited for, and for how long a request is sent again.
+
+    Only what a repeated request can mend is repeated: no connection, and a server that is full. The pauses double,
+    each drawn between half of it and all of it, so that many clients do not come back at the same moment.
+    """
+
+    timeout_s: float = 10.0  # of one attempt
+    retry_s: float = 10.0  # from the first attempt to the last; 0 tries once
+    first_pause_s: float = 0.1
+    most_pause_s: float = 2.0
+
+
+async def persist(
+    call: Callable[[], Awaitable[Result]], patience: Patience, address: Address, note_retry: Callable[[], None]
+) -> Result:
+    """The call's result, in as many attempts as patience allows.
+
+    Args:
+        call: one attempt.
+        patience: how long.
+        address: for the messages.
+        note_retry: called before each further attempt, to count them.
+
+    Raises:
+        ServingError: the last attempt's failure.
+    """
+    clock, pause_s = asyncio.get_running_loop().time, patience.first_pause_s
+    started = clock()
+    while True:
+        try:
+            async with asyncio.timeout(patience.timeout_s):
+                return await call()
+        except EngineryError:
+            raise  # what we found out ourselves of an answer
+        except Exception as error:
+            failed = failure(error, address, patience.timeout_s)
+            wait_s = pause_s * random.uniform(0.5, 1)
+            if not failed.retriable or clock() + wait_s - started > patience.retry_s:
+                raise failed from error
+        await asyncio.sleep(wait_s)
+        note_retry()
+        pause_s = min(2 * pause_s, patience.most_pause_s)
+
+
+MISSING = "the client library of the model server is not installed; run `pip install 'enginery[serve]'`"
+# aiohttp would ask for compressed answers, which cost the server more than the few bytes of a prediction are worth.
+PLAIN = {"Accept-Encoding": "identity"}
+_HTTP_TIMEOUT_S = 24 * 3600.0  # the caller has its own; tritonclient's would also end long downloads
+# gRPC waits up to two minutes before it tries to connect again, which is longer than a server takes to restart.
+# And it would go through the environment's http_proxy, also to this machine, where HTTP here goes straight.
+CHANNEL = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+class Transport(Protocol):
+    """What is asked of a server. Errors are those of the libraries below: see `failures.failure`."""
+
+    async def ready(self) -> bool:
+        """Whether the server and all its models are ready."""
+        ...
+
+    async def server(self) -> dict[str, Any]:
+        """Name, version and extensions of the server."""
+        ...
+
+    async def index(self) -> list[dict[str, Any]]:
+        """The models of the repository: name, version, state."""
+        ...
+
+    async def metadata(self, model: str) -> dict[str, Any]:
+        """Names, types and shapes of a model's inputs and outputs."""
+        ...
+
+    async def config(self, model: str) -> dict[str, Any]:
+        """A model's configuration, by the names of Triton's schema."""
+        ...
+
+    async def statistics(self, model: str) -> dict[str, Any]:
+        """What a model has done since it was loaded, as in Triton's statistics extension."""
+        ...
+
+    async def load(self, model: str, config: Mapping[str, Any]) -> None:
+        """Load a model anew with this configuration, which it then keeps until it is given another."""
+        ...
+
+    async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Outputs by name. Inputs: float32 as FP32, objects as BYTES."""
+        ...
+
+    async def close(self) -> None:
+        """End the connections."""
+        ...
+
+
+def open_transport(address: Address, loading_key: str = "") -> Transport:
+    """A connection to be used within the running event loop; nothing is sent yet.
+
+    Args:
+        address: the server.
+        loading_key: sent with what a server that lets models be loaded keeps for those who have it.
+
+    Raises:
+        EngineryError: tritonclient is not installed.
+    """
+    try:
+        headers = loading_headers(address.protocol, loading_key)
+        return (HttpTransport if address.protocol == "http" else GrpcTransport)(address, headers)
+    except (ImportError, RuntimeError) as error:  # tritonclient turns a missing part into a RuntimeError
+        raise EngineryError(f"{MISSING} ({' '.join(str(error).split())})") from None
+
+
+def datatype(values: np.ndarray) -> str:
+    """KServe's name of an array's type: FP32, or BYTES for objects."""
+    return "BYTES" if values.dtype == np.object_ else "FP32"
+
+
+class HttpTransport:
+    """KServe v2 over HTTP/1.1."""
+
+    def __init__(self, address: Address, loading: dict[str, str]) -> None:
+        import tritonclient.http.aio as library
+
+        self._library, self._loading = library, loading
+        self._client = library.InferenceServerClient(
+            address.target, conn_limit=0, conn_timeout=_HTTP_TIMEOUT_S, ssl=address.tls
+        )
+
+    async def ready(self) -> bool:
+        """See Transport."""
+        return bool(await self._client.is_server_ready())
+
+    async def server(self) -> dict[str, Any]:
+        """See Transport."""
+        return await self._client.get_server_metadata()
+
+    async def index(self) -> list[dict[str, Any]]:
+        """See Transport."""
+        return await self._client.get_model_repository_index(headers=self._loading)
+
+    async def metadata(self, model: str) -> dict[str, Any]:
+        """See Transport."""
+        return await self._client.get_model_metadata(model)
+
+    async def config(self, model: str) -> dict[str, Any]:
+        """See Transport."""
+        return await self._client.get_model_config(model)
+
+    async def statistics(self, model: str) -> dict[str, Any]:
+        """See Transport."""
+        return await self._client.get_inference_statistics(model)
+
+    async def load(self, model: str, config: Mapping[str, Any]) -> None:
+        """See Transport."""
+        await self._client.load_model(model, headers=self._loading, config=json.dumps(config))
+
+    async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """See Transport."""
+        sent = [_filled(self._library.InferInput, name, values) for name, values in inputs.items()]
+        result = await self._client.infer(model, sent, headers=PLAIN)
+        return {entry["name"]: result.as_numpy(entry["name"]) for entry in result.get_response()["outputs"]}
+
+    async def close(self) -> None:
+        """See Transport."""
+        await self._client.close()
+
+
+class GrpcTransport:
+    """KServe v2 over gRPC."""
+
+    def __init__(self, address: Address, loading: dict[str, str]) -> None:
+        import tritonclient.grpc.aio as library
+
+        self._library, self._loading = library, loading
+        self._client = library.InferenceServerClient(address.target, ssl=address.tls, channel_args=CHANNEL)
+
+    async def ready(self) -> bool:
+        """See Transport."""
+        return bool(await self._client.is_server_ready())
+
+    async def server(self) -> dict[str, Any]:
+        """See Transport."""
+        return await self._client.get_server_metadata(as_json=True)
+
+    async def index(self) -> list[dict[str, Any]]:
+        """See Transport."""
+        return (await self._client.get_model_repository_index(headers=self._loading, as_json=True)).get("models", [])
+
+    async def metadata(self, model: str) -> dict[str, Any]:
+        """See Transport."""
+        return await self._client.get_model_metadata(model, as_json=True)
+
+    async def config(self, model: str) -> dict[str, Any]:
+        """See Transport."""
+        return (await self._client.get_model_config(model, as_json=True))["config"]
+
+    async def statistics(self, model: str) -> dict[str, Any]:
+        """See Transport."""
+        return await self._client.get_inference_statistics(model, as_json=True)
+
+    async def load(self, model: str, config: Mapping[str, Any]) -> None:
+        """See Transport."""
+        await self._client.load_model(model, headers=self._loading, config=json.dumps(config))
+
+    async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """See Transport."""
+        sent = [_filled(self._library.InferInput, name, values) for name, values in inputs.items()]
+        result = await self._client.infer(model, sent)
+        return {entry.name: result.as_numpy(entry.name) for entry in result.get_response().outputs}
+
+    async def close(self) -> None:
+        """See Transport."""
+        await self._client.close()
+
+
+def _filled(kind: Any, name: str, values: np.ndarray) -> Any:
+    entry = kind(name, list(values.shape), datatype(values))
+    entry.set_data_from_numpy(values)
+    return entry

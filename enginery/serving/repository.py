@@ -1,0 +1,522 @@
+"""Write a model repository for Triton: how requests form batches, the config.pbtxt files, and all of it or none."""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import MANIFEST, Artifact, RepositoryManifest, file_problem, seal
+from components.common.contracts.records import (
+    STRIPPED,
+    VERSION_COMPATIBLE,
+    Batching,
+    BenchmarkReport,
+    BenchmarkRow,
+    EngineEntry,
+    Precision,
+)
+from components.common.contracts.transforms import ShapeSpec
+from components.common.registry.trust import sign_folder
+from components.serve.repository_check import CPU, VERSION, open_repository
+from enginery.new_folders import check_new, give_name, to_disk
+from enginery.serving.sources import Source
+
+UNMEASURED_QUEUE_SIZE = 128
+LARGEST_QUEUE_SIZE = 1024  # what waits is in memory
+DEFAULT_MAX_WAIT_S = 2.0
+_GOOD_SHARE = 0.95  # of the highest throughput: a larger batch for the rest only makes everybody wait longer
+
+
+def batching_for(
+    precision: Precision, runtime: str, benchmark: BenchmarkReport | None, *, max_wait_s: float = DEFAULT_MAX_WAIT_S
+) -> Batching:
+    """Batch size, queue delay and the bounds of the queue.
+
+    In a busy server a request waits for others (the queue delay), then for the batch that runs, then for its own. So
+    with a latency budget the preferred batch is the fastest measured one of which p99 fits twice into the budget, and
+    the delay at most what is then left. Without a budget it is the smallest one with 95 % of the highest throughput.
+    The delay is never longer than a single image takes (p50), so that a request that comes alone takes at most twice
+    its time. On a CPU, and where nothing was measured, nobody waits for others, and batches are what has come
+    meanwhile: a CPU's batch takes long enough for the next one to gather, and Triton makes batches of the preferred
+    size only where there is no delay; other sizes cost OpenVINO more.
+
+    As many requests may wait as the model serves in `max_wait_s` at the measured speed, between 4 batches and 1,024:
+    what comes on top is refused at once.
+
+    Args:
+        precision: what is served.
+        runtime: "tensorrt" or "openvino"; rows of others tell nothing about it.
+        benchmark: the report on the bundle; None for a bundle without one.
+        max_wait_s: longest time in the queue.
+    """
+    rows = [
+        row
+        for row in (benchmark.rows if benchmark is not None else ())
+        if row.precision == precision
+        and row.runtime == runtime
+        and row.with_transfers
+        # The Python backend runs one batch at a time.
+        and (runtime == "tensorrt" or row.num_streams == 1)
+    ]
+    if not rows:
+        return Batching(
+            preferred_batch_size=None,
+            queue_delay_us=0,
+            max_queue_size=UNMEASURED_QUEUE_SIZE,
+            num_instances=1,
+            reason=f"no speed of {precision.upper()} by {runtime} was measured: no request waits for others",
+        )
+    budget_ms = benchmark.latency_budget.budget_ms if benchmark and benchmark.latency_budget else None
+    row, why = _operating_point(rows, budget_ms)
+    single = min(rows, key=lambda other: (other.num_streams, other.batch_size))
+    delay_ms = single.p50_ms / single.batch_size
+    if budget_ms is not None:
+        delay_ms = max(0.0, min(delay_ms, budget_ms - 2 * row.p99_ms))
+    waits = row.batch_size > 1 and runtime == "tensorrt"
+    served = math.ceil(row.images_per_s * max_wait_s)
+    return Batching(
+        preferred_batch_size=row.batch_size,
+        queue_delay_us=round(1e3 * delay_ms) if waits else 0,
+        max_queue_size=min(LARGEST_QUEUE_SIZE, max(4 * row.batch_size, served)),
+        num_instances=row.num_streams,
+        reason=f"{why}: batch {row.batch_size}, {row.images_per_s:,.0f} images/s (p99 {row.p99_ms:,.2f} ms)",
+    )
+
+
+def _operating_point(rows: Sequence[BenchmarkRow], budget_ms: float | None) -> tuple[BenchmarkRow, str]:
+    """The row that the server is set up for, and why."""
+    if budget_ms is None:
+        enough = _GOOD_SHARE * max(row.images_per_s for row in rows)
+        good = [row for row in rows if row.images_per_s >= enough]
+        return min(good, key=lambda row: (row.num_streams * row.batch_size, -row.images_per_s)), "no latency budget"
+    inside = [row for row in rows if 2 * row.p99_ms <= budget_ms]
+    if inside:
+        return max(inside, key=lambda row: (row.images_per_s, -row.p99_ms)), f"within {budget_ms:g} ms"
+    nearest = min(rows, key=lambda row: row.p99_ms)
+    return nearest, f"two batches take longer than the budget of {budget_ms:g} ms whatever their size"
+
+
+PARAMETER = "max_pending_requests"  # as components/serve/admission_control.py reads it, which needs the server's Python
+
+GPU_PREPROCESS_INSTANCES = 4  # decoders beside a GPU; more cores carry more
+
+
+@dataclass(frozen=True)
+class Enum:
+    """A word of the schema, which is written without quotes."""
+
+    word: str
+
+
+def pbtxt(message: Mapping[str, object], indent: str = "") -> str:
+    """A message as text: one line a field, repeated fields of plain values in brackets."""
+    lines = []
+    for name, value in message.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{name} {{\n{pbtxt(value, indent + '  ')}{indent}}}\n")
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+            lines += [f"{indent}{name} {{\n{pbtxt(item, indent + '  ')}{indent}}}\n" for item in value]
+        elif isinstance(value, list | tuple):
+            lines.append(f"{indent}{name}: [ {', '.join(map(_plain, value))} ]\n")
+        else:
+            lines.append(f"{indent}{name}: {_plain(value)}\n")
+    return "".join(lines)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Enum):
+        return value.word
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelNames:
+    """The models of a repository."""
+
+    ensemble: str
+
+    @property
+    def preprocess(self) -> str:
+        """Encoded image to the network's input."""
+        return f"{self.ensemble}_preprocess"
+
+    @property
+    def network(self) -> str:
+        """Input to logits."""
+        return f"{self.ensemble}_model"
+
+    @property
+    def labels(self) -> str:
+        """Logits to names and probabilities."""
+        return f"{self.ensemble}_labels"
+
+
+def ensemble_config(
+    names: ModelNames, shapes: ShapeSpec, top_k: int, parameters: Mapping[str, str]
+) -> dict[str, object]:
+    """Encoded images in, labels and probabilities out. `parameters` tell a client what is served."""
+
+    def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, object]:
+        return {
+            "model_name": model,
+            "model_version": -1,
+            "input_map": [{"key": key, "value": value} for key, value in inputs.items()],
+            "output_map": [{"key": key, "value": value} for key, value in outputs.items()],
+        }
+
+    return {
+        "name": names.ensemble,
+        "platform": "ensemble",
+        "max_batch_size": shapes.max_batch,
+        **_VERSION_POLICY,
+        "input": [_tensor("IMAGE", "TYPE_STRING", [1])],
+        "output": [_tensor("LABELS", "TYPE_STRING", [top_k]), _tensor("PROBABILITIES", "TYPE_FP32", [top_k])],
+        "ensemble_scheduling": {
+            "step": [
+                step(names.preprocess, {"IMAGE": "IMAGE"}, {shapes.input_name: "preprocessed"}),
+                step(names.network, {shapes.input_name: "preprocessed"}, {shapes.output_name: "scores"}),
+                step(
+                    names.labels,
+                    {shapes.output_name: "scores"},
+                    {"LABELS": "LABELS", "PROBABILITIES": "PROBABILITIES"},
+                ),
+            ]
+        },
+        "parameters": [{"key": key, "value": {"string_value": value}} for key, value in parameters.items()],
+    }
+
+
+def preprocess_config(names: ModelNames, shapes: ShapeSpec, batching: Batching, instances: int) -> dict[str, object]:
+    """Decoding by DALI in the Python backend. It has the same bounds as the network behind it, and waits for nobody."""
+    return {
+        "name": names.preprocess,
+        "backend": "python",
+        "max_batch_size": shapes.max_batch,
+        **_VERSION_POLICY,
+        "input": [_tensor("IMAGE", "TYPE_STRING", [1])],
+        "output": [_tensor(shapes.input_name, "TYPE_FP32", _image(shapes))],
+        "dynamic_batching": {"max_queue_delay_microseconds": 0},
+        "instance_group": [{"count": instances, "kind": Enum("KIND_CPU")}],
+        **_bound(batching),
+    }
+
+
+def labels_config(names: ModelNames, shapes: ShapeSpec, num_classes: int, top_k: int) -> dict[str, object]:
+    """Names and probabilities of the likeliest classes."""
+    return {
+        "name": names.labels,
+        "backend": "python",
+        "max_batch_size": shapes.max_batch,
+        **_VERSION_POLICY,
+        "input": [_tensor(shapes.output_name, "TYPE_FP32", [num_classes])],
+        "output": [_tensor("LABELS", "TYPE_STRING", [top_k]), _tensor("PROBABILITIES", "TYPE_FP32", [top_k])],
+        "dynamic_batching": {"max_queue_delay_microseconds": 0},
+        "instance_group": [{"count": 1, "kind": Enum("KIND_CPU")}],
+    }
+
+
+def cpu_network_config(
+    names: ModelNames, shapes: ShapeSpec, num_classes: int, batching: Batching, labels_file: str
+) -> dict[str, object]:
+    """The network by OpenVINO in the Python backend."""
+    return {
+        "name": names.network,
+        "backend": "python",
+        **_network(shapes, num_classes, batching, labels_file),
+        "instance_group": [{"count": 1, "kind": Enum("KIND_CPU")}],
+        **_bound(batching),
+    }
+
+
+def gpu_network_config(
+    names: ModelNames,
+    shapes: ShapeSpec,
+    num_classes: int,
+    batching: Batching,
+    labels_file: str,
+    plans: Mapping[str, str],
+) -> dict[str, object]:
+    """The network by TensorRT. `plans`: file in the version's folder by compute capability, such as "9.0"."""
+    sizes = _graph_sizes(batching.preferred_batch_size or shapes.opt_batch, shapes)
+    graphs = [
+        {
+            "batch_size": size,
+            "input": [{"key": shapes.input_name, "value": {"dim": _image(shapes)}}],
+            # Batches between two sizes run as the larger one.
+            "graph_lower_bound": {
+                "batch_size": below + 1,
+                "input": [{"key": shapes.input_name, "value": {"dim": _image(shapes)}}],
+            },
+        }
+        for below, size in zip((0, *sizes), sizes, strict=False)
+    ]
+    return {
+        "name": names.network,
+        "backend": "tensorrt",
+        "platform": "tensorrt_plan",
+        # A GPU that is not named here finds no file: a plan for another one would not run, or not as measured.
+        "default_model_filename": "no_plan_for_this_gpu",
+        "cc_model_filenames": [{"key": key, "value": value} for key, value in sorted(plans.items())],
+        **_network(shapes, num_classes, batching, labels_file),
+        "instance_group": [{"count": batching.num_instances, "kind": Enum("KIND_GPU")}],
+        "optimization": {"cuda": {"graphs": True, "graph_spec": graphs, "output_copy_stream": True}},
+    }
+
+
+_VERSION_POLICY = {"version_policy": {"specific": {"versions": [int(VERSION)]}}}
+
+
+def _network(shapes: ShapeSpec, num_classes: int, batching: Batching, labels_file: str) -> dict[str, object]:
+    preferred = batching.preferred_batch_size
+    output = {**_tensor(shapes.output_name, "TYPE_FP32", [num_classes]), "label_filename": labels_file}
+    return {
+        "max_batch_size": shapes.max_batch,
+        **_VERSION_POLICY,
+        "input": [_tensor(shapes.input_name, "TYPE_FP32", _image(shapes))],
+        "output": [output],
+        "dynamic_batching": {
+            **({"preferred_batch_size": [preferred]} if preferred else {}),
+            "max_queue_delay_microseconds": batching.queue_delay_us,
+        },
+        "model_warmup": [
+            {
+                "name": f"batch of {size}",
+                "batch_size": size,
+                "inputs": [
+                    {
+                        "key": shapes.input_name,
+                        "value": {"data_type": Enum("TYPE_FP32"), "dims": _image(shapes), "random_data": True},
+                    }
+                ],
+            }
+            for size in sorted({1, preferred or 1})
+        ],
+    }
+
+
+def _graph_sizes(largest: int, shapes: ShapeSpec) -> tuple[int, ...]:
+    """Batches that get a CUDA graph: powers of two, and the preferred one."""
+    sizes = {2**power for power in range(10)} | {largest}
+    return tuple(sorted(size for size in sizes if shapes.min_batch <= size <= min(largest, shapes.max_batch)))
+
+
+def _bound(batching: Batching) -> dict[str, object]:
+    """How many requests may wait. Our own models look after it: see components/serve/admission_control.py."""
+    return {"parameters": [{"key": PARAMETER, "value": {"string_value": str(batching.max_queue_size)}}]}
+
+
+def _tensor(name: str, data_type: str, dims: Sequence[int]) -> dict[str, object]:
+    return {"name": name, "data_type": Enum(data_type), "dims": list(dims)}
+
+
+def _image(shapes: ShapeSpec) -> list[int]:
+    return list(shapes.input_shape(1)[1:])
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{,199}")  # the names of folders, with what ModelNames adds
+LABELS_FILE = "labels.txt"  # of the network, for Triton's classification extension: a class a line
+_CONFIG = "config.pbtxt"
+# Python's own path first: not every Triton hands PYTHONPATH on to its models.
+_MODEL = '''"""Written by `enginery serve export`."""
+
+import os
+import sys
+
+sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+try:
+    from components.serve.{module} import TritonPythonModel
+except ModuleNotFoundError as error:
+    raise RuntimeError(
+        f"this model needs enginery's own code and libraries, and the server's Python has not all of them ({{error}}): "
+        "serve it with enginery's image `serve`, or with `enginery serve`"
+    ) from None
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+class RepositoryConfig(BaseModel):
+    """What a model repository is set up with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("", description="Of the ensemble; empty for the registered model's.")
+    top_k: int = Field(5, ge=1, description="How many classes are named for each image.")
+    max_wait_s: float = Field(
+        DEFAULT_MAX_WAIT_S, gt=0, le=60, description="Longest time that a request waits in a queue, in seconds."
+    )
+
+
+def write_repository(
+    source: Source, output: Path, config: RepositoryConfig, key: Path | None = None
+) -> Artifact[RepositoryManifest]:
+    """Write the models beside their final place, check all of it, and only then give it its name.
+
+    The statements of its source lie beside the manifest, and the signature where there is a key to sign with.
+
+    Raises:
+        UserError: `output` exists, the names of model or classes can't be Triton's, or a plan has no weights.
+    """
+    check_new(output, "a model repository")
+    name = config.name or source.name
+    if not _NAME.fullmatch(name) or name == MANIFEST:
+        raise UserError(
+            f"{name!r} can't be a model's name in Triton: take up to 200 letters, digits, '_', '.' and '-', and not "
+            f"{MANIFEST}; give one with --name"
+        )
+    bundle = source.bundle.manifest
+    if source.precision not in bundle.models:
+        held = ", ".join(sorted(bundle.models))
+        raise UserError(f"the bundle {source.bundle.path} has no {source.precision.upper()} model; it holds {held}")
+    if broken := [label for label in bundle.classes if "\n" in label]:
+        raise UserError(f"the class {broken[0]!r} has a line break in its name, which a list of labels can't hold")
+    if stripped := [entry.file for entry in source.measured_engines if STRIPPED in entry.flags]:
+        raise UserError(
+            f"the plan {stripped[0]} holds no weights, and nothing in Triton would load those of the ONNX file: build "
+            "it again with `enginery engines`, without stripped in export.engine_options"
+        )
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir()
+        _Writer(source, temporary, name, config).write()
+        for file, statement in source.statements.items():
+            (temporary / file).write_bytes(statement)
+        if key is not None:
+            sign_folder(temporary, key)
+        repository = open_repository(temporary)
+        to_disk(temporary)
+        give_name(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
+    return Artifact(path=output, manifest=repository.manifest, digest=repository.digest)
+
+
+def gpu_server_options(repository: RepositoryManifest) -> tuple[str, ...]:
+    """Options that tritonserver needs on a GPU, beside the folder.
+
+    A version-compatible plan holds machine code, which Triton runs only where it is told to trust its models.
+    """
+    if any(VERSION_COMPATIBLE in entry.flags for entry in repository.engines):
+        return ("--backend-config=tensorrt,version-compatible=true",)
+    return ()
+
+
+class _Writer:
+    """Puts one repository into an empty folder."""
+
+    def __init__(self, source: Source, root: Path, name: str, config: RepositoryConfig) -> None:
+        self.source, self.root, self.config = source, root, config
+        self.bundle = source.bundle.manifest
+        self.names = ModelNames(ensemble=name)
+        self.top_k = min(config.top_k, len(self.bundle.classes))
+        self.engines = source.measured_engines
+        folder = f"{self.names.network}/{VERSION}"
+        on_cpus = self.bundle.int8_on_cpus if source.precision == "int8" else ()
+        self.cpu_models = tuple(model.model_copy(update={"file": f"{folder}/{model.file}"}) for model in on_cpus)
+        self.cpu_model = "" if on_cpus else f"{folder}/{self.bundle.models[source.precision]}"
+
+    def write(self) -> None:
+        """All models, and the manifest last."""
+        cpu, gpu = self._batching("openvino"), self._batching("tensorrt")
+        plans = self._write_network(cpu, gpu)
+        self._write_ensemble()
+        self._model(self.names.preprocess, "preprocess")
+        preprocess = preprocess_config(self.names, self.bundle.shapes, gpu if plans else cpu, self._decoders(plans))
+        self._config(self.names.preprocess, preprocess)
+        if plans:
+            self._config(self.names.preprocess, preprocess_config(self.names, self.bundle.shapes, cpu, 1), variant=CPU)
+        self._model(self.names.labels, "labels")
+        num_classes = len(self.bundle.classes)
+        self._config(self.names.labels, labels_config(self.names, self.bundle.shapes, num_classes, self.top_k))
+        seal(
+            self.root,
+            RepositoryManifest,
+            inputs=self.source.digests,
+            config=self.config,
+            name=self.names.ensemble,
+            version=self.source.version,
+            precision=self.source.precision,
+            classes=self.bundle.classes,
+            transform=self.bundle.transform,
+            shapes=self.bundle.shapes,
+            top_k=self.top_k,
+            cpu_model=self.cpu_model,
+            cpu_models=self.cpu_models,
+            measured_on=self.source.measured_on,
+            engines=tuple(self._renamed(entry) for entry in self.engines),
+            batching={"cpu": cpu, **({"gpu": gpu} if plans else {})},
+        )
+
+    def _batching(self, runtime: str) -> Batching:
+        report = self.source.report
+        benchmark = report.manifest.benchmark if report is not None else None
+        return batching_for(self.source.precision, runtime, benchmark, max_wait_s=self.config.max_wait_s)
+
+    def _decoders(self, plans: dict[str, str]) -> int:
+        return GPU_PREPROCESS_INSTANCES if plans else 1
+
+    def _write_network(self, cpu: Batching, gpu: Batching) -> dict[str, str]:
+        """The network's files and configurations. Returns its plans by compute capability."""
+        shapes, num_classes = self.bundle.shapes, len(self.bundle.classes)
+        self._model(self.names.network, "network")
+        for file in [model.file for model in self.cpu_models] or [self.cpu_model]:
+            self._copy(Path(file).name, self.root / file)
+        labels = "".join(f"{label}\n" for label in self.bundle.classes)
+        (self.root / self.names.network / LABELS_FILE).write_text(labels, encoding="utf-8")
+        plans = {}
+        for entry in self.engines:
+            self._copy(entry.file, self.root / self._renamed(entry).file)
+            plans[entry.compute_capability] = Path(self._renamed(entry).file).name
+        on_cpu = cpu_network_config(self.names, shapes, num_classes, cpu, LABELS_FILE)
+        if plans:
+            on_gpu = gpu_network_config(self.names, shapes, num_classes, gpu, LABELS_FILE, plans)
+            self._config(self.names.network, on_gpu)
+        self._config(self.names.network, on_cpu, variant=CPU if plans else "")
+        return plans
+
+    def _write_ensemble(self) -> None:
+        folder = self.root / self.names.ensemble / VERSION
+        folder.mkdir(parents=True)
+        # Object stores know no empty folders, and Triton wants one for each version.
+        (folder / "README").write_text("The ensemble is config.pbtxt, one folder up.\n", encoding="utf-8")
+        told = {
+            "model": self.source.name,
+            "version": self.source.version,
+            "precision": self.source.precision,
+            **{f"{part}_digest": digest for part, digest in self.source.digests.items()},
+        }
+        for runtime, variant in (("tensorrt", ""), ("openvino", CPU)) if self.engines else (("openvino", ""),):
+            parameters = {**told, "runtime": runtime}
+            config = ensemble_config(self.names, self.bundle.shapes, self.top_k, parameters)
+            self._config(self.names.ensemble, config, variant=variant)
+
+    def _renamed(self, entry: EngineEntry) -> EngineEntry:
+        """Of one file a compute capability, at its place in the repository."""
+        file = f"{self.names.network}/{VERSION}/{entry.precision}-{entry.compute_capability}.plan"
+        return entry.model_copy(update={"file": file, "layers": None})
+
+    def _model(self, name: str, module: str) -> None:
+        folder = self.root / name / VERSION
+        folder.mkdir(parents=True)
+        (folder / "model.py").write_text(_MODEL.format(module=module), encoding="utf-8")
+
+    def _config(self, name: str, config: dict[str, object], variant: str = "") -> None:
+        folder = self.root / name
+        file = folder / "configs" / f"{variant}.pbtxt" if variant else folder / _CONFIG
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(pbtxt(config), encoding="utf-8")
+
+    def _copy(self, file: str, target: Path) -> None:
+        shutil.copyfile(self.source.bundle.file(file), target)
+        entry = self.bundle.files[file]  # of the copy, since what it was copied from may be swapped at any time
+        if problem := file_problem(target.parent, target.name, entry.size_bytes, entry.digest):
+            raise EngineryError(f"{file} of {self.source.bundle.path} was changed while it was copied: {problem}")

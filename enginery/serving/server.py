@@ -1,0 +1,321 @@
+"""A running Triton: started on a model repository, watched, ended; the key that lets clients load models."""
+
+import ctypes
+import errno
+import os
+import re
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+
+import components
+from components.common.contracts.errors import EngineryError, UserError
+from components.serve.repository_check import CPU
+from enginery.local.state import StateDirectory
+from enginery.serving.installation import Triton
+
+VARIABLE = "ENGINERY_LOADING_KEY"
+HEADER = "enginery-loading"  # of HTTP; gRPC has it behind _GRPC_PREFIX, as Triton wants it
+_GRPC_PREFIX = "triton-grpc-protocol-"
+_KEY = re.compile(r"[A-Za-z0-9_-]{16,}")
+
+
+def loading_key(host: str) -> str:
+    """$ENGINERY_LOADING_KEY; on this machine else a random one, which the state directory keeps for this account alone.
+
+    Args:
+        host: that the server listens on, or that a client asks: an address or a name.
+
+    Raises:
+        UserError: the variable can't be used, or is missing for a server that others reach.
+    """
+    how = f"export {VARIABLE}=$(openssl rand -hex 16), for the server and for who loads"
+    if (key := os.environ.get(VARIABLE)) is not None:
+        if not _KEY.fullmatch(key):
+            raise UserError(f"{VARIABLE} must be 16 or more letters, digits, - and _, got {len(key)} characters; {how}")
+        return key
+    if not _is_loopback(host):
+        raise UserError(
+            f"loading models through {host}, which is not this machine's loopback address, needs a key, since who may "
+            f"load may run code there; {how}, or use 127.0.0.1"
+        )
+    file = StateDirectory.current().path / "loading.key"
+    with suppress(FileExistsError):
+        fresh = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        try:
+            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+                opened.write(secrets.token_hex(16))
+            os.link(fresh, file)  # whole, or not there
+        finally:
+            fresh.unlink(missing_ok=True)
+    return file.read_text()
+
+
+def loading_headers(protocol: str, key: str) -> dict[str, str]:
+    """What a client sends along with a request to load, or for the index of models; nothing without a key."""
+    return {(_GRPC_PREFIX if protocol == "grpc" else "") + HEADER: key} if key else {}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+DRAIN_S = 30  # time for requests in progress when the server is told to stop
+_POLL_S = 0.1
+_MODELS_END_S = 2.0  # for the Python models, once Triton is gone
+_SHARED = "enginery_"  # how the Python backend's files in /dev/shm begin; then comes the number of our process
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# A failed model's reason in Triton's log: an exception of its Python, without the frames, or words of Triton.
+_REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n\\nAt:|"$|$)""")
+# Of each thread, reserved and not used. Triton 2.51 puts the body of an HTTP request on the stack where it is said to
+# be a form, which is what curl says of any --data; with the usual 8 MiB a body of 7 ended the server.
+_STACK_BYTES = 1 << 30
+_CLOSED = "logging,trace,shared-memory"  # parts of Triton's interface; containers/serve/start closes the same
+METRICS_VARIABLE = "ENGINERY_METRICS_URL"  # as components/serve/admission_control.py reads it
+_LIBC = ctypes.CDLL(None)
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before this machine
+
+
+def address_of(host: str) -> str:
+    """The address that a name of this machine stands for, IPv4 before IPv6: Triton listens on addresses only.
+
+    Raises:
+        UserError: it stands for none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
+        reason = "" if found else "it is empty"
+    except (OSError, UnicodeError) as error:
+        found, reason = [], (isinstance(error, OSError) and error.strerror) or "it is no name"
+    if reason:
+        raise UserError(
+            f"can't listen on --host {host!r}: {reason}; give an address of this machine, such as 127.0.0.1, or "
+            "0.0.0.0 for all of them"
+        )
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Where the server listens."""
+
+    host: str = "127.0.0.1"  # an address
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+    def check(self) -> None:
+        """Say before any work that a port can't be had.
+
+        Raises:
+            UserError: it is taken, or the host is none of this machine's addresses.
+        """
+        given = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
+        if len(set(given.values())) < len(given):
+            raise UserError(
+                f"the ports for HTTP, gRPC and metrics must differ, got {', '.join(map(str, given.values()))}"
+            )
+        for name, port in given.items():
+            with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.host, port))
+                except OSError as error:
+                    fix = f"End what uses the port, or choose another with --{name}-port"
+                    if error.errno == errno.EADDRNOTAVAIL:
+                        fix = "Give an address of this machine with --host; 0.0.0.0 is all of them"
+                    raise UserError(f"can't listen on {self.host}:{port}: {error.strerror}. {fix}") from None
+
+    def urls(self) -> dict[str, str]:
+        """By protocol, for a person."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return {
+            "HTTP": f"http://{host}:{self.http}",
+            "gRPC": f"{host}:{self.grpc}",
+            "metrics": f"http://{host}:{self.metrics}/metrics",
+        }
+
+    def addresses(self) -> list[str]:
+        """Triton's options; its two libraries write IPv6 each in its own way."""
+        plain, bracketed = (f"ipv6:{self.host}", f"[{self.host}]") if ":" in self.host else (self.host, self.host)
+        return [f"--http-address={plain}", f"--grpc-address={bracketed}", f"--metrics-address={plain}"]
+
+    @property
+    def own_metrics(self) -> str:
+        """The metrics' address for the server's own models."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104  # not to bind to
+        return Ports(host=host, metrics=self.metrics).urls()["metrics"]
+
+
+@dataclass(kw_only=True)
+class Server:
+    """A process of Triton's. Ends with the process that made it."""
+
+    ports: Ports
+    process: subprocess.Popen[str]
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=400))
+    echo: Callable[[str], None] | None = None  # for lines of the log, once the server is ready
+
+    @classmethod
+    def start(cls, triton: Triton, repository: Path, ports: Ports, *, loading_key: str = "") -> "Server":
+        """Start it on a repository that was checked, without a GPU. Returns at once: see `wait_until_ready`.
+
+        `loading_key`: lets clients that send it load models, as a load test does; without one nobody may.
+        """
+        _remove_leftovers()
+        command = [
+            str(triton.binary),
+            f"--model-repository={repository.absolute()}",
+            f"--backend-directory={triton.backends}",
+            f"--model-config-name={CPU}",
+            "--disable-auto-complete-config",
+            *ports.addresses(),
+            f"--http-port={ports.http}",
+            f"--grpc-port={ports.grpc}",
+            f"--metrics-port={ports.metrics}",
+            "--allow-gpu-metrics=false",
+            "--pinned-memory-pool-byte-size=0",
+            f"--exit-timeout-secs={DRAIN_S}",
+            f"--backend-config=python,shm-region-prefix-name={_SHARED}{os.getpid()}_",
+            "--log-info=false",
+            *_closed_to_clients(loading_key),
+            *(("--model-control-mode=explicit", "--load-model=*") if loading_key else ()),
+        ]
+        process = subprocess.Popen(
+            command,
+            env={
+                **triton.environment(Path(components.__file__).absolute().parents[1]),
+                METRICS_VARIABLE: ports.own_metrics,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,  # Ctrl-C in a terminal is ours to hand on
+            preexec_fn=_prepare,
+        )
+        server = cls(ports=ports, process=process)
+        threading.Thread(target=server._read, name="triton-log", daemon=True).start()
+        return server
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(line.rstrip("\n"))
+            if self.echo is not None:
+                self.echo(line.rstrip("\n"))
+
+    def wait_until_ready(self) -> None:
+        """Return when the server takes requests.
+
+        Raises:
+            EngineryError: it ended before.
+        """
+        url = f"{self.ports.urls()['HTTP']}/v2/health/ready"
+        while self.process.poll() is None:
+            try:
+                with _DIRECT.open(url, timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # the log's last lines
+        raise EngineryError(f"the server did not start: {self.reason()}")
+
+    def reason(self) -> str:
+        """Why it ended, as far as its log tells."""
+        lines = list(self.log)
+        for line in lines:
+            if found := _REASON.search(line):
+                told = re.sub(r"^(EngineryError|UserError|RuntimeError|RuntimeUnavailable): ", "", found[1])
+                return " ".join(told.replace("\\n", " ").replace('\\"', '"').split())
+        errors = [line for line in lines if line.startswith(("E", "error"))]
+        return (errors or lines or [f"it ended with {self.process.returncode}"])[-1]
+
+    def stop(self) -> None:
+        """Let it finish the requests in progress, then end it."""
+        self.process.terminate()
+        try:
+            self.process.wait(DRAIN_S + 5)
+            self._tidy()
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.wait()
+
+    def wait(self) -> int:
+        """Until it ends by itself. Returns its exit status, negative for a signal."""
+        status = self.process.wait()
+        self._tidy()
+        return status
+
+    def _tidy(self) -> None:
+        """End what is left of its group: its Python models.
+
+        They see that it is gone, but one that was just telling it something waits for the answer for ever.
+        """
+        deadline = time.monotonic() + _MODELS_END_S
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(_POLL_S)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        _remove_leftovers()
+
+
+def _closed_to_clients(loading_key: str) -> list[str]:
+    """Options with which nobody who can ask for predictions changes what is logged, traced, shared or loaded."""
+    closed = [f"{_CLOSED}:enginery={secrets.token_hex(16)}"]  # that nobody is told
+    if loading_key:  # else Triton loads nothing, and its index of models is open
+        closed.append(f"model-repository:{HEADER}={loading_key}")
+    return [f"--{option}={entry}" for option in ("http-restricted-api", "grpc-restricted-protocol") for entry in closed]
+
+
+def _remove_leftovers() -> None:
+    """What servers left behind whose `enginery serve` is gone: one that was killed could not tidy up."""
+    for process in psutil.process_iter(["cmdline"]):
+        regions = [word for word in process.info["cmdline"] or () if word.startswith(_SHARED)]
+        if regions and "python_backend_stub" in process.info["cmdline"][0] and not _lives(_owner(regions[0])):
+            with suppress(psutil.Error):
+                process.kill()
+    for file in Path("/dev/shm").glob(f"{_SHARED}*"):
+        owner = _owner(file.name)
+        if owner == str(os.getpid()) or not _lives(owner):
+            file.unlink(missing_ok=True)
+
+
+def _owner(region: str) -> str:
+    """Number of the process whose server has a region of shared memory."""
+    return region.removeprefix(_SHARED).partition("_")[0]
+
+
+def _lives(pid: str) -> bool:
+    return Path("/proc", pid).exists()
+
+
+def _prepare() -> None:
+    """In the new process, before it becomes Triton."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))

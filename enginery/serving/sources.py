@@ -1,0 +1,173 @@
+"""What a person names to have it served: a registered version, a release, or a bundle."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.contracts.manifests import ALL_FILES, MANIFEST, Artifact, BundleManifest, ReportManifest, load
+from components.common.contracts.records import EngineEntry, Precision
+from components.common.registry.trust import check_chain, check_folder, read_statements
+from enginery.registry.models import find_version, is_reference, open_registry
+from enginery.release.verify import BUNDLE, REPORT, SUMS, VERDICT, Chain, ReleaseRecord, contradictions, load_chain
+
+if TYPE_CHECKING:  # MLflow takes seconds to import
+    from components.common.registry.model_registry import Part, RegisteredVersion, Registry
+
+_PARTS: tuple["Part", ...] = (BUNDLE, REPORT, VERDICT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One precision of a bundle, and what is known of it."""
+
+    name: str
+    version: str  # empty where it came from no registry
+    precision: Precision
+    bundle: Artifact[BundleManifest]
+    report: Artifact[ReportManifest] | None  # None where nothing was measured
+    digests: dict[str, str] = field(default_factory=dict)  # of bundle, report and verdict
+    statements: dict[str, bytes] = field(default_factory=dict)  # signed, by file name
+
+    @property
+    def measured_engines(self) -> tuple[EngineEntry, ...]:
+        """The plans of the precision that the report has measured; others are not served."""
+        rows = self.report.manifest.accuracy.rows if self.report is not None else ()
+        measured = {row.file for row in rows if row.runtime == "tensorrt"}
+        engines = self.bundle.manifest.engines
+        return tuple(entry for entry in engines if entry.precision == self.precision and entry.file in measured)
+
+    @property
+    def measured_on(self) -> tuple[str, ...]:
+        """The CPU's instruction sets that the report measured the precision with; empty where it has none."""
+        return self.report.manifest.accuracy.measured_on(self.precision) if self.report is not None else ()
+
+
+@contextmanager
+def find_source(text: str, precision: Precision | None) -> Iterator[Source]:
+    """What `text` means, with every file checked, as long as the context lasts.
+
+    Args:
+        text: NAME@alias, NAME/3, or the folder of a release or of a bundle.
+        precision: None for what the verdict says to ship; of a bundle alone INT8.
+
+    Raises:
+        UserError: it means nothing that can be served.
+        GateFailed: the version did not pass its gate, and nobody overruled that.
+        EngineryError: files are gone or were changed.
+    """
+    folder = Path(text).expanduser()
+    if is_reference(text):
+        with _registered(text, precision) as source:
+            yield source
+    elif (folder / SUMS).is_file():
+        with TemporaryDirectory(prefix="enginery-") as temporary:  # what is checked can't be swapped any more
+            yield _released(shutil.copytree(folder, Path(temporary) / "release", symlinks=True), text, precision)
+    elif (folder / MANIFEST).is_file():
+        yield _bundle_alone(folder, precision)
+    else:
+        raise UserError(
+            f"{text!r} is nothing that can be served. Name a registered version, such as classifier@champion (see "
+            "`enginery models`), or the folder of a release, of a bundle, or of what `enginery serve export` wrote"
+        )
+
+
+@contextmanager
+def _registered(text: str, precision: Precision | None) -> Iterator[Source]:
+    registry = open_registry()
+    with registry.reached("nothing is served"):
+        version = find_version(registry, text)
+        with registered_chain(registry, version) as chain:
+            yield of_chain(chain, version.name, version.number, precision, registry.statements(version))
+
+
+@contextmanager
+def registered_chain(
+    registry: "Registry", version: "RegisteredVersion", environment: str | None = None
+) -> Iterator[Chain]:
+    """Bundle, report and verdict of a version that may leave the registry, as long as the context lasts.
+
+    Args:
+        registry: of the version.
+        version: which one.
+        environment: that it is for; None for this machine's own, "" for none.
+
+    Raises:
+        GateFailed: its verdict is no pass.
+        EngineryError: its files are gone, were changed, don't belong together, or are not what was promoted; or nobody
+            whom the machine's policy trusts vouches for it.
+    """
+    from components.common.registry.audit_log import AuditLog
+    from components.common.registry.version_evaluation import check_log
+
+    with ExitStack() as stack:
+        chain = load_chain(*(stack.enter_context(registry.files(version, part)) for part in _PARTS))
+        digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
+        check_log(version, AuditLog(registry.client, version.name).read(), digests)
+        statements = registry.statements(version)
+        check_chain(version.label, digests, statements, environment=environment, model=version.name)
+        if not chain.verdict.manifest.passed:
+            raise GateFailed(f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`")
+        for problem in contradictions(chain):
+            raise EngineryError(f"{version.label} does not fit itself: {problem}")
+        yield chain
+
+
+def open_release(folder: Path, shown: str) -> tuple[ReleaseRecord, Chain]:
+    """Record and artifacts of a release, all of it as it was released.
+
+    Args:
+        folder: a copy that nobody else can write.
+        shown: where it is from, for people.
+
+    Raises:
+        EngineryError: it was changed, or nobody whom the machine's policy trusts vouches for it.
+    """
+    from enginery.release.verify import verify
+
+    check_folder(f"the release {shown}", folder)
+    checked = verify(folder)
+    if checked.problems or checked.record is None:
+        raise EngineryError(f"the release {shown} is refused: {'; '.join(checked.problems)}")
+    chain = load_chain(*(folder / part for part in _PARTS))
+    digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
+    statements = read_statements(folder)
+    check_chain(f"the release {shown}", digests, statements, model=checked.record.name, say=lambda text: None)
+    return checked.record, chain
+
+
+def _released(folder: Path, shown: str, precision: Precision | None) -> Source:
+    record, chain = open_release(folder, shown)
+    return of_chain(chain, record.name, record.version, precision, read_statements(folder))
+
+
+def of_chain(
+    chain: Chain, name: str, version: str, precision: Precision | None, statements: dict[str, bytes]
+) -> Source:
+    """A precision of it; None for what its verdict says to ship."""
+    return Source(
+        name=name,
+        version=version,
+        precision=precision or chain.verdict.manifest.served_precision,
+        bundle=chain.bundle,
+        report=chain.report,
+        digests={part: chain.digests[part] for part in _PARTS},
+        statements=statements,
+    )
+
+
+def _bundle_alone(folder: Path, precision: Precision | None) -> Source:
+    bundle = load(folder, BundleManifest, verify=ALL_FILES)
+    check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, read_statements(folder))
+    return Source(
+        name=bundle.manifest.architecture,
+        version="",
+        precision=precision or "int8",
+        bundle=bundle,
+        report=None,
+        digests={"bundle": bundle.digest},
+    )
