@@ -1,7 +1,10 @@
 """Decide whether a new version becomes the champion: never where it is worse on the same images."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +17,7 @@ from components.common.registry.alias_changes import Proposal, Situation
 from components.common.registry.audit_log import Entry
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION, ChampionComparison
+from components.common.registry.trust import check_chain
 from components.common.registry.version_evaluation import (
     Standing,
     check_log,
@@ -46,6 +50,7 @@ def remeasure(
     precision: Precision,
     data: Artifact[DatasetManifest],
     progress: Callable[[int, int], None],
+    say: Callable[[str], None],
 ) -> Remeasured:
     """Run a registered version's bundle, as it lies in the registry, over a validation split.
 
@@ -55,14 +60,20 @@ def remeasure(
         precision: which one to run.
         data: the images.
         progress: called with images done and images in all.
+        say: told that this machine has no trust policy.
 
     Raises:
         RuntimeUnavailable: nothing here runs it.
-        EngineryError: its files are gone or changed, or its classes are others than the data set's.
+        EngineryError: its files are gone or changed, its classes are others than the data set's, or no key of the
+            machine's policy signed its verdict.
     """
-    with registry.files(version, "bundle") as path:
-        bundle = load(path, BundleManifest, verify=ALL_FILES)
-        check_tags(version, {"bundle": bundle.digest})
+    with registry.files(version, "bundle") as path, TemporaryDirectory(prefix="enginery-") as temporary:
+        # A copy: what was checked can't be swapped any more. A plan is code.
+        copy = shutil.copytree(path, Path(temporary) / "bundle", symlinks=True)
+        bundle = load(copy, BundleManifest, verify=ALL_FILES)
+        digests = {"bundle": bundle.digest}
+        check_tags(version, digests)
+        check_chain(version.label, digests, registry.statements(version), environment="", model=version.name, say=say)
         if bundle.manifest.classes != data.manifest.classes:
             raise EngineryError(
                 f"its {len(bundle.manifest.classes)} classes are not the {len(data.manifest.classes)} of the data set "
@@ -211,6 +222,7 @@ class Decision:
                     present.precision,
                     self.data,
                     lambda done, total: self.log.progress("measuring the champion", done, total, unit="images"),
+                    self.log.note,
                 )
             again = self._measured[champion]
             return compare_measured(

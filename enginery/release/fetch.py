@@ -109,7 +109,7 @@ def _copy(origin: Path, copy: Path, source: str, digest: str, remote: bool) -> N
         else:
             shutil.copyfile(origin / name, copy / name)
     for file in (SIGNATURE, *read_statements(origin)):
-        if (origin / file).is_file():
+        if (origin / file).is_file() and not (origin / file).is_symlink():  # whose target nobody asked for
             shutil.copyfile(origin / file, copy / file)
 
 

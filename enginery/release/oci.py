@@ -44,6 +44,7 @@ _COSIGN_PAYLOAD = "application/vnd.dev.cosign.simplesigning.v1+json"
 _COSIGN_SIGNATURE = "dev.cosignproject.cosign/signature"
 _MAX_ANSWER_BYTES = 4 << 20  # of a manifest, as the specification has it, and of a token
 _MAX_FILES = 10_000
+_MAX_NAME = 1024  # characters
 _SPARED_BYTES = 1 << 30
 
 _T = TypeVar("_T")
@@ -172,13 +173,14 @@ def _files_of(address: Address, data: bytes) -> dict[str, _Descriptor]:
         files = {layer.annotations[_TITLE]: layer for layer in manifest.layers}
     except (ValidationError, KeyError):
         raise EngineryError(f"{address} is no artifact of files: push it with `enginery push`") from None
+    if any(len(name) > _MAX_NAME for name in files):  # of 120 KB, its parents alone would take gigabytes
+        raise EngineryError(f"{address} names a file by more than {_MAX_NAME:,} characters")
     paths = {name: PurePosixPath(name) for name in files}
-    folders = {str(parent) for path in paths.values() for parent in path.parents}
     for name, path in paths.items():
         if path.is_absolute() or ".." in path.parts or str(path) != name or not _PLAIN.fullmatch(name):
             raise EngineryError(f"{address} names a file outside of the artifact: {name!r}")
-        if name in folders:
-            raise EngineryError(f"{address} has {name!r} as a file and as a folder")
+        if taken := [str(parent) for parent in path.parents if str(parent) in files] or [name] * (name == "."):
+            raise EngineryError(f"{address} has {taken[0]!r} as a file and as a folder")
     if len(files) != len(manifest.layers):
         raise EngineryError(f"{address} has two files of the same name")
     return files
@@ -300,8 +302,11 @@ class _Registry:
             headers = {"Authorization": basic} if basic else {}
             async with self.session.get(realm.update_query(query), headers=headers, allow_redirects=False) as answer:
                 self.check(answer, 200)
-                found = json.loads(await _bounded(answer))
-            return f"Bearer {found.get('token') or found['access_token']}"
+                try:
+                    found = json.loads(await _bounded(answer))
+                    return f"Bearer {found.get('token') or found['access_token']}"
+                except (AttributeError, KeyError, RecursionError):
+                    raise ValueError("the answer holds no token") from None
         return ""
 
     def check(self, answer: aiohttp.ClientResponse, *due: int) -> None:

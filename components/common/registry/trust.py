@@ -293,7 +293,7 @@ def folder_problem(folder: Path, public_key: str) -> str:
     # Statements may come later; anything else could be what is loaded, beside what was signed for something else.
     envelope = json.loads((folder / SIGNATURE).read_bytes())["dsseEnvelope"]
     signed = {entry["name"] for entry in json.loads(base64.b64decode(envelope["payload"]))["predicate"]["resources"]}
-    free = {folder / SIGNATURE, *folder.glob(STATEMENTS)}
+    free = {folder / SIGNATURE, *filter(_is_plain, folder.glob(STATEMENTS))}
     others = (
         file for file in sorted(folder.rglob("*")) if file not in free and (file.is_symlink() or not file.is_dir())
     )

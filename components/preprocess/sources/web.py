@@ -29,6 +29,34 @@ _NAT64 = IPv6Network("64:ff9b::/96")  # IPv4 addresses are behind its last 32 bi
 Endpoint = tuple[str, int]  # address and port
 
 
+class _Pinned(aiohttp.ThreadedResolver):
+    """Names as the system resolves them, but one as it was resolved when its addresses were trusted.
+
+    Whoever owns the name could else lead there what was let through to another address.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, endpoints: set[Endpoint]) -> None:
+        super().__init__(loop=loop)
+        self._name, self._addresses = name.rstrip("."), sorted(address for address, _ in endpoints)
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        if not self._addresses or host.rstrip(".").lower() != self._name:
+            return await super().resolve(host, port, family)
+        return [
+            aiohttp.abc.ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=socket.IPPROTO_TCP,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for address in self._addresses
+        ]
+
+
 class _Response(aiohttp.ClientResponse):
     """An answer of bounded length, whatever its header says."""
 
@@ -48,7 +76,8 @@ async def open_session(*, named: str, loop: asyncio.AbstractEventLoop) -> aiohtt
     """A session for what lies at a URI.
 
     It connects to the endpoint that the URI names, to a proxy of the environment, and where an answer redirects it to
-    public addresses. What counts is the address that is connected to, not the name.
+    public addresses. What counts is the address that is connected to, not the name; a name that has public addresses
+    has no others.
 
     Args:
         named: the URI.
@@ -58,7 +87,10 @@ async def open_session(*, named: str, loop: asyncio.AbstractEventLoop) -> aiohtt
     proxies = {uri for scheme, uri in getproxies().items() if scheme in ("http", "https", "all")}
     own = await _endpoints(named, loop)
     # A cloud's service for credentials is at a link-local address.
-    trusted = {endpoint for endpoint in own if not ip_address(endpoint[0]).is_link_local}
+    private = {endpoint for endpoint in own if not _real_address(endpoint[0]).is_link_local}
+    if any(_real_address(address).is_global for address, _ in own):
+        private = set()
+    trusted = set(private)
     trusted |= {endpoint for uri in proxies for endpoint in await _endpoints(uri, loop)}
 
     def check(endpoint: Endpoint) -> None:
@@ -94,7 +126,9 @@ async def open_session(*, named: str, loop: asyncio.AbstractEventLoop) -> aiohtt
         auto_decompress=False,  # a small answer may unpack to anything
         headers={"Accept-Encoding": "identity"},
         timeout=aiohttp.ClientTimeout(total=_TOTAL_S, sock_connect=_CONNECT_S, sock_read=_SILENCE_S),
-        connector=aiohttp.TCPConnector(socket_factory=connect),
+        connector=aiohttp.TCPConnector(
+            socket_factory=connect, resolver=_Pinned(loop, yarl.URL(named).raw_host or "", private)
+        ),
         trace_configs=[traces],
     )
 

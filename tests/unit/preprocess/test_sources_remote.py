@@ -1,10 +1,12 @@
 """Sources behind URIs: an in-memory store, real web servers, and what is said of drivers and credentials."""
 
+import asyncio
 import base64
 import http.server
 import io
 import pickle
 import shutil
+import socket
 import tarfile
 import threading
 import zipfile
@@ -462,6 +464,48 @@ def test_a_redirect_into_the_inner_network_is_not_followed(tmp_path: Path, name:
 def test_other_ways_inside(tmp_path: Path, target: str) -> None:
     with leading(target) as outer, pytest.raises(UserError, match="no public address"):
         find(f"{outer}/t.csv", tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("answers", [["both"], ["inner", "outer", "inner"]], ids=["mixed", "rebound"])
+def test_a_name_whose_owner_leads_it_inside(tmp_path: Path, answers: list[str], monkeypatch) -> None:
+    """127.0.0.2 plays a public server, whose name has an inner address, too, or has one when it is looked up first."""
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "t.csv").write_bytes(CREDENTIALS)
+    asked: list[str] = []
+    monkeypatch.setattr(Handler, "log_message", lambda self, *_: asked.append(self.server.server_address[0]))
+    addresses = {"inner": ["127.0.0.1"], "outer": ["127.0.0.2"], "both": ["127.0.0.2", "127.0.0.1"]}
+    real, lookups = socket.getaddrinfo, [*answers]
+
+    def getaddrinfo(host: Any, port: Any, *rest: Any, **options: Any) -> Any:
+        if host != "outer.example":
+            return real(host, port, *rest, **options)
+        found = addresses[lookups.pop(0) if len(lookups) > 1 else lookups[0]]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+
+    public = web._real_address
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(web, "_real_address", lambda text: public("8.8.8.8" if text == "127.0.0.2" else text))
+    monkeypatch.setenv("no_proxy", "*")
+    with serving(tmp_path / "meta") as inner:
+        port = int(inner.rpartition(":")[2])
+        twin = http.server.ThreadingHTTPServer(("127.0.0.2", port), type("C", (Leading,), {"target": f"{inner}/t.csv"}))
+        threading.Thread(target=twin.serve_forever, daemon=True).start()
+        try:
+            told = asyncio.run(_asked(f"http://outer.example:{port}/x.csv"))
+        finally:
+            twin.shutdown()
+            twin.server_close()
+    assert b"SecretAccessKey" not in told
+    assert len(set(asked)) == 1  # the public server or, where the name was an inner one's from the start, that one
+
+
+async def _asked(uri: str) -> bytes:
+    async with await web.open_session(named=uri, loop=asyncio.get_running_loop()) as session:
+        try:
+            async with session.get(uri) as answer:
+                return await answer.read()
+        except OSError as error:
+            return str(error).encode()
 
 
 def test_a_link_local_address_is_refused_even_where_it_is_named(tmp_path: Path) -> None:

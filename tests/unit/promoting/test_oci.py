@@ -205,6 +205,7 @@ def test_a_registry_that_serves_something_else(machine: Machine, registry: Regis
         ("..\\evil", "names a file outside"),
         ("evil\x1b[2J", "names a file outside"),
         ("", "names a file outside"),
+        ("a/" * 10_000, "more than 1,024 characters"),  # its parents would take gigabytes
         (".", "as a file and as a folder"),
         ("manifest.json", "two files of the same name"),
         ("manifest.json/x", "as a file and as a folder"),

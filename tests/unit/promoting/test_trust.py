@@ -12,7 +12,7 @@ import yaml
 from mlflow import MlflowClient
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import BundleManifest, load
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.process.steplog import StepLog
 from components.common.registry import trust
 from components.common.registry.alias_changes import Proposal, change_aliases
@@ -20,6 +20,7 @@ from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_standing
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
+from components.promote import champion
 from enginery.release.fetch import fetch, read_identity
 from tests.unit.release.making import write_keys
 
@@ -27,6 +28,7 @@ from .chains import make_chain, promote_chain
 from .test_attacks import reseal
 from .test_deploy import checkout, pins
 from .test_registry_commands import enginery, register_forged
+from .test_remeasuring import chain_on, register_on_other_images
 
 __all__ = ["checkout"]  # a fixture
 FUTURE, PAST = "2999-01-01", "2001-01-01"
@@ -303,3 +305,39 @@ def test_the_python_model(promoted: Machine, registry: Registry, tmp_path: Path)
     promoted.policy(ci={"signs": ["model"]})
     with pytest.raises(EngineryError, match="the key ci may not sign a verdict"):
         mlflow.pyfunc.load_model("models:/m/1")
+
+
+def test_a_forged_champion_is_not_run_to_be_measured_again(
+    machine: Machine, registry: Registry, tmp_path: Path, digits_dataset: Artifact[DatasetManifest], monkeypatch
+) -> None:
+    """Tags, entry in the log and alias are right, as a registry writer makes them; `promote` would run its bundle."""
+    register_on_other_images(registry, chain_on(tmp_path / "old", digits_dataset, 3, 99.0, split="of other images"))
+    run: list[object] = []
+    monkeypatch.setattr(champion, "_measure", lambda bundle, *_: run.append(bundle))
+    version = registry.version("m", "1")
+    with pytest.raises(EngineryError, match="m version 1 is refused: the gate signed no verdict"):
+        champion.remeasure(registry, version, "int8", digits_dataset, lambda done, total: None, print)
+    assert run == []
+    machine.monkeypatch.delenv(trust.POLICY_VARIABLE)
+    said: list[str] = []
+    champion.remeasure(registry, version, "int8", digits_dataset, lambda done, total: None, said.append)
+    assert "m version 1: nobody vouches for it" in said[0]
+    bundle: Any = run[0]
+    assert not bundle.path.exists()  # a copy, which is gone
+
+
+@pytest.mark.parametrize("name", [trust.SIGNATURE, "more.dsse.json"])
+def test_a_link_in_the_place_of_a_signature(machine: Machine, tmp_path: Path, name: str) -> None:
+    """Where nothing is checked, as without a policy, and by who pushes: no other file of the machine comes along."""
+    bundle = make_chain(tmp_path / "a-050", 50)["bundle"]
+    trust.sign_folder(bundle, machine.key("ci"))
+    public = machine.keys["ci"][1].read_text()
+    assert trust.folder_problem(bundle, public) == ""
+    (bundle / name).unlink(missing_ok=True)
+    (tmp_path / "secret").write_text("of this machine")
+    (bundle / name).symlink_to(tmp_path / "secret")
+    if name != trust.SIGNATURE:
+        assert "does not cover more.dsse.json" in trust.folder_problem(bundle, public)
+    machine.monkeypatch.delenv(trust.POLICY_VARIABLE)
+    fetch(str(bundle), tmp_path / "copy", read_identity(bundle).digest)
+    assert not (tmp_path / "copy" / name).exists()
