@@ -18,6 +18,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TASKS = ("preprocess", "train", "export", "validate", "gate", "promote")
 
 
+def test_docker_gets_what_dockerfiles_copy() -> None:
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    lines = [line for file in REPOSITORY.glob("containers/**/Dockerfile") for line in file.read_text().splitlines()]
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    copied = {source.split("/")[0] for sources in copies for source in sources if not sources[0].startswith("--from")}
+    assert {"components", "enginery"} < copied <= {line[1:] for line in ignored if line.startswith("!")}
+
+
 @pytest.fixture
 def file() -> PipelineFile:
     return load_pipeline(REPOSITORY / "pipelines/resnet50.py")
