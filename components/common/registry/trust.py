@@ -90,7 +90,7 @@ def find_policy() -> TrustPolicy | None:
     """
     named = os.environ.get(POLICY_VARIABLE)
     file = Path(named) if named else DEFAULT_POLICY
-    if not named and not file.exists():
+    if not named and not os.path.lexists(file):  # a link that leads nowhere is no leave
         return None
     try:
         return TrustPolicy.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))

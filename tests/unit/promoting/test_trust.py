@@ -298,6 +298,11 @@ def test_a_policy_that_can_not_be_read_trusts_nothing(promoted: Machine, tmp_pat
     monkeypatch.setenv(trust.POLICY_VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="can't read the trust policy"):
         served("m/1", tmp_path / "out")
+    monkeypatch.delenv(trust.POLICY_VARIABLE)
+    (link := tmp_path / "default.yaml").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(trust, "DEFAULT_POLICY", link)
+    with pytest.raises(UserError, match="can't read the trust policy"):
+        served("m/1", tmp_path / "out")
 
 
 def test_the_python_model(promoted: Machine, registry: Registry, tmp_path: Path) -> None:
