@@ -99,6 +99,17 @@ def test_submitting_needs_no_picture() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_the_server_needs_what_its_image_has() -> None:
+    """containers/serve/requirements.in names it; Triton gives its models the module triton_python_backend_utils."""
+    has = ("nvidia.dali", "openvino")
+    heavy = (*(name for name in HEAVY if name not in has), "scipy", "kfp", "click", "aiohttp", "securesystemslib")
+    light = [f"components.serve.{path.stem}" for path in sources("components/serve") if path.stem != "__init__"]
+    script = "import sys, types\nsys.modules['triton_python_backend_utils'] = types.ModuleType('x')\n"
+    script += IMPORT_BLOCKED.format(heavy=heavy, light=light)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_imports_no_other_step_and_no_pipeline(step: str) -> None:
     others = [f"components.{other}" for other in STEPS if other not in (step, BUILDS_ON.get(step))]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.common.data.loader_pipelines import OwnedOutputs
+from components.common.data.loader import OwnedOutputs
 
 
 class Event:
