@@ -30,11 +30,11 @@ from components.common.contracts.manifests import Artifact, BundleManifest, load
 from components.common.runtimes.openvino import OpenVINORunner
 from enginery.serving.client.client import AsyncClient, Client
 from enginery.serving.client.transport import Patience
+from enginery.serving.loading import loading_key
 from enginery.serving.loadtest import generator
 from enginery.serving.loadtest.generator import bind
 from enginery.serving.loadtest.measuring import Plan, run_load_test
 from enginery.serving.loadtest.results import LoadTest, find_knee
-from enginery.serving.server import loading_key
 
 _HTTP, _GRPC, _METRICS = 18300, 18301, 18302
 URL = f"http://127.0.0.1:{_HTTP}"

@@ -125,9 +125,9 @@ def loadtest(
         raise UserError("--tensors sends random tensors, so it takes no --data; drop one of them")
     from enginery.serving.client.client import AsyncClient
     from enginery.serving.client.transport import Patience, parse_address
+    from enginery.serving.loading import loading_key
     from enginery.serving.loadtest.measuring import Plan, run_load_test
     from enginery.serving.loadtest.page import page
-    from enginery.serving.server import loading_key
 
     plan = Plan(
         concurrencies=concurrency,

@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         cli(args=arguments, prog_name="enginery")
     except EngineryError as error:
-        _fail(str(error), error.exit_code)
+        _fail(str(error), error.exit_code, error.code)
     except Exception as error:  # the boundary of the process: a full disk, a broken store, or a mistake of ours
         _fail(f"{type(error).__name__}: {error} (enginery --debug shows the traceback)", EXIT_FAILURE)
 
@@ -31,14 +31,16 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(EXIT_INTERRUPTED)
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _fail(message: str, exit_code: int, code: str = "") -> NoReturn:
     import click
 
     if os.environ.get("ENGINERY_DEBUG") == "1":
         traceback.print_exc()
     click.secho("error: ", fg="red", nl=False, err=True)
-    click.echo(shown(message), err=True)
-    sys.exit(code)
+    click.echo(shown(message), err=True, nl=not code)
+    if code:
+        click.secho(f" [{code}]", dim=True, err=True)
+    sys.exit(exit_code)
 
 
 def run_this(file: str) -> None:

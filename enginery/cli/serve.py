@@ -123,7 +123,8 @@ def start(
     wrote. Triton itself is installed once, beside this Python's packages (ENGINERY_TRITON names another folder).
     """
     from enginery.serving.installation import install_triton
-    from enginery.serving.server import Ports, Server, address_of, loading_key
+    from enginery.serving.loading import loading_key
+    from enginery.serving.server import Ports, Server, address_of
 
     ports = Ports(host=address_of(host), http=http_port, grpc=grpc_port, metrics=metrics_port)
     key = loading_key(ports.host) if allow_loading else ""

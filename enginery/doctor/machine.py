@@ -325,11 +325,6 @@ def state_directory() -> Finding:
     return ok(f"{path} is writable" if existed else f"{path} can be made")
 
 
-def state_disk() -> Finding:
-    """Free space where runs are written."""
-    return disk(state_path())
-
-
 def tracking() -> Finding:
     """Whether MLflow's store takes a run."""
     uri = StateDirectory(path=state_path()).tracking_uri

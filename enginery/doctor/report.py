@@ -42,7 +42,7 @@ def all_checks(probes: Probes) -> list[Planned]:
         Planned("machine", "shared memory", machine.shared_memory),
         Planned("machine", "open files", machine.open_files),
         Planned("storage", "state directory", machine.state_directory, required=True),
-        Planned("storage", "disk space", machine.state_disk, required=True),
+        Planned("storage", "disk space", lambda: machine.disk(machine.state_path()), required=True),
         Planned("storage", "MLflow tracking", machine.tracking, required=True),
         Planned("software", "Python", machine.python),
         Planned("software", "versions", machine.versions, required=True),

@@ -1,4 +1,4 @@
-"""A running Triton: started on a model repository, watched, ended; the key that lets clients load models."""
+"""A running Triton: started on a model repository, watched, ended."""
 
 import ctypes
 import errno
@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
@@ -25,57 +24,8 @@ import psutil
 import components
 from components.common.contracts.errors import EngineryError, UserError
 from components.serve.repository_check import CPU
-from enginery.local.state import StateDirectory
 from enginery.serving.installation import Triton
-
-VARIABLE = "ENGINERY_LOADING_KEY"
-HEADER = "enginery-loading"  # of HTTP; gRPC has it behind _GRPC_PREFIX, as Triton wants it
-_GRPC_PREFIX = "triton-grpc-protocol-"
-_KEY = re.compile(r"[A-Za-z0-9_-]{16,}")
-
-
-def loading_key(host: str) -> str:
-    """$ENGINERY_LOADING_KEY; on this machine else a random one, which the state directory keeps for this account alone.
-
-    Args:
-        host: that the server listens on, or that a client asks: an address or a name.
-
-    Raises:
-        UserError: the variable can't be used, or is missing for a server that others reach.
-    """
-    how = f"export {VARIABLE}=$(openssl rand -hex 16), for the server and for who loads"
-    if (key := os.environ.get(VARIABLE)) is not None:
-        if not _KEY.fullmatch(key):
-            raise UserError(f"{VARIABLE} must be 16 or more letters, digits, - and _, got {len(key)} characters; {how}")
-        return key
-    if not _is_loopback(host):
-        raise UserError(
-            f"loading models through {host}, which is not this machine's loopback address, needs a key, since who may "
-            f"load may run code there; {how}, or use 127.0.0.1"
-        )
-    file = StateDirectory.current().path / "loading.key"
-    with suppress(FileExistsError):
-        fresh = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-        try:
-            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-                opened.write(secrets.token_hex(16))
-            os.link(fresh, file)  # whole, or not there
-        finally:
-            fresh.unlink(missing_ok=True)
-    return file.read_text()
-
-
-def loading_headers(protocol: str, key: str) -> dict[str, str]:
-    """What a client sends along with a request to load, or for the index of models; nothing without a key."""
-    return {(_GRPC_PREFIX if protocol == "grpc" else "") + HEADER: key} if key else {}
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
+from enginery.serving.loading import HEADER
 
 DRAIN_S = 30  # time for requests in progress when the server is told to stop
 _POLL_S = 0.1

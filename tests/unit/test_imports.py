@@ -1,6 +1,7 @@
 """Which module imports what: compiling needs no engine room, and dependencies point one way."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,13 @@ def test_submitting_needs_no_picture() -> None:
     script = IMPORT_BLOCKED.format(heavy=heavy, light=light)
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_model_repositories_of_0_1_0_find_their_modules() -> None:
+    """Their model.py imports components.common.triton; importing it needs Triton's own module, finding it does not."""
+    spec = importlib.util.find_spec("components.common.triton.preprocess")
+    assert spec is not None
+    assert Path(spec.origin or "").samefile(REPOSITORY / "components" / "serve" / "preprocess.py")
 
 
 def test_the_server_needs_what_its_image_has() -> None:

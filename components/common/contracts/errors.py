@@ -13,16 +13,24 @@ EXIT_INTERRUPTED = 130  # as shells say it of Ctrl-C
 
 
 class EngineryError(Exception):
-    """A failure with a message meant for the user. `exit_code` is what the process ends with."""
+    """A failure with a message meant for the user.
+
+    Attributes:
+        exit_code: The process ends with it.
+        code: Stable name of the kind of failure, such as "archive-too-large"; programs and tests compare it.
+        setting: The setting at fault, as the user writes it; empty where none is.
+    """
 
     exit_code = EXIT_FAILURE
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", *, code: str = "", setting: str = "") -> None:
         super().__init__(shown(message))
+        self.code = code
+        self.setting = setting
 
 
 class UserError(EngineryError):
-    """The user's input or environment is at fault, and the message says how to mend it."""
+    """The user's input or environment is at fault, and the message says how to fix it."""
 
     exit_code = EXIT_USER_ERROR
 

@@ -51,7 +51,8 @@ def resolve(config: type[Config], step: str, *layers: Mapping[str, Any]) -> Conf
     try:
         return config.model_validate(merged)
     except ValidationError as error:
-        raise UserError(_explain(error, config, step)) from None
+        settings = [".".join((step, *map(str, problem["loc"]))) for problem in error.errors()]
+        raise UserError(_explain(error, config, step), code="invalid-setting", setting=settings[0]) from None
 
 
 def _explain(error: ValidationError, config: type[BaseModel], step: str) -> str:
@@ -161,7 +162,8 @@ def parse_value(text: str) -> Any:
             reason = " ".join(str(error).split())
             raise UserError(
                 f"can't read the value {text!r} as YAML: {reason}. Write lists as [1, 2] and mappings as "
-                "{key: value}, in single quotes for the shell"
+                "{key: value}, in single quotes for the shell",
+                code="invalid-yaml",
             ) from None
     return text
 
@@ -177,17 +179,19 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(
             f"can't read the config file {path}: {error.strerror}; name a YAML file such as "
-            "pipelines/configs/digits.yaml"
+            "pipelines/configs/digits.yaml",
+            code="no-config-file",
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path} is not valid YAML: {' '.join(str(error).split())}. Write lines of KEY: VALUE"
+            f"{path} is not valid YAML: {' '.join(str(error).split())}. Write lines of KEY: VALUE", code="invalid-yaml"
         ) from None
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise UserError(
-            f"{path} must hold a mapping of settings, found a {type(value).__name__}; write lines of KEY: VALUE"
+            f"{path} must hold a mapping of settings, found a {type(value).__name__}; write lines of KEY: VALUE",
+            code="invalid-yaml",
         )
     return value
 

@@ -66,12 +66,11 @@ class Step:
             self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
         except Preempted as stop:
             _ignore_signals()
-            _fail(log, EngineryError(str(stop)), code=stop.exit_code, output=folder)
+            _fail(log, EngineryError(str(stop), code="preempted"), exit_code=stop.exit_code, output=folder)
         except KeyboardInterrupt:
-            _fail(log, EngineryError("interrupted"), code=EXIT_INTERRUPTED, output=folder)
-        except Exception as error:  # the boundary of the process: a bug or a broken machine is told in one line, too
-            told = _tell(error, Path(output))
-            _fail(log, told, code=told.exit_code, output=folder)
+            _fail(log, EngineryError("interrupted", code="interrupted"), exit_code=EXIT_INTERRUPTED, output=folder)
+        except Exception as error:  # the boundary of the process: a bug or a broken machine ends in one line, too
+            _fail(log, _format_error(error, Path(output)), output=folder)
 
     def _execute(self, log: StepLog, settings: Mapping[str, Any], output: Path, inputs: dict[str, Path]) -> None:
         log.event("started", process_started=time.time() - process_age_s(), pid=os.getpid())
@@ -139,7 +138,7 @@ class Step:
             from_file = load_yaml(config) if config else {}
             typed = {name: parse_value(value) for name, value in values.items() if value is not None}
         except UserError as error:
-            _fail(StepLog(self.name), error, code=error.exit_code)
+            _fail(StepLog(self.name), error)
         self.execute({**from_file, **typed}, output=output, **inputs)
 
 
@@ -163,11 +162,13 @@ def _tracked(log: StepLog, *, relayed: bool) -> Iterator[None]:
         yield
 
 
-def _tell(error: Exception, output: Path) -> EngineryError:
+def _format_error(error: Exception, output: Path) -> EngineryError:
     """An error as one line for a person."""
     if isinstance(error, EngineryError):
         return out_of_space(error, output) or error
-    unknown = EngineryError(f"{type(error).__name__}: {error} (set {DEBUG_VARIABLE}=1 for the traceback)")
+    unknown = EngineryError(
+        f"{type(error).__name__}: {error} (set {DEBUG_VARIABLE}=1 for the traceback)", code="unexpected"
+    )
     return explain(error, output) or unknown
 
 
@@ -223,15 +224,16 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _fail(log: StepLog, error: EngineryError, *, code: int, output: Path | None = None) -> NoReturn:
-    failure = {"step": log.step, "message": str(error), "exit_code": code}
+def _fail(log: StepLog, error: EngineryError, *, exit_code: int | None = None, output: Path | None = None) -> NoReturn:
+    exit_code = error.exit_code if exit_code is None else exit_code
+    failure = {"message": str(error), "exit_code": exit_code, "code": error.code, "setting": error.setting}
     if output is not None:
         with suppress(OSError):  # no space left may be the very failure
             output.mkdir(parents=True, exist_ok=True)
-            (output / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
+            (output / FAILURE).write_text(json.dumps({"step": log.step, **failure}), encoding="utf-8")
     with suppress(KeyboardInterrupt):  # nobody listens any more
-        log.event("failed", message=str(error), exit_code=code)
+        log.event("failed", **failure)
     if os.environ.get(DEBUG_VARIABLE) == "1":
         traceback.print_exc()
     print(f"{log.step}: {error}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    sys.exit(exit_code)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from components.common.contracts.errors import EngineryError, UserError
-from enginery.serving.server import loading_headers
+from enginery.serving.loading import loading_headers
 
 _PROTOCOLS: dict[str, tuple[Literal["http", "grpc"], bool]] = {
     "http": ("http", False),

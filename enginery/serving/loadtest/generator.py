@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 import numpy as np
-from PIL import Image
 
 from components.common.contracts.errors import UserError
 from enginery.serving.client.client import NetworkModel, images_in
@@ -87,6 +86,8 @@ def _check_batch(network: NetworkModel, images_per_request: int) -> None:
 
 def random_images(number: int, height: int, width: int) -> list[bytes]:
     """JPEG files of noise, the same each time."""
+    from PIL import Image  # not needed by the processes that send
+
     rng = np.random.default_rng(0)
     encoded = []
     for _ in range(number):
