@@ -1,0 +1,87 @@
+"""Documents name files, headings, commands, options, settings and make targets that exist."""
+
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from components.export.config import ExportConfig
+from components.gate.config import GateConfig
+from components.preprocess.config import PreprocessConfig
+from components.promote.config import PromoteConfig
+from components.train.config import TrainConfig
+from components.validate.config import ValidateConfig
+from enginery.cli.commands import cli
+from enginery.cluster.settings import settings_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md"), *ROOT.glob("benchmarks/*.md")]
+CONFIGS = {
+    "preprocess": PreprocessConfig,
+    "train": TrainConfig,
+    "export": ExportConfig,
+    "validate": ValidateConfig,
+    "gate": GateConfig,
+    "promote": PromoteConfig,
+}
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        file = Path(os.path.normpath(page.parent / target)) if target else page
+        headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        if not file.exists() or anchor not in (
+            "",
+            *(re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings),
+        ):
+            yield f"{target}#{anchor}"
+
+
+@cache
+def help_of(*arguments: str) -> str:
+    return CliRunner().invoke(cli, [*arguments, "--help"]).output
+
+
+def unknown_commands(text: str) -> Iterator[str]:
+    for block in re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = line.split("#")[0].split()
+            while words and "=" in words[0]:  # variables in front of the command
+                words.pop(0)
+            if words[:1] == ["make"]:
+                makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+                yield from (f"make {word}" for word in words[1:] if word.islower() and f"\n{word}:" not in makefile)
+            elif words[:1] == ["enginery"]:
+                known = help_of(words[1])
+                if words[1] in (
+                    "run",
+                    "submit",
+                    "compile",
+                    "data",
+                    "serve",
+                    "engines",
+                ):  # whose options are the next word's
+                    known += help_of(*words[1:3]) + help_of("serve", "start")
+                yield from (f"{words[1]} {w}" for w in words[2:] if w.startswith("--") and w.split("=")[0] not in known)
+
+
+def unknown_settings(text: str) -> Iterator[str]:
+    of_clusters = {part for key, _, _ in settings_rows() for part in key.replace("[]", "").split(".")[1:]}
+    for step, key in re.findall(rf"[`' ]({'|'.join(CONFIGS)})\.([a-z_0-9]+)", text):
+        if key not in {*CONFIGS[step].model_fields, *of_clusters, "py", "yaml", "jsonl"}:
+            yield f"{step}.{key}"
+
+
+def test_what_documents_name_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    problems = {
+        str(page.relative_to(ROOT)): found
+        for page, text in texts.items()
+        if (found := [*broken_links(page, text), *unknown_commands(text), *unknown_settings(text)])
+    }
+    assert not problems
