@@ -101,7 +101,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* A host of which no address is known: any but the machine's own and a cloud's, until some are named. */}}
+{{/* MLflow's database, whose host is in a Secret: any address but the machine's own and a cloud's, until some are named. */}}
 {{- define "enginery.egress.unknown" -}}
 {{- if or .Values.networkPolicy.egressCidrs .Values.networkPolicy.egressNamespaces }}
 {{- include "enginery.egress.peers" . }}
@@ -111,7 +111,8 @@
 {{- end -}}
 {{- end -}}
 
-{{/* To the host of a URL: list of root and URL. Of a Service the second part of its name is the namespace. */}}
+{{/* To the host of a URL: list of root and URL. Of a Service the second part of its name is the namespace. Any other name
+may lead anywhere: public addresses, and private ones only if egressCidrs or egressNamespaces names them. */}}
 {{- define "enginery.egress.url" -}}
 {{- $root := index . 0 -}}
 {{- $host := regexReplaceAll ":[0-9]+$" (urlParse (index . 1)).host "" -}}
@@ -126,7 +127,7 @@
         matchLabels:
           kubernetes.io/metadata.name: {{ index $parts 1 }}
     {{- else }}
-    {{- include "enginery.egress.unknown" $root | nindent 4 }}
+    {{- include "enginery.egress.peers" $root | nindent 4 }}
     {{- end }}
   ports:
     # Behind a Service the pods' own port counts, which egressPorts names.
