@@ -15,7 +15,7 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.contracts.records import GateCheck
-from components.common.contracts.verdict import Thresholds, recommend, remedy, run_checks, verdict_note
+from components.common.contracts.verdict import Thresholds, judge, remedy
 from components.common.process.steplog import StepLog
 from components.common.registry.trust import VERDICT, sign_verdict, step_key
 from components.gate.config import GateConfig
@@ -33,43 +33,41 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     _check_thresholds(config, measured)
     prepare_directory(output)
     accuracy = measured.manifest.accuracy
-    checks = run_checks(config, accuracy, measured.manifest.benchmark)
-    passed = all(check.verdict == "pass" for check in checks)
-    note = verdict_note(config, accuracy)
-    advice = recommend(config, checks, accuracy, measured.manifest.benchmark)
+    verdict = judge(config, accuracy, measured.manifest.benchmark)
     sealed = seal(
         output,
         VerdictManifest,
         inputs={"report": measured.digest, "bundle": accuracy.bundle_digest},
         config=config,
-        passed=passed,
-        precision=config.precision,
-        checks=tuple(checks),
-        recommendation=advice,
-        note=note,
+        passed=verdict.passed,
+        precision=verdict.precision,
+        checks=verdict.checks,
+        recommendation=verdict.recommendation,
+        note=verdict.note,
     )
     if key is not None:
         digests = {"bundle": accuracy.bundle_digest, "report": measured.digest, "verdict": sealed.digest}
-        write_atomically(output / VERDICT, sign_verdict(digests, passed, key))
-    verdict = sealed.manifest
+        write_atomically(output / VERDICT, sign_verdict(digests, verdict.passed, key))
+    word, advice = sealed.manifest.word, verdict.recommendation
     log.event(
         "verdict",
-        passed=passed,
-        word=verdict.word,
-        precision=config.precision,
-        checks=[check.model_dump() for check in checks],
+        passed=verdict.passed,
+        word=word,
+        precision=verdict.precision,
+        checks=[check.model_dump() for check in verdict.checks],
         recommendation=advice.model_dump() if advice else None,
     )
-    log.metrics({"gate_passed": float(passed)})
-    log.tags({"enginery.verdict": verdict.word})
-    reasons = "; ".join(check.explanation for check in checks)
-    suffix = f" ({note})" if note else ""
-    if advice is not None and advice.precision != config.precision:
+    log.metrics({"gate_passed": float(verdict.passed)})
+    log.tags({"enginery.verdict": word})
+    suffix = f" ({verdict.note})" if verdict.note else ""
+    if advice is not None and advice.precision != verdict.precision:
         suffix += f". Recommended: {advice.precision.upper()}, since {advice.reason}"
-    if not passed:
-        suffix += f". {advised}" if (advised := remedy(checks)) else ""
-        raise GateFailed(f"{config.precision.upper()} did not pass: {_failures(checks)}{suffix}")
-    return f"{config.precision.upper()} passed: {reasons}{suffix}"
+    if not verdict.passed:
+        suffix += f". {advised}" if (advised := remedy(verdict.checks)) else ""
+        raise GateFailed(
+            f"{verdict.precision.upper()} did not pass: {_failures(verdict.checks)}{suffix}", code="gate-failed"
+        )
+    return f"{verdict.precision.upper()} passed: {'; '.join(check.explanation for check in verdict.checks)}{suffix}"
 
 
 def _failures(checks: Sequence[GateCheck]) -> str:
@@ -94,5 +92,7 @@ def _check_thresholds(config: GateConfig, report: Artifact[ReportManifest]) -> N
         raise UserError(
             f"the report {report.path} shows the verdict of other thresholds than the gate's: "
             f"{'; '.join(f'{name} {shown} there, {own} here' for name, (shown, own) in different.items())}. "
-            f"Run the gate with the report's ({there}), or validate again with the gate's (--gate '{{{here}}}')"
+            f"Run the gate with the report's ({there}), or validate again with the gate's (--gate '{{{here}}}')",
+            code="other-thresholds",
+            setting=next(iter(different)),
         )

@@ -35,7 +35,7 @@ from components.common.contracts.statistics import (
     mcnemar,
     paired_difference,
 )
-from components.common.contracts.verdict import Thresholds, recommend, run_checks, verdict_note
+from components.common.contracts.verdict import judge
 from components.common.data.evaluation import Predictions
 from components.common.data.image_files import open_image
 from components.common.data.loader_damage import image_places
@@ -53,7 +53,6 @@ from components.validate.schema import (
     Provenance,
     Report,
     SplitSummary,
-    Verdict,
 )
 
 
@@ -234,7 +233,7 @@ def gather_report(
     return Report(
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         model=_model(bundle, config.gate.precision),
-        verdict=_verdict(config.gate, accuracy, benchmark),
+        verdict=judge(config.gate, accuracy, benchmark),
         accuracy=accuracy,
         benchmark=benchmark,
         change=change(*compared) if compared else None,
@@ -272,18 +271,6 @@ def _layers(bundle: Artifact[BundleManifest], precision: str) -> tuple[EngineLay
             rows = json.loads(bundle.file(engine.layers.file).read_bytes())
             return tuple(EngineLayer.model_validate(row) for row in rows)
     return ()
-
-
-def _verdict(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> Verdict:
-    checks = run_checks(thresholds, accuracy, benchmark)
-    return Verdict(
-        passed=all(check.verdict == "pass" for check in checks),
-        precision=thresholds.precision,
-        thresholds=Thresholds(**thresholds.model_dump()),
-        checks=tuple(checks),
-        recommendation=recommend(thresholds, checks, accuracy, benchmark),
-        note=verdict_note(thresholds, accuracy),
-    )
 
 
 def change(fp32: Predictions, own: Predictions) -> Change:

@@ -1,13 +1,20 @@
 """Text of report.html and model_card.md, which say the same, and the next steps after a verdict that is no pass."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from components.common.contracts.environment import Environment
-from components.common.contracts.records import FP16_MANTISSA_BITS, AccuracyRow, ClassLoss, EngineEntry, ProfileRecord
+from components.common.contracts.records import (
+    FP16_MANTISSA_BITS,
+    AccuracyRow,
+    ClassLoss,
+    EngineEntry,
+    GateCheck,
+    ProfileRecord,
+)
 from components.common.contracts.statistics import SIGNIFICANCE
-from components.common.contracts.verdict import deciding_images, drops_allowed, largest_batch, reaches_top1
+from components.common.contracts.verdict import CHECKS, deciding_images, drops_allowed, largest_batch, reaches_top1
 from components.validate.schema import Report
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -50,67 +57,39 @@ def short(digest: str) -> str:
     return digest.removeprefix("sha256:")[:12]
 
 
-_DROPS = ("top1_drop_points", "relative_top1_pct")
-_SPEEDS = ("speedup", "speedup_fp16")
 _FEW_CLASSES = 3  # that lose so much that the rest does not matter
 
 
 def next_steps(report: Report) -> list[str]:
     """What to do, what helps most first; nothing after a pass."""
-    verdict = report.verdict
-    precision, fp32, own = (
-        verdict.precision.upper(),
-        report.accuracy.row("fp32"),
-        report.accuracy.row(verdict.precision),
-    )
-    open_checks = {check.name: check for check in verdict.checks if check.verdict != "pass"}
-    if fp32.top1_pct is None or own.top1_pct is None:
-        missing = own if own.top1_pct is None else fp32
-        if "saturate" in missing.note:
+    accuracy, judged = report.accuracy, report.verdict.precision
+    for row in (accuracy.row(judged), accuracy.row("fp32")):
+        if row.top1_pct is None and "saturate" in row.note:
             return ["Export again: it writes a file with 7-bit weights for CPUs without VNNI, such as this one."]
-        return [f"Validate on a machine that runs {missing.precision.upper()}, or judge another one (gate.precision)."]
-    steps = []
-    if "above_chance" in open_checks:
-        steps.append(
-            "Train again, and check that the model's classes are those of the data, in the same order: top-1 is hardly "
-            "above that of always answering the most frequent class."
-        )
-    if "top1_pct" in open_checks and not reaches_top1(verdict.thresholds, fp32):
-        steps.append(f"Train for longer or on more images: FP32 itself reaches {number(fp32.top1_pct)} %.")
-    if any(name in open_checks for name in _DROPS):
-        steps += _after_a_drop(report, own)
-    elif class_check := open_checks.get("class_drop_points"):
-        if class_check.verdict == "fail":
-            steps += [_look_at(own.worse_classes[:_FEW_CLASSES])]
-        elif own.largest_loss is not None:
-            steps.append(
-                f"Validate on more images of {own.largest_loss.name}, which has {own.largest_loss.num_images}: "
-                "its loss may be chance."
-            )
-    if "validation_images" in open_checks:
-        steps.append(f"Validate on at least {count(verdict.thresholds.min_validation_images)} images.")
-    speeds = [open_checks[name] for name in _SPEEDS if name in open_checks]
-    if any(check.verdict == "fail" for check in speeds):
-        other = verdict.recommendation.precision if verdict.recommendation else "fp16"
-        steps.append(
-            f"Ship {other.upper()} (gate.precision={other}): {precision} is not fast enough here."
-            if other == "fp16"
-            else f"Ship FP32 on this machine: {precision} is not fast enough here."
-        )
-    elif speeds:
-        steps.append("Measure the speed again on an idle machine, and for longer (validate.benchmark_seconds).")
-    if "p99_ms" in open_checks:
-        steps.append(
-            "Serve smaller batches (gate.p99_batch_size): validate.latency_budget names the fastest way within a limit."
-        )
-    if "size_mb" in open_checks:
-        steps.append("Take a smaller architecture (--architecture), or allow a larger file (gate.max_size_mb).")
-    return steps
+        if row.top1_pct is None:
+            return [f"Validate on a machine that runs {row.precision.upper()}, or judge another one (gate.precision)."]
+    open_checks = {check.name: check for check in report.verdict.checks if check.verdict != "pass"}
+    steps = [remedy(report, open_checks[name]) for name, remedy in _REMEDIES.items() if name in open_checks]
+    return list(dict.fromkeys(step for each in steps for step in each))
 
 
-def _after_a_drop(report: Report, own: AccuracyRow) -> list[str]:
+def _has_open(report: Report, kind: str, verdict: str = "") -> bool:
+    """True if a check of a kind has this verdict, or any that is no pass."""
+    found = {check.verdict for check in report.verdict.checks if CHECKS[check.name].kind == kind}
+    return verdict in found if verdict else bool(found - {"pass"})
+
+
+def _train_for_longer(report: Report, _: GateCheck) -> list[str]:
+    fp32 = report.accuracy.row("fp32")
+    if reaches_top1(report.verdict.thresholds, fp32):
+        return []
+    return [f"Train for longer or on more images: FP32 itself reaches {number(fp32.top1_pct)} %."]
+
+
+def _after_a_drop(report: Report, _: GateCheck) -> list[str]:
     """More images where the drop seen is allowed and only the proof is missing; else what makes the drop smaller."""
-    thresholds, compared = report.verdict.thresholds, own.comparison
+    thresholds, own = report.verdict.thresholds, report.accuracy.row(report.verdict.precision)
+    compared = own.comparison
     if compared is None:
         return ["Validate again: this report has no interval of the drop."]
     allowed = min(drops_allowed(thresholds, report.accuracy.row("fp32").top1_pct or 0.0))
@@ -124,6 +103,27 @@ def _after_a_drop(report: Report, own: AccuracyRow) -> list[str]:
         "Or allow a larger drop (gate.max_top1_drop_points), or take the measured drop without a proof "
         "(gate.confident=false).",
     ]
+
+
+def _after_a_class_drop(report: Report, check: GateCheck) -> list[str]:
+    own = report.accuracy.row(report.verdict.precision)
+    if _has_open(report, "drop"):  # whose remedies are those of its classes, too
+        return []
+    if check.verdict == "fail":
+        return [_look_at(own.worse_classes[:_FEW_CLASSES])]
+    if own.largest_loss is None:
+        return []
+    name, num_images = own.largest_loss.name, own.largest_loss.num_images
+    return [f"Validate on more images of {name}, which has {num_images}: its loss may be chance."]
+
+
+def _after_a_low_speed(report: Report, _: GateCheck) -> list[str]:
+    if not _has_open(report, "speedup", "fail"):
+        return ["Measure the speed again on an idle machine, and for longer (validate.benchmark_seconds)."]
+    advice, slow = report.verdict.recommendation, f"{report.verdict.precision.upper()} is not fast enough here."
+    if advice is not None and advice.precision != "fp16":
+        return [f"Ship FP32 on this machine: {slow}"]
+    return [f"Ship FP16 (gate.precision=fp16): {slow}"]
 
 
 def _against_a_loss(report: Report, own: AccuracyRow) -> list[str]:
@@ -167,6 +167,27 @@ def _about_calibration(report: Report) -> str:
         f"{signed(chosen.delta_top1_points)} points."
     )
 
+
+_REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
+    "above_chance": lambda *_: [
+        "Train again, and check that the model's classes are those of the data, in the same order: top-1 is hardly "
+        "above that of always answering the most frequent class."
+    ],
+    "top1_pct": _train_for_longer,
+    "top1_drop_points": _after_a_drop,
+    "relative_top1_pct": _after_a_drop,
+    "class_drop_points": _after_a_class_drop,
+    "validation_images": lambda report, _: [
+        f"Validate on at least {count(report.verdict.thresholds.min_validation_images)} images."
+    ],
+    "speedup": _after_a_low_speed,
+    "speedup_fp16": _after_a_low_speed,
+    "p99_ms": lambda *_: [
+        "Serve smaller batches (gate.p99_batch_size): validate.latency_budget names the fastest way within a limit."
+    ],
+    "size_mb": lambda *_: ["Take a smaller architecture (--architecture), or allow a larger file (gate.max_size_mb)."],
+}
+"""By check, what helps most first: what to do where it does not pass."""
 
 Facts = list[tuple[str, str]]  # what, and its value with its unit
 

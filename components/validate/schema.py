@@ -19,29 +19,16 @@ from components.common.contracts.records import (
     DatasetStatistics,
     EngineEntry,
     EngineLayer,
-    GateCheck,
     Precision,
-    Recommendation,
     TrainingRecord,
     Trial,
 )
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
-from components.common.contracts.verdict import Thresholds
+from components.common.contracts.verdict import Verdict
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Verdict(_Record):
-    """The answer, and each check behind it. The gate step gives the same one."""
-
-    passed: bool
-    precision: Precision
-    thresholds: Thresholds
-    checks: tuple[GateCheck, ...]
-    recommendation: Recommendation | None = Field(None, description="None where the checks do not lead to one.")
-    note: str = Field(description="How many points one validation image is; empty where that does not matter.")
 
 
 class Change(Comparison):

@@ -20,7 +20,7 @@ from components.common.contracts.records import (
     Precision,
     Speedup,
 )
-from components.common.contracts.verdict import Thresholds, accuracy_checks, reaches_top1
+from components.common.contracts.verdict import Thresholds, is_accurate
 from components.common.process.gpu_monitor import GpuReading, monitor_of
 from components.common.runtimes import Meter, Runner, Timing
 from components.validate.config import ValidateConfig
@@ -256,7 +256,7 @@ def within_budget(
         thresholds: the gate's.
     """
     measured = [row for row in rows if row.with_transfers]
-    accurate = [row for row in measured if is_accurate(accuracy, row.precision, thresholds)]
+    accurate = [row for row in measured if is_accurate(thresholds, accuracy, row.precision)]
     inside = [row for row in accurate if row.p99_ms <= budget_ms]
     chosen = max(inside, key=lambda row: (row.images_per_s, -row.p99_ms), default=None)
     nearest = min(accurate, key=lambda row: row.p99_ms, default=None) if chosen is None else None
@@ -268,14 +268,6 @@ def within_budget(
         nearest=_point(nearest) if nearest else None,
         left_out=tuple(dict.fromkeys(row.precision for row in measured if row.precision not in known)),
     )
-
-
-def is_accurate(accuracy: AccuracyReport, precision: Precision, thresholds: Thresholds) -> bool:
-    """Whether a precision passes the gate's checks on accuracy; FP32, which it is compared with, needs its top-1."""
-    if precision == "fp32":
-        return reaches_top1(thresholds, accuracy.row("fp32"))
-    checks = accuracy_checks(thresholds, accuracy, accuracy.row(precision))
-    return all(check.verdict == "pass" for check in checks)
 
 
 def _point(row: BenchmarkRow) -> OperatingPoint:

@@ -1,6 +1,11 @@
-"""The checks that decide whether a precision may be promoted. validate reports them, gate acts on them."""
+"""The gate: its thresholds, one table of checks, and what to ship. validate reports the verdict, gate acts on it.
 
-from collections.abc import Mapping, Sequence
+A new check is a field of `Thresholds` and an entry of `CHECKS`, both here, and a remedy in
+components/validate/report_text.py. Options, reports, verdicts and summaries follow from them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -10,10 +15,10 @@ from components.common.contracts.records import (
     AccuracyRow,
     BenchmarkReport,
     ClassLoss,
-    Comparison,
     GateCheck,
     Precision,
     Recommendation,
+    Record,
 )
 from components.common.contracts.settings import StepConfig
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of, images_needed
@@ -21,10 +26,8 @@ from components.common.contracts.statistics import SIGNIFICANCE, chance_of, imag
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
 _MANY_IMAGES = 5000  # from here on one image is at most 0.02 points
 _MAX_NAMED = 5  # classes named in one explanation
-_PROVED = ("top1_drop_points", "relative_top1_pct")  # what `confident` is about
-_SPEED = ("speedup", "speedup_fp16", "p99_ms")
 
-Verdict = Literal["pass", "fail", "not enough evidence"]
+_Word = Literal["pass", "fail", "not enough evidence"]
 
 
 class Thresholds(StepConfig):
@@ -85,30 +88,300 @@ class Thresholds(StepConfig):
         return cls.model_validate({"confident": False, "require_above_chance": False, **config})
 
 
+class Verdict(Record):
+    """The answer, and each check behind it. The gate step gives the same one."""
+
+    passed: bool
+    precision: Precision
+    thresholds: Thresholds
+    checks: tuple[GateCheck, ...]
+    recommendation: Recommendation | None = Field(None, description="None where the checks do not lead to one.")
+    note: str = Field(description="How many points one validation image is; empty where that does not matter.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that a check looks at: what was measured, and of which precision."""
+
+    thresholds: Thresholds
+    accuracy: AccuracyReport
+    benchmark: BenchmarkReport
+    own: AccuracyRow
+
+    @property
+    def top1_pct(self) -> tuple[float, float]:
+        """Top-1 of FP32 and of the precision. Checks run where both were measured."""
+        return self.accuracy.row("fp32").top1_pct or 0.0, self.own.top1_pct or 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check of the gate.
+
+    Attributes:
+        name: In manifests, reports and summaries.
+        unit: Of what is measured and of its threshold.
+        setting: The field of `Thresholds` that asks for it; 0 or false does not.
+        measure: Judges the evidence by the threshold.
+        kind: "drop" is of top-1 against FP32, which `confident` wants proved; "accuracy" is what else predictions tell.
+        reference: What a speed-up is over.
+        is_limit: It holds for a precision by itself, so that one that would replace the judged one is asked, too.
+        is_always_asked: A threshold of 0 is one.
+    """
+
+    name: str
+    unit: str
+    setting: str
+    measure: Callable[["Check", Evidence, float], GateCheck]
+    kind: Literal["drop", "accuracy", "speedup", "latency", "size"]
+    reference: Precision = "fp32"
+    is_limit: bool = False
+    is_always_asked: bool = False
+
+    def judge(self, evidence: Evidence) -> GateCheck | None:
+        """What it finds, or None where the thresholds do not ask for it."""
+        threshold = getattr(evidence.thresholds, self.setting)
+        return self.measure(self, evidence, threshold) if threshold > 0 or self.is_always_asked else None
+
+    def at_most(self, threshold: float, label: str, measured: float) -> GateCheck:
+        """Pass for a value up to the threshold."""
+        text = f"{label} {_text(measured, threshold)}, allowed {threshold:g} {self.unit}"
+        return self.found("pass" if round(measured, _DIGITS) <= threshold else "fail", threshold, text, measured)
+
+    def at_least(self, threshold: float, label: str, measured: float) -> GateCheck:
+        """Pass for a value from the threshold on."""
+        text = f"{label} {_text(measured, threshold)}, at least {threshold:g} {self.unit}"
+        return self.found("pass" if round(measured, _DIGITS) >= threshold else "fail", threshold, text, measured)
+
+    def open(self, threshold: float, explanation: str, measured: float | None = None) -> GateCheck:
+        """Not enough evidence."""
+        return self.found("not enough evidence", threshold, explanation, measured)
+
+    def found(self, verdict: _Word, threshold: float, explanation: str, measured: float | None) -> GateCheck:
+        """The record of what it found."""
+        return GateCheck(
+            name=self.name, measured=measured, threshold=threshold, verdict=verdict, explanation=explanation
+        )
+
+
+def _text(measured: float, threshold: float) -> str:
+    """Two decimals, or more where two would make a value that differs from its threshold look equal."""
+    decimals = 2 if round(measured, 2) != round(threshold, 2) or round(measured, _DIGITS) == threshold else 5
+    return f"{measured:.{decimals}f}"
+
+
+def _top1_drop(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
+    fp32_pct, own_pct = evidence.top1_pct
+    return _proved(check.at_most(allowed, "top-1 drop", fp32_pct - own_pct), evidence, allowed)
+
+
+def _relative_top1(check: Check, evidence: Evidence, threshold: float) -> GateCheck:
+    """The share that remains is the drop in other words: FP32's top-1 counts as it was measured."""
+    fp32_pct, own_pct = evidence.top1_pct
+    if fp32_pct == 0:
+        return check.open(threshold, "FP32 gets no image right, so there is no top-1 to keep a share of")
+    judged = check.at_least(threshold, "share of FP32's top-1", 100 * own_pct / fp32_pct)
+    return _proved(judged, evidence, drops_allowed(evidence.thresholds, fp32_pct)[-1], of="a drop of ")
+
+
+def _proved(check: GateCheck, evidence: Evidence, allowed_points: float, of: str = "") -> GateCheck:
+    """A check of the drop by its one-sided 95 % interval, where `confident` asks for that.
+
+    Pass if all of the interval is allowed, fail if none of it is.
+    """
+    if not evidence.thresholds.confident:
+        return check
+    compared, text = evidence.own.comparison, check.explanation
+    verdict: _Word = "not enough evidence"
+    if compared is None:
+        text += "; its interval is not in this report, validate again"
+    elif round(compared.drop_upper_points, _DIGITS) <= allowed_points:
+        verdict = "pass"
+        text += f"; with 95 % confidence {of}at most {_text(compared.drop_upper_points, allowed_points)} points"
+    elif round(compared.drop_lower_points, _DIGITS) > allowed_points:
+        verdict = "fail"
+        text += f"; with 95 % confidence {of}at least {_text(compared.drop_lower_points, allowed_points)} points"
+    else:
+        upper = _text(compared.drop_upper_points, allowed_points)
+        text += f"; with 95 % confidence {of}at most {upper} points, and {_deciding_text(evidence)}"
+    return check.model_copy(update={"verdict": verdict, "explanation": text})
+
+
+def _above_chance(check: Check, evidence: Evidence, _: float) -> GateCheck:
+    """FP32 and the precision against a model that always answers the most frequent class: exact binomial test."""
+    share_pct = evidence.accuracy.most_frequent_pct
+    if share_pct is None:
+        return check.open(0.0, "the most frequent class is not named in this report, validate again")
+    row = min(evidence.accuracy.row("fp32"), evidence.own, key=lambda row: row.top1_pct or 0.0)
+    top1 = row.top1_pct or 0.0
+    always = f"{share_pct:.2f} % of always answering {evidence.accuracy.most_frequent_class!r}, the most frequent class"
+    text = f"top-1 of {row.precision.upper()} {_text(top1, round(share_pct, _DIGITS))}"
+    p_value = chance_of(round(top1 / 100 * row.num_images), row.num_images, share_pct / 100)
+    if p_value < SIGNIFICANCE:
+        return check.found("pass", share_pct, f"{text}, above the {always}", top1)
+    if round(top1, _DIGITS) > share_pct:
+        return check.open(share_pct, f"{text} may be above the {always}, by chance: p = {p_value:.2g}", top1)
+    text = f"{text} is not above the {always}: the model has learned nothing, or its classes are in another order"
+    return check.found("fail", share_pct, text, top1)
+
+
+def _classes(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
+    """Fail for classes that significantly lose more than is allowed.
+
+    A loss that is larger but may be chance is neither: it is what was measured, and says too little.
+    """
+    own, largest = evidence.own, evidence.own.largest_loss
+    if own.comparison is None:
+        return check.open(allowed, "classes were not compared in this report, validate again")
+    beyond = [entry for entry in own.worse_classes if round(-entry.delta_points, _DIGITS) > allowed]
+    if beyond:
+        named = ", ".join(_class_text(entry, allowed) for entry in beyond[:_MAX_NAMED])
+        more = f" and {len(beyond) - _MAX_NAMED} more classes" if len(beyond) > _MAX_NAMED else ""
+        text = f"significantly worse: {named}{more}; allowed {allowed:g} points in a class"
+        return check.found("fail", allowed, text, -beyond[0].delta_points)
+    drop, text = 0.0, f"no class loses accuracy, allowed {allowed:g} points in a class"
+    if largest is not None:
+        drop = -largest.delta_points
+        text = f"largest drop of a class: {_class_text(largest, allowed)}; allowed {allowed:g} points"
+        if round(drop, _DIGITS) > allowed:
+            return check.open(allowed, f"{text}; it may be chance, p = {largest.p_corrected:.2g}", drop)
+    if own.num_unseen_classes:
+        unseen = "1 class has" if own.num_unseen_classes == 1 else f"{own.num_unseen_classes:,} classes have"
+        return check.open(allowed, f"{text}; {unseen} no validation image", drop)
+    return check.found("pass", allowed, text, drop)
+
+
+def _class_text(entry: ClassLoss, allowed: float) -> str:
+    return f"{entry.name} by {_text(-entry.delta_points, allowed)} points ({entry.num_images} images)"
+
+
+def _images(check: Check, evidence: Evidence, least: float) -> GateCheck:
+    num_images = evidence.own.num_images
+    text = f"{num_images:,} validation {check.unit}, at least {least:,}"
+    return check.found("pass" if num_images >= least else "not enough evidence", least, text, num_images)
+
+
+def _speedup(check: Check, evidence: Evidence, threshold: float) -> GateCheck:
+    """Judge by the whole interval of the turns: where it holds the threshold, or is in doubt, nothing is proved."""
+    benchmark, own, reference = evidence.benchmark, evidence.own.precision, check.reference
+    largest = largest_batch(benchmark)
+    found = benchmark.speedup(own, reference, largest)
+    if found is None:
+        missing = [entry.upper() for entry in (reference, own) if benchmark.row(entry, largest) is None]
+        where = f" of {' and '.join(missing)} at batch {largest}" if largest else ""
+        return check.open(threshold, f"the speed{where} was not measured")
+    label = f"throughput over {reference.upper()} at batch {largest}"
+    if found.doubt:
+        return check.open(threshold, f"{label} is not known, at least {threshold:g} {check.unit}: {found.doubt}")
+    judged = check.at_least(threshold, label, found.median)
+    if round(found.low, _DIGITS) < threshold <= round(found.high, _DIGITS):
+        turns = f"turns from {_text(found.low, threshold)} to {_text(found.high, threshold)}"
+        return check.open(
+            threshold, f"{judged.explanation}; {turns}: raise validate.benchmark_seconds", judged.measured
+        )
+    return judged
+
+
+def _p99(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
+    benchmark, precision, batch_size = evidence.benchmark, evidence.own.precision, evidence.thresholds.p99_batch_size
+    row = benchmark.row(precision, batch_size)
+    if row is None:
+        measured = sorted({entry.batch_size for entry in benchmark.plain_rows if entry.precision == precision})
+        text = f"the latency of {precision.upper()} at batch {batch_size} was not measured"
+        return check.open(allowed, f"{text}, only at {', '.join(map(str, measured))}" if measured else text)
+    judged = check.at_most(allowed, f"p99 latency at batch {batch_size}", row.p99_ms)
+    if judged.verdict == "fail" and row.busy:
+        return check.open(allowed, f"{judged.explanation}; {row.busy}", row.p99_ms)
+    return judged
+
+
+def _least_top1(check: Check, evidence: Evidence, threshold: float) -> GateCheck:
+    return check.at_least(threshold, "top-1", evidence.top1_pct[1])
+
+
+def _size(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
+    return check.at_most(allowed, "file size", evidence.own.size_bytes / 1e6)
+
+
+_TABLE = (
+    Check(
+        name="top1_drop_points",
+        unit="points",
+        setting="max_top1_drop_points",
+        measure=_top1_drop,
+        kind="drop",
+        is_always_asked=True,
+    ),
+    Check(name="relative_top1_pct", unit="%", setting="min_relative_top1_pct", measure=_relative_top1, kind="drop"),
+    Check(name="above_chance", unit="%", setting="require_above_chance", measure=_above_chance, kind="accuracy"),
+    Check(name="top1_pct", unit="%", setting="min_top1_pct", measure=_least_top1, kind="accuracy", is_limit=True),
+    Check(name="class_drop_points", unit="points", setting="max_class_drop_points", measure=_classes, kind="accuracy"),
+    Check(name="validation_images", unit="images", setting="min_validation_images", measure=_images, kind="accuracy"),
+    Check(name="speedup", unit="x", setting="min_speedup", measure=_speedup, kind="speedup"),
+    Check(
+        name="speedup_fp16", unit="x", setting="min_speedup_fp16", measure=_speedup, kind="speedup", reference="fp16"
+    ),
+    Check(name="p99_ms", unit="ms", setting="max_p99_ms", measure=_p99, kind="latency", is_limit=True),
+    Check(name="size_mb", unit="MB", setting="max_size_mb", measure=_size, kind="size", is_limit=True),
+)
+CHECKS = {check.name: check for check in _TABLE}  # in the order in which they are shown
+
+
+def judge(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> Verdict:
+    """The verdict on what was measured."""
+    checks = run_checks(thresholds, accuracy, benchmark)
+    return Verdict(
+        passed=_passes(checks),
+        precision=thresholds.precision,
+        thresholds=Thresholds(**thresholds.model_dump()),
+        checks=tuple(checks),
+        recommendation=recommend(thresholds, checks, accuracy, benchmark),
+        note=verdict_note(thresholds, accuracy),
+    )
+
+
+def run_checks(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> list[GateCheck]:
+    """Every threshold that is set, against what was measured: docs/validation.md says how each is judged."""
+    own = accuracy.row(thresholds.precision)
+    return _run(Evidence(thresholds=thresholds, accuracy=accuracy, benchmark=benchmark, own=own), _TABLE)
+
+
+def accuracy_checks(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> list[GateCheck]:
+    """The checks that need no speed and no size: whether a precision is as accurate as asked, and surely so."""
+    nothing = BenchmarkReport(bundle_digest="", rows=())
+    evidence = Evidence(thresholds=thresholds, accuracy=accuracy, benchmark=nothing, own=own)
+    return _run(evidence, [check for check in _TABLE if check.kind in ("drop", "accuracy")])
+
+
+def _run(evidence: Evidence, checks: Iterable[Check]) -> list[GateCheck]:
+    """Those of the checks that are asked for; the first one alone where there is no top-1 to judge."""
+    for row in (evidence.own, evidence.accuracy.row("fp32")):
+        if row.top1_pct is None:
+            text = f"{row.precision.upper()} was not measured here: {row.note}"
+            return [_TABLE[0].open(evidence.thresholds.max_top1_drop_points, text)]
+    return [found for check in checks if (found := check.judge(evidence)) is not None]
+
+
+def _passes(checks: Iterable[GateCheck]) -> bool:
+    return all(check.verdict == "pass" for check in checks)
+
+
 def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
     """What a reader of the verdict must know besides: no proof, doubts about the runtime, how much one image is."""
     own, fp32 = accuracy.row(thresholds.precision), accuracy.row("fp32")
-    unproved = "" if thresholds.confident else "not proved: gate.confident is false, so the measured drop alone counts"
+    notes = [] if thresholds.confident else ["not proved: gate.confident is false, so the measured drop alone counts"]
     doubts = own.note if own.top1_pct is not None else ""
     # What makes FP32 worse makes the precision look better.
-    others = (
-        [part for part in fp32.note.split("; ") if part and part not in doubts] if fp32.top1_pct is not None else []
-    )
-    reference = f"FP32, which it is compared with: {'; '.join(others)}" if others else ""
-    return "; ".join(filter(None, (unproved, doubts, reference, one_image_note(accuracy))))
-
-
-def one_image_note(accuracy: AccuracyReport) -> str:
-    """How many points one validation image is; empty where there are so many that it does not matter."""
-    num_images = accuracy.row("fp32").num_images
-    if not 0 < num_images < _MANY_IMAGES:
-        return ""
-    return f"one of {num_images:,} validation images is {100 / num_images:.2f} points"
+    others = [part for part in fp32.note.split("; ") if part not in doubts] if fp32.top1_pct is not None else []
+    notes += [doubts, f"FP32, which it is compared with: {'; '.join(others)}" if others else ""]
+    if 0 < fp32.num_images < _MANY_IMAGES:
+        notes.append(f"one of {fp32.num_images:,} validation images is {100 / fp32.num_images:.2f} points")
+    return "; ".join(filter(None, notes))
 
 
 def remedy(checks: Sequence[GateCheck]) -> str:
     """What to do where the evidence is too little for a proof; empty where that is not the case."""
-    if not any(check.name in _PROVED and check.verdict == "not enough evidence" for check in checks):
+    if not any(CHECKS[check.name].kind == "drop" and check.verdict == "not enough evidence" for check in checks):
         return ""
     return (
         "Validate on more images (a larger validation folder, or preprocess.val_fraction), allow a larger drop "
@@ -116,47 +389,8 @@ def remedy(checks: Sequence[GateCheck]) -> str:
     )
 
 
-def run_checks(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> list[GateCheck]:
-    """Every threshold that is set, against what was measured: docs/validation.md says how each is judged."""
-    own = accuracy.row(thresholds.precision)
-    checks = accuracy_checks(thresholds, accuracy, own)
-    if accuracy.row("fp32").top1_pct is None or own.top1_pct is None:
-        return checks
-    if thresholds.min_speedup > 0:
-        checks.append(_speedup("speedup", "fp32", thresholds.min_speedup, own.precision, benchmark))
-    if thresholds.min_speedup_fp16 > 0:
-        checks.append(_speedup("speedup_fp16", "fp16", thresholds.min_speedup_fp16, own.precision, benchmark))
-    if thresholds.max_p99_ms > 0:
-        checks.append(_p99(thresholds, own.precision, benchmark))
-    if thresholds.max_size_mb > 0:
-        checks.append(_at_most("size_mb", own.size_bytes / 1e6, thresholds.max_size_mb, "file size", "MB"))
-    return checks
-
-
-def accuracy_checks(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> list[GateCheck]:
-    """The checks that need no speed and no size: whether a precision is as accurate as asked, and surely so."""
-    fp32 = accuracy.row("fp32")
-    if fp32.top1_pct is None or own.top1_pct is None:
-        missing = own if own.top1_pct is None else fp32
-        explanation = f"{missing.precision.upper()} was not measured here: {missing.note}"
-        return [_no_evidence("top1_drop_points", thresholds.max_top1_drop_points, explanation)]
-    would_decide = _deciding_text(thresholds, accuracy, own) if thresholds.confident else ""
-    checks = [_top1_drop(thresholds, fp32.top1_pct - own.top1_pct, own, would_decide)]
-    if thresholds.min_relative_top1_pct > 0:
-        checks.append(_relative(thresholds, fp32.top1_pct, own.top1_pct, own, would_decide))
-    if thresholds.require_above_chance:
-        checks.append(_above_chance(accuracy, own))
-    if thresholds.min_top1_pct > 0:
-        checks.append(_at_least("top1_pct", own.top1_pct, thresholds.min_top1_pct, "top-1", "%"))
-    if thresholds.max_class_drop_points > 0:
-        checks.append(_class_drop(thresholds.max_class_drop_points, own))
-    if thresholds.min_validation_images > 0:
-        checks.append(_num_images(thresholds.min_validation_images, own.num_images))
-    return checks
-
-
 def recommend(
-    thresholds: Thresholds, checks: list[GateCheck], accuracy: AccuracyReport, benchmark: BenchmarkReport
+    thresholds: Thresholds, checks: Sequence[GateCheck], accuracy: AccuracyReport, benchmark: BenchmarkReport
 ) -> Recommendation | None:
     """What to ship: the judged precision, or FP16 (else FP32) where accuracy passes and speed does not pay for it.
 
@@ -168,14 +402,23 @@ def recommend(
     Returns:
         None where accuracy does not pass, or where another precision would not help.
     """
-    own = thresholds.precision
-    if not _passes(accuracy_checks(thresholds, accuracy, accuracy.row(own))):
+    own, other = thresholds.precision, _replacement(thresholds, accuracy, benchmark)
+    if not is_accurate(thresholds, accuracy, own):
         return None
-    other: Precision = "fp16" if own != "fp16" and _may_replace(thresholds, accuracy, benchmark) else "fp32"
-    reasons = [check.explanation for check in checks if check.name in _SPEED and check.verdict == "fail"]
-    if slower := _slower_text(benchmark, own, other):
-        reasons = [reason for reason in reasons if f"over {other.upper()} " not in reason] + [slower]
-    if reasons and _fits(thresholds, accuracy.row(other), benchmark):
+    slower = _slower_text(benchmark, own, other)
+    reasons = [
+        entry.explanation
+        for entry, check in ((entry, CHECKS[entry.name]) for entry in checks)
+        if entry.verdict == "fail" and check.kind in ("speedup", "latency")
+        if not (slower and check.kind == "speedup" and check.reference == other)  # which says the same
+    ]
+    reasons += [slower] if slower else []
+    replacing = Evidence(thresholds=thresholds, accuracy=accuracy, benchmark=benchmark, own=accuracy.row(other))
+    if (
+        reasons
+        and reaches_top1(thresholds, replacing.own)
+        and _passes(_run(replacing, [check for check in _TABLE if check.is_limit]))
+    ):
         reason = f"{own.upper()} is accurate enough, but not fast enough: {'; '.join(reasons)}"
         return Recommendation(precision=other, reason=reason)
     if _passes(checks):
@@ -183,30 +426,24 @@ def recommend(
     return None
 
 
-def _may_replace(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> bool:
-    """Whether FP16 was measured, and is as accurate as is asked."""
-    fp16 = next((row for row in accuracy.rows if row.precision == "fp16"), None)
-    if fp16 is None or fp16.top1_pct is None or benchmark.row("fp16", largest_batch(benchmark)) is None:
-        return False
-    return _passes(accuracy_checks(thresholds, accuracy, fp16))
-
-
-def _passes(checks: list[GateCheck]) -> bool:
-    return all(check.verdict == "pass" for check in checks)
-
-
-def _fits(thresholds: Thresholds, row: AccuracyRow, benchmark: BenchmarkReport) -> bool:
-    """Whether a precision that would replace the judged one keeps to the limits of top-1, latency and size."""
-    too_large = 0 < thresholds.max_size_mb < row.size_bytes / 1e6
+def _replacement(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> Precision:
+    """FP16 where it was measured and is as accurate as asked, else FP32."""
+    measured = benchmark.row("fp16", largest_batch(benchmark)) is not None
     return (
-        reaches_top1(thresholds, row)
-        and not too_large
-        and (thresholds.max_p99_ms == 0 or _p99(thresholds, row.precision, benchmark).verdict == "pass")
+        "fp16" if thresholds.precision != "fp16" and measured and is_accurate(thresholds, accuracy, "fp16") else "fp32"
     )
 
 
+def is_accurate(thresholds: Thresholds, accuracy: AccuracyReport, precision: Precision) -> bool:
+    """True if a precision passes the checks on accuracy; FP32, which it is compared with, needs its top-1 alone."""
+    row = next((row for row in accuracy.rows if row.precision == precision), None)
+    if row is None or precision == "fp32":
+        return row is not None and reaches_top1(thresholds, row)
+    return _passes(accuracy_checks(thresholds, accuracy, row))
+
+
 def reaches_top1(thresholds: Thresholds, row: AccuracyRow) -> bool:
-    """Whether a precision has the least top-1: all that can be asked of FP32, which the rest is measured against."""
+    """True if a precision has the least top-1: all that can be asked of FP32, which the rest is measured against."""
     return row.top1_pct is not None and round(row.top1_pct, _DIGITS) >= thresholds.min_top1_pct
 
 
@@ -215,47 +452,20 @@ def largest_batch(benchmark: BenchmarkReport) -> int:
     return max((row.batch_size for row in benchmark.plain_rows), default=0)
 
 
-def _top1_drop(thresholds: Thresholds, drop: float, own: AccuracyRow, would_decide: str) -> GateCheck:
-    allowed = thresholds.max_top1_drop_points
-    check = _at_most("top1_drop_points", drop, allowed, "top-1 drop", "points")
-    return _prove(check, allowed, own.comparison, would_decide) if thresholds.confident else check
-
-
-def _relative(
-    thresholds: Thresholds, fp32_pct: float, own_pct: float, own: AccuracyRow, would_decide: str
-) -> GateCheck:
-    """The share that remains is the drop in other words: FP32's top-1 counts as it was measured."""
-    name, threshold = "relative_top1_pct", thresholds.min_relative_top1_pct
-    if fp32_pct == 0:
-        return _no_evidence(name, threshold, "FP32 gets no image right, so there is no top-1 to keep a share of")
-    check = _at_least(name, 100 * own_pct / fp32_pct, threshold, "share of FP32's top-1", "%")
-    allowed = drops_allowed(thresholds, fp32_pct)[-1]
-    return _prove(check, allowed, own.comparison, would_decide) if thresholds.confident else check
+def _slower_text(benchmark: BenchmarkReport, precision: Precision, other: Precision) -> str:
+    """How much slower than the other a precision is at the largest batch; empty where it is not, beyond the spread."""
+    largest = largest_batch(benchmark)
+    found = benchmark.speedup(precision, other, largest)
+    if found is None or found.doubt or found.high >= 1:
+        return ""
+    ratio = _text(found.median, 1.0)
+    return f"{precision.upper()} runs at {ratio} x the throughput of {other.upper()} at batch {largest}"
 
 
 def drops_allowed(thresholds: Thresholds, fp32_pct: float) -> tuple[float, ...]:
     """The drop that each limit allows, in percentage points: max_top1_drop_points, and the share that must remain."""
     share = thresholds.min_relative_top1_pct / 100
     return (thresholds.max_top1_drop_points, *([(1 - share) * fp32_pct] if share else []))
-
-
-def _prove(check: GateCheck, allowed_points: float, comparison: Comparison | None, would_decide: str) -> GateCheck:
-    """A check of the drop by its one-sided 95 % interval: pass if all of it is allowed, fail if none of it is."""
-    if comparison is None:
-        explanation = f"{check.explanation}; its interval is not in this report, validate again"
-        return _no_evidence(check.name, check.threshold, explanation, check.measured)
-    lower, upper = comparison.drop_lower_points, comparison.drop_upper_points
-    verdict: Verdict = "not enough evidence"
-    ends = f"at most {_text(upper, allowed_points)}"
-    if round(upper, _DIGITS) <= allowed_points:
-        verdict = "pass"
-    elif round(lower, _DIGITS) > allowed_points:
-        verdict, ends = "fail", f"at least {_text(lower, allowed_points)}"
-    of = "" if check.name == "top1_drop_points" else "a drop of "
-    text = f"{check.explanation}; with 95 % confidence {of}{ends} points"
-    if verdict == "not enough evidence":
-        text = f"{text}, and {would_decide}"
-    return check.model_copy(update={"verdict": verdict, "explanation": text})
 
 
 def deciding_images(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> int | None:
@@ -275,147 +485,23 @@ def deciding_images(thresholds: Thresholds, accuracy: AccuracyReport, own: Accur
 
 def _least_open(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> float | None:
     """The smallest drop that is allowed and within the interval, in points: the first that needs to be decided."""
-    compared = own.comparison
-    if compared is None:
+    if own.comparison is None:
         return None
     limits = drops_allowed(thresholds, accuracy.row("fp32").top1_pct or 0.0)
-    lower, upper = (round(end, _DIGITS) for end in (compared.drop_lower_points, compared.drop_upper_points))
+    lower, upper = (round(end, _DIGITS) for end in (own.comparison.drop_lower_points, own.comparison.drop_upper_points))
     return min((limit for limit in limits if lower <= limit < upper), default=None)
 
 
-def _deciding_text(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> str:
+def _deciding_text(evidence: Evidence) -> str:
     """How many images it would take to tell; empty where nothing about the drop is open."""
-    compared, allowed = own.comparison, _least_open(thresholds, accuracy, own)
+    scope = evidence.thresholds, evidence.accuracy, evidence.own
+    compared, allowed = evidence.own.comparison, _least_open(*scope)
     if compared is None or allowed is None:
         return ""
     lost, gained = compared.num_lost, compared.num_gained
     seen = f"{lost:,} lost and {gained:,} gained of {compared.num_images:,}"
-    if needed := deciding_images(thresholds, accuracy, own):
+    if needed := deciding_images(*scope):
         return f"about {needed:,} validation images would tell ({seen})"
     if allowed <= 0 or lost <= gained:
         return f"no number of images proves a drop of at most {allowed:g} points ({seen})"
     return f"more images hardly tell, since the drop seen is as large as what is allowed ({seen})"
-
-
-def _above_chance(accuracy: AccuracyReport, own: AccuracyRow) -> GateCheck:
-    """FP32 and the precision against a model that always answers the most frequent class: exact binomial test."""
-    name, share_pct = "above_chance", accuracy.most_frequent_pct
-    if share_pct is None:
-        return _no_evidence(name, 0.0, "the most frequent class is not named in this report, validate again")
-    row = min(accuracy.row("fp32"), own, key=lambda row: row.top1_pct or 0.0)
-    top1 = row.top1_pct or 0.0
-    always = f"{share_pct:.2f} % of always answering {accuracy.most_frequent_class!r}, the most frequent class"
-    text = f"top-1 of {row.precision.upper()} {_text(top1, round(share_pct, _DIGITS))}"
-    p_value = chance_of(round(top1 / 100 * row.num_images), row.num_images, share_pct / 100)
-    if p_value < SIGNIFICANCE:
-        return _check(name, top1, share_pct, "pass", f"{text}, above the {always}")
-    if round(top1, _DIGITS) > share_pct:
-        return _no_evidence(name, share_pct, f"{text} may be above the {always}, by chance: p = {p_value:.2g}", top1)
-    text = f"{text} is not above the {always}: the model has learned nothing, or its classes are in another order"
-    return _check(name, top1, share_pct, "fail", text)
-
-
-def _class_drop(allowed: float, own: AccuracyRow) -> GateCheck:
-    """Fail for classes that significantly lose more than is allowed.
-
-    A loss that is larger but may be chance is neither: it is what was measured, and says too little.
-    """
-    name, largest = "class_drop_points", own.largest_loss
-    if own.comparison is None:
-        return _no_evidence(name, allowed, "classes were not compared in this report, validate again")
-    beyond = [entry for entry in own.worse_classes if round(-entry.delta_points, _DIGITS) > allowed]
-    if beyond:
-        named = ", ".join(_class_text(entry, allowed) for entry in beyond[:_MAX_NAMED])
-        more = f" and {len(beyond) - _MAX_NAMED} more classes" if len(beyond) > _MAX_NAMED else ""
-        text = f"significantly worse: {named}{more}; allowed {allowed:g} points in a class"
-        return _check(name, -beyond[0].delta_points, allowed, "fail", text)
-    drop = -largest.delta_points if largest is not None else 0.0
-    text = f"no class loses accuracy, allowed {allowed:g} points in a class"
-    if largest is not None:
-        text = f"largest drop of a class: {_class_text(largest, allowed)}; allowed {allowed:g} points"
-    if largest is not None and round(drop, _DIGITS) > allowed:
-        return _no_evidence(name, allowed, f"{text}; it may be chance, p = {largest.p_corrected:.2g}", drop)
-    if own.num_unseen_classes:
-        unseen = "1 class has" if own.num_unseen_classes == 1 else f"{own.num_unseen_classes:,} classes have"
-        return _no_evidence(name, allowed, f"{text}; {unseen} no validation image", drop)
-    return _check(name, drop, allowed, "pass", text)
-
-
-def _class_text(entry: ClassLoss, allowed: float) -> str:
-    return f"{entry.name} by {_text(-entry.delta_points, allowed)} points ({entry.num_images} images)"
-
-
-def _num_images(threshold: int, num_images: int) -> GateCheck:
-    explanation = f"{num_images:,} validation images, at least {threshold:,}"
-    verdict: Verdict = "pass" if num_images >= threshold else "not enough evidence"
-    return _check("validation_images", num_images, threshold, verdict, explanation)
-
-
-def _speedup(
-    name: str, reference: Precision, threshold: float, precision: Precision, benchmark: BenchmarkReport
-) -> GateCheck:
-    """Judge by the whole interval of the turns: where it holds the threshold, or is in doubt, nothing is proved."""
-    largest = largest_batch(benchmark)
-    found = benchmark.speedup(precision, reference, largest)
-    if found is None:
-        missing = [entry.upper() for entry in (reference, precision) if benchmark.row(entry, largest) is None]
-        where = f" of {' and '.join(missing)} at batch {largest}" if largest else ""
-        return _no_evidence(name, threshold, f"the speed{where} was not measured")
-    label = f"throughput over {reference.upper()} at batch {largest}"
-    if found.doubt:
-        return _no_evidence(name, threshold, f"{label} is not known, at least {threshold:g} x: {found.doubt}")
-    check = _at_least(name, found.median, threshold, label, "x")
-    if round(found.low, _DIGITS) < threshold <= round(found.high, _DIGITS):
-        turns = f"turns from {_text(found.low, threshold)} to {_text(found.high, threshold)}"
-        explanation = f"{check.explanation}; {turns}: raise validate.benchmark_seconds"
-        return _no_evidence(name, threshold, explanation, found.median)
-    return check
-
-
-def _slower_text(benchmark: BenchmarkReport, precision: Precision, other: Precision) -> str:
-    """How much slower than the other a precision is at the largest batch; empty where it is not, beyond the spread."""
-    largest = largest_batch(benchmark)
-    found = benchmark.speedup(precision, other, largest)
-    if found is None or found.doubt or found.high >= 1:
-        return ""
-    ratio = _text(found.median, 1.0)
-    return f"{precision.upper()} runs at {ratio} x the throughput of {other.upper()} at batch {largest}"
-
-
-def _p99(thresholds: Thresholds, precision: Precision, benchmark: BenchmarkReport) -> GateCheck:
-    name, allowed, batch_size = "p99_ms", thresholds.max_p99_ms, thresholds.p99_batch_size
-    row = benchmark.row(precision, batch_size)
-    if row is None:
-        measured = sorted({entry.batch_size for entry in benchmark.plain_rows if entry.precision == precision})
-        text = f"the latency of {precision.upper()} at batch {batch_size} was not measured"
-        return _no_evidence(name, allowed, f"{text}, only at {', '.join(map(str, measured))}" if measured else text)
-    check = _at_most(name, row.p99_ms, allowed, f"p99 latency at batch {batch_size}", "ms")
-    if check.verdict == "fail" and row.busy:
-        return _no_evidence(name, allowed, f"{check.explanation}; {row.busy}", row.p99_ms)
-    return check
-
-
-def _at_most(name: str, measured: float, threshold: float, label: str, unit: str) -> GateCheck:
-    verdict: Verdict = "pass" if round(measured, _DIGITS) <= threshold else "fail"
-    text = f"{label} {_text(measured, threshold)}, allowed {threshold:g} {unit}"
-    return _check(name, measured, threshold, verdict, text)
-
-
-def _at_least(name: str, measured: float, threshold: float, label: str, unit: str) -> GateCheck:
-    verdict: Verdict = "pass" if round(measured, _DIGITS) >= threshold else "fail"
-    text = f"{label} {_text(measured, threshold)}, at least {threshold:g} {unit}"
-    return _check(name, measured, threshold, verdict, text)
-
-
-def _text(measured: float, threshold: float) -> str:
-    """Two decimals, or more where two would make a value that differs from its threshold look equal."""
-    decimals = 2 if round(measured, 2) != round(threshold, 2) or round(measured, _DIGITS) == threshold else 5
-    return f"{measured:.{decimals}f}"
-
-
-def _no_evidence(name: str, threshold: float, explanation: str, measured: float | None = None) -> GateCheck:
-    return _check(name, measured, threshold, "not enough evidence", explanation)
-
-
-def _check(name: str, measured: float | None, threshold: float, verdict: Verdict, explanation: str) -> GateCheck:
-    return GateCheck(name=name, measured=measured, threshold=threshold, verdict=verdict, explanation=explanation)
