@@ -20,7 +20,7 @@ from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes.selection import Serving, serving_runners
 from components.validate.config import ValidateConfig
-from components.validate.predicting import gpus_alike, predict_validation
+from components.validate.run import gpus_alike, predict_validation
 
 _TURNS = 3
 

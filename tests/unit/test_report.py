@@ -30,8 +30,7 @@ from components.common.contracts.statistics import drop_lower, drop_upper
 from components.common.data.evaluation import Predictions
 from components.common.process.steplog import StepLog
 from components.validate.config import ValidateConfig
-from components.validate.rendering import write_report
-from components.validate.report import _confusion, change, thumbnails
+from components.validate.report import _confusion, change, thumbnails, write_report
 from components.validate.report_text import class_sentences, number, outcome
 from components.validate.run import _undefined_note
 from components.validate.schema import Report, report_schema

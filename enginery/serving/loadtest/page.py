@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 import components.validate
-from components.validate.svg_charts import MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
+from components.validate.charts import MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
 from enginery.formats import number
 from enginery.serving.loadtest import page_text
 from enginery.serving.loadtest.results import Level, LoadTest, Series

@@ -14,7 +14,7 @@ import yaml
 
 from components.common.contracts.records import ClassLoss, Recommendation
 from components.common.contracts.verdict import Thresholds
-from components.validate.rendering import write_report
+from components.validate.report import write_report
 from components.validate.report_text import (
     calibration_facts,
     limitations,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from components.validate.rendering import write_report
+from components.validate.report import write_report
 from components.validate.report_text import limitations
 from components.validate.schema import Report
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from components.common.contracts.records import LayerCost
-from components.validate.rendering import write_report
+from components.validate.report import write_report
 from components.validate.report_text import ranking_sentences, selection_sentences
 from components.validate.schema import Report
 
