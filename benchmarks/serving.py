@@ -1,4 +1,4 @@
-"""What Triton costs over the runner, what dynamic batching gains, and how a server fares under load.
+"""Cost of Triton over the runner, gain of dynamic batching, and behaviour under load.
 
     python -m benchmarks.serving --source digits-resnet50@champion --bundle DIR --machine cpu-2core
 
@@ -29,7 +29,7 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, BundleManifest, load, write_atomically
 from components.common.runtimes.openvino import OpenVINORunner
 from enginery.serving.client.client import AsyncClient, Client
-from enginery.serving.client.transport import Patience
+from enginery.serving.client.transport import RetryPolicy
 from enginery.serving.loading import loading_key
 from enginery.serving.loadtest import generator
 from enginery.serving.loadtest.generator import bind
@@ -102,7 +102,7 @@ def main(
         f"{_BATCH}. "
         f"dynamic_batching_over_runner_gain: what {_CLIENTS} clients with one tensor each get with dynamic batching "
         f"over what they get without, divided by the runner's gain from batch 1 to {_BATCH}. Latency budget: p99 of "
-        f"{budget_ms:g} ms. kill -9 came under 8 clients, and the server was started anew at once by hand."
+        f"{budget_ms:g} ms. kill -9 came under 8 clients, and the server was started again at once."
     )
     write_result(machine, "serving", measures=measures, runs=runs, notes=notes, directory=results)
 
@@ -123,7 +123,7 @@ def served(source: str, core: int, *, wait: bool = True) -> Iterator[subprocess.
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes]) -> None:
-    with Client(URL, model=_NAME, patience=Patience(timeout_s=5, retry_s=0)) as client:
+    with Client(URL, model=_NAME, retry=RetryPolicy(timeout_s=5, retry_s=0)) as client:
         while process.poll() is None:
             try:
                 if client.is_ready():
@@ -223,7 +223,7 @@ def _plan(setup: Setup, *, concurrencies: tuple[int, ...], rates: tuple[float, .
 
 
 def _loading_client() -> AsyncClient:
-    return AsyncClient(URL, model=_NAME, patience=Patience(timeout_s=60), loading_key=loading_key("localhost"))
+    return AsyncClient(URL, model=_NAME, retry=RetryPolicy(timeout_s=60), loading_key=loading_key("localhost"))
 
 
 def _run(setup: Setup, plan: Plan) -> LoadTest:
@@ -271,7 +271,7 @@ def _killed(setup: Setup, runs: list[Any]) -> dict[str, float]:
                     except EngineryError as error:
                         failures.append(str(error))
 
-            async with AsyncClient(str(address), model=_NAME, patience=Patience(timeout_s=5, retry_s=120)) as client:
+            async with AsyncClient(str(address), model=_NAME, retry=RetryPolicy(timeout_s=5, retry_s=120)) as client:
                 asking = [asyncio.create_task(ask(client)) for _ in range(8)]
                 await asyncio.sleep(3)
                 triton = next(p for p in psutil.Process(process.pid).children() if "tritonserver" in p.name())
@@ -305,7 +305,7 @@ def _an_image(setup: Setup) -> bytes:
 
 def _triton_version() -> str:
     async def ask() -> str:
-        async with AsyncClient(URL, model=_NAME, patience=Patience(retry_s=0)) as client:
+        async with AsyncClient(URL, model=_NAME, retry=RetryPolicy(retry_s=0)) as client:
             return (await client.server())["version"]
 
     return asyncio.run(ask())

@@ -1,9 +1,9 @@
-"""Whether a served model answers what validate recorded, image by image, over the whole validation split.
+"""Compare a served model with the predictions that validate recorded, over the whole validation split.
 
 enginery serve digits-resnet50@champion &
 python -m benchmarks.serving_parity digits-resnet50@champion --dataset DIR --machine cpu-2core
 
-DIR is the data set that the version was validated on. The command's end is 1 where one label differs.
+DIR is the dataset that the version was validated on. The command's end is 1 where one label differs.
 """
 
 import sys
@@ -36,7 +36,7 @@ def validation_images(dataset: Artifact[DatasetManifest]) -> Iterator[bytes]:
 
 
 def recorded_labels(source: Source) -> list[list[str]]:
-    """What validate recorded for each image, the likeliest first."""
+    """Labels that validate recorded for each image, the likeliest first."""
     if source.report is None:
         raise UserError("nothing was recorded of a bundle alone; name a registered version or a release")
     with np.load(source.report.path / PREDICTIONS, allow_pickle=False) as arrays:

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Served:
-    """What `serving` sets and looks at; a test's own state is derived from it and has `answer`."""
+    """State of a server of `serving`; a test derives its own from it, with a method `answer`."""
 
     endpoint: str = ""
     wanted_token: str | None = None

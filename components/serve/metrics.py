@@ -1,4 +1,4 @@
-"""What a served model predicts, as Prometheus metrics beside Triton's own."""
+"""Predictions of a served model as Prometheus metrics beside Triton's own."""
 
 import threading
 from collections import Counter

@@ -35,7 +35,7 @@ class TritonPythonModel:
             self._runner.infer(np.zeros(self._shapes.input_shape(size), np.float32))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """What the dynamic batcher put together runs as one batch, or several of the size that was measured best."""
+        """Run the requests of a dynamic batch as one batch, or several of the size that was measured best."""
         admitted, refused = self._pending.admit(requests)
         return [*(self._answer(admitted) if admitted else ()), *refused]
 

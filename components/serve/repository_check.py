@@ -34,12 +34,14 @@ def open_repository(root: Path, *, bytecode: bool = False) -> Artifact[Repositor
         is_folder = path.is_dir() and not path.is_symlink()
         if inside.as_posix() in (folders if is_folder else files) or (bytecode and "__pycache__" in inside.parts):
             continue
-        raise EngineryError(f"{path} is not named in {root / MANIFEST}: it was added. Remove it, or export anew")
+        raise EngineryError(
+            f"{path} is not named in {root / MANIFEST}: it was added. Remove it, or export again", code="foreign-file"
+        )
     return repository
 
 
 def open_from(model_folder: Path) -> Artifact[RepositoryManifest]:
-    """The same for one of its models, which calls it as it starts. A server refuses to start where this fails.
+    """Open the repository for one of its models as it starts. A server refuses to start where this fails.
 
     Raises:
         EngineryError: see `open_repository`; or the plans were built by another TensorRT than this image has.
@@ -47,16 +49,17 @@ def open_from(model_folder: Path) -> Artifact[RepositoryManifest]:
     root = model_folder.absolute().parent
     if not (root / MANIFEST).is_file():
         raise EngineryError(
-            f"{root} has no {MANIFEST}: give Triton the whole folder that `enginery serve export` wrote, on a disk"
+            f"{root} has no {MANIFEST}: give Triton the whole folder that `enginery serve export` wrote, on a disk",
+            code="no-manifest",
         )
     repository = open_repository(root, bytecode=True)
     if problem := _version_problem(repository.manifest.engines):
-        raise EngineryError(problem)
+        raise EngineryError(problem, code="other-tensorrt")
     return repository
 
 
 def _version_problem(engines: tuple[EngineEntry, ...]) -> str:
-    """Why plans can't run in this image, where the image says which TensorRT it has; empty where they can."""
+    """Return the reason why plans can't run in this image; empty where they can, or the image names no TensorRT."""
     own = next((os.environ[name] for name in _TENSORRT_VARIABLES if os.environ.get(name)), "")
     built = {engine.tensorrt_version for engine in engines}
     if not own or all(_release(version) == _release(own) for version in built):

@@ -32,7 +32,10 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     except ValueError:
         numbers = ()
     if not numbers or not all(0 < entry < 1e6 for entry in numbers):
-        raise UserError(f"{parameter.opts[0]} {value}: write numbers above 0 with commas between, such as 10,100,500")
+        raise UserError(
+            f"{parameter.opts[0]} {value}: write numbers above 0 with commas between, such as 10,100,500",
+            code="invalid-numbers",
+        )
     return numbers
 
 
@@ -40,7 +43,9 @@ def _clients(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if not parts or any(not part.isdecimal() or not 1 <= int(part) <= _MAX_LOAD for part in parts):
         raise UserError(
-            f"{parameter.opts[0]} {value}: write whole numbers of 1 to {_MAX_LOAD} with commas between, such as 1,8,32"
+            f"{parameter.opts[0]} {value}: write whole numbers of 1 to {_MAX_LOAD} with commas between, such as 1,8,32",
+            code="invalid-numbers",
+            setting="concurrency",
         )
     return tuple(sorted({int(part) for part in parts}))
 
@@ -52,7 +57,11 @@ def _cores(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if not parts or any(not part.isdecimal() or int(part) not in here for part in parts):
         allowed = ",".join(map(str, sorted(here)))
-        raise UserError(f"{parameter.opts[0]} {value}: write numbers of cores with commas between; there is {allowed}")
+        raise UserError(
+            f"{parameter.opts[0]} {value}: write numbers of cores with commas between; there is {allowed}",
+            code="invalid-numbers",
+            setting="cores",
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -122,9 +131,13 @@ def loadtest(
     none is missing, and p99 is within the latency budget. Latency counts from when a request was due.
     """
     if tensors and data is not None:
-        raise UserError("--tensors sends random tensors, so it takes no --data; drop one of them")
+        raise UserError(
+            "--tensors sends random tensors, so it takes no --data; drop one of them",
+            code="conflicting-options",
+            setting="tensors",
+        )
     from enginery.serving.client.client import AsyncClient
-    from enginery.serving.client.transport import Patience, parse_address
+    from enginery.serving.client.transport import RetryPolicy, parse_address
     from enginery.serving.loading import loading_key
     from enginery.serving.loadtest.measuring import Plan, run_load_test
     from enginery.serving.loadtest.page import page
@@ -145,8 +158,8 @@ def loadtest(
     key = loading_key(parse_address(url).target.rpartition(":")[0]) if compare_batching else ""
 
     def client() -> AsyncClient:
-        patience = Patience(timeout_s=max(timeout, 30.0), retry_s=5)
-        return AsyncClient(url, model=model, patience=patience, loading_key=key)
+        retry = RetryPolicy(timeout_s=max(timeout, 30.0), retry_s=5)
+        return AsyncClient(url, model=model, retry=retry, loading_key=key)
 
     prepare_directory(output)
     console = new_console()
@@ -169,7 +182,7 @@ def _payload(client: "AsyncClient", plan: "Plan", about: "About", data: Path | N
 
 
 def _print(result: "LoadTest") -> None:
-    from enginery.serving.loadtest.page_text import knee_text, load_text
+    from enginery.serving.loadtest.page import knee_text, load_text
 
     console = new_console()
     for series in result.series:

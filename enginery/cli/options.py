@@ -16,7 +16,7 @@ def finite(ctx: click.Context, parameter: click.Parameter, value: float | None) 
         UserError: it is one of these.
     """
     if value is not None and not math.isfinite(value):
-        raise UserError(f"{parameter.opts[0]} {value}: write a number, such as 2.5")
+        raise UserError(f"{parameter.opts[0]} {value}: write a number, such as 2.5", code="invalid-numbers")
     return value
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from components.common.contracts.errors import EngineryError, UserError, shown
 from enginery.cli.options import finite, server_model, server_url, timeout
 from enginery.formats import echo, new_console
-from enginery.serving.client.client import images_in
+from enginery.serving.client.client import find_images
 
 if TYPE_CHECKING:
     from enginery.serving.client.client import Answer
@@ -55,12 +55,12 @@ def predict(
     was at fault.
     """
     from enginery.serving.client.client import AsyncClient
-    from enginery.serving.client.transport import Patience
+    from enginery.serving.client.transport import RetryPolicy
 
     named = list(_named_images(images))
 
     async def ask() -> tuple[str, "list[Answer | EngineryError]"]:
-        async with AsyncClient(url, model=model, patience=Patience(timeout_s=timeout, retry_s=retry)) as client:
+        async with AsyncClient(url, model=model, retry=RetryPolicy(timeout_s=timeout, retry_s=retry)) as client:
             served = await client.classifier()
             reads = [read for _, read in named]
             each = client.classify_each(reads, top_k=top_k, concurrency=concurrency)
@@ -78,19 +78,24 @@ def predict(
 def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """Each image's name and the function that reads it."""
     if not images:
-        raise UserError("predict takes one or more images: enginery predict IMAGE [IMAGE ...]; - is the standard input")
+        raise UserError(
+            "predict takes one or more images: enginery predict IMAGE [IMAGE ...]; - is the standard input",
+            code="no-images",
+        )
     if images.count(_STDIN) > 1:
-        raise UserError(f"{_STDIN} is the standard input, which holds one image; name it once")
+        raise UserError(
+            f"{_STDIN} is the standard input, which holds one image; name it once", code="standard-input-twice"
+        )
     for name in images:
         path = Path(name)
         if name == _STDIN:
             yield "standard input", _read_stdin
         elif path.is_dir():
-            yield from ((str(file), _reader(file)) for file in images_in(path))
+            yield from ((str(file), _reader(file)) for file in find_images(path))
         elif path.exists():
             yield name, _reader(path)
         else:
-            raise UserError(f"there is no file or folder {path}; name an image")
+            raise UserError(f"there is no file or folder {path}; name an image", code="no-images")
 
 
 def _reader(path: Path) -> Callable[[], bytes]:
@@ -98,7 +103,7 @@ def _reader(path: Path) -> Callable[[], bytes]:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise UserError(f"can't read it: {error.strerror}") from None
+            raise UserError(f"can't read it: {error.strerror}", code="unreadable-image") from None
         return _not_empty(content)
 
     return read
@@ -110,7 +115,7 @@ def _read_stdin() -> bytes:
 
 def _not_empty(content: bytes) -> bytes:
     if not content:
-        raise UserError("it is empty; give the content of an image file")
+        raise UserError("it is empty; give the content of an image file", code="empty-image")
     return content
 
 
@@ -152,4 +157,5 @@ def _end(names: Sequence[str], answers: "Sequence[Answer | EngineryError]") -> N
         echo(str(error), err=True)
     if failed:
         summary = f"{len(failed)} of {len(names)} images have no answer"
-        raise (UserError if all(isinstance(error, UserError) for _, error in failed) else EngineryError)(summary)
+        kind = UserError if all(isinstance(error, UserError) for _, error in failed) else EngineryError
+        raise kind(summary, code="images-without-answer")

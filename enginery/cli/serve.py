@@ -142,7 +142,7 @@ def start(
                 click.echo(f"  {protocol:9}{url}")
             status = server.wait()
     if status:
-        raise EngineryError(f"the server ended by itself ({_told(status)}): {server.reason()}")
+        raise EngineryError(f"the server ended by itself ({_told(status)}): {server.reason()}", code="server-ended")
 
 
 @serve.command()
@@ -157,7 +157,7 @@ def install() -> None:
 def _repository(
     model: str, precision: Precision | None, config: dict[str, Any]
 ) -> Iterator[Artifact[RepositoryManifest]]:
-    """What is served: an exported repository as it is, or one that is written for as long as the server runs."""
+    """Yield an exported repository as it is, or one that is written for as long as the server runs."""
     from components.serve.repository_check import open_repository
     from enginery.release.fetch import fetch, read_identity
     from enginery.serving.repository import write_repository
@@ -168,7 +168,8 @@ def _repository(
     if is_exported and (given := _given("precision", "name", "top_k", "max_wait")):
         raise UserError(
             f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or export "
-            "anew with it"
+            "again with it",
+            code="already-exported",
         )
     parent = StateDirectory.current().path / "serve"
     parent.mkdir(exist_ok=True)

@@ -33,12 +33,12 @@ class Triton:
 
     @property
     def packages(self) -> Path:
-        """What pip installed."""
+        """The packages that pip installed."""
         return self.folder / f"lib/python{_PYTHON}/site-packages"
 
     @property
     def binary(self) -> Path:
-        """What is started."""
+        """The executable."""
         return self.packages / "pytriton/tritonserver/bin/tritonserver"
 
     @property
@@ -67,7 +67,7 @@ class Triton:
 
 
 def triton_folder() -> Path:
-    """Where it is installed: $ENGINERY_TRITON, or in this Python's own environment. A folder for each version."""
+    """Its folder: $ENGINERY_TRITON, or in this Python's own environment. A folder for each version."""
     root = os.environ.get(HOME_VARIABLE)
     pinned = next(line.split()[0] for line in PINS.read_text(encoding="ascii").splitlines() if line.startswith("nvi"))
     base = Path(root).expanduser().absolute() if root else Path(sys.prefix) / "triton"
@@ -89,7 +89,8 @@ def install_triton(say: Callable[[str], None]) -> Triton:
     if _PYTHON not in _TAKEN:
         raise UserError(
             f"Triton's Python backend is there for Python {' and '.join(_TAKEN)}, and this is {_PYTHON}; install "
-            "enginery with one of these, or serve an exported repository with the image `serve`"
+            "enginery with one of these, or serve an exported repository with the image `serve`",
+            code="unsupported-python",
         )
     _library_folder()
     if found := find_triton():
@@ -108,7 +109,9 @@ def install_triton(say: Callable[[str], None]) -> Triton:
     except OSError as error:
         raise UserError(
             f"can't install Triton's server into {folder}: {error.strerror}; name a folder that you may write in "
-            f"{HOME_VARIABLE}"
+            f"{HOME_VARIABLE}",
+            code="not-writable",
+            setting="ENGINERY_TRITON",
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -139,11 +142,11 @@ def _call(command: list[str], failed: str, fix: str = "") -> None:
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("ERROR")]
         reason = (lines or done.stderr.splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
-        raise UserError(f"Triton's server is not installed: {failed} ({reason}). {fix}".rstrip())
+        raise UserError(f"Triton's server is not installed: {failed} ({reason}). {fix}".rstrip(), code="install-failed")
 
 
 def _library_folder() -> Path:
-    """Where libpython is, which the Python backend embeds.
+    """Return the folder of libpython, which the Python backend embeds.
 
     Raises:
         UserError: there is none.
@@ -156,6 +159,7 @@ def _library_folder() -> Path:
             return folder
     raise UserError(
         f"this Python ({sys.executable}) has no shared library {name}, which Triton's Python backend needs. On Debian "
-        f"and Ubuntu: sudo apt-get install libpython{_PYTHON}; a Python of pyenv: install it anew with "
-        "PYTHON_CONFIGURE_OPTS=--enable-shared"
+        f"and Ubuntu: sudo apt-get install libpython{_PYTHON}; a Python of pyenv: install it again with "
+        "PYTHON_CONFIGURE_OPTS=--enable-shared",
+        code="no-libpython",
     )

@@ -30,12 +30,18 @@ def loading_key(host: str) -> str:
     how = f"export {VARIABLE}=$(openssl rand -hex 16), for the server and for who loads"
     if (key := os.environ.get(VARIABLE)) is not None:
         if not _KEY.fullmatch(key):
-            raise UserError(f"{VARIABLE} must be 16 or more letters, digits, - and _, got {len(key)} characters; {how}")
+            raise UserError(
+                f"{VARIABLE} must be 16 or more letters, digits, - and _, got {len(key)} characters; {how}",
+                code="invalid-loading-key",
+                setting="ENGINERY_LOADING_KEY",
+            )
         return key
     if not _is_loopback(host):
         raise UserError(
             f"loading models through {host}, which is not this machine's loopback address, needs a key, since who may "
-            f"load may run code there; {how}, or use 127.0.0.1"
+            f"load may run code there; {how}, or use 127.0.0.1",
+            code="no-loading-key",
+            setting="ENGINERY_LOADING_KEY",
         )
     file = StateDirectory.current().path / "loading.key"
     with suppress(FileExistsError):
@@ -50,7 +56,7 @@ def loading_key(host: str) -> str:
 
 
 def loading_headers(protocol: str, key: str) -> dict[str, str]:
-    """What a client sends along with a request to load, or for the index of models; nothing without a key."""
+    """Headers of a request to load, or for the index of models; empty without a key."""
     return {(_GRPC_PREFIX if protocol == "grpc" else "") + HEADER: key} if key else {}
 
 

@@ -310,7 +310,7 @@ def _graph_sizes(largest: int, shapes: ShapeSpec) -> tuple[int, ...]:
 
 
 def _bound(batching: Batching) -> dict[str, object]:
-    """How many requests may wait. Our own models look after it: see components/serve/admission_control.py."""
+    """The number of requests that may wait. Our own models check it: see components/serve/admission_control.py."""
     return {"parameters": [{"key": PARAMETER, "value": {"string_value": str(batching.max_queue_size)}}]}
 
 
@@ -345,7 +345,7 @@ __all__ = ["TritonPythonModel"]
 
 
 class RepositoryConfig(BaseModel):
-    """What a model repository is set up with."""
+    """Settings of a model repository."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -371,18 +371,29 @@ def write_repository(
     if not _NAME.fullmatch(name) or name == MANIFEST:
         raise UserError(
             f"{name!r} can't be a model's name in Triton: take up to 200 letters, digits, '_', '.' and '-', and not "
-            f"{MANIFEST}; give one with --name"
+            f"{MANIFEST}; give one with --name",
+            code="invalid-model-name",
+            setting="name",
         )
     bundle = source.bundle.manifest
     if source.precision not in bundle.models:
         held = ", ".join(sorted(bundle.models))
-        raise UserError(f"the bundle {source.bundle.path} has no {source.precision.upper()} model; it holds {held}")
+        raise UserError(
+            f"the bundle {source.bundle.path} has no {source.precision.upper()} model; it holds {held}",
+            code="no-such-precision",
+            setting="precision",
+        )
     if broken := [label for label in bundle.classes if "\n" in label]:
-        raise UserError(f"the class {broken[0]!r} has a line break in its name, which a list of labels can't hold")
+        raise UserError(
+            f"the class {broken[0]!r} has a line break in its name, which a list of labels can't hold",
+            code="invalid-class-name",
+        )
     if stripped := [entry.file for entry in source.measured_engines if STRIPPED in entry.flags]:
         raise UserError(
             f"the plan {stripped[0]} holds no weights, and nothing in Triton would load those of the ONNX file: build "
-            "it again with `enginery engines`, without stripped in export.engine_options"
+            "it again with `enginery engines`, without stripped in export.engine_options",
+            code="stripped-plan",
+            setting="export.engine_options",
         )
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
@@ -488,19 +499,19 @@ class _Writer:
         folder.mkdir(parents=True)
         # Object stores know no empty folders, and Triton wants one for each version.
         (folder / "README").write_text("The ensemble is config.pbtxt, one folder up.\n", encoding="utf-8")
-        told = {
+        described = {
             "model": self.source.name,
             "version": self.source.version,
             "precision": self.source.precision,
             **{f"{part}_digest": digest for part, digest in self.source.digests.items()},
         }
         for runtime, variant in (("tensorrt", ""), ("openvino", CPU)) if self.engines else (("openvino", ""),):
-            parameters = {**told, "runtime": runtime}
+            parameters = {**described, "runtime": runtime}
             config = ensemble_config(self.names, self.bundle.shapes, self.top_k, parameters)
             self._config(self.names.ensemble, config, variant=variant)
 
     def _renamed(self, entry: EngineEntry) -> EngineEntry:
-        """Of one file a compute capability, at its place in the repository."""
+        """Entries of the plans, one for each compute capability, with their paths in the repository."""
         file = f"{self.names.network}/{VERSION}/{entry.precision}-{entry.compute_capability}.plan"
         return entry.model_copy(update={"file": file, "layers": None})
 
@@ -519,4 +530,6 @@ class _Writer:
         shutil.copyfile(self.source.bundle.file(file), target)
         entry = self.bundle.files[file]  # of the copy, since what it was copied from may be swapped at any time
         if problem := file_problem(target.parent, target.name, entry.size_bytes, entry.digest):
-            raise EngineryError(f"{file} of {self.source.bundle.path} was changed while it was copied: {problem}")
+            raise EngineryError(
+                f"{file} of {self.source.bundle.path} was changed while it was copied: {problem}", code="changed-file"
+            )

@@ -57,14 +57,16 @@ def address_of(host: str) -> str:
     if reason:
         raise UserError(
             f"can't listen on --host {host!r}: {reason}; give an address of this machine, such as 127.0.0.1, or "
-            "0.0.0.0 for all of them"
+            "0.0.0.0 for all of them",
+            code="cannot-listen",
+            setting="host",
         )
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Where the server listens."""
+    """Address and ports of the server."""
 
     host: str = "127.0.0.1"  # an address
     http: int = 8000
@@ -80,7 +82,8 @@ class Ports:
         given = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
         if len(set(given.values())) < len(given):
             raise UserError(
-                f"the ports for HTTP, gRPC and metrics must differ, got {', '.join(map(str, given.values()))}"
+                f"the ports for HTTP, gRPC and metrics must differ, got {', '.join(map(str, given.values()))}",
+                code="equal-ports",
             )
         for name, port in given.items():
             with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
@@ -91,7 +94,9 @@ class Ports:
                     fix = f"End what uses the port, or choose another with --{name}-port"
                     if error.errno == errno.EADDRNOTAVAIL:
                         fix = "Give an address of this machine with --host; 0.0.0.0 is all of them"
-                    raise UserError(f"can't listen on {self.host}:{port}: {error.strerror}. {fix}") from None
+                    raise UserError(
+                        f"can't listen on {self.host}:{port}: {error.strerror}. {fix}", code="cannot-listen"
+                    ) from None
 
     def urls(self) -> dict[str, str]:
         """By protocol, for a person."""
@@ -187,15 +192,15 @@ class Server:
             except (urllib.error.URLError, OSError):
                 time.sleep(_POLL_S)
         time.sleep(_POLL_S)  # the log's last lines
-        raise EngineryError(f"the server did not start: {self.reason()}")
+        raise EngineryError(f"the server did not start: {self.reason()}", code="server-not-started")
 
     def reason(self) -> str:
-        """Why it ended, as far as its log tells."""
+        """Return the reason why it ended, from its log."""
         lines = list(self.log)
         for line in lines:
             if found := _REASON.search(line):
-                told = re.sub(r"^(EngineryError|UserError|RuntimeError|RuntimeUnavailable): ", "", found[1])
-                return " ".join(told.replace("\\n", " ").replace('\\"', '"').split())
+                message = re.sub(r"^(EngineryError|UserError|RuntimeError|RuntimeUnavailable): ", "", found[1])
+                return " ".join(message.replace("\\n", " ").replace('\\"', '"').split())
         errors = [line for line in lines if line.startswith(("E", "error"))]
         return (errors or lines or [f"it ended with {self.process.returncode}"])[-1]
 
@@ -242,7 +247,7 @@ def _closed_to_clients(loading_key: str) -> list[str]:
 
 
 def _remove_leftovers() -> None:
-    """What servers left behind whose `enginery serve` is gone: one that was killed could not tidy up."""
+    """Remove processes and shared memory of servers whose `enginery serve` was killed."""
     for process in psutil.process_iter(["cmdline"]):
         regions = [word for word in process.info["cmdline"] or () if word.startswith(_SHARED)]
         if regions and "python_backend_stub" in process.info["cmdline"][0] and not _lives(_owner(regions[0])):

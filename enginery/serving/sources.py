@@ -1,4 +1,4 @@
-"""What a person names to have it served: a registered version, a release, or a bundle."""
+"""Sources of a model repository: a registered version, a release, or a bundle."""
 
 import shutil
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class Source:
 
 @contextmanager
 def find_source(text: str, precision: Precision | None) -> Iterator[Source]:
-    """What `text` means, with every file checked, as long as the context lasts.
+    """Open the source that `text` names, with every file checked, as long as the context lasts.
 
     Args:
         text: NAME@alias, NAME/3, or the folder of a release or of a bundle.
@@ -72,7 +72,8 @@ def find_source(text: str, precision: Precision | None) -> Iterator[Source]:
     else:
         raise UserError(
             f"{text!r} is nothing that can be served. Name a registered version, such as classifier@champion (see "
-            "`enginery models`), or the folder of a release, of a bundle, or of what `enginery serve export` wrote"
+            "`enginery models`), or the folder of a release, of a bundle, or of what `enginery serve export` wrote",
+            code="nothing-to-serve",
         )
 
 
@@ -111,9 +112,12 @@ def registered_chain(
         statements = registry.statements(version)
         check_chain(version.label, digests, statements, environment=environment, model=version.name)
         if not chain.verdict.manifest.passed:
-            raise GateFailed(f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`")
+            raise GateFailed(
+                f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`",
+                code="gate-failed",
+            )
         for problem in contradictions(chain):
-            raise EngineryError(f"{version.label} does not fit itself: {problem}")
+            raise EngineryError(f"{version.label} does not fit itself: {problem}", code="inconsistent-version")
         yield chain
 
 
@@ -132,7 +136,7 @@ def open_release(folder: Path, shown: str) -> tuple[ReleaseRecord, Chain]:
     check_folder(f"the release {shown}", folder)
     checked = verify(folder)
     if checked.problems or checked.record is None:
-        raise EngineryError(f"the release {shown} is refused: {'; '.join(checked.problems)}")
+        raise EngineryError(f"the release {shown} is refused: {'; '.join(checked.problems)}", code="release-refused")
     chain = load_chain(*(folder / part for part in _PARTS))
     digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
     statements = read_statements(folder)

@@ -90,7 +90,7 @@ def damaged(number: int, seed: int, files: list[bytes]) -> bytes:
 
 
 def check_batch(numbers: range, seed: int) -> dict[int, str]:
-    """What went wrong, by case; nothing where preprocess and DALI agree."""
+    """Failures by case; empty where preprocess and DALI agree."""
     files, wrong = originals(), {}
     accepted: list[tuple[int, bytes, tuple[int, int]]] = []
     Image.MAX_IMAGE_PIXELS = None
@@ -195,7 +195,7 @@ def _work(
 
 
 def is_rejected(data: bytes) -> bool:
-    """Whether preprocess would leave a file out."""
+    """True if preprocess would leave a file out."""
     try:
         decode(data, max_pixels=1_000_000)
     except Rejected:

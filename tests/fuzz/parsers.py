@@ -182,7 +182,7 @@ def _set_checksum(data: bytearray, head: int) -> None:
 
 
 def check_batch(numbers: range, seed: int) -> dict[int, str]:
-    """What went wrong, by case."""
+    """Failures by case."""
     originals()
     wrong = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ _NUM_IMAGES = 12
 
 @lru_cache
 def original() -> Artifact[DatasetManifest]:
-    """A small data set, made once in each process."""
+    """A small dataset, made once in each process."""
     folder = Path(tempfile.mkdtemp(prefix="enginery-fuzz-"))
     chance = np.random.default_rng(0)
     for number in range(2 * _NUM_IMAGES):
@@ -70,7 +70,7 @@ def damage(number: int, seed: int, dataset: Artifact[DatasetManifest]) -> tuple[
 
 
 def check_batch(numbers: range, seed: int) -> dict[int, str]:
-    """What went wrong, by case."""
+    """Failures by case."""
     dataset, wrong = original(), {}
     folder = dataset.path.parent / "damaged"
     for number in numbers:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -12,18 +12,17 @@ import numpy as np
 from components.common.contracts.errors import EngineryError, UserError
 from enginery.serving.client.transport import (
     Address,
-    Patience,
+    RetryPolicy,
     ServingError,
     Transport,
-    open_transport,
     parse_address,
-    persist,
+    with_retries,
 )
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 
 
-def images_in(folder: Path) -> list[Path]:
+def find_images(folder: Path) -> list[Path]:
     """Deeply, in the order of their names.
 
     Raises:
@@ -31,7 +30,9 @@ def images_in(folder: Path) -> list[Path]:
     """
     found = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
     if not found:
-        raise UserError(f"there is no image in the folder {folder}; images end in {', '.join(sorted(_SUFFIXES))}")
+        raise UserError(
+            f"there is no image in the folder {folder}; images end in {', '.join(sorted(_SUFFIXES))}", code="no-images"
+        )
     return found
 
 
@@ -43,7 +44,7 @@ class ClassifierModel:
     image_input: str  # BYTES, one image file
     labels_output: str  # BYTES [k], the likeliest first
     probabilities_output: str  # FP32 [k]
-    batched: bool  # whether the shapes begin with a batch
+    batched: bool  # the shapes begin with a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class NetworkModel:
 
     @property
     def batches(self) -> bool:
-        """Whether the server puts requests together."""
+        """True if the server puts requests together."""
         return "dynamic_batching" in self.config
 
 
@@ -72,7 +73,11 @@ async def find_classifier(transport: Transport, name: str | None) -> ClassifierM
     if name is not None:
         config = await transport.config(name)
         if (model := _classifier(await transport.metadata(name), config)) is None:
-            raise UserError(f"the model {name} of this server does not take image files to labels; {_WANTED}")
+            raise UserError(
+                f"the model {name} of this server does not take image files to labels; {_WANTED}",
+                code="no-classifier",
+                setting="model",
+            )
         return model
     names = sorted({entry["name"] for entry in await transport.index() if entry.get("state", "READY") == "READY"})
     found = []
@@ -82,8 +87,15 @@ async def find_classifier(transport: Transport, name: str | None) -> ClassifierM
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"this server has {len(found)} models: {_listed(found)}; choose one with --model")
-    raise UserError(f"this server has no model that takes image files ({', '.join(names) or 'no models'}); {_WANTED}")
+        raise UserError(
+            f"this server has {len(found)} models: {', '.join(model.name for model in found)}; choose one with --model",
+            code="several-models",
+            setting="model",
+        )
+    raise UserError(
+        f"this server has no model that takes image files ({', '.join(names) or 'no models'}); {_WANTED}",
+        code="no-classifier",
+    )
 
 
 _WANTED = "such a model has one BYTES input and the outputs BYTES and FP32, as `enginery serve` sets it up"
@@ -100,7 +112,7 @@ async def find_network(transport: Transport, classifier: str) -> NetworkModel:
     for name in names:
         if (model := await network(transport, name)) is not None:
             return model
-    raise EngineryError(f"none of the models behind {classifier} ({', '.join(names)}) takes tensors")
+    raise EngineryError(f"none of the models behind {classifier} ({', '.join(names)}) takes tensors", code="no-network")
 
 
 async def network(transport: Transport, name: str) -> NetworkModel | None:
@@ -140,10 +152,6 @@ def _classifier(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> Class
     )
 
 
-def _listed(models: Sequence[ClassifierModel]) -> str:
-    return ", ".join(model.name for model in models)
-
-
 Result = TypeVar("Result")
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_CONCURRENCY = 16  # requests on their way at the same time, which the server can put into batches
@@ -151,7 +159,7 @@ DEFAULT_CONCURRENCY = 16  # requests on their way at the same time, which the se
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the model says of one image, the likeliest class first."""
+    """Classes of one image, the likeliest first."""
 
     labels: tuple[str, ...]
     probabilities: tuple[float, ...]  # 0..1
@@ -168,7 +176,7 @@ class AsyncClient:
     Args:
         url: http://HOST:8000 or grpc://HOST:8001.
         model: its name; without one, the server's only model that takes image files.
-        patience: time-outs and repetitions.
+        retry: time-outs and repetitions.
         loading_key: of the server, for `load`.
 
     Raises:
@@ -180,12 +188,12 @@ class AsyncClient:
         url: str = DEFAULT_URL,
         *,
         model: str | None = None,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
         loading_key: str = "",
     ) -> None:
         self.address: Address = parse_address(url)
         self.num_retries = 0  # requests that were sent again, so far
-        self._patience = patience or Patience()
+        self._retry = retry or RetryPolicy()
         self._name, self._loading_key = model, loading_key
         self._transport: Transport | None = None
         self._classifier: ClassifierModel | None = None
@@ -216,22 +224,18 @@ class AsyncClient:
             return self._classifier
 
     async def network(self) -> NetworkModel:
-        """The network behind the model; asked each time, since a server may load it anew."""
+        """The network behind the model; asked each time, since a server may load it again."""
         name = (await self.classifier()).name
         return await self._ask(lambda transport: find_network(transport, name))
 
     async def is_ready(self) -> bool:
-        """Whether the server and all its models are ready to answer; no repetition.
+        """Return True if the server and all its models are ready to answer; asks once.
 
         Raises:
             ServingError: it can't be asked.
         """
-        return await persist(
-            lambda: self._open().ready(),
-            Patience(timeout_s=self._patience.timeout_s, retry_s=0),
-            self.address,
-            _nothing,
-        )
+        once = replace(self._retry, retry_s=0)
+        return await with_retries(lambda: self._open().ready(), once, self.address, self._note_retry)
 
     async def classify(self, image: bytes, *, top_k: int = 5) -> Answer:
         """Labels and probabilities of one image.
@@ -294,11 +298,11 @@ class AsyncClient:
         return await self._ask(lambda transport: transport.server())
 
     async def statistics(self, model: str) -> dict[str, Any]:
-        """What a model of the server has done so far, as in Triton's statistics extension."""
+        """Return the counters of a model, as in Triton's statistics extension."""
         return await self._ask(lambda transport: transport.statistics(model))
 
     async def load(self, model: str, config: Mapping[str, Any]) -> None:
-        """Have the server load a model anew with this configuration, which it keeps until it is given another.
+        """Have the server load a model again with this configuration, which it keeps until it is given another.
 
         Raises:
             ServingError: the server does not allow it, or could not.
@@ -312,11 +316,11 @@ class AsyncClient:
             return error
 
     async def _ask(self, call: Callable[[Transport], Awaitable[Result]]) -> Result:
-        return await persist(lambda: call(self._open()), self._patience, self.address, self._note_retry)
+        return await with_retries(lambda: call(self._open()), self._retry, self.address, self._note_retry)
 
     def _open(self) -> Transport:
         if self._transport is None:
-            self._transport = open_transport(self.address, self._loading_key)
+            self._transport = Transport(self.address, self._loading_key)
         return self._transport
 
     def _note_retry(self) -> None:
@@ -324,10 +328,10 @@ class AsyncClient:
 
 
 class Client:
-    """The same, for the same arguments, without asyncio: it has an event loop of its own, in a thread."""
+    """AsyncClient without asyncio, with the same arguments: its event loop runs in a thread of its own."""
 
-    def __init__(self, url: str = DEFAULT_URL, *, model: str | None = None, patience: Patience | None = None) -> None:
-        self._client = AsyncClient(url, model=model, patience=patience)
+    def __init__(self, url: str = DEFAULT_URL, *, model: str | None = None, retry: RetryPolicy | None = None) -> None:
+        self._client = AsyncClient(url, model=model, retry=retry)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="enginery-client", daemon=True)
         self._thread.start()
@@ -369,7 +373,3 @@ class Client:
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def _nothing() -> None:
-    pass

@@ -5,7 +5,8 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from importlib import import_module
+from typing import Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -48,11 +49,19 @@ def parse_address(url: str) -> Address:
         parts = urlsplit(f"//{rest}")
         port = parts.port
     except ValueError:  # the port is no number, or there is none so large; an IPv6 address without its end
-        raise UserError(f"--url {url}: that has no usable host and port; {_EXAMPLES}") from None
+        raise UserError(
+            f"--url {url}: that has no usable host and port; {_EXAMPLES}", code="invalid-address", setting="url"
+        ) from None
     if scheme and scheme.lower() not in _PROTOCOLS:
-        raise UserError(f"--url {url}: the scheme {scheme!r} is unknown; {_EXAMPLES}")
+        raise UserError(
+            f"--url {url}: the scheme {scheme!r} is unknown; {_EXAMPLES}", code="invalid-address", setting="url"
+        )
     if not parts.hostname or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
-        raise UserError(f"--url {url}: an address is a host and a port, nothing more; {_EXAMPLES}")
+        raise UserError(
+            f"--url {url}: an address is a host and a port, nothing more; {_EXAMPLES}",
+            code="invalid-address",
+            setting="url",
+        )
     if not scheme:
         scheme = "grpc" if port == _DEFAULT_PORTS["grpc"] else "http"
     protocol, tls = _PROTOCOLS[scheme.lower()]
@@ -81,6 +90,9 @@ class ServingError(EngineryError):
     kind: ClassVar[Kind] = "failed"
     retriable: ClassVar[bool] = False
 
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message, code=f"server-{self.kind}")
+
 
 class ServerUnreachable(ServingError):
     """Nothing answers at the address, or the connection broke. Tried again."""
@@ -96,7 +108,7 @@ class ServerOverloaded(ServingError):
     retriable = True
 
 
-class AnswerLate(ServingError):
+class ServerTimeout(ServingError):
     """No answer within the time that was given. Not tried again: it would only add load."""
 
     kind = "timeout"
@@ -109,7 +121,7 @@ class RequestRefused(ServingError, UserError):
 
 
 def failure(error: BaseException, address: Address, timeout_s: float) -> ServingError:
-    """What an error of tritonclient, aiohttp or asyncio means.
+    """Return our error for one of tritonclient, aiohttp or asyncio.
 
     Args:
         error: as it was raised.
@@ -117,7 +129,7 @@ def failure(error: BaseException, address: Address, timeout_s: float) -> Serving
         timeout_s: how long an answer was waited for.
     """
     if isinstance(error, asyncio.TimeoutError):
-        return AnswerLate(
+        return ServerTimeout(
             f"{address} did not answer within {timeout_s:g} s; give it more with --timeout, or look at its load"
         )
     if isinstance(error, OSError):  # aiohttp's connection errors are OSErrors, too, but for the next
@@ -132,7 +144,7 @@ def failure(error: BaseException, address: Address, timeout_s: float) -> Serving
 
 
 def status_failure(status: str, message: str, address: Address) -> ServingError:
-    """What an answer with another status than success means.
+    """Return our error for an answer with another status than success.
 
     Args:
         status: HTTP's number or the name of gRPC's code, as tritonclient has them.
@@ -162,7 +174,7 @@ def _unreachable(address: Address, reason: object) -> ServerUnreachable:
 
 
 def _status_and_message(error: BaseException) -> tuple[str | None, str]:
-    """Of tritonclient's InferenceServerException, without importing it; of others there is no status."""
+    """Status and message of tritonclient's InferenceServerException, without importing it; others have no status."""
     status, message = getattr(error, "status", None), getattr(error, "message", None)
     if callable(status) and callable(message):
         return status(), _short(str(message()))
@@ -178,10 +190,10 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long an answer is waited for, and for how long a request is sent again.
+class RetryPolicy:
+    """Time limit of an answer, and the time in which a request is sent again.
 
-    Only what a repeated request can mend is repeated: no connection, and a server that is full. The pauses double,
+    Only what a repeated request can fix is repeated: no connection, and a server that is full. The pauses double,
     each drawn between half of it and all of it, so that many clients do not come back at the same moment.
     """
 
@@ -191,39 +203,39 @@ class Patience:
     most_pause_s: float = 2.0
 
 
-async def persist(
-    call: Callable[[], Awaitable[Result]], patience: Patience, address: Address, note_retry: Callable[[], None]
+async def with_retries(
+    call: Callable[[], Awaitable[Result]], retry: RetryPolicy, address: Address, note_retry: Callable[[], None]
 ) -> Result:
-    """The call's result, in as many attempts as patience allows.
+    """The call's result, in as many attempts as retry allows.
 
     Args:
         call: one attempt.
-        patience: how long.
+        retry: how long.
         address: for the messages.
         note_retry: called before each further attempt, to count them.
 
     Raises:
         ServingError: the last attempt's failure.
     """
-    clock, pause_s = asyncio.get_running_loop().time, patience.first_pause_s
+    clock, pause_s = asyncio.get_running_loop().time, retry.first_pause_s
     started = clock()
     while True:
         try:
-            async with asyncio.timeout(patience.timeout_s):
+            async with asyncio.timeout(retry.timeout_s):
                 return await call()
         except EngineryError:
             raise  # what we found out ourselves of an answer
         except Exception as error:
-            failed = failure(error, address, patience.timeout_s)
+            failed = failure(error, address, retry.timeout_s)
             wait_s = pause_s * random.uniform(0.5, 1)
-            if not failed.retriable or clock() + wait_s - started > patience.retry_s:
+            if not failed.retriable or clock() + wait_s - started > retry.retry_s:
                 raise failed from error
         await asyncio.sleep(wait_s)
         note_retry()
-        pause_s = min(2 * pause_s, patience.most_pause_s)
+        pause_s = min(2 * pause_s, retry.most_pause_s)
 
 
-MISSING = "the client library of the model server is not installed; run `pip install 'enginery[serve]'`"
+_MISSING = "the client library of the model server is not installed; run `pip install 'enginery[serve]'`"
 # aiohttp would ask for compressed answers, which cost the server more than the few bytes of a prediction are worth.
 PLAIN = {"Accept-Encoding": "identity"}
 _HTTP_TIMEOUT_S = 24 * 3600.0  # the caller has its own; tritonclient's would also end long downloads
@@ -239,167 +251,83 @@ CHANNEL = [
 ]
 
 
-class Transport(Protocol):
-    """What is asked of a server. Errors are those of the libraries below: see `failures.failure`."""
+class Transport:
+    """KServe v2 over HTTP/1.1 or gRPC by tritonclient, to be used within the running event loop.
 
-    async def ready(self) -> bool:
-        """Whether the server and all its models are ready."""
-        ...
-
-    async def server(self) -> dict[str, Any]:
-        """Name, version and extensions of the server."""
-        ...
-
-    async def index(self) -> list[dict[str, Any]]:
-        """The models of the repository: name, version, state."""
-        ...
-
-    async def metadata(self, model: str) -> dict[str, Any]:
-        """Names, types and shapes of a model's inputs and outputs."""
-        ...
-
-    async def config(self, model: str) -> dict[str, Any]:
-        """A model's configuration, by the names of Triton's schema."""
-        ...
-
-    async def statistics(self, model: str) -> dict[str, Any]:
-        """What a model has done since it was loaded, as in Triton's statistics extension."""
-        ...
-
-    async def load(self, model: str, config: Mapping[str, Any]) -> None:
-        """Load a model anew with this configuration, which it then keeps until it is given another."""
-        ...
-
-    async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Outputs by name. Inputs: float32 as FP32, objects as BYTES."""
-        ...
-
-    async def close(self) -> None:
-        """End the connections."""
-        ...
-
-
-def open_transport(address: Address, loading_key: str = "") -> Transport:
-    """A connection to be used within the running event loop; nothing is sent yet.
+    Errors are those of the libraries below: see `failure`.
 
     Args:
-        address: the server.
-        loading_key: sent with what a server that lets models be loaded keeps for those who have it.
+        address: the server; nothing is sent yet.
+        loading_key: sent with requests that a server which lets models be loaded keeps for those who have it.
 
     Raises:
         EngineryError: tritonclient is not installed.
     """
-    try:
-        headers = loading_headers(address.protocol, loading_key)
-        return (HttpTransport if address.protocol == "http" else GrpcTransport)(address, headers)
-    except (ImportError, RuntimeError) as error:  # tritonclient turns a missing part into a RuntimeError
-        raise EngineryError(f"{MISSING} ({' '.join(str(error).split())})") from None
 
+    def __init__(self, address: Address, loading_key: str = "") -> None:
+        self._is_grpc = address.protocol == "grpc"
+        options = {"channel_args": CHANNEL} if self._is_grpc else {"conn_limit": 0, "conn_timeout": _HTTP_TIMEOUT_S}
+        try:
+            self._library = import_module(f"tritonclient.{address.protocol}.aio")
+            self._client = self._library.InferenceServerClient(address.target, ssl=address.tls, **options)
+        except (ImportError, RuntimeError) as error:  # tritonclient turns a missing part into a RuntimeError
+            reason = " ".join(str(error).split())
+            raise EngineryError(f"{_MISSING} ({reason})", code="no-client-library") from None
+        self._json = {"as_json": True} if self._is_grpc else {}
+        self._loading = loading_headers(address.protocol, loading_key)
 
-def datatype(values: np.ndarray) -> str:
-    """KServe's name of an array's type: FP32, or BYTES for objects."""
-    return "BYTES" if values.dtype == np.object_ else "FP32"
+    async def ready(self) -> bool:
+        """Return True if the server and all its models are ready."""
+        return bool(await self._client.is_server_ready())
 
+    async def server(self) -> dict[str, Any]:
+        """Return name, version and extensions of the server."""
+        return await self._client.get_server_metadata(**self._json)
 
-class HttpTransport:
-    """KServe v2 over HTTP/1.1."""
+    async def index(self) -> list[dict[str, Any]]:
+        """Return the models of the repository: name, version, state."""
+        index = await self._client.get_model_repository_index(headers=self._loading, **self._json)
+        return index.get("models", []) if self._is_grpc else index
 
-    def __init__(self, address: Address, loading: dict[str, str]) -> None:
-        import tritonclient.http.aio as library
+    async def metadata(self, model: str) -> dict[str, Any]:
+        """Return names, types and shapes of a model's inputs and outputs."""
+        return await self._client.get_model_metadata(model, **self._json)
 
-        self._library, self._loading = library, loading
-        self._client = library.InferenceServerClient(
-            address.target, conn_limit=0, conn_timeout=_HTTP_TIMEOUT_S, ssl=address.tls
+    async def config(self, model: str) -> dict[str, Any]:
+        """Return a model's configuration, by the names of Triton's schema."""
+        config = await self._client.get_model_config(model, **self._json)
+        return config["config"] if self._is_grpc else config
+
+    async def statistics(self, model: str) -> dict[str, Any]:
+        """Return the counters of a model since it was loaded, as in Triton's statistics extension."""
+        return await self._client.get_inference_statistics(model, **self._json)
+
+    async def load(self, model: str, config: Mapping[str, Any]) -> None:
+        """Load a model again with this configuration, which it then keeps until it is given another."""
+        await self._client.load_model(model, headers=self._loading, config=json.dumps(config))
+
+    async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return outputs by name. Inputs: float32 as FP32, objects as BYTES."""
+        sent = input_tensors(self._library, inputs)
+        result = await self._client.infer(model, sent, headers=None if self._is_grpc else PLAIN)
+        response = result.get_response()
+        names = (
+            [entry.name for entry in response.outputs]
+            if self._is_grpc
+            else [entry["name"] for entry in response["outputs"]]
         )
-
-    async def ready(self) -> bool:
-        """See Transport."""
-        return bool(await self._client.is_server_ready())
-
-    async def server(self) -> dict[str, Any]:
-        """See Transport."""
-        return await self._client.get_server_metadata()
-
-    async def index(self) -> list[dict[str, Any]]:
-        """See Transport."""
-        return await self._client.get_model_repository_index(headers=self._loading)
-
-    async def metadata(self, model: str) -> dict[str, Any]:
-        """See Transport."""
-        return await self._client.get_model_metadata(model)
-
-    async def config(self, model: str) -> dict[str, Any]:
-        """See Transport."""
-        return await self._client.get_model_config(model)
-
-    async def statistics(self, model: str) -> dict[str, Any]:
-        """See Transport."""
-        return await self._client.get_inference_statistics(model)
-
-    async def load(self, model: str, config: Mapping[str, Any]) -> None:
-        """See Transport."""
-        await self._client.load_model(model, headers=self._loading, config=json.dumps(config))
-
-    async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See Transport."""
-        sent = [_filled(self._library.InferInput, name, values) for name, values in inputs.items()]
-        result = await self._client.infer(model, sent, headers=PLAIN)
-        return {entry["name"]: result.as_numpy(entry["name"]) for entry in result.get_response()["outputs"]}
+        return {name: result.as_numpy(name) for name in names}
 
     async def close(self) -> None:
-        """See Transport."""
+        """End the connections."""
         await self._client.close()
 
 
-class GrpcTransport:
-    """KServe v2 over gRPC."""
-
-    def __init__(self, address: Address, loading: dict[str, str]) -> None:
-        import tritonclient.grpc.aio as library
-
-        self._library, self._loading = library, loading
-        self._client = library.InferenceServerClient(address.target, ssl=address.tls, channel_args=CHANNEL)
-
-    async def ready(self) -> bool:
-        """See Transport."""
-        return bool(await self._client.is_server_ready())
-
-    async def server(self) -> dict[str, Any]:
-        """See Transport."""
-        return await self._client.get_server_metadata(as_json=True)
-
-    async def index(self) -> list[dict[str, Any]]:
-        """See Transport."""
-        return (await self._client.get_model_repository_index(headers=self._loading, as_json=True)).get("models", [])
-
-    async def metadata(self, model: str) -> dict[str, Any]:
-        """See Transport."""
-        return await self._client.get_model_metadata(model, as_json=True)
-
-    async def config(self, model: str) -> dict[str, Any]:
-        """See Transport."""
-        return (await self._client.get_model_config(model, as_json=True))["config"]
-
-    async def statistics(self, model: str) -> dict[str, Any]:
-        """See Transport."""
-        return await self._client.get_inference_statistics(model, as_json=True)
-
-    async def load(self, model: str, config: Mapping[str, Any]) -> None:
-        """See Transport."""
-        await self._client.load_model(model, headers=self._loading, config=json.dumps(config))
-
-    async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See Transport."""
-        sent = [_filled(self._library.InferInput, name, values) for name, values in inputs.items()]
-        result = await self._client.infer(model, sent)
-        return {entry.name: result.as_numpy(entry.name) for entry in result.get_response().outputs}
-
-    async def close(self) -> None:
-        """See Transport."""
-        await self._client.close()
-
-
-def _filled(kind: Any, name: str, values: np.ndarray) -> Any:
-    entry = kind(name, list(values.shape), datatype(values))
-    entry.set_data_from_numpy(values)
-    return entry
+def input_tensors(library: Any, inputs: Mapping[str, np.ndarray]) -> list[Any]:
+    """Return arrays as inputs of tritonclient's HTTP or gRPC library: FP32, or BYTES for objects."""
+    tensors = []
+    for name, values in inputs.items():
+        datatype = "BYTES" if values.dtype == np.object_ else "FP32"
+        tensors.append(library.InferInput(name, list(values.shape), datatype))
+        tensors[-1].set_data_from_numpy(values)
+    return tensors

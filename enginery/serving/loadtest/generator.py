@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import quote
 
 import numpy as np
 
 from components.common.contracts.errors import UserError
-from enginery.serving.client.client import NetworkModel, images_in
-from enginery.serving.client.transport import PLAIN, Address, datatype, failure, status_failure
+from enginery.serving.client.client import NetworkModel, find_images
+from enginery.serving.client.transport import CHANNEL, PLAIN, Address, failure, input_tensors, status_failure
 
 
 def poisson_arrivals(rate: float, duration_s: float, rng: np.random.Generator) -> np.ndarray:
@@ -80,7 +80,9 @@ def images(
 def _check_batch(network: NetworkModel, images_per_request: int) -> None:
     if images_per_request > max(network.max_batch_size, 1):
         raise UserError(
-            f"--batch-size {images_per_request}: the model {network.name} takes up to {network.max_batch_size} images"
+            f"--batch-size {images_per_request}: the model {network.name} takes up to {network.max_batch_size} images",
+            code="batch-too-large",
+            setting="batch-size",
         )
 
 
@@ -99,8 +101,10 @@ def random_images(number: int, height: int, width: int) -> list[bytes]:
 
 def _images_in(folder: Path) -> list[bytes]:
     if not folder.is_dir():
-        raise UserError(f"--data {folder}: there is no such folder; name one of images")
-    files = images_in(folder)
+        raise UserError(
+            f"--data {folder}: there is no such folder; name one of images", code="no-folder", setting="data"
+        )
+    files = find_images(folder)
     every = max(1, len(files) // _NUM_DISTINCT)  # from all over the folder, not only of its first class
     return [file.read_bytes() for file in files[::every][:_NUM_DISTINCT]]
 
@@ -130,13 +134,13 @@ def prepare(address: Address, model: str, inputs: Mapping[str, np.ndarray]) -> b
     if address.protocol == "http":
         import tritonclient.http as library
 
-        body, header_length = library.InferenceServerClient.generate_request_body(_filled(library, inputs))
+        body, header_length = library.InferenceServerClient.generate_request_body(input_tensors(library, inputs))
         return int(header_length or 0).to_bytes(8, "little") + bytes(body)
     import tritonclient.grpc as library
     from tritonclient.grpc import service_pb2
 
     request = service_pb2.ModelInferRequest(model_name=model)
-    for entry in _filled(library, inputs):
+    for entry in input_tensors(library, inputs):
         request.inputs.append(entry._get_tensor())
         request.raw_input_contents.append(entry._get_content())
     return bytes(request.SerializeToString())
@@ -177,8 +181,6 @@ class GrpcSender:
     def __init__(self, address: Address) -> None:
         import grpc
 
-        from enginery.serving.client.transport import CHANNEL
-
         if address.tls:
             self._channel = grpc.aio.secure_channel(address.target, grpc.ssl_channel_credentials(), options=CHANNEL)
         else:
@@ -199,21 +201,12 @@ class GrpcSender:
         await self._channel.close()
 
 
-def _filled(library: Any, inputs: Mapping[str, np.ndarray]) -> list[Any]:
-    filled = []
-    for name, values in inputs.items():
-        entry = library.InferInput(name, list(values.shape), datatype(values))
-        entry.set_data_from_numpy(values)
-        filled.append(entry)
-    return filled
-
-
 _TO_START_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one process does to the server. Either `concurrency` or `request_rate` is set."""
+    """The load of one process. Either `concurrency` or `request_rate` is set."""
 
     address: Address
     model: str
@@ -228,7 +221,7 @@ class Load:
 
 @dataclass
 class Samples:
-    """What became of the requests, a row for each. Times are seconds on the monotonic clock."""
+    """Outcomes of the requests, a row for each. Times are seconds on the monotonic clock."""
 
     due: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)

@@ -37,7 +37,7 @@ _WITH, _WITHOUT = "dynamic batching", "without"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be measured."""
+    """The levels to measure, and how."""
 
     concurrencies: tuple[int, ...]
     rates: tuple[float, ...] | None  # requests per second; None searches for the knee
@@ -100,7 +100,7 @@ def run_load_test(
 
 @dataclass(frozen=True)
 class About:
-    """What the server says of what is tested."""
+    """The tested models, as the server describes them."""
 
     model: str
     image_input: str
@@ -113,33 +113,42 @@ async def _describe(client: AsyncClient) -> About:
 
 
 def _check_loading(client: Callable[[], AsyncClient], served: NetworkModel) -> None:
-    """Whether the network can be loaded with other settings, tried with those that it has, before anything is measured.
+    """Check before measuring that the network can be loaded: it is loaded with the settings that it has.
 
     Raises:
         UserError: it can't.
     """
     if not served.batches:
-        raise UserError(f"{served.name} has no dynamic batching, so there is nothing to compare; drop the option")
+        raise UserError(
+            f"{served.name} has no dynamic batching, so there is nothing to compare; drop the option",
+            code="no-dynamic-batching",
+            setting="compare-batching",
+        )
     try:
         _ask(client, lambda opened: opened.load(served.name, served.config))
     except EngineryError as error:
         raise UserError(
             f"the server does not let {served.name} be loaded with another configuration, which comparing needs "
             f"({error}); start it with `enginery serve --allow-loading`, or "
-            "Triton itself with --model-control-mode=explicit --load-model=*"
+            "Triton itself with --model-control-mode=explicit --load-model=*",
+            code="loading-refused",
+            setting="compare-batching",
         ) from error
 
 
 def _without_batching(
     client: Callable[[], AsyncClient], served: NetworkModel, tester: "_Tester", budget_ms: float
 ) -> Series:
-    """The same levels with a configuration without dynamic batching, which is taken back at the end."""
+    """Measure the same levels with a configuration without dynamic batching, which is taken back at the end."""
     config = {name: value for name, value in served.config.items() if name != "dynamic_batching"}
     try:
         _ask(client, lambda opened: opened.load(served.name, config))
         changed = _ask(client, lambda opened: opened.network())
         if changed.batches:
-            raise EngineryError(f"the server put dynamic batching back into {served.name}: it can't be switched off")
+            raise EngineryError(
+                f"the server put dynamic batching back into {served.name}: it can't be switched off",
+                code="loading-ignored",
+            )
         return tester.measure(_WITHOUT, changed, budget_ms)
     finally:
         # By name alone Triton would keep the other settings, since no file of the model changed.
@@ -191,7 +200,9 @@ class _Tester:
         alone = self._hold(concurrency=1)
         if alone.p50_ms is None:
             reason = next(iter(self.failures()), "none came back")
-            raise EngineryError(f"none of a single client's {alone.num_requests} requests was answered: {reason}")
+            raise EngineryError(
+                f"none of a single client's {alone.num_requests} requests was answered: {reason}", code="no-answers"
+            )
         return _BUDGET_FACTOR * alone.p50_ms
 
     def measure(self, name: str, served: NetworkModel, budget_ms: float) -> Series:

@@ -1,4 +1,4 @@
-"""loadtest.html: the results of a load test as text and charts."""
+"""Results of a load test for people: text, charts, and loadtest.html."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,72 @@ from matplotlib.ticker import MaxNLocator
 import components.validate
 from components.validate.charts import MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
 from enginery.formats import number
-from enginery.serving.loadtest import page_text
 from enginery.serving.loadtest.results import Level, LoadTest, Series
 
 _LOOKS = ("int8", "fp32")  # of the first series and the second: the page's colours by these names
 _DASHES: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2}
+_FEW_REQUESTS = 10  # a second; below, the digits behind the point count
+_MUCH_LAG = 0.2  # of the median latency
+_SOME_LAG_MS = 5.0  # below which nothing is said: timers are no better where a machine is busy
+
+
+def load_text(level: Level) -> str:
+    """Return the load in words."""
+    if level.concurrency is not None:
+        return "1 client" if level.concurrency == 1 else f"{level.concurrency:,} clients"
+    return rate_text(level.request_rate or 0)
+
+
+def rate_text(rate: float) -> str:
+    """Requests per second."""
+    return f"{rate:,.0f} requests/s" if rate >= _FEW_REQUESTS else f"{rate:.2g} requests/s"
+
+
+def knee_text(series: Series, budget_ms: float) -> str:
+    """Return the load that this configuration takes."""
+    within = f"{budget_ms:,.3g} ms at p99"
+    if series.knee is None:
+        lowest = min((level.request_rate or 0 for level in series.open), default=None)
+        if lowest is None:
+            return "no knee: no request rate was tried"
+        if not any(level.num_requests for level in series.open):
+            return "no knee: no request was due in the time; take more --seconds or higher --rates"
+        return f"no knee: {rate_text(lowest)}, the lowest rate tried, was too much for {within}"
+    knee = series.knee
+    above = "; no higher rate was tried" if knee.is_highest_tried else ""
+    return f"knee: {knee.images_per_s:,.0f} images/s within {within} (measured {knee.p99_ms:,.1f} ms){above}"
+
+
+def gain_text(result: LoadTest) -> str | None:
+    """Compare with and without dynamic batching; None where it was not compared."""
+    if len(result.series) < 2:
+        return None
+    best = [max((level.images_per_s for level in series.closed), default=0.0) for series in result.series[:2]]
+    text = f"Dynamic batching: {best[0]:,.0f} images/s at most, {best[1]:,.0f} without"
+    if best[1]:
+        text += f" ({best[0] / best[1]:.2f} times as much)"
+    knees = [series.knee for series in result.series[:2]]
+    if knees[0] is not None and knees[1] is not None:
+        text += f"; at the knee {knees[0].images_per_s:,.0f} and {knees[1].images_per_s:,.0f}"
+    return f"{text}."
+
+
+def caution_text(result: LoadTest) -> str | None:
+    """Warn that the load generator may have been the limit; None where it was not."""
+    late = [
+        level.request_rate or 0
+        for series in result.series
+        for level in series.open
+        if level.send_lag_p99_ms
+        and level.p50_ms
+        and level.send_lag_p99_ms > max(_MUCH_LAG * level.p50_ms, _SOME_LAG_MS)
+    ]
+    if not late:
+        return None
+    return (
+        f"Requests were sent late at some rates, from {min(late):,.0f} requests/s on: there the load generator was a "
+        "limit, too. The latencies contain it. More --processes, on cores of their own, help."
+    )
 
 
 def latency_chart(result: LoadTest) -> str:
@@ -57,7 +118,7 @@ def throughput_chart(result: LoadTest) -> str:
 
 
 def batches_chart(levels: Sequence[Level], names: Sequence[str]) -> str:
-    """How many images went through the network in batches of which size, for one level per series. SVG."""
+    """Share of the images by the batch size that the network saw, for one level per series. SVG."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "loadtest batches"}):
         figure, axes = new_axes("batch size", "share of the images in %")
         width = 0.8 / max(len(levels), 1)
@@ -106,8 +167,8 @@ def page(result: LoadTest) -> str:
     }
     return templates.get_template("loadtest.html.j2").render(
         result=result,
-        say=page_text,
-        batches_at=", ".join(dict.fromkeys(f"{page_text.load_text(level)} ({name})" for name, level in busiest)),
+        **{function.__name__: function for function in (load_text, knee_text, gain_text, caution_text)},
+        batches_at=", ".join(dict.fromkeys(f"{load_text(level)} ({name})" for name, level in busiest)),
         charts={name: Markup(svg) for name, svg in charts.items()},  # noqa: S704  # drawn here, text escaped
     )
 

@@ -143,7 +143,7 @@ def summarize(
 
 
 def server_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What the server counted between two answers of its statistics extension: batches, queue and compute times."""
+    """Return batches, queue and compute times between two answers of the server's statistics extension."""
     first, second = _counted(before), _counted(after)
     batches = {size: count - first["batches"].get(size, 0) for size, count in second["batches"].items()}
     num = second["num"] - first["num"]
@@ -155,7 +155,7 @@ def server_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[s
 
 
 def _counted(statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one model, over its versions. gRPC writes its integers as text, and leaves zeros out."""
+    """Counters of one model, over its versions. gRPC writes its integers as text, and leaves zeros out."""
     batches: Counter[int] = Counter()
     num = queue_ns = compute_ns = 0
     for model in statistics.get("model_stats", []):
@@ -176,7 +176,7 @@ _NUM_REFINEMENTS = 2  # rates tried between the last good and the first bad one
 
 
 def is_good(level: Level, budget_ms: float) -> bool:
-    """Whether all requests were answered, as fast as they came, and 99 of 100 within the budget."""
+    """True if all requests were answered, as fast as they came, and 99 of 100 within the budget."""
     if level.num_errors or level.p99_ms is None or level.p99_ms > budget_ms:
         return False
     return level.images_per_s >= KEPT_UP * level.offered_images_per_s

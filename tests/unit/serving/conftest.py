@@ -31,7 +31,7 @@ NAME = "digits"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Of an HTTP request."""
+    """Answer to an HTTP request."""
 
     status: int
     body: Any

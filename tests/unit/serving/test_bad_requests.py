@@ -1,4 +1,4 @@
-"""What a client can do wrong, against a real Triton: one clear answer, and the server goes on."""
+"""Wrong requests to a real Triton: one clear answer, and the server goes on."""
 
 import io
 import re

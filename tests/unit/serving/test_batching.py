@@ -1,4 +1,4 @@
-"""How batches are formed, from what was measured: on invented rows."""
+"""Batching from invented measurements."""
 
 import pytest
 

@@ -21,18 +21,18 @@ from click.testing import CliRunner, Result
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import UserError
 from components.common.runtimes.selection import serving_runner
 from enginery.cli.commands import cli
 from enginery.serving.client.client import AsyncClient, Client
-from enginery.serving.client.transport import AnswerLate, Patience, RequestRefused, ServerUnreachable
+from enginery.serving.client.transport import RequestRefused, RetryPolicy, ServerTimeout, ServerUnreachable
 from enginery.serving.loadtest.results import LoadTest
 from tests.fuzz import requests
 
 from .conftest import NAME, Running, start_serving, wait_until_ready
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-ONCE = Patience(timeout_s=20, retry_s=0)
+ONCE = RetryPolicy(timeout_s=20, retry_s=0)
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -59,7 +59,7 @@ def predict(*arguments: object, stdin: bytes | None = None) -> Result:
 
 def test_both_protocols_give_the_validated_answer(url: str, images: list[Path], source) -> None:
 
-    with Client(url, patience=ONCE) as client:
+    with Client(url, retry=ONCE) as client:
         assert client.is_ready()
         answers = client.classify_all([file.read_bytes() for file in images], top_k=2)
     from components.promote.pyfunc import BundleModel
@@ -74,7 +74,7 @@ def test_both_protocols_give_the_validated_answer(url: str, images: list[Path], 
 def test_tensors_give_the_runners_logits(url: str, source) -> None:
     shapes = source.bundle.manifest.shapes
     tensors = np.random.default_rng(0).standard_normal(shapes.input_shape(3), dtype=np.float32)
-    with Client(url, patience=ONCE) as client:
+    with Client(url, retry=ONCE) as client:
         logits = client.logits(tensors)
         with pytest.raises(RequestRefused):
             client.logits(tensors[:, :, :-1])
@@ -91,49 +91,46 @@ def test_a_bad_image_among_good_ones_is_said_and_the_others_are_answered(
     empty.touch()
     done = predict("--url", url, "--json", "--top-k", 1, images[0], tmp_path, images[1])
     assert isinstance(done.exception, UserError)
-    assert str(done.exception) == "2 of 4 images have no answer"
+    assert done.exception.code == "images-without-answer"
     results = json.loads(done.stdout)["results"]
     assert [Path(entry["image"]).name for entry in results] == [images[0].name, "bad.jpg", "empty.jpg", images[1].name]
-    assert "not an image" in results[1]["error"]
-    assert "is empty" in results[2]["error"]
+    assert ["error" in entry for entry in results] == [False, True, True, False]
     assert [len(results[index]["labels"]) for index in (0, 3)] == [1, 1]
 
 
-def test_the_table_and_the_standard_input(url: str, images: list[Path]) -> None:
+def test_the_standard_input_is_an_image_too(url: str, images: list[Path]) -> None:
     done = predict("--url", url, "-", images[1], stdin=images[0].read_bytes())
     assert done.exception is None, done.output
-    assert "standard input" in done.output
     assert len(re.findall(r"\d+\.\d\d %", done.output)) >= 4
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "word"),
+    ("arguments", "code"),
     [
-        ([], UserError, "one or more images"),
-        (["nowhere.jpg"], UserError, "no file or folder nowhere.jpg"),
-        (["-", "-"], UserError, "name it once"),
-        (["--url", "ftp://x", "."], UserError, "scheme 'ftp'"),
-        (["--timeout", "nan", "a.jpg"], UserError, "--timeout nan: write a number"),
-        (["--retry", "inf", "a.jpg"], UserError, "--retry inf: write a number"),
+        ([], "no-images"),
+        (["nowhere.jpg"], "no-images"),
+        (["-", "-"], "standard-input-twice"),
+        (["--url", "ftp://x", "."], "invalid-address"),
+        (["--timeout", "nan", "a.jpg"], "invalid-numbers"),
+        (["--retry", "inf", "a.jpg"], "invalid-numbers"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_sent(
-    arguments: list[str], kind: type[EngineryError], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jpg").write_bytes(b"x")
     done = predict(*arguments)
-    assert isinstance(done.exception, kind)
-    assert word in str(done.exception)
+    assert isinstance(done.exception, UserError)
+    assert done.exception.code == code
 
 
 def test_what_the_server_does_not_have(url: str, images: list[Path]) -> None:
     unknown = predict("--url", url, "--model", "cats", images[0])
     assert isinstance(unknown.exception, RequestRefused)
-    assert "'cats' is not found" in str(unknown.exception)
     network = predict("--url", url, "--model", f"{NAME}_model", images[0])
     assert isinstance(network.exception, UserError)
-    assert "does not take image files" in str(network.exception)
+    assert network.exception.code == "no-classifier"
 
 
 def test_a_proxy_of_the_environment_is_not_asked(url: str, images: list[Path]) -> None:
@@ -149,22 +146,17 @@ def test_a_proxy_of_the_environment_is_not_asked(url: str, images: list[Path]) -
     assert done.returncode == 0, done.stderr
 
 
-def test_a_name_that_nobody_has_is_no_overload(images: list[Path]) -> None:
-    for scheme in ("http", "grpc"):
-        done = predict("--url", f"{scheme}://no.such.host.invalid", "--retry", 0, images[0])
-        assert isinstance(done.exception, ServerUnreachable)
-
-
-def test_nobody_there_and_nobody_in_time(served: Running, images: list[Path]) -> None:
-    with (
-        Client("http://127.0.0.1:1", patience=ONCE) as client,
-        pytest.raises(ServerUnreachable, match="enginery serve"),
-    ):
+@pytest.mark.parametrize("nobody", ["http://127.0.0.1:1", "http://no.such.host.invalid", "grpc://no.such.host.invalid"])
+def test_nobody_there(nobody: str) -> None:
+    with Client(nobody, retry=ONCE) as client, pytest.raises(ServerUnreachable):
         client.classify(b"")
-    hasty = Patience(timeout_s=0.2, retry_s=0)
+
+
+def test_nobody_in_time_and_another_protocol(served: Running, images: list[Path]) -> None:
+    hasty = RetryPolicy(timeout_s=0.2, retry_s=0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with Client(url, model=NAME, patience=hasty) as client, pytest.raises(AnswerLate, match=r"within 0\.2 s"):
+        with Client(url, model=NAME, retry=hasty) as client, pytest.raises(ServerTimeout):
             client.classify(images[0].read_bytes())
     wrong = predict("--url", f"http://127.0.0.1:{served.grpc}", "--retry", 0, images[0])
     assert f"write grpc://127.0.0.1:{served.grpc}" in str(wrong.exception)
@@ -200,7 +192,7 @@ def test_comparing_without_the_servers_leave_is_refused_with_the_way_to_it(serve
     done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
     assert metrics(served)[answered] == before  # not after minutes of measuring, which would be lost
     assert isinstance(done.exception, UserError)
-    assert "enginery serve --allow-loading" in str(done.exception)
+    assert done.exception.code == "loading-refused"
 
 
 def test_a_load_test_says_why_there_was_no_answer(url: str, tmp_path: Path) -> None:
@@ -240,7 +232,7 @@ def own(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def test_predictions_are_counted_by_label_and_confidence(own: Running, images: list[Path]) -> None:
     """They are handed on once a second."""
-    with Client(f"http://127.0.0.1:{own.http}", model=NAME, patience=ONCE) as client:
+    with Client(f"http://127.0.0.1:{own.http}", model=NAME, retry=ONCE) as client:
         answers = client.classify_all([file.read_bytes() for file in images])
     deadline = time.monotonic() + 600
     while True:
@@ -333,24 +325,21 @@ def test_damaged_requests(served: Running, protocol: requests.Protocol) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "key", "message"),
+    ("host", "key", "code"),
     [
-        ("0.0.0.0", None, "needs a key"),
-        ("::", None, "needs a key"),
-        ("127.0.0.1", "short", "must be 16 or more letters, digits, - and _, got 5 characters"),
-        ("127.0.0.1", "a=b,logging:c=0123456789", "must be 16 or more letters"),
+        ("0.0.0.0", None, "no-loading-key"),
+        ("::", None, "no-loading-key"),
+        ("127.0.0.1", "short", "invalid-loading-key"),
+        ("127.0.0.1", "a=b,logging:c=0123456789", "invalid-loading-key"),
     ],
 )
-def test_loading_without_a_key_is_for_loopback_alone(
-    exported, monkeypatch, host: str, key: str | None, message
-) -> None:
+def test_loading_without_a_key_is_for_loopback_alone(exported, monkeypatch, host: str, key: str | None, code) -> None:
     monkeypatch.delenv("ENGINERY_LOADING_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("ENGINERY_LOADING_KEY", key)
     done = CliRunner().invoke(cli, ["serve", str(exported.path), "--allow-loading", "--host", host])
     assert isinstance(done.exception, UserError)
-    assert message in str(done.exception)
-    assert "openssl rand -hex 16" in str(done.exception)
+    assert done.exception.code == code
 
 
 def test_alerts_name_metrics_that_are_there(served: Running) -> None:
@@ -365,8 +354,9 @@ def test_alerts_name_metrics_that_are_there(served: Running) -> None:
 
 def test_importing_the_client_does_not_import_the_engine_room() -> None:
     script = (
-        "import sys, enginery.serving.client.client, enginery.cli.predict\n"
-        "sys.exit(', '.join({'torch', 'mlflow', 'openvino', 'tritonclient', 'kfp'} & set(sys.modules)) or 0)"
+        "import sys, enginery.serving.client.client, enginery.cli.predict, enginery.serving.loadtest.generator\n"
+        "heavy = {'torch', 'mlflow', 'openvino', 'tritonclient', 'kfp', 'PIL', 'enginery.serving.server'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -376,7 +366,7 @@ def test_a_client_of_asyncio_counts_its_retries() -> None:
     import asyncio
 
     async def go() -> None:
-        async with AsyncClient("http://127.0.0.1:1", patience=Patience(retry_s=600, first_pause_s=0.01)) as client:
+        async with AsyncClient("http://127.0.0.1:1", retry=RetryPolicy(retry_s=600, first_pause_s=0.01)) as client:
             asked = asyncio.create_task(client.classifier())
             async with asyncio.timeout(60):
                 while client.num_retries < 2:

@@ -1,10 +1,10 @@
-"""The generated config.pbtxt files: as Triton's own schema reads them, and the same as ever."""
+"""The generated config.pbtxt files: as Triton's own schema reads them, and as their golden files."""
 
 from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from components.common.contracts.records import Batching
 from components.common.contracts.transforms import ShapeSpec
@@ -51,30 +51,10 @@ def test_golden(name, request: pytest.FixtureRequest) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     assert text == file.read_text(), "run `make golden` and read the diff"
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_tritons_schema_reads_all_of_it(name) -> None:
-    config = parsed(CONFIGS[name])
-    assert config.max_batch_size == 128
+    config = parsed(CONFIGS[name])  # by Triton's own schema
     assert list(config.version_policy.specific.versions) == [1]
-    again = text_format.Parse(text_format.MessageToString(config), ModelConfig())
-    assert again == config
-
-
-def test_the_network_on_a_gpu() -> None:
-    config = parsed(CONFIGS["gpu"])
-    assert (config.name, config.backend, config.platform) == ("classifier_model", "tensorrt", "tensorrt_plan")
-    assert dict(config.cc_model_filenames) == {"9.0": "int8-9.0.plan", "8.0": "int8-8.0.plan"}
-    assert config.default_model_filename not in config.cc_model_filenames.values()
-    assert [(tensor.name, list(tensor.dims)) for tensor in config.input] == [("images", [3, 224, 224])]
-    assert [(tensor.name, list(tensor.dims)) for tensor in config.output] == [("logits", [1000])]
-    batcher = config.dynamic_batching
-    assert (list(batcher.preferred_batch_size), batcher.max_queue_delay_microseconds) == ([48], 1250)
-    assert not batcher.HasField("default_queue_policy")  # with one, Triton sleeps between batches
-    assert [(group.kind, group.count) for group in config.instance_group] == [(ModelInstanceGroup.KIND_GPU, 2)]
-    assert [warmup.batch_size for warmup in config.model_warmup] == [1, 48]
-    assert config.optimization.cuda.graphs
+    # With a queue policy, Triton sleeps between batches.
+    assert not config.dynamic_batching.HasField("default_queue_policy")
 
 
 def test_cuda_graphs_leave_no_batch_out() -> None:
@@ -84,15 +64,6 @@ def test_cuda_graphs_leave_no_batch_out() -> None:
     assert covered == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 48)]
     assert all(list(graph.input["images"].dim) == [3, 224, 224] for graph in graphs)
     assert all(list(graph.graph_lower_bound.input["images"].dim) == [3, 224, 224] for graph in graphs)
-
-
-def test_without_measurements_nobody_waits() -> None:
-    config = parsed(CONFIGS["cpu"])
-    assert list(config.dynamic_batching.preferred_batch_size) == []
-    assert config.dynamic_batching.max_queue_delay_microseconds == 0
-    assert not config.dynamic_batching.HasField("default_queue_policy")
-    assert config.parameters["max_pending_requests"].string_value == "900"
-    assert config.instance_group[0].kind == ModelInstanceGroup.KIND_CPU
 
 
 def test_the_tensors_of_the_ensemble_fit_together() -> None:

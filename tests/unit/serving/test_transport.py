@@ -1,4 +1,4 @@
-"""What is tried again, for how long, and what is said in the end."""
+"""Addresses of servers, errors by kind, and what is sent again."""
 
 import asyncio
 import itertools
@@ -9,25 +9,62 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from components.common.contracts.errors import EXIT_USER_ERROR, UserError
+from components.common.contracts.errors import UserError
 from enginery.serving.client.client import AsyncClient
 from enginery.serving.client.transport import (
     Address,
-    AnswerLate,
-    Patience,
     RequestRefused,
+    RetryPolicy,
     ServerOverloaded,
+    ServerTimeout,
     ServerUnreachable,
     ServingError,
     failure,
     parse_address,
-    persist,
     status_failure,
+    with_retries,
 )
 
 ADDRESS = parse_address("http://localhost:8000")
-QUICK = Patience(timeout_s=0.5, retry_s=1.0, first_pause_s=0.01, most_pause_s=0.05)
-LONG = Patience(timeout_s=60, retry_s=60, first_pause_s=0.01, most_pause_s=0.05)  # for what ends by itself
+QUICK = RetryPolicy(timeout_s=0.5, retry_s=1.0, first_pause_s=0.01, most_pause_s=0.05)
+LONG = RetryPolicy(timeout_s=60, retry_s=60, first_pause_s=0.01, most_pause_s=0.05)  # for what ends by itself
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("http://localhost:8000", "http://localhost:8000"),
+        ("http://localhost", "http://localhost:8000"),
+        ("localhost:8001", "grpc://localhost:8001"),  # Triton's port for gRPC
+        ("localhost:9001", "http://localhost:9001"),
+        ("localhost", "http://localhost:8000"),
+        ("GRPC://host", "grpc://host:8001"),
+        ("https://host:443/", "https://host:443"),
+        ("grpcs://host:443", "grpcs://host:443"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_protocol_and_port_come_from_the_address(url: str, meant: str) -> None:
+    assert str(parse_address(url)) == meant
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host",
+        "http://host:port",
+        "http://host:99999",
+        "http://[::1",
+        "http://host:1/v2",
+        "http://u@h:1",
+        "http://:8000",
+        "",
+    ],
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_address(url)
+    assert (caught.value.code, caught.value.setting) == ("invalid-address", "url")
 
 
 @pytest.mark.parametrize(
@@ -54,16 +91,9 @@ def test_a_status_means(status: str, message: str, kind: type[ServingError]) -> 
 
 
 def test_errors_without_a_status_mean() -> None:
-    assert isinstance(failure(TimeoutError(), ADDRESS, 3), AnswerLate)
-    assert "within 3 s" in str(failure(TimeoutError(), ADDRESS, 3))
+    assert isinstance(failure(TimeoutError(), ADDRESS, 3), ServerTimeout)
     assert isinstance(failure(ConnectionResetError("reset"), ADDRESS, 3), ServerUnreachable)
     assert type(failure(ValueError("odd"), ADDRESS, 3)) is ServingError
-
-
-def test_what_is_refused_is_a_mistake_of_the_user_and_the_rest_is_not() -> None:
-    assert RequestRefused("x").exit_code == EXIT_USER_ERROR
-    assert isinstance(RequestRefused("x"), UserError)
-    assert ServerUnreachable("x").exit_code == 1
 
 
 class _Selector(selectors.DefaultSelector):
@@ -84,7 +114,7 @@ def _jumping_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def run(call: Callable[[], object], patience: Patience) -> tuple[list[float], object]:
+def run(call: Callable[[], object], retry: RetryPolicy) -> tuple[list[float], object]:
     """Times of the attempts, and what came of them."""
     times: list[float] = []
 
@@ -94,7 +124,7 @@ def run(call: Callable[[], object], patience: Patience) -> tuple[list[float], ob
 
     async def go() -> object:
         try:
-            return await persist(attempt, patience, ADDRESS, lambda: None)
+            return await with_retries(attempt, retry, ADDRESS, lambda: None)
         except Exception as error:
             return error
 
@@ -112,7 +142,7 @@ def test_no_connection_is_tried_again_until_patience_ends() -> None:
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     pauses = [min(QUICK.first_pause_s * 2**index, QUICK.most_pause_s) for index in range(len(gaps))]
     assert all(pause / 2 - 1e-6 <= gap <= pause + 1e-6 for gap, pause in zip(gaps, pauses, strict=True))
-    assert run(refuse, Patience(retry_s=0))[0][1:] == []
+    assert run(refuse, RetryPolicy(retry_s=0))[0][1:] == []
 
 
 def test_a_refusal_and_a_late_answer_are_not_tried_again() -> None:
@@ -125,7 +155,7 @@ def test_a_refusal_and_a_late_answer_are_not_tried_again() -> None:
     assert len(run(wrong, QUICK)[0]) == 1
     times, result = run(late, QUICK)
     assert len(times) == 1
-    assert isinstance(result, AnswerLate)
+    assert isinstance(result, ServerTimeout)
 
 
 @asynccontextmanager
@@ -156,7 +186,7 @@ def test_a_full_server_is_asked_again_over_the_wire() -> None:
         return web.json_response({"model_stats": []})
 
     async def go() -> tuple[object, int]:
-        async with server(handle) as address, AsyncClient(str(address), patience=LONG) as client:
+        async with server(handle) as address, AsyncClient(str(address), retry=LONG) as client:
             return await client.statistics("digits"), client.num_retries
 
     assert asyncio.run(go()) == ({"model_stats": []}, 2)
@@ -166,7 +196,7 @@ def test_a_full_server_is_asked_again_over_the_wire() -> None:
 def test_something_else_that_answers_is_no_model_server() -> None:
     async def go() -> None:
         page = server(lambda _: web.Response(text="<html>hello", status=404))
-        async with page as address, AsyncClient(str(address), patience=LONG) as client:
+        async with page as address, AsyncClient(str(address), retry=LONG) as client:
             await client.classifier()
 
     with pytest.raises(ServingError):
