@@ -11,23 +11,23 @@ from components.preprocess.component import list_parts, preprocess, preprocess_p
 from components.promote.component import promote
 from components.train.component import train
 from components.validate.component import validate
-from enginery.cluster.resources import place
+from enginery.cluster.resources import apply_resources
 
 Settings = dict[str, Any]
 
 
 def prepare(*, data: str, seed: int, settings: Settings) -> dsl.PipelineTask:
     """Images to a data set."""
-    return place(preprocess(data=data, seed=seed, settings=settings), "preprocess")
+    return apply_resources(preprocess(data=data, seed=seed, settings=settings), "preprocess")
 
 
 def prepare_in_parts(*, data: str, seed: int, num_parts: int, settings: Settings) -> dsl.PipelineTask:
     """Images to a data set that several machines pack at the same time."""
-    parts = place(list_parts(num_parts=num_parts), "preprocess")
+    parts = apply_resources(list_parts(num_parts=num_parts), "preprocess")
     with dsl.ParallelFor(items=parts.output, name="parts") as part:
         packed = preprocess_part(data=data, seed=seed, part=part, settings=settings)
-        place(packed.set_display_name("preprocess"), "preprocess")
-    return place(merge(parts=dsl.Collected(packed.outputs["dataset_part"])), "merge")
+        apply_resources(packed.set_display_name("preprocess"), "preprocess")
+    return apply_resources(merge(parts=dsl.Collected(packed.outputs["dataset_part"])), "merge")
 
 
 def fit(
@@ -52,7 +52,7 @@ def fit(
         seed=seed,
         settings=settings,
     )
-    return place(task, "train")
+    return apply_resources(task, "train")
 
 
 def quantize(
@@ -75,7 +75,7 @@ def quantize(
         settings=settings,
         gate_settings=gate_settings,
     )
-    return place(task, "export")
+    return apply_resources(task, "export")
 
 
 def quantize_own(
@@ -103,14 +103,14 @@ def quantize_own(
         gate_settings=gate_settings,
     )
     task.set_display_name("export")
-    return place(task, "export")
+    return apply_resources(task, "export")
 
 
 def rebuild(model: str, dataset: dsl.PipelineTask, *, settings: Settings) -> dsl.PipelineTask:
     """A bundle to the same one with engines for the GPU here."""
     task = export_engines(model=model, dataset=dataset.outputs["dataset"], settings=settings)
     task.set_display_name("export")
-    return place(task, "export")
+    return apply_resources(task, "export")
 
 
 def prove_and_promote(
@@ -134,9 +134,9 @@ def prove_and_promote(
         settings=validate_settings,
         gate_settings=gate_settings,
     )
-    place(measured, "validate")
+    apply_resources(measured, "validate")
     decided = gate(report=measured.outputs["report"], max_top1_drop_points=max_top1_drop_points, settings=gate_settings)
-    place(decided, "gate")
+    apply_resources(decided, "gate")
     promoted = promote(
         bundle=bundle.outputs["bundle"],
         report=measured.outputs["report"],
@@ -146,4 +146,4 @@ def prove_and_promote(
         source=source,
         settings=promote_settings,
     )
-    place(promoted, "promote")
+    apply_resources(promoted, "promote")

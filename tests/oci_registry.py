@@ -117,7 +117,7 @@ def oci_registry() -> Iterator[Registry]:
     registry = Registry()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Configured", (_Handler,), {"registry": registry}))
     registry.address = f"127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield registry

@@ -65,7 +65,7 @@ def serving(state: Any, with_query: bool = False) -> Iterator[Any]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     state.endpoint = f"http://127.0.0.1:{server.server_port}"
     try:

@@ -6,19 +6,10 @@ import click
 from kfp import compiler
 
 from components.common.contracts.errors import UserError
+from enginery.cli.options import FILE, settings_options
 from enginery.cluster.resources import on_cluster
 from enginery.cluster.settings import ClusterSettings, load_settings
 from enginery.local.parameters import PipelineFile, load_pipeline
-
-SETTINGS_OPTION = click.option(
-    "--settings",
-    type=click.Path(path_type=Path),
-    metavar="FILE.yaml",
-    help="What the cluster gives the steps: images, GPUs, volumes, secrets (docs/submit.md).",
-)
-NODES_OPTION = click.option(
-    "--num-nodes", type=click.IntRange(min=1), metavar="N", help="Nodes to train on, instead of the settings' number."
-)
 
 
 def load_for_cluster(file: Path, path: Path | None, num_nodes: int | None) -> tuple[PipelineFile, ClusterSettings]:
@@ -33,20 +24,13 @@ def load_for_cluster(file: Path, path: Path | None, num_nodes: int | None) -> tu
     with on_cluster(settings):
         loaded = load_pipeline(file)
     if num_nodes is not None and "train" not in loaded.steps:
-        raise UserError(f"--num-nodes: {file} does not train; it has {', '.join(loaded.steps)}")
+        text = f"--num-nodes: {file} does not train; it has {', '.join(loaded.steps)}"
+        raise UserError(text, code="pipeline-does-not-train", setting="--num-nodes")
     return loaded, settings
 
 
-@click.command()
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.py")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE.yaml",
-    help="Where to write.  [default: FILE.yaml in this folder]",
-)
-@SETTINGS_OPTION
-@NODES_OPTION
+@click.command(params=[click.Argument(["file"], type=FILE, metavar="FILE.py"), *settings_options()])
+@click.option("--output", type=FILE, metavar="FILE.yaml", help="Where to write.  [default: FILE.yaml in this folder]")
 def compile(  # the command's name
     file: Path, output: Path | None, settings: Path | None, num_nodes: int | None
 ) -> None:
@@ -54,9 +38,10 @@ def compile(  # the command's name
     loaded = load_for_cluster(file, settings, num_nodes)[0]
     target = output or Path(f"{file.stem}.yaml")
     if target.suffix not in (".yaml", ".yml", ".json"):
-        raise UserError(f"--output {target}: KFP takes .yaml or .json")
+        raise UserError(f"--output {target}: KFP takes .yaml or .json", code="output-not-yaml", setting="--output")
     try:
         compiler.Compiler().compile(loaded.pipeline, str(target))
     except OSError as error:
-        raise UserError(f"can't write {target}: {error.strerror}") from None
+        text = f"can't write {target}: {error.strerror}"
+        raise UserError(text, code="output-unwritable", setting="--output") from None
     click.echo(f"{target} written. Next: enginery submit {file} --endpoint URL, or upload it in KFP's UI")

@@ -1,4 +1,4 @@
-"""`enginery doctor`: what this machine can do."""
+"""`enginery doctor`: what this machine or a cluster can do."""
 
 import sys
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from components.common.contracts.errors import UserError
-from enginery.doctor.checks import Check
-from enginery.doctor.report import Diagnosis, diagnose
+from enginery.cli.options import login_options, settings_options
+from enginery.doctor.checks import Check, Diagnosis
+from enginery.doctor.machine import diagnose
 from enginery.formats import new_console
 
-_FILE = click.Path(path_type=Path)
 _MARKS = {
     "ok": "[green]ok[/]",
     "warning": "[yellow]warning[/]",
@@ -23,16 +23,13 @@ _MARKS = {
 }
 
 
-@click.command()
+_PREFIX = "With --cluster: "
+
+
+@click.command(params=[*settings_options(_PREFIX), *login_options(_PREFIX, required=False)])
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--cluster", is_flag=True, help="Look at the cluster of KUBECONFIG instead of this machine.")
-@click.option("--settings", type=_FILE, metavar="FILE.yaml", help="With --cluster: what `enginery submit` gets.")
-@click.option("--num-nodes", type=click.IntRange(min=1), metavar="N", help="With --cluster: nodes to train on.")
-@click.option("--endpoint", envvar="KF_PIPELINES_ENDPOINT", metavar="URL", help="With --cluster: where KFP answers.")
-@click.option("--token-file", type=_FILE, metavar="FILE", help="With --cluster: KFP's bearer token.")
-@click.option("--cookie-file", type=_FILE, metavar="FILE", help="With --cluster: cookie of KFP's login page.")
-@click.option("--ca-file", type=_FILE, metavar="FILE", help="With --cluster: certificates that sign KFP's.")
-@click.option("--namespace", metavar="NAME", help="With --cluster: namespace of runs, instead of the settings'.")
+@click.option("--cluster", is_flag=True, help="Check the cluster of KUBECONFIG instead of this machine.")
+@click.option("--namespace", metavar="NAME", help=f"{_PREFIX}Namespace of runs, instead of the settings'.")
 def doctor(as_json: bool, cluster: bool, **of_cluster: Any) -> None:
     """Say what this machine can do, and how to fix what is missing; or, with --cluster, a cluster.
 
@@ -40,19 +37,20 @@ def doctor(as_json: bool, cluster: bool, **of_cluster: Any) -> None:
     """
     given = [name for name, value in of_cluster.items() if value is not None and name != "endpoint"]
     if given and not cluster:
-        raise UserError(f"--{given[0].replace('_', '-')} goes with --cluster; add it")
-    look = _at_cluster(**of_cluster) if cluster else diagnose
+        option = f"--{given[0].replace('_', '-')}"
+        raise UserError(f"{option} goes with --cluster; add it", code="needs-cluster", setting=option)
+    check = _of_cluster(**of_cluster) if cluster else diagnose
     if as_json:
-        diagnosis = look()
+        diagnosis = check()
         click.echo(diagnosis.model_dump_json(indent=1))
     else:
-        with new_console(stderr=True).status("looking; about 10 seconds"):
-            diagnosis = look()
+        with new_console(stderr=True).status("checking; about 10 seconds"):
+            diagnosis = check()
         _show(diagnosis)
     sys.exit(diagnosis.exit_code)
 
 
-def _at_cluster(
+def _of_cluster(
     settings: Path | None,
     num_nodes: int | None,
     endpoint: str | None,
@@ -61,16 +59,18 @@ def _at_cluster(
     ca_file: Path | None,
     namespace: str | None,
 ) -> Callable[[], Diagnosis]:
-    """What looks at a cluster; mistakes in the settings are told before it does."""
+    """The checks of a cluster; mistakes in the settings are reported before they run."""
     from enginery.cluster.server import Login, checked_endpoint
     from enginery.cluster.settings import load_settings
-    from enginery.doctor.cluster import View, diagnose_cluster
+    from enginery.doctor.access import ClusterAccess
+    from enginery.doctor.cluster import diagnose_cluster
 
     placed = load_settings(settings, num_nodes=num_nodes)
     if namespace:
         placed = placed.model_copy(update={"namespace": namespace})
-    view = View(placed, checked_endpoint(endpoint) if endpoint else "", Login.find(token_file, cookie_file), ca_file)
-    return lambda: diagnose_cluster(view)
+    url = checked_endpoint(endpoint) if endpoint else ""
+    access = ClusterAccess(placed, url, Login.find(token_file, cookie_file), ca_file)
+    return lambda: diagnose_cluster(access)
 
 
 def _show(diagnosis: Diagnosis) -> None:
@@ -82,11 +82,11 @@ def _show(diagnosis: Diagnosis) -> None:
     for group in dict.fromkeys(check.group for check in diagnosis.checks):
         table.add_row(f"[bold]{group}[/]")
         checks = [check for check in diagnosis.checks if check.group == group]
-        # What depends on something that is not here says nothing by itself.
+        # A check that depends on something that is not here says nothing by itself.
         dependent = [check for check in checks if check.status == "absent" and not check.fix]
         for check in checks:
             if check not in dependent:
-                table.add_row(_MARKS[check.status], check.name, _told(check))
+                table.add_row(_MARKS[check.status], check.name, _text_of(check))
         if dependent:
             table.add_row("", "not checked", f"{', '.join(check.name for check in dependent)}: {dependent[0].found}")
         table.add_row()
@@ -97,7 +97,7 @@ def _show(diagnosis: Diagnosis) -> None:
         console.print(f"Could be better, with the fix above: {', '.join(worse)}.", highlight=False)
 
 
-def _told(check: Check) -> str:
+def _text_of(check: Check) -> str:
     found = escape(check.found)
     if not check.fix:
         return found

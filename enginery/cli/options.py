@@ -1,7 +1,8 @@
-"""What several commands ask of their options' values."""
+"""Options of several commands, and what they ask of their values."""
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 from click.decorators import FC
@@ -16,8 +17,58 @@ def finite(ctx: click.Context, parameter: click.Parameter, value: float | None) 
         UserError: it is one of these.
     """
     if value is not None and not math.isfinite(value):
-        raise UserError(f"{parameter.opts[0]} {value}: write a number, such as 2.5", code="invalid-numbers")
+        option = parameter.opts[0]
+        raise UserError(f"{option} {value}: write a number, such as 2.5", code="invalid-numbers", setting=option)
     return value
+
+
+FILE = click.Path(path_type=Path)
+
+
+def login_options(prefix: str = "", *, required: bool = True) -> list[click.Parameter]:
+    """Options of every command that talks to KFP; their values make a `Server`."""
+    files = {
+        "--token-file": "Bearer token.  [default: $KFP_TOKEN; in a pod, its own]",
+        "--cookie-file": "Cookie of a login page (OIDC), as NAME=VALUE.  [default: $KFP_COOKIE]",
+        "--ca-file": "Certificates that sign the server's.",
+    }
+    endpoint = click.Option(
+        ["--endpoint"],
+        required=required,
+        envvar="KF_PIPELINES_ENDPOINT",
+        show_envvar=True,
+        metavar="URL",
+        help=f"{prefix}Where Kubeflow Pipelines answers, such as http://localhost:8080 behind a port-forward.",
+    )
+    rest = [click.Option([name], type=FILE, metavar="FILE", help=prefix + text) for name, text in files.items()]
+    return [endpoint, *rest]
+
+
+def settings_options(prefix: str = "") -> list[click.Parameter]:
+    """Options of every command that reads the settings of a cluster."""
+    return [
+        click.Option(
+            ["--settings"],
+            type=FILE,
+            metavar="FILE.yaml",
+            help=f"{prefix}What the cluster gives the steps: images, GPUs, volumes, secrets (docs/submit.md).",
+        ),
+        click.Option(
+            ["--num-nodes"],
+            type=click.IntRange(min=1),
+            metavar="N",
+            help=f"{prefix}Nodes to train on, instead of the settings' number.",
+        ),
+    ]
+
+
+def logs_option() -> click.Parameter:
+    """The option of the commands that follow a run."""
+    return click.Option(
+        ["--logs/--no-logs"],
+        default=True,
+        help="While following, show what the steps print, by a KUBECONFIG.  [default: logs]",
+    )
 
 
 server_url = click.option(

@@ -13,14 +13,14 @@ import click
 from kfp import compiler
 
 from components.common.contracts.errors import UserError
-from enginery.cli.compile import NODES_OPTION, SETTINGS_OPTION, load_for_cluster
+from enginery.cli.compile import load_for_cluster
+from enginery.cli.options import login_options, logs_option, settings_options
 from enginery.cli.run import FILE_FIRST, pipeline_command
-from enginery.cluster.server import Server, login_options, quiet
+from enginery.cluster.server import Server, quiet
 from enginery.cluster.settings import ClusterSettings, settings_rows
-from enginery.cluster.watch import Following, PodLogs
+from enginery.cluster.watch import follow
 from enginery.local.parameters import PipelineFile, load_pipeline
 
-KFP_NAMESPACE = "kubeflow"  # where runs are if KFP serves one user
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -55,7 +55,7 @@ def _show_settings() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to submit, and how."""
+    """A pipeline's arguments, and how it is to run."""
 
     arguments: dict[str, Any]
     settings: ClusterSettings
@@ -75,21 +75,39 @@ def command_for(path: Path) -> click.Command:
     file = load_pipeline(path)
 
     def execute(
-        arguments: dict[str, Any], settings: Path | None, num_nodes: int | None, wait: bool, **values: Any
+        arguments: dict[str, Any],
+        settings: Path | None,
+        num_nodes: int | None,
+        wait: bool,
+        logs: bool,
+        cron: str | None,
+        every: str | None,
+        **values: Any,
     ) -> None:
-        logs, server = values.pop("logs"), _server(values)
+        server = Server.find(*(values.pop(name) for name in ("endpoint", "token_file", "cookie_file", "ca_file")))
         placed, of_cluster = file, ClusterSettings()
         if settings is not None or num_nodes is not None:
             placed, of_cluster = load_for_cluster(path, settings, num_nodes)
-        request = _request(file, arguments, of_cluster, **values)
-        if wait and (request.cron or request.every_s):
-            raise UserError("--wait follows one run, and --cron and --every make many; leave --wait out")
+        if cron and every:
+            raise UserError("--cron and --every can't be had together", code="two-schedules", setting="--every")
+        if wait and (cron or every):
+            text = "--wait follows one run, and --cron and --every make many; leave --wait out"
+            raise UserError(text, code="schedule-with-wait", setting="--wait")
+        name = file.name if cron or every else f"{file.name} {datetime.now():%Y-%m-%d %H:%M:%S}"
+        request = Request(
+            arguments=arguments,
+            settings=of_cluster,
+            experiment=values["experiment"] or file.name,
+            run_name=values["run_name"] or name,
+            namespace=values["namespace"] or of_cluster.namespace,
+            cron=_cron(cron) if cron else "",
+            every_s=_every_s(every) if every else 0,
+        )
         sys.exit(_submit(placed, request, server, wait=wait, logs=logs))
 
     options = [
         *login_options(),
-        *_option(SETTINGS_OPTION),
-        *_option(NODES_OPTION),
+        *settings_options(),
         click.Option(["--experiment"], metavar="NAME", help="KFP experiment.  [default: the pipeline's name]"),
         click.Option(["--run-name"], metavar="NAME", help="Name of the run.  [default: the pipeline's, and the time]"),
         click.Option(["--namespace"], metavar="NAME", help="Your namespace, where KFP serves several users."),
@@ -98,57 +116,11 @@ def command_for(path: Path) -> click.Command:
             is_flag=True,
             help="Follow the run to its end; exit code 3 if its gate said no, 1 if it failed otherwise.",
         ),
-        *log_options(),
+        logs_option(),
         click.Option(["--cron"], metavar="TIMES", help="Run again and again: minute, hour, day, month, weekday."),
         click.Option(["--every"], metavar="TIME", help="Run again and again, such as every 6h or 1d."),
     ]
     return pipeline_command(file, execute, options, local=False)
-
-
-def _option(decorator: Any) -> list[click.Parameter]:
-    """What a decorator adds to a command."""
-    holder = decorator(click.Command("holder", callback=lambda: None))
-    return list(holder.params)
-
-
-def log_options() -> list[click.Parameter]:
-    """Options of the verbs that follow a run."""
-    return [
-        click.Option(
-            ["--logs/--no-logs"],
-            default=True,
-            help="While following, show what the steps print, by a KUBECONFIG.  [default: logs]",
-        )
-    ]
-
-
-def _server(values: dict[str, Any]) -> Server:
-    return Server.find(*(values.pop(name) for name in ("endpoint", "token_file", "cookie_file", "ca_file")))
-
-
-def _request(
-    file: PipelineFile,
-    arguments: dict[str, Any],
-    settings: ClusterSettings,
-    *,
-    experiment: str | None,
-    run_name: str | None,
-    namespace: str | None,
-    cron: str | None,
-    every: str | None,
-) -> Request:
-    if cron and every:
-        raise UserError("--cron and --every can't be had together")
-    recurs = bool(cron or every)
-    return Request(
-        arguments=arguments,
-        settings=settings,
-        experiment=experiment or file.name,
-        run_name=run_name or (file.name if recurs else f"{file.name} {datetime.now():%Y-%m-%d %H:%M:%S}"),
-        namespace=namespace or settings.namespace,
-        cron=_cron(cron) if cron else "",
-        every_s=_every_s(every) if every else 0,
-    )
 
 
 def _cron(text: str) -> str:
@@ -157,7 +129,9 @@ def _cron(text: str) -> str:
     if len(fields) not in (5, 6) or not all(re.fullmatch(r"[0-9A-Za-z*/,?-]+", field) for field in fields):
         raise UserError(
             f"--cron takes five fields (minute, hour, day, month, weekday), such as '0 3 * * 1' for Mondays at 3, or "
-            f"six with seconds before them; got {text!r}"
+            f"six with seconds before them; got {text!r}",
+            code="bad-schedule",
+            setting="--cron",
         )
     return " ".join(fields if len(fields) == 6 else ["0", *fields])
 
@@ -165,7 +139,8 @@ def _cron(text: str) -> str:
 def _every_s(text: str) -> int:
     match = re.fullmatch(r"([1-9][0-9]*)([smhd])", text.strip())
     if match is None:
-        raise UserError(f"--every takes a number and s, m, h or d, such as 6h; got {text!r}")
+        message = f"--every takes a number and s, m, h or d, such as 6h; got {text!r}"
+        raise UserError(message, code="bad-schedule", setting="--every")
     return int(match[1]) * _SECONDS[match[2]]
 
 
@@ -174,7 +149,7 @@ def _submit(file: PipelineFile, request: Request, server: Server, *, wait: bool,
         package = Path(folder, f"{file.name}.yaml")
         compiler.Compiler().compile(file.pipeline, str(package))
         client = server.client()
-        with server.explained(), quiet():
+        with server.translate_errors(), quiet():
             if request.cron or request.every_s:
                 lines = _recurring(client, package, request, server)
                 run_id = ""
@@ -185,8 +160,7 @@ def _submit(file: PipelineFile, request: Request, server: Server, *, wait: bool,
         click.echo(line)
     if not wait:
         return 0
-    of_pods = PodLogs(request.namespace or KFP_NAMESPACE, run_id) if logs else None
-    return Following(server, client, run_id, of_pods, request.namespace).to_the_end()
+    return follow(server, client, run_id, namespace=request.namespace, logs=logs)
 
 
 def _once(client: Any, package: Path, request: Request) -> str:
@@ -203,20 +177,27 @@ def _once(client: Any, package: Path, request: Request) -> str:
 
 
 def _recurring(client: Any, package: Path, request: Request, server: Server) -> list[str]:
-    """Have KFP start the pipeline again and again. Returns what to say.
+    """Have KFP start the pipeline again and again. Returns the lines to print.
 
     Raises:
         UserError: there is one of this name already, and two would do everything twice.
     """
     experiment = client.create_experiment(request.experiment, namespace=request.namespace or None)
-    same = _of_name(client, request.run_name, experiment.experiment_id)
     kfp = f"kfp --endpoint {shlex.quote(server.endpoint)} recurring-run"
-    if same is not None:
-        raise UserError(
-            f"the experiment {request.experiment} has a recurring run {request.run_name!r} already: "
-            f"{same.recurring_run_id}. Remove it ({kfp} delete {same.recurring_run_id}), or give this one another "
-            "--run-name"
-        )
+    token = ""
+    while True:
+        page = client.list_recurring_runs(page_token=token, page_size=100, experiment_id=experiment.experiment_id)
+        for run in page.recurring_runs or []:
+            if run.display_name == request.run_name:
+                raise UserError(
+                    f"the experiment {request.experiment} has a recurring run {request.run_name!r} already: "
+                    f"{run.recurring_run_id}. Remove it ({kfp} delete {run.recurring_run_id}), or give this one "
+                    "another --run-name",
+                    code="recurring-run-exists",
+                    setting="--run-name",
+                )
+        if not (token := page.next_page_token):
+            break
     made = client.create_recurring_run(
         experiment.experiment_id,
         request.run_name,
@@ -235,15 +216,3 @@ def _recurring(client: Any, package: Path, request: Request, server: Server) -> 
         f"list        {kfp} list",
         f"stop        {kfp} disable {made.recurring_run_id}",
     ]
-
-
-def _of_name(client: Any, name: str, experiment_id: str) -> Any:
-    token = ""
-    while True:
-        page = client.list_recurring_runs(page_token=token, page_size=100, experiment_id=experiment_id)
-        for run in page.recurring_runs or []:
-            if run.display_name == name:
-                return run
-        token = page.next_page_token
-        if not token:
-            return None

@@ -5,34 +5,25 @@ from pathlib import Path
 
 import click
 
-from enginery.cli.submit import KFP_NAMESPACE, log_options
-from enginery.cluster.server import Server, login_options
-from enginery.cluster.watch import Following, PodLogs
+from enginery.cli.options import login_options, logs_option
+from enginery.cluster.server import Server
+from enginery.cluster.watch import follow
 
 
-def _watch(
+@click.command(params=[click.Argument(["run_id"], metavar="RUN"), *login_options(), logs_option()])
+@click.option("--namespace", default="", metavar="NAME", help="Namespace of its pods.  [default: kubeflow]")
+def watch(
     run_id: str,
     endpoint: str,
     token_file: Path | None,
     cookie_file: Path | None,
     ca_file: Path | None,
-    namespace: str | None,
     logs: bool,
+    namespace: str,
 ) -> None:
+    """Follow a run that `enginery submit` started, to its end; the exit code is as with --wait.
+
+    Ctrl-C stops the watching, not the run.
+    """
     server = Server.find(endpoint, token_file, cookie_file, ca_file)
-    of_pods = PodLogs(namespace or KFP_NAMESPACE, run_id) if logs else None
-    sys.exit(Following(server, server.client(), run_id, of_pods, namespace or "").to_the_end())
-
-
-watch = click.Command(
-    "watch",
-    params=[
-        click.Argument(["run_id"], metavar="RUN"),
-        *login_options(),
-        click.Option(["--namespace"], metavar="NAME", help="Namespace of its pods.  [default: kubeflow]"),
-        *log_options(),
-    ],
-    callback=_watch,
-    help="Follow a run that `enginery submit` started, to its end; the exit code is as with --wait. Ctrl-C stops the "
-    "watching, not the run.",
-)
+    sys.exit(follow(server, server.client(), run_id, namespace=namespace, logs=logs))

@@ -1,6 +1,6 @@
-"""What a step asks of a cluster. A local run ignores all of it."""
+"""Resources of the steps on a cluster. A local run ignores all of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -11,11 +11,10 @@ from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VAR
 from enginery.cluster.settings import (
     PRODUCT_LABEL,
     ClusterSettings,
-    Gpu,
-    GpuPlacement,
     Placement,
     Toleration,
     TrainPlacement,
+    gpu_of,
 )
 
 RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"  # read by components.common.registry.tracking, whose import would bring MLflow
@@ -27,7 +26,7 @@ _settings: ContextVar[ClusterSettings | None] = ContextVar("cluster settings", d
 
 @contextmanager
 def on_cluster(settings: ClusterSettings) -> Iterator[None]:
-    """What `place` reads while a pipeline file is loaded."""
+    """Give the steps these resources while a pipeline file is loaded."""
     token = _settings.set(settings)
     try:
         yield
@@ -35,8 +34,8 @@ def on_cluster(settings: ClusterSettings) -> Iterator[None]:
         _settings.reset(token)
 
 
-def place(task: dsl.PipelineTask, step: str) -> dsl.PipelineTask:
-    """Give a step its image, resources, volumes, secrets and place.
+def apply_resources(task: dsl.PipelineTask, step: str) -> dsl.PipelineTask:
+    """Give a step its image, resources, volumes, secrets and nodes.
 
     A step with GPUs gets the shared memory that it needs and may run on nodes that are kept for GPUs, unasked.
     """
@@ -44,53 +43,49 @@ def place(task: dsl.PipelineTask, step: str) -> dsl.PipelineTask:
     placed = settings.of(step)
     task.set_caching_options(placed.caching)
     if _settings.get() is not None:
-        _identify(task, step, settings)
-    _let_in(task, placed, settings)
+        _apply_image(task, step, settings)
+    _apply_environment(task, placed)
     if isinstance(placed, TrainPlacement) and placed.num_nodes > 1:
-        _wait_only(task, placed, settings)
+        _apply_train_job(task, placed, settings)
         return task
-    gpu = placed.gpu if isinstance(placed, GpuPlacement) else Gpu(count=0)
+    gpu = gpu_of(placed)
     if gpu.count:
         task.set_accelerator_type(gpu.resource).set_accelerator_limit(gpu.count)
-    _size(task, placed.cpu, placed.memory)
+    _apply_size(task, placed.cpu, placed.memory)
     if placed.shm:
         kubernetes.empty_dir_mount(task, "dshm", "/dev/shm", medium="Memory", size_limit=placed.shm)
-    for label, value in selector_of(placed).items():
-        kubernetes.add_node_selector(task, label, value)
-    for toleration in tolerations_of(placed):
-        kubernetes.add_toleration(task, **toleration_of(toleration))
+    _apply_nodes(task, selector_of(placed), tolerations_of(placed))
     return task
 
 
 def selector_of(placed: Placement) -> dict[str, str]:
     """Labels of the nodes that a step may run on."""
-    gpu = placed.gpu if isinstance(placed, GpuPlacement) else Gpu(count=0)
+    gpu = gpu_of(placed)
     product = {PRODUCT_LABEL: gpu.product} if gpu.count and gpu.product else {}
     return {**product, **placed.node_selector}
 
 
 def tolerations_of(placed: Placement) -> tuple[Toleration, ...]:
     """Of the file, and of GPU nodes where the step has GPUs."""
-    has_gpu = isinstance(placed, GpuPlacement) and placed.gpu.count
-    return (_GPU_TAINT, *placed.tolerations) if has_gpu else placed.tolerations
+    return (_GPU_TAINT, *placed.tolerations) if gpu_of(placed).count else placed.tolerations
 
 
-def toleration_of(toleration: Toleration) -> dict[str, str]:
+def _toleration_fields(toleration: Toleration) -> dict[str, str]:
     """As Kubernetes writes it: what is empty is left out."""
     return {name: value for name, value in toleration.model_dump().items() if value}
 
 
-def _identify(task: dsl.PipelineTask, step: str, settings: ClusterSettings) -> None:
+def _apply_image(task: dsl.PipelineTask, step: str, settings: ClusterSettings) -> None:
     if settings.image(step) != image_for(step):
         task.set_container_image(settings.image(step))
     if settings.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, list(settings.image_pull_secrets))
-    # What the step's run in MLflow is tagged with.
+    # The step's run in MLflow is tagged with it.
     kubernetes.use_field_path_as_env(task, RUN_VARIABLE, "metadata.labels['pipeline/runid']")
 
 
-def _let_in(task: dsl.PipelineTask, placed: Placement, settings: ClusterSettings) -> None:
-    """What a step sees and how long it may take, wherever it works."""
+def _apply_environment(task: dsl.PipelineTask, placed: Placement) -> None:
+    """Variables, secrets, volumes, tries and time of a step, wherever it works."""
     for name, value in placed.env.items():
         task.set_env_variable(name, value)
     for secret in placed.secrets:
@@ -110,33 +105,31 @@ def _let_in(task: dsl.PipelineTask, placed: Placement, settings: ClusterSettings
         kubernetes.set_timeout(task, placed.timeout_s)
 
 
-def _size(task: dsl.PipelineTask, cpu: str, memory: str) -> None:
+def _apply_size(task: dsl.PipelineTask, cpu: str, memory: str) -> None:
     if cpu:
         task.set_cpu_request(cpu).set_cpu_limit(cpu)
     if memory:
         task.set_memory_request(memory).set_memory_limit(memory)
 
 
-def _wait_only(task: dsl.PipelineTask, placed: TrainPlacement, settings: ClusterSettings) -> None:
+def _apply_nodes(task: dsl.PipelineTask, selector: Mapping[str, str], tolerations: Iterable[Toleration]) -> None:
+    for label, value in selector.items():
+        kubernetes.add_node_selector(task, label, value)
+    for toleration in tolerations:
+        kubernetes.add_toleration(task, **_toleration_fields(toleration))
+
+
+def _apply_train_job(task: dsl.PipelineTask, placed: TrainPlacement, settings: ClusterSettings) -> None:
     """The step's own pod starts a TrainJob and waits: the GPUs are those of the job's pods."""
     volume = settings.train_job.volume
     assert volume is not None  # the settings' own check
     if volume not in placed.volumes:
         kubernetes.mount_pvc(task, volume.claim, volume.mount_path, volume.sub_path)
-    _size(task, _WAITING_CPU, _WAITING_MEMORY)
-    for label, value in placed.node_selector.items():
-        kubernetes.add_node_selector(task, label, value)
-    for toleration in placed.tolerations:
-        kubernetes.add_toleration(task, **toleration_of(toleration))
+    _apply_size(task, _WAITING_CPU, _WAITING_MEMORY)
+    _apply_nodes(task, placed.node_selector, placed.tolerations)
     kubernetes.use_field_path_as_env(task, POD_VARIABLE, "metadata.name")
     kubernetes.use_field_path_as_env(task, NAMESPACE_VARIABLE, "metadata.namespace")
-    task.set_env_variable(JOB_VARIABLE, _request(placed, settings).model_dump_json())
-
-
-def _request(placed: TrainPlacement, settings: ClusterSettings) -> TrainJobRequest:
-    volume = settings.train_job.volume
-    assert volume is not None
-    return TrainJobRequest(
+    request = TrainJobRequest(
         num_nodes=placed.num_nodes,
         num_gpus=placed.gpu.count,
         gpu_resource=placed.gpu.resource,
@@ -146,7 +139,7 @@ def _request(placed: TrainPlacement, settings: ClusterSettings) -> TrainJobReque
         memory=placed.memory,
         shm=placed.shm,
         node_selector=selector_of(placed),
-        tolerations=tuple(toleration_of(toleration) for toleration in tolerations_of(placed)),
+        tolerations=tuple(_toleration_fields(toleration) for toleration in tolerations_of(placed)),
         env=placed.env,
         secrets={variable: (secret.name, key) for secret in placed.secrets for variable, key in secret.env.items()},
         volumes=tuple((v.claim, v.mount_path, v.sub_path) for v in dict.fromkeys((volume, *placed.volumes))),
@@ -155,3 +148,4 @@ def _request(placed: TrainPlacement, settings: ClusterSettings) -> TrainJobReque
         service_account=settings.train_job.service_account,
         timeout_s=placed.timeout_s,
     )
+    task.set_env_variable(JOB_VARIABLE, request.model_dump_json())

@@ -1,4 +1,4 @@
-"""A Kubeflow Pipelines server: how to get in, and what its refusals mean."""
+"""A Kubeflow Pipelines server and the Kubernetes API around it: how to get in, and what the server's refusals mean."""
 
 import contextlib
 import io
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import kfp_server_api  # type: ignore[import-untyped]
 import urllib3
+from kubernetes import client, config  # type: ignore[import-untyped]
 
 from components.common.contracts.errors import EngineryError, UserError
 
+KFP_NAMESPACE = "kubeflow"  # where runs are if KFP serves one user
 TOKEN_VARIABLE = "KFP_TOKEN"  # noqa: S105  # the name of a variable, no token
 COOKIE_VARIABLE = "KFP_COOKIE"
 # Where a pod finds the token that Kubernetes makes for KFP and renews; KFP's client knows the same two names.
@@ -28,7 +29,7 @@ _TIMEOUT_S = 10.0
 class Login:
     """Who asks. Tokens and cookies come from the environment or from files, so that no list of processes shows them."""
 
-    told: str  # where it comes from, for messages; "" for nobody
+    source: str  # what it is and where it comes from, for messages; "" for nobody
     token: Callable[[], str] | None = None  # asked before every request, as it may be renewed
     cookie: str = ""
 
@@ -40,23 +41,27 @@ class Login:
             UserError: two files, or one that can't be read.
         """
         if token_file and cookie_file:
-            raise UserError("--token-file and --cookie-file can't be had together: a server asks for one of them")
+            raise UserError(
+                "--token-file and --cookie-file can't be had together: a server asks for one of them",
+                code="two-logins",
+                setting="--cookie-file",
+            )
         if token_file:
             _read(token_file, "--token-file")
-            return cls(told=f"the token in {token_file}", token=lambda: _read(token_file, "--token-file"))
+            return cls(source=f"the token in {token_file}", token=lambda: _read(token_file, "--token-file"))
         if cookie_file:
-            return cls(told=f"the cookie in {cookie_file}", cookie=_read(cookie_file, "--cookie-file"))
+            return cls(source=f"the cookie in {cookie_file}", cookie=_read(cookie_file, "--cookie-file"))
         if token := os.environ.get(TOKEN_VARIABLE, "").strip():
-            return cls(told=f"the token in {TOKEN_VARIABLE}", token=lambda: token)
+            return cls(source=f"the token in {TOKEN_VARIABLE}", token=lambda: token)
         if cookie := os.environ.get(COOKIE_VARIABLE, "").strip():
-            return cls(told=f"the cookie in {COOKIE_VARIABLE}", cookie=cookie)
+            return cls(source=f"the cookie in {COOKIE_VARIABLE}", cookie=cookie)
         of_pod = Path(os.environ.get(_POD_TOKEN_VARIABLE) or _POD_TOKEN)
         if of_pod.is_file():
-            return cls(told=f"this pod's token ({of_pod})", token=lambda: _read(of_pod, _POD_TOKEN_VARIABLE))
-        return cls(told="")
+            return cls(source=f"this pod's token ({of_pod})", token=lambda: _read(of_pod, _POD_TOKEN_VARIABLE))
+        return cls(source="")
 
     def refresh_api_key_hook(self, config: Any) -> None:
-        """What KFP's client calls before a request."""
+        """Renew the token; KFP's client calls this before a request."""
         if self.token is not None:
             config.api_key["authorization"] = self.token()
 
@@ -66,38 +71,15 @@ def _read(file: Path, source: str) -> str:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        raise UserError(f"{source} {file} can't be read: {reason}; name a file that holds nothing else") from None
+        raise UserError(
+            f"{source} {file} can't be read: {reason}; name a file that holds nothing else",
+            code="login-file-unreadable",
+            setting=source,
+        ) from None
     if not text or "\n" in text:
-        raise UserError(f"{source} {file} must hold one line, and nothing else")
+        text = f"{source} {file} must hold one line, and nothing else"
+        raise UserError(text, code="login-file-not-one-line", setting=source)
     return text
-
-
-def login_options() -> list[click.Parameter]:
-    """Options of every verb that talks to KFP."""
-    file = click.Path(path_type=Path)
-    return [
-        click.Option(
-            ["--endpoint"],
-            required=True,
-            envvar="KF_PIPELINES_ENDPOINT",
-            show_envvar=True,
-            metavar="URL",
-            help="Where Kubeflow Pipelines answers, such as http://localhost:8080 behind a port-forward.",
-        ),
-        click.Option(
-            ["--token-file"],
-            type=file,
-            metavar="FILE",
-            help=f"Bearer token.  [default: ${TOKEN_VARIABLE}; in a pod, its own]",
-        ),
-        click.Option(
-            ["--cookie-file"],
-            type=file,
-            metavar="FILE",
-            help=f"Cookie of a login page (OIDC), as NAME=VALUE.  [default: ${COOKIE_VARIABLE}]",
-        ),
-        click.Option(["--ca-file"], type=file, metavar="FILE", help="Certificates that sign the server's."),
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +92,14 @@ class Server:
 
     @classmethod
     def find(cls, endpoint: str, token_file: Path | None, cookie_file: Path | None, ca_file: Path | None) -> "Server":
-        """From the values of `login_options`.
+        """From the values of the options of the same names.
 
         Raises:
             UserError: no URL, or a file that can't be read.
         """
         if ca_file is not None and not ca_file.is_file():
-            raise UserError(f"--ca-file {ca_file}: no such file; name one with certificates in PEM")
+            text = f"--ca-file {ca_file}: no such file; name one with certificates in PEM"
+            raise UserError(text, code="ca-file-missing", setting="--ca-file")
         return cls(endpoint=checked_endpoint(endpoint), login=Login.find(token_file, cookie_file), ca_file=ca_file)
 
     def client(self) -> Any:
@@ -126,7 +109,7 @@ class Server:
             UserError: it can't be reached, refuses, or is something else.
         """
         self._check()
-        with self.explained(), quiet():
+        with self.translate_errors(), quiet():
             from kfp.client import Client
 
             return Client(
@@ -150,15 +133,14 @@ class Server:
             config.api_key_prefix["authorization"] = "Bearer"
             config.api_key["authorization"] = self.login.token()
         api = kfp_server_api.HealthzServiceApi(kfp_server_api.ApiClient(config, cookie=self.login.cookie or None))
-        with self.explained():
+        with self.translate_errors():
             try:
                 response = api.healthz_service_get_healthz(_preload_content=False, _request_timeout=_TIMEOUT_S)
             except kfp_server_api.ApiException as error:
                 if error.status != 404:
                     raise
-                raise UserError(
-                    f"{self.endpoint} serves no KFP API (404 {error.reason}). Give the URL above /apis"
-                ) from None
+                text = f"{self.endpoint} serves no KFP API (404 {error.reason}). Give the URL above /apis"
+                raise UserError(text, code="no-kfp-api", setting="--endpoint") from None
             try:
                 answer = json.loads(response.data)
             except ValueError:
@@ -167,30 +149,35 @@ class Server:
                 raise UserError(
                     f"{self.endpoint} answers, but not as Kubeflow Pipelines does (a login page?). Give the URL that "
                     f"serves KFP's API (.../apis/v2beta1), and a token in {TOKEN_VARIABLE} or a cookie in "
-                    f"{COOKIE_VARIABLE} if it asks for one"
+                    f"{COOKIE_VARIABLE} if it asks for one",
+                    code="no-kfp-api",
+                    setting="--endpoint",
                 )
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Turn what the client raises into one message."""
         try:
             yield
         except kfp_server_api.ApiException as error:
             if error.status in (301, 302, 303, 307, 308, 401, 403):
-                sent = f"{self.login.told} was refused" if self.login.told else "nothing was sent"
+                sent = f"{self.login.source} was refused" if self.login.source else "nothing was sent"
                 raise UserError(
                     f"{self.endpoint} refuses this request ({error.status} {error.reason}): {sent}. A bearer token is "
                     f"taken from {TOKEN_VARIABLE} or --token-file, a login page's cookie from {COOKIE_VARIABLE} or "
-                    "--cookie-file. Where several users share KFP, --namespace must be yours"
+                    "--cookie-file. Where several users share KFP, --namespace must be yours",
+                    code="kfp-refuses",
                 ) from None
             if error.status == 404:
                 what = _message_of(error) or "it does not say what"
                 raise UserError(
                     f"{self.endpoint} does not have this (404 {error.reason}): {what}. Check the id, and that it is of "
-                    "this server"
+                    "this server",
+                    code="kfp-not-found",
                 ) from None
             raise EngineryError(
-                f"{self.endpoint} answers {error.status} {error.reason}: {_message_of(error) or 'it does not say why'}"
+                f"{self.endpoint} answers {error.status} {error.reason}: {_message_of(error) or 'it does not say why'}",
+                code="kfp-error",
             ) from None
         except (urllib3.exceptions.HTTPError, TimeoutError) as error:
             reason = getattr(error, "reason", None) or error
@@ -199,7 +186,11 @@ class Server:
             fix += "8080:80, then --endpoint http://localhost:8080"
             if "CERTIFICATE_VERIFY_FAILED" in text:
                 fix = "Name the certificates that sign it with --ca-file"
-            raise UserError(f"can't reach Kubeflow Pipelines at {self.endpoint}: {text}. {fix}") from None
+            raise UserError(
+                f"can't reach Kubeflow Pipelines at {self.endpoint}: {text}. {fix}",
+                code="kfp-unreachable",
+                setting="--endpoint",
+            ) from None
 
 
 def checked_endpoint(endpoint: str) -> str:
@@ -210,18 +201,24 @@ def checked_endpoint(endpoint: str) -> str:
     """
     url = endpoint.split("#")[0].rstrip("/")
     if not url.startswith(("http://", "https://")) or url.count("/") < 2 or not url.split("/")[2]:
-        raise UserError(f"--endpoint must be a URL such as http://localhost:8080 or https://kfp.example.org/pipeline, "
-                        f"got {endpoint!r}")  # fmt: skip
+        raise UserError(
+            "--endpoint must be a URL such as http://localhost:8080 or https://kfp.example.org/pipeline, "
+            f"got {endpoint!r}",
+            code="endpoint-not-url",
+            setting="--endpoint",
+        )
     if "@" in url.split("/")[2]:
         raise UserError(
             "--endpoint has a user or a password in it, which lists of processes and logs show; leave it out, and give "
-            f"a token in {TOKEN_VARIABLE} or a cookie in {COOKIE_VARIABLE}"
+            f"a token in {TOKEN_VARIABLE} or a cookie in {COOKIE_VARIABLE}",
+            code="endpoint-holds-secret",
+            setting="--endpoint",
         )
     return url
 
 
 def _message_of(error: Any) -> str:
-    """What KFP says of an error: JSON with `message` by its API, other JSON or a page by what stands before it."""
+    """KFP's text of an error: JSON with `message` by its API, other JSON or a page by what stands before it."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     try:
         answer = json.loads(body)
@@ -236,3 +233,18 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
+
+
+def kubernetes_api(retries: urllib3.Retry) -> Any:
+    """Kubernetes' API, from inside a pod or by a KUBECONFIG.
+
+    Raises:
+        kubernetes.config.ConfigException: there is neither.
+    """
+    configuration = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=configuration)
+    except config.ConfigException:
+        config.load_kube_config(client_configuration=configuration)
+    configuration.retries = retries
+    return client.ApiClient(configuration)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
 from components.common.contracts.container_images import IMAGE_OF, REGISTRY, TAG, reference
 from components.common.contracts.errors import UserError, holds_secret
@@ -157,7 +156,7 @@ class Retries(_Part):
 
 
 class Placement(_Part):
-    """What a step gets. What is empty falls to every_step; env, secrets and the like are added to those."""
+    """Resources of a step. An empty one is that of every_step; env, secrets and the like are added to those."""
 
     cpu: Cpu = Field("", description="Processors, such as 8 or 500m, as request and limit; empty for what is left.")
     memory: Memory = Field("", description="Memory, such as 64Gi, as request and limit; empty for what is left.")
@@ -187,13 +186,18 @@ class Placement(_Part):
 
 
 class GpuPlacement(Placement):
-    """What a step with GPUs gets."""
+    """Resources of a step with GPUs."""
 
     gpu: Gpu = Field(Gpu(), description="GPUs on each node.")
 
 
+def gpu_of(placed: Placement) -> Gpu:
+    """GPUs of any step; of most none."""
+    return placed.gpu if isinstance(placed, GpuPlacement) else Gpu(count=0)
+
+
 class TrainPlacement(GpuPlacement):
-    """What training gets."""
+    """Resources of training."""
 
     num_nodes: int = Field(
         1, ge=1, le=1024, description="Nodes to train on. From 2 on the step is a Kubeflow Trainer TrainJob."
@@ -215,7 +219,7 @@ class TrainJobSettings(_Part):
 
 
 class ClusterSettings(_Part):
-    """What a cluster is told of a pipeline's steps."""
+    """The settings file: how a pipeline's steps run on a cluster."""
 
     namespace: OptionalName = Field("", description="Your namespace, where KFP serves several users.")
     service_account: OptionalName = Field(
@@ -251,7 +255,7 @@ class ClusterSettings(_Part):
                 )
             self._check_volumes(step, placed)
             self._check_variables(step, placed)
-            gpu = placed.gpu if isinstance(placed, GpuPlacement) else Gpu()
+            gpu = gpu_of(placed)
             if gpu.product and placed.node_selector.get(PRODUCT_LABEL, gpu.product) != gpu.product:
                 raise ValueError(
                     f"{step}: gpu.product is {gpu.product}, and node_selector has {PRODUCT_LABEL} "
@@ -285,7 +289,7 @@ class ClusterSettings(_Part):
                 )
 
     def of(self, step: str) -> Placement:
-        """What one step gets, with what falls to it from `every_step`."""
+        """Resources of one step, those of `every_step` among them."""
         own: Placement = getattr(self, "validate_" if step == "validate" else step)
         merged: dict[str, Any] = {}
         for name in Placement.model_fields:
@@ -326,16 +330,22 @@ def load_settings(path: Path | None, *, num_nodes: int | None = None) -> Cluster
         return ClusterSettings.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         where = path or "--num-nodes"
-        raise UserError("\n".join(f"{where}: {_explain(problem)}" for problem in error.errors())) from None
+        text = "\n".join(f"{where}: {_explain(problem)}" for problem in error.errors())
+        raise UserError(text, code="bad-cluster-settings", setting=_key_of(error.errors()[0])) from None
+
+
+def _key_of(problem: Any) -> str:
+    """The key at fault, such as every_step.secrets[0].name; "" for the whole file."""
+    location = [part for part in problem["loc"] if part != "[key]"]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)[1:]
 
 
 def _explain(problem: Any) -> str:
-    location = [part for part in problem["loc"] if part != "[key]"]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)[1:]
+    name, location = _key_of(problem), [part for part in problem["loc"] if part != "[key]"]
     message = re.sub(r"^(Value error, |(Input|String|Tuple|Dictionary) should )", "", problem["msg"])
     if problem["type"] == "extra_forbidden":
         model = _model_at(location[:-1])
-        valid = sorted(_key(key, field) for key, field in model.model_fields.items())
+        valid = sorted(field.alias or key for key, field in model.model_fields.items())
         close = difflib.get_close_matches(str(location[-1]), valid, n=1)
         return f"unknown key {name}; " + (f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid)}")
     if problem["type"] == "value_error":
@@ -351,7 +361,7 @@ def _model_at(location: list[Any]) -> type[BaseModel]:
     """The model that holds what a path of keys leads to."""
     model: type[BaseModel] = ClusterSettings
     for part in location:
-        field = next((field for key, field in model.model_fields.items() if _key(key, field) == part), None)
+        field = next((field for key, field in model.model_fields.items() if field.alias or key == part), None)
         if field is not None and (inner := _inner_model(field.annotation)):
             model = inner
     return model
@@ -367,14 +377,10 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _key(name: str, field: FieldInfo) -> str:
-    return field.alias or name
-
-
 def settings_rows(model: type[BaseModel] = ClusterSettings, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Every key of a settings file: (key, default, meaning). What all steps have is told once, under `every_step`."""
     for name, field in model.model_fields.items():
-        key = f"{prefix}{_key(name, field)}"
+        key = f"{prefix}{field.alias or name}"
         inner = _inner_model(field.annotation)
         if inner is None:
             default = "" if field.is_required() else show_value(field.default)

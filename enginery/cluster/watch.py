@@ -11,7 +11,7 @@ from typing import Any
 
 import kfp_server_api  # type: ignore[import-untyped]
 import urllib3
-from kubernetes import client, config  # type: ignore[import-untyped]
+from kubernetes import client  # type: ignore[import-untyped]
 from kubernetes.config import ConfigException  # type: ignore[import-untyped]
 
 from components.common.contracts.errors import (
@@ -21,7 +21,7 @@ from components.common.contracts.errors import (
     EngineryError,
     UserError,
 )
-from enginery.cluster.server import Server
+from enginery.cluster.server import KFP_NAMESPACE, Server, kubernetes_api
 from enginery.formats import echo
 
 RUN_LABEL = "pipeline/runid"
@@ -32,18 +32,8 @@ _TIDYING_S = 5.0  # for the last lines of pods, once the run has ended
 
 
 def core_api() -> Any:
-    """Kubernetes' API, from inside a pod or by a KUBECONFIG.
-
-    Raises:
-        ConfigException: there is neither.
-    """
-    configuration = client.Configuration()
-    try:
-        config.load_incluster_config(client_configuration=configuration)
-    except ConfigException:
-        config.load_kube_config(client_configuration=configuration)
-    configuration.retries = urllib3.Retry(1, backoff_factor=0.5)
-    return client.CoreV1Api(client.ApiClient(configuration))
+    """Kubernetes' core API, which is asked twice where the first answer is lost."""
+    return client.CoreV1Api(kubernetes_api(urllib3.Retry(1, backoff_factor=0.5)))
 
 
 class PodLogs:
@@ -59,7 +49,7 @@ class PodLogs:
         self._threads: dict[str, threading.Thread] = {}
         self._ended = threading.Event()
 
-    def look(self, steps: set[str] | None) -> None:
+    def read_new_pods(self, steps: set[str] | None) -> None:
         """Begin to read what new pods print.
 
         Args:
@@ -86,7 +76,7 @@ class PodLogs:
 
     def finish(self) -> None:
         """Wait for the last lines."""
-        self.look(None)
+        self.read_new_pods(None)
         deadline = time.monotonic() + _TIDYING_S
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -95,14 +85,14 @@ class PodLogs:
     def _lose(self, error: Exception) -> None:
         self._is_lost = True
         reason = getattr(error, "reason", None) or error
-        told = f"{getattr(error, 'status', '')} {reason}".strip().splitlines()[0]
+        text = f"{getattr(error, 'status', '')} {reason}".strip().splitlines()[0]
         echo(
-            f"logs        not shown: Kubernetes can't be asked for pods in {self._namespace} ({told}). They need a "
+            f"logs        not shown: Kubernetes can't be asked for pods in {self._namespace} ({text}). They need a "
             "KUBECONFIG with the right to read pods and their logs; the page of the run has them, too"
         )
 
     def _read(self, pod: str, step: str) -> None:
-        """Pass a pod's lines on until it ends, going on where a connection broke."""
+        """Print a pod's lines until it ends, resuming where a connection broke."""
         last = ""  # time stamp of the last line, as Kubernetes writes it; they sort as text
         while not self._ended.is_set():
             try:
@@ -150,8 +140,8 @@ _NO_STEPS = ("root", "executor", "iteration")
 
 
 @dataclass
-class Following:
-    """One run."""
+class RunFollower:
+    """One run, as its states are printed."""
 
     server: Server
     client: Any
@@ -159,9 +149,9 @@ class Following:
     logs: PodLogs | None = None
     namespace: str = ""  # as the user named it
     _state: str = ""
-    _steps: dict[str, str] = field(default_factory=dict)  # what was told of each
+    _steps: dict[str, str] = field(default_factory=dict)  # what was printed of each
 
-    def to_the_end(self) -> int:
+    def follow(self) -> int:
         """Poll until the run ends. Returns the exit code. Ctrl-C stops the watching, not the run."""
         # KFP's wait_for_run_completion never ends for a cancelled run and gives up at the first lost connection.
         pause_s, lost = _SHORTEST_POLL_S, 0
@@ -176,8 +166,8 @@ class Following:
                     if lost >= _MAX_LOST_POLLS or is_final:
                         raise self._lost(error) from None
                 else:
-                    if self._tell(run):
-                        return self._end(run)
+                    if self._report(run):
+                        return self._exit_code(run)
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
         except SystemExit:  # which enginery.cli.main makes of Ctrl-C
@@ -186,38 +176,39 @@ class Following:
 
     def _way_back(self) -> str:
         where = f"--endpoint {self.server.endpoint}" + (f" --namespace {self.namespace}" if self.namespace else "")
-        return f"run {self.run_id} goes on. To come back: enginery watch {self.run_id} {where}"
+        return f"run {self.run_id} continues. To come back: enginery watch {self.run_id} {where}"
 
     def _lost(self, error: Exception) -> EngineryError:
-        """What to say of a server that has answered before, or did not know the run."""
+        """The error of a server that has answered before, or did not know the run."""
         try:
-            with self.server.explained():
+            with self.server.translate_errors():
                 raise error
-        except EngineryError as told:
+        except EngineryError as translated:
             if getattr(error, "status", 0) == 404:
-                return told
-            text = f"{told}. It can't be watched any longer; {self._way_back()}"
-            return (UserError if getattr(error, "status", 0) in (401, 403) else EngineryError)(text)
+                return translated
+            text = f"{translated}. It can't be watched any longer; {self._way_back()}"
+            kind = UserError if getattr(error, "status", 0) in (401, 403) else EngineryError
+            return kind(text, code="kfp-lost", setting=translated.setting)
 
-    def _tell(self, run: Any) -> bool:
-        """Say what is new. Returns whether the run has ended."""
+    def _report(self, run: Any) -> bool:
+        """Print what is new. Returns True if the run has ended."""
         state = str(run.state or "PENDING").upper()
         steps = dict(states_of(run))
-        for step, told in steps.items():
-            if self._steps.get(step) != told:
-                echo(f"step        {step:<16} {told}")
+        for step, status in steps.items():
+            if self._steps.get(step) != status:
+                echo(f"step        {step:<16} {status}")
         self._steps.update(steps)
         if state != self._state:
             echo(f"state       {state.lower()}")
             self._state = state
         if self.logs is not None:
-            self.logs.look(set(steps_of(run)) or None)
+            self.logs.read_new_pods(set(steps_of(run)) or None)
         return state in _ENDED
 
-    def _end(self, run: Any) -> int:
+    def _exit_code(self, run: Any) -> int:
         if self.logs is not None:
             self.logs.finish()
-        failed = [step for step, told in self._steps.items() if told.startswith("failed")]
+        failed = [step for step, status in self._steps.items() if status.startswith("failed")]
         if run.error is not None and run.error.message:
             echo(f"reason      {run.error.message}")
         if self._state == "FAILED" and failed:
@@ -250,7 +241,7 @@ def steps_of(run: Any) -> list[str]:
 
 
 def states_of(run: Any) -> Iterator[tuple[str, str]]:
-    """What to say of each step: "running", or of one that runs several times "running, 3 of 8 succeeded"."""
+    """The state of each step: "running", or of one that runs several times "running, 3 of 8 succeeded"."""
     details = (run.run_details.task_details if run.run_details else None) or []
     known = steps_of(run)
     found: dict[str, list[str]] = {}
@@ -269,3 +260,9 @@ def _of_several(states: list[str]) -> str:
         if counts[state] and len(states) > 1:
             return f"{state.lower()}, {counts['SUCCEEDED']} of {len(states)} succeeded"
     return states[0].lower()
+
+
+def follow(server: Server, client: Any, run_id: str, *, namespace: str, logs: bool) -> int:
+    """Follow a run to its end, with the logs of its pods if they are wanted. Returns the exit code."""
+    of_pods = PodLogs(namespace or KFP_NAMESPACE, run_id) if logs else None
+    return RunFollower(server, client, run_id, of_pods, namespace).follow()

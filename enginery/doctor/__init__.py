@@ -1,1 +1,1 @@
-"""What this machine can do, and the exact fix for each thing missing. `enginery.doctor.report` runs the checks."""
+"""What this machine or a cluster can do, and the exact fix for each thing missing."""

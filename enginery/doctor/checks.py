@@ -1,4 +1,4 @@
-"""What a check is, and how one runs: whatever it raises becomes a line of the report."""
+"""Checks, their findings and the report of them all. Whatever a check raises becomes a line of the report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,34 +11,11 @@ Status = Literal["ok", "warning", "missing", "absent"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. `fix` is empty only where nothing needs one: "ok", or "absent" with what it depends on."""
+    """The result of a check. `fix` is empty only where nothing needs one: "ok", or "absent" with what it depends on."""
 
     status: Status
     found: str
     fix: str = ""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A check that has not run yet."""
-
-    group: str
-    name: str
-    look: Callable[[], Finding]
-    required: bool = False  # every run needs it
-
-
-class Check(BaseModel):
-    """One line of the report."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    group: str
-    name: str
-    status: Status
-    found: str
-    fix: str = Field(description="What to do; empty when nothing needs doing here.")
-    required: bool = Field(description="Whether every run needs it: then missing means that nothing runs.")
 
 
 def ok(found: str) -> Finding:
@@ -61,19 +38,44 @@ def absent(found: str, fix: str = "") -> Finding:
     return Finding("absent", found, fix)
 
 
-def run_check(planned: Planned) -> Check:
-    """Look, and never raise: a check that breaks says nothing about the machine, and must not hide the others."""
-    try:
-        finding = planned.look()
-    except Exception as error:  # the boundary between checks
-        reason = " ".join(str(error).split())
-        text = f"could not check: {type(error).__name__}: {reason}"
-        finding = warning(text, "see what it says; if it is enginery's mistake, report it with this text")
-    return Check(
-        group=planned.group,
-        name=planned.name,
-        status=finding.status,
-        found=finding.found,
-        fix=finding.fix,
-        required=planned.required,
-    )
+class Check(BaseModel):
+    """One line of the report."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    group: str
+    name: str
+    status: Status
+    found: str
+    fix: str = Field(description="What to do; empty when nothing needs doing here.")
+    required: bool = Field(description="True if every run needs it: then missing means that nothing runs.")
+
+
+class Diagnosis(BaseModel):
+    """The report, as `enginery doctor --json` prints it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = 1
+    checks: tuple[Check, ...]
+    conclusion: str = Field(description="What this machine can run.")
+    exit_code: int = Field(description="0, or 1 when something that every run needs is missing.")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A check that has not run yet."""
+
+    group: str
+    name: str
+    find: Callable[[], Finding]
+    required: bool = False  # every run needs it
+
+    def run(self) -> Check:
+        """Never raises: a check that breaks says nothing about the machine, and must not hide the others."""
+        try:
+            finding = self.find()
+        except Exception as error:  # the boundary between checks
+            text = f"could not check: {type(error).__name__}: {' '.join(str(error).split())}"
+            finding = warning(text, "see what it says; if it is enginery's mistake, report it with this text")
+        return Check(group=self.group, name=self.name, required=self.required, **vars(finding))

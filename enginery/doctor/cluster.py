@@ -1,140 +1,63 @@
-"""What `enginery doctor --cluster` looks at: whether a cluster can run the pipelines as a settings file asks."""
+"""`enginery doctor --cluster`: whether a cluster can run the pipelines as a settings file asks."""
 
-from collections.abc import Callable, Sequence
+import base64
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
-import urllib3
-from kubernetes import client, config  # type: ignore[import-untyped]
-from kubernetes.config import ConfigException  # type: ignore[import-untyped]
+import requests  # type: ignore[import-untyped]
+from kubernetes import client  # type: ignore[import-untyped]
 
+from components.common.contracts.container_images import IMAGE_OF
 from components.common.contracts.errors import EXIT_FAILURE, EngineryError
-from enginery.cluster.server import Login, Server
-from enginery.cluster.settings import ClusterSettings
-from enginery.doctor.checks import Check, Finding, Planned, absent, missing, ok, run_check, warning
-from enginery.doctor.report import Diagnosis
-
-KFP_NAMESPACE = "kubeflow"
-_LIMIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class View:
-    """A cluster, as the settings of a run see it."""
-
-    settings: ClusterSettings
-    endpoint: str  # of KFP; "" where nobody said
-    login: Login
-    ca_file: Path | None = None
-
-    @property
-    def namespace(self) -> str:
-        """Where runs are."""
-        return self.settings.namespace or KFP_NAMESPACE
-
-    @cached_property
-    def api(self) -> Any:
-        """Kubernetes' API, with one try per question."""
-        configuration = client.Configuration()
-        try:
-            config.load_incluster_config(client_configuration=configuration)
-        except ConfigException:
-            config.load_kube_config(client_configuration=configuration)
-        configuration.retries = urllib3.Retry(0)
-        return client.ApiClient(configuration)
-
-    @cached_property
-    def core(self) -> Any:
-        """Its core."""
-        return client.CoreV1Api(self.api)
-
-    def get(self, path: str) -> Any:
-        """What any path of the API answers, as JSON."""
-        return self.api.call_api(
-            path, "GET", auth_settings=["BearerToken"], response_type="object", _request_timeout=_LIMIT_S
-        )[0]
-
-    @cached_property
-    def nodes(self) -> list[Any]:
-        """Nodes that take pods: neither cordoned nor broken."""
-        found = self.core.list_node(_request_timeout=_LIMIT_S).items
-        return [node for node in found if not node.spec.unschedulable and _is_ready(node)]
-
-    @cached_property
-    def trouble(self) -> str:
-        """Why the API does not answer; "" where it does."""
-        try:
-            self.get("/version")
-        except (ConfigException, OSError, urllib3.exceptions.HTTPError, client.ApiException) as error:
-            reason = getattr(error, "reason", None) or error
-            return " ".join(f"{getattr(error, 'status', '')} {reason}".split())[:300]
-        return ""
-
-    def asking(self, what: str, look: Callable[[], Finding]) -> Callable[[], Finding]:
-        """A check that needs the API. A right that is missing here says nothing of the run's."""
-
-        def looked() -> Finding:
-            if self.trouble:
-                return absent("needs Kubernetes' API")
-            try:
-                return look()
-            except client.ApiException as error:
-                if error.status in (401, 403):
-                    return warning(
-                        f"you may not read {what} ({error.status} {error.reason})",
-                        "ask who may; what a run may do is another question",
-                    )
-                raise
-
-        return looked
+from enginery.cluster.server import KFP_NAMESPACE, Server
+from enginery.cluster.settings import Volume
+from enginery.doctor import cluster_nodes
+from enginery.doctor.access import LIMIT_S, ClusterAccess
+from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, absent, missing, ok, warning
+from enginery.doctor.machine import server
 
 
-def _is_ready(node: Any) -> bool:
-    conditions = (node.status.conditions or ()) if node.status else ()
-    return all(condition.status == "True" for condition in conditions if condition.type == "Ready")
-
-
-def diagnose_cluster(view: View) -> Diagnosis:
+def diagnose_cluster(cluster: ClusterAccess) -> Diagnosis:
     """Run all checks. A check that breaks is a line of its own; the others still run."""
-    return conclude([run_check(planned) for planned in all_checks(view)])
+    return conclude([planned.run() for planned in all_checks(cluster)])
 
 
-def all_checks(view: View) -> list[Planned]:
-    """Every check of a cluster."""
-    from enginery.doctor.cluster_images import ImageChecks
-    from enginery.doctor.cluster_nodes import JobChecks, NodeChecks, StorageChecks
-
-    nodes, storage, images, jobs = NodeChecks(view), StorageChecks(view), ImageChecks(view), JobChecks(view)
-
-    def check(group: str, name: str, what: str, look: Callable[[], Finding]) -> Planned:
-        return Planned(group, name, view.asking(what, look), required=True)
-
-    return [
-        Planned("cluster", "Kubernetes API", lambda: kubernetes_api(view), required=True),
-        check("cluster", "namespace", "namespaces", lambda: namespace(view)),
-        Planned("services", "Kubeflow Pipelines", lambda: pipelines_server(view), required=True),
-        Planned("services", "MLflow", storage.tracking, required=True),
-        check("GPUs", "GPU nodes", "nodes", nodes.gpu_nodes),
-        check("GPUs", "GPU drivers", "nodes", nodes.drivers),
-        check("GPUs", "shared memory", "nodes and limit ranges", nodes.shared_memory),
-        check("GPUs", "GPU quota", "resource quotas", nodes.quota),
-        check("storage", "storage classes", "storage classes", storage.classes),
-        check("storage", "volumes", "persistent volume claims", storage.volumes),
-        check("storage", "secrets", "secrets", storage.secrets),
-        check("images", "pull secrets", "secrets", images.pull_secrets),
-        Planned("images", "image pull", images.pull, required=True),
-        check("several nodes", "Kubeflow Trainer", "the Trainer's kinds", jobs.trainer),
-        check("several nodes", "rights of the step", "rights of service accounts", jobs.rights),
-    ]
+def all_checks(cluster: ClusterAccess) -> list[Planned]:
+    """Every check of a cluster. Those with a subject need Kubernetes' API and the right to read it."""
+    rows = (
+        ("cluster", "Kubernetes API", kubernetes_api, ""),
+        ("cluster", "namespace", namespace, "namespaces"),
+        ("services", "Kubeflow Pipelines", pipelines_server, ""),
+        ("services", "MLflow", tracking, ""),
+        ("GPUs", "GPU nodes", cluster_nodes.gpu_nodes, "nodes"),
+        ("GPUs", "GPU drivers", cluster_nodes.drivers, "nodes"),
+        ("GPUs", "shared memory", cluster_nodes.shared_memory, "nodes and limit ranges"),
+        ("GPUs", "GPU quota", cluster_nodes.quota, "resource quotas"),
+        ("storage", "storage classes", storage_classes, "storage classes"),
+        ("storage", "volumes", volumes, "persistent volume claims"),
+        ("storage", "secrets", secrets, "secrets"),
+        ("images", "pull secrets", pull_secrets, "secrets"),
+        ("images", "image pull", pull, ""),
+        ("several nodes", "Kubeflow Trainer", cluster_nodes.trainer, "the Trainer's kinds"),
+        ("several nodes", "rights of the step", cluster_nodes.rights, "rights of service accounts"),
+    )
+    planned = []
+    for group, name, find, subject in rows:
+        check = partial(find, cluster)
+        planned.append(Planned(group, name, partial(cluster.guard, subject, check) if subject else check, True))
+    return planned
 
 
 def conclude(checks: Sequence[Check]) -> Diagnosis:
     """Say what follows."""
     broken = [check.name for check in checks if check.status == "missing"]
     if broken:
-        text = f"A run would not work here before this is mended: {', '.join(broken)}."
+        text = f"A run would not work here before this is fixed: {', '.join(broken)}."
         return Diagnosis(checks=tuple(checks), conclusion=text, exit_code=EXIT_FAILURE)
     unknown = [check.name for check in checks if check.status == "warning"]
     text = "Nothing is in the way of a run here"
@@ -142,60 +65,306 @@ def conclude(checks: Sequence[Check]) -> Diagnosis:
     return Diagnosis(checks=tuple(checks), conclusion=text, exit_code=0)
 
 
-def kubernetes_api(view: View) -> Finding:
-    """Whether the API server answers."""
-    if view.trouble:
+def kubernetes_api(cluster: ClusterAccess) -> Finding:
+    """The API server's answer."""
+    if cluster.unreachable:
         return missing(
-            f"Kubernetes' API does not answer: {view.trouble}",
+            f"Kubernetes' API does not answer: {cluster.unreachable}",
             "name a working cluster in KUBECONFIG or choose one (kubectl config use-context NAME), and log in to it",
         )
-    version = view.get("/version")
-    return ok(f"{version['gitVersion']} at {view.api.configuration.host}")
+    return ok(f"{cluster.get('/version')['gitVersion']} at {cluster.api.configuration.host}")
 
 
-def namespace(view: View) -> Finding:
-    """Whether the namespace of runs is there."""
-    try:
-        found = view.core.read_namespace(view.namespace, _request_timeout=_LIMIT_S)
-    except client.ApiException as error:
-        if error.status != 404:
-            raise
+def namespace(cluster: ClusterAccess) -> Finding:
+    """The namespace of runs."""
+    found = cluster.find(cluster.core.read_namespace, cluster.namespace, _request_timeout=LIMIT_S)
+    if found is None:
         return missing(
-            f"there is no namespace {view.namespace}",
+            f"there is no namespace {cluster.namespace}",
             "set `namespace` in the settings to yours, or install Kubeflow Pipelines",
         )
     if found.metadata.deletion_timestamp:
-        return missing(f"the namespace {view.namespace} is being deleted", "wait for that, and make it anew")
-    return ok(view.namespace)
+        return missing(f"the namespace {cluster.namespace} is being deleted", "wait for that, and make it again")
+    return ok(cluster.namespace)
 
 
-def pipelines_server(view: View) -> Finding:
-    """Whether KFP answers where the user says it does, or else is installed."""
-    if view.endpoint:
+def pipelines_server(cluster: ClusterAccess) -> Finding:
+    """KFP where the user says that it answers, or else its service."""
+    if cluster.endpoint:
         try:
-            Server(endpoint=view.endpoint, login=view.login, ca_file=view.ca_file).client()
+            Server(endpoint=cluster.endpoint, login=cluster.login, ca_file=cluster.ca_file).client()
         except EngineryError as error:
             text, _, fix = str(error).partition(". ")
             return missing(text, fix or "see Kubeflow Pipelines' own log (kubectl -n kubeflow logs deploy/ml-pipeline)")
-        return ok(f"{view.endpoint} answers" + (f" to {view.login.told}" if view.login.told else ""))
-    if view.trouble:
+        return ok(f"{cluster.endpoint} answers" + (f" to {cluster.login.source}" if cluster.login.source else ""))
+    if cluster.unreachable:
         return absent("needs --endpoint or Kubernetes' API")
-    return view.asking("services", lambda: _service_of_kfp(view))()
+    return cluster.guard("services", lambda: _service_of_kfp(cluster))
 
 
-def _service_of_kfp(view: View) -> Finding:
-    for place in dict.fromkeys((view.namespace, KFP_NAMESPACE)):
-        try:
-            view.core.read_namespaced_service("ml-pipeline", place, _request_timeout=_LIMIT_S)
-        except client.ApiException as error:
-            if error.status != 404:
-                raise
-        else:
+def _service_of_kfp(cluster: ClusterAccess) -> Finding:
+    for name in dict.fromkeys((cluster.namespace, KFP_NAMESPACE)):
+        read = cluster.core.read_namespaced_service
+        if cluster.find(read, "ml-pipeline", name, _request_timeout=LIMIT_S) is not None:
             return warning(
-                f"the service ml-pipeline is in {place}; whether it answers was not asked",
+                f"the service ml-pipeline is in {name}; whether it answers was not asked",
                 "name it with --endpoint; from outside, kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80",
             )
     return missing(
         f"there is no service ml-pipeline in {KFP_NAMESPACE}",
         "install Kubeflow Pipelines (https://www.kubeflow.org/docs/components/pipelines/), or name it with --endpoint",
     )
+
+
+_TRACKING = "MLFLOW_TRACKING_URI"
+
+
+def tracking(cluster: ClusterAccess) -> Finding:
+    """The tracking server's answer: from here, or, if only the cluster can resolve its name, from there."""
+    uri = cluster.settings.of("promote").env.get(_TRACKING, "")
+    if not uri:
+        return warning(
+            f"the settings name no {_TRACKING}, without which promote can't register",
+            f"set every_step.env.{_TRACKING}, or switch on KFP's MLflow plugin with injectUserEnvVars",
+        )
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https"):
+        return missing(
+            f"{_TRACKING} is {parts.scheme or 'no URL'}, and steps in different pods need a server",
+            "name an MLflow server, such as http://enginery-mlflow.mlflow:5000",
+        )
+    # A name that only the cluster resolves: SERVICE, SERVICE.NAMESPACE and so on.
+    name = re.fullmatch(r"([a-z0-9-]+)(?:\.([a-z0-9-]+))?(?:\.svc(?:\.cluster\.local)?)?", parts.hostname or "")
+    if name is None or parts.hostname == "localhost":
+        return server(uri)
+    if cluster.unreachable:
+        return absent(f"{uri} is a name of the cluster's; needs Kubernetes' API")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    service, of_namespace = name[1], name[2] or cluster.namespace
+    return cluster.guard(
+        "services through the API (services/proxy)", lambda: _ask_service(cluster, uri, service, of_namespace, port)
+    )
+
+
+def _ask_service(cluster: ClusterAccess, uri: str, name: str, of_namespace: str, port: int) -> Finding:
+    try:
+        cluster.core.read_namespaced_service(name, of_namespace)
+        cluster.core.connect_get_namespaced_service_proxy_with_path(
+            f"{name}:{port}", of_namespace, "health", _preload_content=False, _request_timeout=LIMIT_S
+        )
+    except client.ApiException as error:
+        if error.status == 404:
+            if (elsewhere := server(uri)).status == "ok":  # a short name of the world's
+                return elsewhere
+            text = f"{uri}: there is no service {name} in {of_namespace}"
+            return missing(text, "install the chart, or fix the address")
+        if error.status in (502, 503, 504):
+            return missing(f"{uri}: nothing answers behind it", f"kubectl -n {of_namespace} get endpoints,pods")
+        raise
+    return ok(f"{uri} answers in the cluster")
+
+
+_DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
+
+
+def storage_classes(cluster: ClusterAccess) -> Finding:
+    """A default class, without which claims that name none get no volume."""
+    found = client.StorageV1Api(cluster.api).list_storage_class().items
+    names = [entry.metadata.name for entry in found]
+    default = [e.metadata.name for e in found if (e.metadata.annotations or {}).get(_DEFAULT_CLASS) == "true"]
+    if default:
+        return ok(f"{', '.join(names)}; {default[0]} is the default")
+    return warning(
+        f"no default among {', '.join(names) or 'no storage classes'}",
+        f"kubectl annotate storageclass NAME {_DEFAULT_CLASS}=true, or name a class in each claim",
+    )
+
+
+def volumes(cluster: ClusterAccess) -> Finding:
+    """The claims of the settings: there, bound, and as shareable as they must be."""
+    settings = cluster.settings
+    # Volume: True if several nodes write to it at once.
+    wanted: dict[Volume, bool] = {volume: False for step in IMAGE_OF for volume in settings.of(step).volumes}
+    if settings.train_job.volume is not None:
+        wanted[settings.train_job.volume] = True
+    if not wanted:
+        return absent("the settings name no volumes")
+    pending = []
+    for volume, is_shared in wanted.items():
+        where = f"claim {volume.claim} in {cluster.namespace}"
+        claim = cluster.find(cluster.core.read_namespaced_persistent_volume_claim, volume.claim, cluster.namespace)
+        if claim is None:
+            return missing(f"there is no {where}", "make it (the chart can), or fix its name")
+        modes = claim.spec.access_modes or ()
+        if is_shared and "ReadWriteMany" not in modes:
+            return missing(
+                f"the {where} is {', '.join(modes)}, and several nodes write to it",
+                "make it of a class that can ReadWriteMany (NFS, CephFS, FSx, Filestore)",
+            )
+        if claim.status.phase == "Lost":
+            return missing(f"the {where} has lost its volume", "restore the volume, or make the claim again")
+        if claim.status.phase != "Bound":
+            pending.append(volume.claim)
+    if pending:
+        return warning(
+            f"not bound yet: {', '.join(pending)}",
+            "nothing, if its class waits for the first pod; else kubectl describe pvc says why",
+        )
+    return ok(", ".join(sorted({volume.claim for volume in wanted})) + " are bound")
+
+
+def secrets(cluster: ClusterAccess) -> Finding:
+    """The Secrets of the settings, and the keys that steps take of them."""
+    wanted: dict[str, set[str]] = {}
+    for secret in (secret for step in IMAGE_OF for secret in cluster.settings.of(step).secrets):
+        wanted.setdefault(secret.name, set()).update(secret.env.values())
+    if not wanted:
+        return absent("the settings name no secrets")
+    for name, keys in wanted.items():
+        found = cluster.find(cluster.core.read_namespaced_secret, name, cluster.namespace)
+        if found is None:
+            return missing(
+                f"there is no secret {name} in {cluster.namespace}",
+                f"kubectl -n {cluster.namespace} create secret generic {name} --from-literal=KEY=VALUE",
+            )
+        if lacking := sorted(keys - set(found.data or ())):
+            return missing(
+                f"the secret {name} has no {', '.join(lacking)}; it has {', '.join(sorted(found.data or ()))}",
+                "fix the key in the settings, or add it to the secret",
+            )
+    return ok(", ".join(sorted(wanted)))
+
+
+_TYPE = "kubernetes.io/dockerconfigjson"
+_KEY = ".dockerconfigjson"
+# What a registry may answer with: one image, or one per architecture.
+_ACCEPT = ", ".join(
+    f"application/vnd.{kind}+json"
+    for kind in (
+        "oci.image.index.v1",
+        "oci.image.manifest.v1",
+        "docker.distribution.manifest.list.v2",
+        "docker.distribution.manifest.v2",
+    )
+)
+
+
+@dataclass(frozen=True)
+class ImageName:
+    """The parts of an image reference."""
+
+    registry: str
+    repository: str
+    version: str  # tag or digest
+
+    @classmethod
+    def parse(cls, reference: str) -> "ImageName":
+        """As container engines read it: without a host it is Docker Hub's."""
+        name, _, digest = reference.partition("@")
+        name, tag = name.rsplit(":", 1) if ":" in name.rsplit("/", 1)[-1] else (name, "latest")
+        host, _, rest = name.partition("/")
+        if rest and ("." in host or ":" in host or host == "localhost"):
+            return cls(host, rest, digest or tag)
+        return cls("registry-1.docker.io", name if rest else f"library/{name}", digest or tag)
+
+
+def pull_secrets(cluster: ClusterAccess) -> Finding:
+    """The pull secrets of the settings: there, and for the images' registry."""
+    names = cluster.settings.image_pull_secrets
+    registry = ImageName.parse(cluster.settings.image("train")).registry
+    if not names:
+        return absent(f"the settings name no pull secret; {registry} must let everybody pull, or nodes log in")
+    login = f"kubectl -n {cluster.namespace} create secret docker-registry NAME --docker-server={registry} ..."
+    registries: list[str] = []
+    for name in names:
+        secret = cluster.find(cluster.core.read_namespaced_secret, name, cluster.namespace)
+        if secret is None:
+            return missing(f"there is no secret {name} in {cluster.namespace}", login.replace("NAME", name))
+        if secret.type != _TYPE or _KEY not in (secret.data or {}):
+            return missing(f"the secret {name} is of type {secret.type}, and must be {_TYPE}", login)
+        registries += _logins(secret)
+    if registry not in registries:
+        return missing(f"none of {', '.join(names)} is for {registry}; they are for {', '.join(registries)}", login)
+    return ok(f"{', '.join(names)} for {registry}")
+
+
+def _login(cluster: ClusterAccess, registry: str) -> tuple[str, str] | None:
+    """User and password for a registry, where they may be read."""
+    for name in cluster.settings.image_pull_secrets if not cluster.unreachable else ():
+        try:
+            secret = cluster.core.read_namespaced_secret(name, cluster.namespace)
+        except client.ApiException:
+            continue
+        if found := _logins(secret).get(registry):
+            return found
+    return None
+
+
+def pull(cluster: ClusterAccess) -> Finding:
+    """Ask the registry for each image, with the pull secret's login."""
+    references = sorted({cluster.settings.image(step) for step in IMAGE_OF})
+    registry = ImageName.parse(references[0]).registry  # all images are of one
+    login = _login(cluster, registry)
+    for reference in references:
+        try:
+            status = _ask_registry(ImageName.parse(reference), login)
+        except requests.RequestException as error:
+            reason = str(getattr(error, "args", [error])[0])
+            cause = re.search(r"(Connection refused|timed out|Name or service not known|certificate[^)']*)", reason)
+            return warning(
+                f"{registry} can't be reached from here ({cause[1] if cause else type(error).__name__}); "
+                "the cluster's nodes may reach it",
+                "try where the nodes are: kubectl run pull --image=IMAGE --command -- true",
+            )
+        if status in (401, 403):
+            return missing(
+                f"{registry} does not let {'the pull secret' if login else 'anybody'} pull {reference} ({status})",
+                "name a secret with a login that may, in image_pull_secrets",
+            )
+        if status == 404:
+            return missing(
+                f"{registry} has no {reference}",
+                "push it (make images, docker push), or fix images.registry, images.tag or images.digests",
+            )
+        if status >= 300:
+            return warning(f"{registry} answers {status} for {reference}", "ask again later")
+    return ok(f"{len(references)} images of {registry}")
+
+
+def _logins(secret: Any) -> dict[str, tuple[str, str]]:
+    """(user, password) by host, of a secret as `kubectl create secret docker-registry` makes it."""
+    try:
+        entries = json.loads(base64.b64decode(secret.data[_KEY]))["auths"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    found = {}
+    for address, entry in entries.items():
+        host = re.sub(r"^https?://", "", address).split("/")[0]
+        host = "registry-1.docker.io" if host == "index.docker.io" else host
+        user, _, password = base64.b64decode(entry.get("auth", "")).decode(errors="replace").partition(":")
+        found[host] = (entry.get("username") or user, entry.get("password") or password)
+    return found
+
+
+def _ask_registry(image: ImageName, login: tuple[str, str] | None) -> int:
+    """The status of an image's manifest, by the registry API's own way of logging in (OCI distribution)."""
+    is_local = image.registry.split(":")[0] in ("localhost", "127.0.0.1")
+    base = f"{'http' if is_local else 'https'}://{image.registry}/v2"
+    url = f"{base}/{image.repository}/manifests/{image.version}"
+    headers = {"Accept": _ACCEPT}
+    answer = requests.head(url, headers=headers, timeout=LIMIT_S, allow_redirects=True)
+    challenge = answer.headers.get("WWW-Authenticate", "")
+    if answer.status_code != 401 or not challenge:
+        return int(answer.status_code)
+    if challenge.lower().startswith("basic"):
+        if login is None:
+            return 401
+        return int(requests.head(url, headers=headers, auth=login, timeout=LIMIT_S).status_code)
+    challenged = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
+    query = {"service": challenged.get("service", ""), "scope": f"repository:{image.repository}:pull"}
+    granted = requests.get(challenged.get("realm", ""), params=query, auth=login, timeout=LIMIT_S)
+    if granted.status_code != 200:
+        return int(granted.status_code)
+    token = granted.json().get("token") or granted.json().get("access_token", "")
+    headers["Authorization"] = f"Bearer {token}"
+    return int(requests.head(url, headers=headers, timeout=LIMIT_S, allow_redirects=True).status_code)

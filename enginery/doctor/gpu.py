@@ -34,7 +34,7 @@ class NvidiaGpu:
 
 @dataclass(frozen=True)
 class Nvml:
-    """What the driver says."""
+    """The driver's answers."""
 
     gpus: tuple[NvidiaGpu, ...]
     driver: str
@@ -69,13 +69,13 @@ class GpuChecks:
             return Nvml((), "", str(error))
         return Nvml(gpus, driver, "" if gpus else "the driver sees no GPU")
 
-    def _usable(self, look: Callable[[], Finding]) -> Finding:
-        """A check that makes sense only with a GPU that CUDA may use; the line on the GPU has the fix."""
+    def guard(self, find: Callable[[], Finding]) -> Finding:
+        """Run a check that makes sense only with a GPU that CUDA may use; the line on the GPU has the fix."""
         if not self.nvml.gpus:
             return absent("needs an NVIDIA GPU")
         if os.environ.get(_VISIBLE, "all") in ("", "-1"):
             return absent(f"needs a GPU that {_VISIBLE} does not hide")
-        return look()
+        return find()
 
     def gpus(self) -> Finding:
         """The GPUs by NVML."""
@@ -120,10 +120,7 @@ class GpuChecks:
         return missing(f"{found} is too old: PyTorch's CUDA {cuda} needs {oldest} or newer", _INSTALL_DRIVER)
 
     def torch_sees_cuda(self) -> Finding:
-        """Whether PyTorch can use the GPU."""
-        return self._usable(self._torch_sees_cuda)
-
-    def _torch_sees_cuda(self) -> Finding:
+        """PyTorch on the GPU."""
         cuda, version = self._probes.ask("torch", "cuda"), self._probes.ask("torch", "version")
         if cuda is None:
             return missing(f"torch {version} is a build without CUDA", "run: make clean install")
@@ -136,10 +133,7 @@ class GpuChecks:
         )
 
     def capability(self) -> Finding:
-        """Whether PyTorch has code for this generation of GPUs."""
-        return self._usable(self._capability)
-
-    def _capability(self) -> Finding:
+        """PyTorch's code for this generation of GPUs."""
         names = self._probes.ask("torch", "architectures")
         oldest = min((gpu.capability for gpu in self.nvml.gpus), default=(0, 0))
         found = f"{oldest[0]}.{oldest[1]}; PyTorch is built for {' '.join(names)}"
@@ -149,9 +143,6 @@ class GpuChecks:
 
     def dali_decodes(self) -> Finding:
         """Decode a JPEG on the GPU."""
-        return self._usable(self._dali_decodes)
-
-    def _dali_decodes(self) -> Finding:
         try:
             if self._probes.ask("dali", "gpu_decodes"):
                 return ok("a JPEG decoded on the GPU")
@@ -165,10 +156,7 @@ class GpuChecks:
         )
 
     def tensorrt(self) -> Finding:
-        """Whether engines can be built and run."""
-        return self._usable(self._tensorrt)
-
-    def _tensorrt(self) -> Finding:
+        """TensorRT, which builds and runs engines."""
         reason = self._probes.ask("torch", "no_tensorrt")
         if reason is None:
             return ok(f"TensorRT {self._probes.ask('torch', 'tensorrt')}")
@@ -182,7 +170,7 @@ def driver_number(text: str) -> tuple[int, ...]:
 
 
 def supported(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether a build has machine code (same major version, minor not above) or PTX (any newer GPU) for a GPU."""
+    """True if a build has machine code (same major version, minor not above) or PTX (any newer GPU) for a GPU."""
     for name in architectures:
         kind, _, digits = name.partition("_")
         digits = digits.rstrip("af")  # sm_90a: code for exactly that generation

@@ -1,4 +1,7 @@
-"""Checks of this machine below the GPU: system, memory, limits, installed software, storage and tracking."""
+"""`enginery doctor`: what this machine can do.
+
+Checks of system, memory, limits, software, storage and tracking, and the list of all, those of the GPU among them.
+"""
 
 import contextlib
 import http.client
@@ -13,7 +16,8 @@ import tempfile
 import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -23,12 +27,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from components.common.contracts.environment import cpu_name, num_cores
-from components.common.contracts.errors import UserError
+from components.common.contracts.errors import EXIT_FAILURE, UserError
 from components.common.contracts.instruction_sets import SATURATING, cpu_flags, instruction_set
-from enginery.doctor.checks import Finding, missing, ok, warning
+from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, missing, ok, warning
+from enginery.doctor.gpu import GpuChecks
 from enginery.doctor.probes import ProbeError, Probes
 from enginery.formats import size_text
-from enginery.local.state import StateDirectory
+from enginery.local.state import StateDirectory, state_path
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -75,7 +80,7 @@ def cores() -> Finding:
 
 
 def instruction_sets() -> Finding:
-    """What INT8 runs with on this CPU, and from which file of a bundle."""
+    """The arithmetic of INT8 on this CPU, and the file of a bundle for it."""
     here = instruction_set()
     if not cpu_flags():
         return warning("not known: /proc/cpuinfo names no flags", "compare INT8 accuracy with another machine's")
@@ -88,7 +93,7 @@ def instruction_sets() -> Finding:
 
 
 def memory() -> Finding:
-    """What is free now, or what the container may still have."""
+    """Memory that is free now, or that the container may still have."""
     available_bytes = psutil.virtual_memory().available
     found = f"{size_text(psutil.virtual_memory().total)}, {size_text(available_bytes)} available"
     limit_bytes = memory_limit()
@@ -132,7 +137,7 @@ def open_files() -> Finding:
             "raise the hard limit: a line `* - nofile 65536` in /etc/security/limits.conf and a new login, or "
             "docker run --ulimit nofile=65536:65536"
         )
-    return warning(f"{found}; large data sets need {_MIN_OPEN_FILES:,}", fix)
+    return warning(f"{found}; large datasets need {_MIN_OPEN_FILES:,}", fix)
 
 
 def disk(path: Path) -> Finding:
@@ -194,7 +199,7 @@ _REINSTALL = "run: make install (without make: pip install -c constraints.txt -e
 
 
 def versions(requirements: Iterable[str] | None = None, constraints: Path = _CONSTRAINTS) -> Finding:
-    """What enginery requires, and what constraints.txt pins for it."""
+    """The packages that enginery requires, and what constraints.txt pins for it."""
     requirements = requirements if requirements is not None else required()
     if not requirements:
         return warning("not known: enginery is not installed, and its pyproject.toml is not beside it", _REINSTALL)
@@ -219,7 +224,7 @@ def versions(requirements: Iterable[str] | None = None, constraints: Path = _CON
 
 
 def required(project: Path = _CHECKOUT / "pyproject.toml") -> list[str]:
-    """What enginery asks for: by the project file of a checkout, else by the metadata of the installation.
+    """Packages that enginery asks for: by the project file of a checkout, else by the metadata of the installation.
 
     The file comes first, as the metadata of an editable installation stays what it was when a checkout moves on.
     """
@@ -266,7 +271,7 @@ def _pins(constraints: Path) -> dict[str, str]:
 
 
 def torch(probes: Probes) -> Finding:
-    """Whether PyTorch imports."""
+    """PyTorch, which must import."""
     try:
         version, cuda = probes.ask("torch", "version"), probes.ask("torch", "cuda")
     except ProbeError as error:
@@ -275,7 +280,7 @@ def torch(probes: Probes) -> Finding:
 
 
 def dali(probes: Probes) -> Finding:
-    """Whether DALI imports and decodes on the CPU."""
+    """DALI, which must import and decode on the CPU."""
     try:
         version, decodes = probes.ask("dali", "version"), probes.ask("dali", "cpu_decodes")
     except ProbeError as error:
@@ -286,7 +291,7 @@ def dali(probes: Probes) -> Finding:
 
 
 def openvino(probes: Probes) -> Finding:
-    """What runs models on the CPU."""
+    """The runtime of models on the CPU."""
     try:
         version, devices = probes.ask("openvino", "version"), probes.ask("openvino", "devices")
     except ProbeError as error:
@@ -299,11 +304,6 @@ def openvino(probes: Probes) -> Finding:
 _LIMIT_S = 3.0
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _OR_LOCAL = "or unset MLFLOW_TRACKING_URI to track in a local SQLite file"
-
-
-def state_path() -> Path:
-    """Where the state directory is or would be."""
-    return Path(os.environ.get("ENGINERY_HOME") or ".enginery").expanduser().absolute()
 
 
 def state_directory() -> Finding:
@@ -326,7 +326,7 @@ def state_directory() -> Finding:
 
 
 def tracking() -> Finding:
-    """Whether MLflow's store takes a run."""
+    """MLflow's store, which must take a run."""
     uri = StateDirectory(path=state_path()).tracking_uri
     parts = urlsplit(uri)
     if parts.scheme == "sqlite":
@@ -365,7 +365,7 @@ def _sqlite(path: Path) -> Finding:
 
 
 def server(uri: str) -> Finding:
-    """Whether an MLflow server answers."""
+    """The answer of an MLflow server."""
     url = f"{_shown(uri).rstrip('/')}/health"
     try:
         with urllib.request.urlopen(url, timeout=_LIMIT_S) as answer:  # noqa: S310  # http or https, as checked
@@ -392,3 +392,78 @@ def _database(uri: str) -> Finding:
         text = f"{_shown(uri)} can't be reached: {error}"
         return missing(text, f"start the database, or check host and port ({address[0]}:{address[1]}), {_OR_LOCAL}")
     return ok(f"{_shown(uri)} listens (credentials not tried)")
+
+
+def diagnose() -> Diagnosis:
+    """Run all checks. A check that breaks is a line of its own; the others still run."""
+    probes = Probes()
+    try:
+        return conclude([planned.run() for planned in all_checks(probes)])
+    finally:
+        probes.close()
+
+
+def all_checks(probes: Probes) -> list[Planned]:
+    """Every check. The quick ones come first, while the probes import their libraries."""
+    gpu = GpuChecks(probes)
+    return [
+        Planned("machine", "system", operating_system, required=True),
+        Planned("machine", "cores", cores),
+        Planned("machine", "instruction sets", instruction_sets),
+        Planned("machine", "memory", memory),
+        Planned("machine", "shared memory", shared_memory),
+        Planned("machine", "open files", open_files),
+        Planned("storage", "state directory", state_directory, required=True),
+        Planned("storage", "disk space", partial(disk, state_path()), required=True),
+        Planned("storage", "MLflow tracking", tracking, required=True),
+        Planned("software", "Python", python),
+        Planned("software", "versions", versions, required=True),
+        Planned("software", "PyTorch", partial(torch, probes), required=True),
+        Planned("software", "DALI", partial(dali, probes), required=True),
+        Planned("software", "OpenVINO", partial(openvino, probes)),
+        Planned("GPU", "GPU", gpu.gpus),
+        Planned("GPU", "driver", gpu.driver),
+        Planned("GPU", "PyTorch on GPU", partial(gpu.guard, gpu.torch_sees_cuda)),
+        Planned("GPU", "compute capability", partial(gpu.guard, gpu.capability)),
+        Planned("GPU", "DALI on GPU", partial(gpu.guard, gpu.dali_decodes)),
+        Planned("GPU", "TensorRT", partial(gpu.guard, gpu.tensorrt)),
+    ]
+
+
+def conclude(checks: Sequence[Check]) -> Diagnosis:
+    """Say what follows."""
+    blocking = [check for check in checks if check.required and check.status == "missing"]
+    if blocking:
+        names = ", ".join(check.name for check in blocking)
+        text = f"Nothing runs here before this is fixed: {names}."
+        return Diagnosis(checks=tuple(checks), conclusion=text, exit_code=EXIT_FAILURE)
+    return Diagnosis(checks=tuple(checks), conclusion=_abilities({check.name: check for check in checks}), exit_code=0)
+
+
+def _abilities(checks: dict[str, Check]) -> str:
+    on_gpu = checks["PyTorch on GPU"].status == "ok" and checks["compute capability"].status == "ok"
+    if on_gpu and checks["TensorRT"].status == "ok":
+        return "Runs here: training on the GPU; FP32, FP16 and INT8 as TensorRT engines."
+    trains = "training on the GPU" if on_gpu else "training on the CPU"
+    if checks["OpenVINO"].status == "missing":
+        runs = "nothing that measures INT8, as OpenVINO does not work"
+    else:
+        runs = "FP32 and INT8 on the CPU"
+    return f"Runs here: {trains}; {runs}. No TensorRT engines, because {_why_no_engines(checks)}."
+
+
+def _why_no_engines(checks: dict[str, Check]) -> str:
+    """The first thing in the way, from the card to the library."""
+    if checks["GPU"].status == "absent":
+        return "there is no NVIDIA GPU"
+    if checks["GPU"].status == "warning":
+        return "the GPU is hidden by CUDA_VISIBLE_DEVICES"
+    for name, reason in (
+        ("GPU", "the NVIDIA GPU has no working driver"),
+        ("driver", "the GPU's driver is too old"),
+        ("PyTorch on GPU", "PyTorch can't use the GPU"),
+        ("compute capability", "PyTorch has no code for this GPU"),
+    ):
+        if checks[name].status != "ok":
+            return reason
+    return checks["TensorRT"].found

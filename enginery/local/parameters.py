@@ -11,6 +11,7 @@ from typing import Any
 import click
 from kfp.dsl.graph_component import GraphComponent
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from components.common.contracts.errors import UserError, without_secrets
 from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
@@ -58,14 +59,13 @@ _PATHS = ("data", "model")
 # The gate's thresholds are also the budget of INT8 and the verdict in the report: a pipeline passes them on.
 _FROM_GATE = (("export", "gate"), ("validate", "gate"))
 # KFP's names of the types of inputs that no step's config knows.
-_TYPES: dict[str, type] = {"String": str, "Integer": int, "Float": float, "Boolean": bool, "List": list, "Dict": dict}
-_TYPE_WORDS = {
-    str: "text",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    list: "a list such as [1, 2]",
-    dict: "a mapping such as {key: value}",
+_TYPES: dict[str, tuple[type, str]] = {
+    "String": (str, "text"),
+    "Integer": (int, "an integer"),
+    "Float": (float, "a number"),
+    "Boolean": (bool, "true or false"),
+    "List": (list, "a list such as [1, 2]"),
+    "Dict": (dict, "a mapping such as {key: value}"),
 }
 
 
@@ -95,6 +95,11 @@ class PipelineFile:
         """The steps of this pipeline that a plain input sets."""
         return [step for step in _OWNERS.get(parameter, ()) if step in self.inputs]
 
+    def field(self, parameter: str) -> FieldInfo | None:
+        """The config field that a plain input sets, of the first of its steps."""
+        owners = self.owners(parameter)
+        return STEP_CONFIGS[owners[0]].model_fields.get(parameter) if owners else None
+
     def plain_inputs(self) -> list[str]:
         """Inputs that are a single value, and become options of their own."""
         return [name for name in self.inputs if name not in STEP_CONFIGS]
@@ -115,21 +120,24 @@ def load_pipeline(path: Path) -> PipelineFile:
     path = _or_own(path, _PIPELINES, ".py")
     if not path.is_file():
         own = ", ".join(sorted(file.stem for file in _PIPELINES.glob("*.py") if file.stem not in ("__init__", "graph")))
-        raise UserError(f"there is no pipeline file {path}; enginery's own are named {own}")
+        raise UserError(f"there is no pipeline file {path}; enginery's own are named {own}", code="no-pipeline-file")
     spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path.absolute())
     if spec is None or spec.loader is None:
-        raise UserError(f"{path} is not a Python file; name one that ends in .py, such as pipelines/resnet50.py")
+        text = f"{path} is not a Python file; name one that ends in .py, such as pipelines/resnet50.py"
+        raise UserError(text, code="pipeline-not-python")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # user code: whatever it raises
         raise UserError(
-            f"{path} can't be imported: {type(error).__name__}: {error}. `python {path} --help` shows where"
+            f"{path} can't be imported: {type(error).__name__}: {error}. `python {path} --help` shows where",
+            code="pipeline-not-importable",
         ) from error
     found = [value for value in vars(module).values() if isinstance(value, GraphComponent)]
     if not found:
-        raise UserError(f"{path} defines no pipeline; decorate its function with @kfp.dsl.pipeline")
+        text = f"{path} defines no pipeline; decorate its function with @kfp.dsl.pipeline"
+        raise UserError(text, code="no-pipeline-in-file")
     named = [value for value in found if value.name == path.stem.replace("_", "-")]
     return PipelineFile(path=path, pipeline=(named or found)[-1])
 
@@ -138,10 +146,7 @@ def options_of(file: PipelineFile) -> list[click.Option]:
     """A command-line option for every plain input, explained by the config field that it sets."""
     options = []
     for name in file.plain_inputs():
-        spec = file.inputs[name]
-        owners = file.owners(name)
-        field = STEP_CONFIGS[owners[0]].model_fields.get(name) if owners else None
-        text = _explanation(file, name)
+        spec, field = file.inputs[name], file.field(name)
         label = type_label(field) if field else str(spec.type).lower()
         default = f"[default: {spec.default}]" if spec.optional and spec.default != "" else ""
         required = "" if spec.optional else "[required]"
@@ -149,16 +154,15 @@ def options_of(file: PipelineFile) -> list[click.Option]:
             click.Option(
                 [f"--{name.replace('_', '-')}", name],
                 metavar=f"[{label}]" if "|" in label else label.upper(),
-                help=" ".join(filter(None, (text, default, required))),
+                help=" ".join(filter(None, (_description(file, name), default, required))),
             )
         )
     return options
 
 
-def _explanation(file: PipelineFile, name: str) -> str:
-    """What a plain input means: ours, or that of the config field that it sets."""
-    owners = file.owners(name)
-    field = STEP_CONFIGS[owners[0]].model_fields.get(name) if owners else None
+def _description(file: PipelineFile, name: str) -> str:
+    """The meaning of a plain input: ours, or that of the config field that it sets."""
+    field = file.field(name)
     return _DESCRIPTIONS.get(name) or (field.description if field else None) or "Input of the pipeline."
 
 
@@ -198,34 +202,50 @@ def resolve_arguments(
     plain: dict[str, Any] = {}
     steps: dict[str, dict[str, Any]] = {step: {} for step in file.steps}
     for key, value in (load_yaml(_or_own(config_file, _PIPELINES / "configs", ".yaml")) if config_file else {}).items():
-        _take(file, plain, steps, key, value, source=str(config_file))
+        _assign(file, plain, steps, key, value, source=str(config_file))
     for text in assignments:
         key, separator, value = text.partition("=")
         step, dot, name = key.partition(".")
         if not separator or not dot:
-            raise UserError(f"--set takes STEP.KEY=VALUE, such as --set train.weight_decay=1e-4; got {text!r}")
-        _take(file, plain, steps, step, {name: parse_value(value)}, source="--set")
+            message = f"--set takes STEP.KEY=VALUE, such as --set train.weight_decay=1e-4; got {text!r}"
+            raise UserError(message, code="set-not-key-value", setting="--set")
+        _assign(file, plain, steps, step, {name: parse_value(value)}, source="--set")
     plain.update(flags)
-    _fill(file, plain)
-    if local:
-        _make_absolute(plain)
+    for name, spec in file.inputs.items():
+        if name not in plain and name in file.plain_inputs():
+            if not spec.optional:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(
+                    f"{option} is required: {_description(file, name)} `enginery run {file.path} --help` lists all "
+                    "options",
+                    code="missing-input",
+                    setting=option,
+                )
+            plain[name] = spec.default
+    for name in _PATHS if local else ():  # steps run with another working directory than the user's
+        text = str(plain.get(name) or "")
+        if text and "://" not in text and not text.lower().startswith("file:/"):
+            plain[name] = str(Path(text).expanduser().absolute())
     arguments = _checked(file, plain, steps)
     model, architecture = (str(arguments.get(name) or "") for name in ("model", "architecture"))
     if model.endswith(WEIGHT_SUFFIXES) and not architecture:
-        raise UserError(f"{model} holds weights only: name their architecture, such as --architecture resnet50")
+        text = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
+        raise UserError(text, code="weights-without-architecture", setting="--architecture")
     return arguments
 
 
-def _take(
+def _assign(
     file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]], key: str, value: Any, *, source: str
 ) -> None:
     """Sort one entry of a config file or --set into the plain inputs and the steps' settings."""
     if key in steps:
         if not isinstance(value, Mapping):
-            raise UserError(f"{source}: {key} must be a mapping of settings, got {value!r}")
+            text = f"{source}: {key} must be a mapping of settings, got {value!r}"
+            raise UserError(text, code="not-a-mapping", setting=key)
         for name, entry in value.items():
             if (key, name) in _FROM_GATE:
-                raise UserError(f"{source}: {key} takes its thresholds from the gate; set gate.KEY instead")
+                text = f"{source}: {key} takes its thresholds from the gate; set gate.KEY instead"
+                raise UserError(text, code="set-the-gate", setting=f"{key}.{name}")
             if key in file.owners(name):
                 plain[name] = entry  # the same thing under its longer name
             else:
@@ -236,28 +256,8 @@ def _take(
         valid = [*file.plain_inputs(), *steps]
         close = difflib.get_close_matches(key, valid, n=1)
         hint = f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid)}"
-        raise UserError(f"{source}: the pipeline {file.name} has no input {key!r}; {hint}")
-
-
-def _fill(file: PipelineFile, plain: dict[str, Any]) -> None:
-    """Add the defaults."""
-    for name in file.plain_inputs():
-        spec = file.inputs[name]
-        if name not in plain:
-            if not spec.optional:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is required: {_explanation(file, name)} `enginery run {file.path} "
-                    "--help` lists all options"
-                )
-            plain[name] = spec.default
-
-
-def _make_absolute(plain: dict[str, Any]) -> None:
-    """Steps run with another working directory than the user's. A URI stays as it is."""
-    for name in _PATHS:
-        text = str(plain.get(name) or "")
-        if text and "://" not in text and not text.lower().startswith("file:/"):
-            plain[name] = str(Path(text).expanduser().absolute())
+        text = f"{source}: the pipeline {file.name} has no input {key!r}; {hint}"
+        raise UserError(text, code="unknown-input", setting=key)
 
 
 def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -270,13 +270,12 @@ def _checked(file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[st
         try:
             config = resolve(STEP_CONFIGS[step], step, steps[step], own)
         except UserError as error:
-            mistakes.append(str(error))
+            mistakes.append(error)
             continue
         plain.update({name: getattr(config, name) for name in own})  # "5" as typed becomes 5
-        given = config.model_dump(mode="json", include=set(steps[step]))
-        steps[step] = given
+        steps[step] = config.model_dump(mode="json", include=set(steps[step]))
     if mistakes:
-        raise UserError("\n".join(mistakes))
+        raise UserError("\n".join(map(str, mistakes)), code=mistakes[0].code, setting=mistakes[0].setting)
     return {**plain, **steps}
 
 
@@ -285,13 +284,14 @@ def _converted(name: str, value: Any, type_name: str) -> Any:
     try:
         without_secrets(str(value))
     except ValueError as error:
-        raise UserError(f"{name}: {error}") from None
-    wanted = _TYPES.get(type_name)
-    if wanted is None:
+        raise UserError(f"{name}: {error}", code="secret-in-value", setting=name) from None
+    if type_name not in _TYPES:
         return value
+    wanted, words = _TYPES[type_name]
     if isinstance(value, str) and wanted in (list, dict):
         value = parse_value(value)
     try:
         return TypeAdapter(wanted).validate_python(value)
     except ValidationError:
-        raise UserError(f"{name}: got {value!r}, needs {_TYPE_WORDS[wanted]}") from None
+        text = f"{name}: got {value!r}, needs {words}"
+        raise UserError(text, code="invalid-input", setting=name) from None

@@ -25,6 +25,11 @@ _RESERVE = ".reserve"
 _RESERVE_BYTES = 1 << 20  # for the summary and a SQLite transaction with its journal
 
 
+def state_path() -> Path:
+    """The state directory, whether it exists or not."""
+    return Path(os.environ.get("ENGINERY_HOME") or ".enginery").expanduser().absolute()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateDirectory:
     """Where runs and the default tracking store live: $ENGINERY_HOME, or .enginery in the current directory."""
@@ -38,7 +43,7 @@ class StateDirectory:
         Raises:
             UserError: it can't be made, or its path can't be used.
         """
-        path = Path(os.environ.get("ENGINERY_HOME") or ".enginery").expanduser().absolute()
+        path = state_path()
         if "python3" in str(path):
             raise UserError(
                 f"the state directory {path} has 'python3' in its path, which KFP's local runner replaces by the "

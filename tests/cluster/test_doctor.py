@@ -12,13 +12,13 @@ import pytest
 import yaml
 from kubernetes import client
 
-from components.train.train_job import GROUP
 from enginery.cluster.server import Login
 from enginery.cluster.settings import load_settings
-from enginery.doctor.cluster import View, diagnose_cluster
+from enginery.doctor.access import ClusterAccess
+from enginery.doctor.checks import Diagnosis
+from enginery.doctor.cluster import diagnose_cluster
 from enginery.doctor.cluster_nodes import RIGHTS
-from enginery.doctor.report import Diagnosis
-from tests.unit.cluster_api import claim, gpu_node
+from tests.unit.doctor.cluster_api import claim, gpu_node
 
 pytestmark = pytest.mark.cluster
 RUNNER = "pipeline-runner"
@@ -57,10 +57,10 @@ def diagnose(namespace: str, product: str, folder: Path) -> Diagnosis:
     }
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(settings))
-    return diagnose_cluster(View(load_settings(file, num_nodes=2), "", Login(told="")))
+    return diagnose_cluster(ClusterAccess(load_settings(file, num_nodes=2), "", Login(source="")))
 
 
-def test_a_cluster_is_mended_by_what_the_doctor_says(api: Any, namespace: str, product: str, tmp_path: Path) -> None:
+def test_a_cluster_is_fixed_by_what_the_doctor_says(api: Any, namespace: str, product: str, tmp_path: Path) -> None:
     core, rights = client.CoreV1Api(api), client.RbacAuthorizationV1Api(api)
 
     def statuses() -> dict[str, str]:
@@ -97,10 +97,6 @@ def test_a_cluster_is_mended_by_what_the_doctor_says(api: Any, namespace: str, p
     rights.create_namespaced_role_binding(namespace, binding)
 
     after = statuses()
-    mended = ("secrets", "pull secrets", "rights of the step")
-    assert {name: after[name] for name in mended} == dict.fromkeys(mended, "ok")
+    fixed = ("secrets", "pull secrets", "rights of the step")
+    assert {name: after[name] for name in fixed} == dict.fromkeys(fixed, "ok")
     assert after["volumes"] in ("ok", "warning")  # where nothing binds it, it is pending
-
-
-def test_the_rights_are_those_of_the_trainers_group() -> None:
-    assert {group for group, *_ in RIGHTS} == {GROUP, ""}

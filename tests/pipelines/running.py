@@ -1,5 +1,6 @@
-"""The whole chain as a process of its own, as quick as it gets."""
+"""Pipelines in tests: read, compiled, and the whole chain as a process of its own, as quick as it gets."""
 
+import functools
 import os
 import sqlite3
 import subprocess
@@ -7,12 +8,19 @@ import sys
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+import yaml
+from click.testing import CliRunner
+from PIL import Image
 
-from .leaking import write_leaking
+from enginery.cli.commands import cli
+from enginery.local.parameters import load_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
+CLUSTER_YAML = str(ROOT / "pipelines/configs/cluster.yaml")
+load_once = functools.cache(load_pipeline)  # KFP takes seconds to inspect a pipeline where much is imported
 STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
 SETTINGS = [
     *("--architecture", "mobilenet_v3_small", "--image-size", "32", "--epochs", "1", "--global-batch-size", "32"),
@@ -21,6 +29,26 @@ SETTINGS = [
     *("--set", "gate.min_validation_images=0", "--set", "validate.benchmark_seconds=0.1"),
     *("--set", "train.warmup_fraction=0"),
 ]
+
+
+def compiled(name: str, folder: Path, *options: str) -> list[dict[str, Any]]:
+    """The YAML documents, pipeline and platform spec, that `enginery compile` writes."""
+    output = folder / "compiled.yaml"
+    arguments = ["compile", str(ROOT / f"pipelines/{name}.py"), "--output", str(output), *options]
+    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    return list(yaml.safe_load_all(output.read_text()))
+
+
+MESSAGE = "validation images are training images too"
+
+
+def write_leaking(folder: Path) -> Path:
+    """Data that ends a run in its first step: the validation image of each class is its training image."""
+    for name, colour in (("a", "red"), ("b", "blue")):
+        for split in ("train", "val"):
+            (folder / split / name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), colour).save(folder / split / name / "0.png")
+    return folder
 
 
 def start(home: Path, data: Path, *options: str, **variables: str) -> subprocess.Popen[str]:

@@ -30,7 +30,7 @@ from components.common.contracts.manifests import (
 from components.common.registry.model_registry import Registry
 from enginery.cli.commands import cli
 
-from .submission import load_once
+from .running import load_once
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]

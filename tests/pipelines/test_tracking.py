@@ -19,8 +19,7 @@ from enginery.local import record
 from enginery.local.state import StateDirectory
 
 from .conftest import OpenRecord
-from .leaking import MESSAGE
-from .running import finish, start
+from .running import MESSAGE, finish, start
 from .servers import door, free_port, server, stop
 
 

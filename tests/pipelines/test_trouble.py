@@ -13,8 +13,7 @@ from components.common.contracts.errors import UserError
 from enginery.cli.commands import cli
 from enginery.local.preflight import _MAX_UNPACKED_BYTES
 
-from .running import ROOT, finish, hold_in, start
-from .submission import load_once
+from .running import ROOT, finish, hold_in, load_once, start
 
 
 @pytest.mark.slow  # test_two_first_runs_make_one_store in test_tracking.py has what both do before their first step

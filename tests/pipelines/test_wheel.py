@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import enginery
-from tests.pipelines.submission import REPOSITORY
+from tests.pipelines.running import ROOT as REPOSITORY
 from tests.pipelines.test_chain import SMALL, TRAINING
 
 pytestmark = pytest.mark.slow

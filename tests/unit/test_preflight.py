@@ -20,7 +20,7 @@ from components.export.sources import check_model
 from enginery.cli.commands import cli
 from enginery.local import preflight
 from enginery.local.preflight import check_inputs, check_memory, check_paths, images_to_prove, training_bytes
-from tests.pipelines.submission import load_once
+from tests.pipelines.running import load_once
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GB = 10**9

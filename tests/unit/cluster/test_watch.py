@@ -15,11 +15,11 @@ from kubernetes import client as k8s
 from components.common.contracts.errors import EngineryError
 from enginery.cluster import watch
 from enginery.cluster.server import Login, Server
-from enginery.cluster.watch import Following, PodLogs, core_api, step_of, steps_of
+from enginery.cluster.watch import PodLogs, RunFollower, core_api, step_of, steps_of
 from tests.kubernetes_api import answer
-from tests.pipelines.kfp_api import RUN_ID
-from tests.pipelines.servers import free_port
+from tests.pipelines.running import ROOT
 from tests.serving import Served, serving
+from tests.unit.cluster.kfp_api import RUN_ID
 
 NAMESPACE = "team-vision"
 
@@ -82,7 +82,7 @@ def test_the_steps_lines_are_shown_behind_their_names(
         pod("r-impl-2", "resnet50-x7k2p.root.gate.executor", began=False),
     ]
     pods.lines = {"r-impl-1": ["2026-11-22T08:00:01.1Z train: epoch 1\n", "2026-11-22T08:00:02.1Z done\n"]}
-    logs.look({"train", "gate"})
+    logs.read_new_pods({"train", "gate"})
     logs.finish()
     assert capsys.readouterr().out.splitlines() == ["train       | train: epoch 1", "train       | done"]
     assert not any("driver" in path or "impl-2" in path for _, path, _ in pods.requests)
@@ -93,7 +93,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(
 ) -> None:
     pods.pods, pods.breaks = [pod("r-impl-1", "w.root.train.executor")], 1
     pods.lines = {"r-impl-1": ["2026-11-22T08:00:01.1Z one\n", "2026-11-22T08:00:02.1Z two\n"]}
-    logs.look(None)
+    logs.read_new_pods(None)
     logs.finish()
     assert capsys.readouterr().out.splitlines() == ["train       | one", "train       | two"]
 
@@ -101,7 +101,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(
 def test_a_cluster_that_refuses_costs_one_line(pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]) -> None:
     pods.status = 403
     for _ in range(3):
-        logs.look(None)
+        logs.read_new_pods(None)
     logs.finish()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("logs        not shown: Kubernetes can't be asked for pods in team-vision (403 Forbidden)")
@@ -113,8 +113,8 @@ def test_no_cluster_costs_one_line(
 ) -> None:
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     logs = PodLogs(NAMESPACE, RUN_ID, core_api)
-    logs.look(None)
-    logs.look(None)
+    logs.read_new_pods(None)
+    logs.read_new_pods(None)
     (line,) = capsys.readouterr().out.splitlines()
     assert "They need a KUBECONFIG" in line
 
@@ -123,7 +123,7 @@ def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(monkeypatch: pyte
     """After the run has begun this is no mistake of the command: 1, and not 2."""
     monkeypatch.setattr(watch, "_MAX_LOST_POLLS", 3)
     monkeypatch.setattr(watch, "_SHORTEST_POLL_S", 0.0)
-    configuration = kfp.Configuration(host=f"http://127.0.0.1:{free_port()}")
+    configuration = kfp.Configuration(host="http://127.0.0.1:1")
     configuration.retries = urllib3.Retry(0)
     runs = kfp.RunServiceApi(kfp.ApiClient(configuration))
 
@@ -135,12 +135,11 @@ def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(monkeypatch: pyte
             return runs.run_service_get_run(run_id)
 
     client = Client()
-    server = Server(endpoint=configuration.host, login=Login(told=""))
+    server = Server(endpoint=configuration.host, login=Login(source=""))
     with pytest.raises(EngineryError) as caught:
-        Following(server, client, RUN_ID, namespace="mine").to_the_end()
-    assert (client.asked, caught.value.exit_code) == (3, 1)
-    assert f"run {RUN_ID} goes on. To come back: enginery watch {RUN_ID} --endpoint" in str(caught.value)
-    assert str(caught.value).endswith("--namespace mine")
+        RunFollower(server, client, RUN_ID, namespace="mine").follow()
+    assert (client.asked, caught.value.exit_code, caught.value.code) == (3, 1, "kfp-lost")
+    assert str(caught.value).endswith(f"enginery watch {RUN_ID} --endpoint http://127.0.0.1:1 --namespace mine")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_the_step_of_a_pod(node: str, steps: set[str] | None, step: str) -> None
 def test_the_steps_of_a_run_are_in_the_order_of_its_graph() -> None:
     import yaml
 
-    golden = Path(__file__).parent / "golden/resnet50_parts.yaml"
+    golden = ROOT / "tests/pipelines/golden/resnet50_parts.yaml"
     spec, platform = yaml.safe_load_all(golden.read_text())
 
     class Run:

@@ -14,14 +14,13 @@ from kubernetes import client as k8s
 from enginery.cli.doctor import doctor
 from enginery.cluster.server import Login
 from enginery.cluster.settings import load_settings
-from enginery.doctor.checks import Check, run_check
-from enginery.doctor.cluster import View, all_checks, conclude, diagnose_cluster
-from enginery.doctor.cluster_images import ImageName
-from enginery.doctor.report import Diagnosis
+from enginery.doctor.access import ClusterAccess
+from enginery.doctor.checks import Check
+from enginery.doctor.cluster import ImageName, all_checks, conclude, diagnose_cluster
 from tests.serving import serving
-from tests.unit.cluster_api import NAMESPACE, ClusterApi, claim, cpu_node, gpu_node, login, secret
+from tests.unit.doctor.cluster_api import NAMESPACE, ClusterApi, claim, cpu_node, gpu_node, login, secret
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLE = REPOSITORY / "pipelines/configs/cluster.yaml"
 Change = Callable[[ClusterApi], Any]
 
@@ -36,11 +35,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterApi]
         yield state
 
 
-def diagnose(api: ClusterApi, num_nodes: int = 2, endpoint: str = "here", **changes: Any) -> Diagnosis:
-    return diagnose_cluster(view(api, num_nodes, endpoint, **changes))
-
-
-def view(api: ClusterApi, num_nodes: int = 2, endpoint: str = "here", **changes: Any) -> View:
+def access(api: ClusterApi, num_nodes: int = 2, endpoint: str = "here", **changes: Any) -> ClusterAccess:
     """By the example settings, with the images in the test's registry."""
     values = yaml.safe_load(EXAMPLE.read_text())
     values["images"] = {"registry": f"{api.host}/vision", "tag": "0.1.0"}
@@ -49,26 +44,22 @@ def view(api: ClusterApi, num_nodes: int = 2, endpoint: str = "here", **changes:
     file = api.folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(values))
     settings = load_settings(file, num_nodes=num_nodes)
-    return View(settings, api.endpoint if endpoint == "here" else endpoint, Login(told=""))
-
-
-def of(diagnosis: Diagnosis, name: str) -> Check:
-    (check,) = [check for check in diagnosis.checks if check.name == name]
-    return check
+    return ClusterAccess(settings, api.endpoint if endpoint == "here" else endpoint, Login(source=""))
 
 
 def check_of(api: ClusterApi, name: str, **changes: Any) -> Check:
     """Run one check alone."""
-    (planned,) = [planned for planned in all_checks(view(api, **changes)) if planned.name == name]
-    return run_check(planned)
+    (planned,) = [planned for planned in all_checks(access(api, **changes)) if planned.name == name]
+    return planned.run()
 
 
 def test_a_cluster_where_all_is_well(api: ClusterApi) -> None:
-    diagnosis = diagnose(api)
+    diagnosis = diagnose_cluster(access(api))
     assert {check.name: (check.status, check.found) for check in diagnosis.checks if check.status != "ok"} == {}
     assert (diagnosis.conclusion, diagnosis.exit_code) == ("Nothing is in the way of a run here.", 0)
-    assert of(diagnosis, "GPU nodes").found == "2 nodes with 16 x NVIDIA-H200; train, export, validate fit"
-    assert of(diagnosis, "MLflow").found == "http://enginery-mlflow.mlflow:5000 answers in the cluster"
+    found = {check.name: check.found for check in diagnosis.checks}
+    assert found["GPU nodes"] == "2 nodes with 16 x NVIDIA-H200; train, export, validate fit"
+    assert found["MLflow"] == "http://enginery-mlflow.mlflow:5000 answers in the cluster"
 
 
 def limit_range(memory: str) -> Any:
@@ -81,14 +72,28 @@ def quota(gpus: str) -> Any:
     return k8s.V1ResourceQuota(metadata=k8s.V1ObjectMeta(name="gpus"), status=status)
 
 
+def break_nodes(api: ClusterApi) -> None:
+    """One whose kubelet is gone, and one that is cordoned."""
+    api.nodes[0].status.conditions = [k8s.V1NodeCondition(type="Ready", status="Unknown")]
+    api.nodes[1].spec.unschedulable = True
+
+
 TAINT = k8s.V1Taint(key="dedicated", value="llm", effect="NoSchedule")
+OLDER_LABELS = {
+    f"nvidia.com/cuda.driver.{part}": value for part, value in (("major", "570"), ("minor", "86"), ("rev", "9"))
+}
 SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "found", "fix"),
+    "case",
     [
-        ("namespace", lambda a: a.absent.add(f"/api/v1/namespaces/{NAMESPACE}"), "there is no namespace", "namespace"),
+        (
+            "namespace",
+            lambda a: a.absent.add(f"/api/v1/namespaces/{NAMESPACE}"),
+            "there is no namespace",
+            "namespace",
+        ),
         ("Kubeflow Pipelines", lambda a: setattr(a, "kfp_is_well", False), "not as Kubeflow", "Give the URL"),
         (
             "MLflow",
@@ -135,15 +140,25 @@ SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
             "the claim shared in team-vision is ReadWriteOnce, and several nodes write to it",
             "ReadWriteMany",
         ),
-        ("volumes", lambda a: a.claims.update(images=claim("images", phase="Lost")), "has lost its volume", "restore"),
+        (
+            "volumes",
+            lambda a: a.claims.update(images=claim("images", phase="Lost")),
+            "has lost its volume",
+            "restore",
+        ),
         ("secrets", lambda a: a.secrets.pop("s3-login"), "there is no secret s3-login", "create secret generic"),
         (
             "secrets",
             lambda a: a.secrets.update({"s3-login": secret("s3-login", ("accesskey",))}),
             "the secret s3-login has no secretkey; it has accesskey",
-            "mend the key",
+            "fix the key",
         ),
-        ("pull secrets", lambda a: a.secrets.pop("registry-login"), "there is no secret registry-login", "docker-reg"),
+        (
+            "pull secrets",
+            lambda a: a.secrets.pop("registry-login"),
+            "there is no secret registry-login",
+            "docker-reg",
+        ),
         (
             "pull secrets",
             lambda a: a.secrets.update({"registry-login": secret("registry-login", ("x",))}),
@@ -156,11 +171,26 @@ SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
             "none of registry-login is for 127.0.0.1",
             "--docker-server=127.0.0.1",
         ),
-        ("image pull", lambda a: a.images.update({"vision/train": 403}), "does not let the pull secret pull", "login"),
+        (
+            "image pull",
+            lambda a: a.images.update({"vision/train": 403}),
+            "does not let the pull secret pull",
+            "login",
+        ),
         ("image pull", lambda a: a.images.update({"vision/export": 404}), "has no 127.0.0.1", "push it"),
-        ("Kubeflow Trainer", lambda a: setattr(a, "has_trainer", False), "has no Kubeflow Trainer", "install Kubeflow"),
+        (
+            "Kubeflow Trainer",
+            lambda a: setattr(a, "has_trainer", False),
+            "has no Kubeflow Trainer",
+            "install Kubeflow",
+        ),
         ("Kubeflow Trainer", lambda a: setattr(a, "is_old", True), "older than 2.2", "2.2 or newer"),
-        ("Kubeflow Trainer", lambda a: setattr(a, "runtimes", ()), "no ClusterTrainingRuntime torch-dist", "runtime"),
+        (
+            "Kubeflow Trainer",
+            lambda a: setattr(a, "runtimes", ()),
+            "no ClusterTrainingRuntime torch-dist",
+            "runtime",
+        ),
         (
             "rights of the step",
             lambda a: a.forbidden.update({("create", "trainjobs"): True, ("get", "pods/log"): True}),
@@ -173,11 +203,55 @@ SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
             "there is no service account pipeline-runner",
             "service_account",
         ),
+        (
+            "rights of the step",
+            lambda a: None,
+            "there is no service account trainer in team-vision",
+            "create serviceaccount trainer",
+            {"train_job": {"service_account": "trainer"}},
+        ),
+        (
+            "shared memory",
+            lambda a: a.limits.append(limit_range("8Gi")),
+            "gives containers 8Gi of memory, and export has 8Gi of /dev/shm, which counts as memory",
+            "set export.memory",
+            {"export": {"memory": ""}},
+        ),
+        ("GPU nodes", break_nodes, "of 1 nodes none offers nvidia.com/gpu", "GPU operator"),
+        (
+            "image pull",
+            lambda a: a.images.update({"vision/train": 401}),
+            "does not let anybody pull",
+            "image_pull_secrets",
+            {"image_pull_secrets": []},
+        ),
+        (
+            "GPU drivers",
+            lambda a: a.nodes.append(gpu_node("gpu-3", driver="", **OLDER_LABELS)),
+            "gpu-3 has 570.86.9",
+            "update the driver",
+        ),
+        (
+            "MLflow",
+            lambda a: None,
+            "steps in different pods need a server",
+            "name an MLflow server",
+            {"every_step": {"env": {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}}},
+        ),
+        (
+            "Kubeflow Pipelines",
+            lambda a: a.absent.add("/api/v1/namespaces/kubeflow/services/ml-pipeline"),
+            "there is no service ml-pipeline",
+            "--endpoint",
+            {"endpoint": ""},
+        ),
     ],
+    ids=lambda case: case[0],
 )
-def test_what_is_in_the_way(api: ClusterApi, name: str, change: Change, found: str, fix: str) -> None:
+def test_what_is_in_the_way(api: ClusterApi, case: tuple[Any, ...]) -> None:
+    name, change, found, fix, *settings = case
     change(api)
-    check = check_of(api, name)
+    check = check_of(api, name, **dict(*settings))
     assert check.status == "missing", check
     assert found in check.found
     assert fix in check.fix
@@ -187,9 +261,13 @@ def test_what_is_in_the_way(api: ClusterApi, name: str, change: Change, found: s
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "found"),
+    "case",
     [
-        ("GPU drivers", lambda a: a.nodes.append(gpu_node("gpu-3", driver="")), "no label says which driver gpu-3 has"),
+        (
+            "GPU drivers",
+            lambda a: a.nodes.append(gpu_node("gpu-3", driver="")),
+            "no label says which driver gpu-3 has",
+        ),
         ("storage classes", lambda a: setattr(a, "default_class", False), "no default among fast"),
         ("volumes", lambda a: a.claims.update(images=claim("images", phase="Pending")), "not bound yet: images"),
         ("GPU nodes", lambda a: a.refused.add("/api/v1/nodes"), "you may not read nodes (403 Forbidden)"),
@@ -199,89 +277,41 @@ def test_what_is_in_the_way(api: ClusterApi, name: str, change: Change, found: s
             lambda a: a.refused.add("/apis/authorization.k8s.io/v1/subjectaccessreviews"),
             "you may not ask what system:serviceaccount:team-vision:pipeline-runner may; you may all of it yourself",
         ),
+        ("MLflow", lambda a: None, "the settings name no MLFLOW_TRACKING_URI", {"every_step": {"env": {}}}),
+        ("Kubeflow Pipelines", lambda a: None, "the service ml-pipeline is in kubeflow", {"endpoint": ""}),
     ],
+    ids=lambda case: case[0],
 )
-def test_what_is_doubtful_stops_nothing(api: ClusterApi, name: str, change: Change, found: str) -> None:
+def test_what_is_doubtful_stops_nothing(api: ClusterApi, case: tuple[Any, ...]) -> None:
+    name, change, found, *settings = case
     change(api)
-    diagnosis = diagnose(api)
-    check = of(diagnosis, name)
+    check = check_of(api, name, **dict(*settings))
     assert check.status == "warning", check
     assert found in check.found
     assert check.fix
-    assert diagnosis.exit_code == 0
-    assert name in diagnosis.conclusion
+    conclusion = conclude([check])
+    assert (conclusion.exit_code, name in conclusion.conclusion) == (0, True)
 
 
-def test_shared_memory_against_what_a_namespace_gives(api: ClusterApi) -> None:
-    api.limits.append(limit_range("8Gi"))
-    check = check_of(api, "shared memory", export={"memory": ""})
-    assert check.status == "missing"
-    assert "gives containers 8Gi of memory, and export has 8Gi of /dev/shm, which counts as memory" in check.found
-    assert "set export.memory" in check.fix
-    api.limits[0] = limit_range("64Gi")
-    assert check_of(api, "shared memory", export={"memory": ""}).status == "ok"
-
-
-def test_one_node_needs_no_trainer(api: ClusterApi) -> None:
-    api.has_trainer = False
-    diagnosis = diagnose(api, num_nodes=1)
-    assert of(diagnosis, "Kubeflow Trainer").status == "absent"
-    assert diagnosis.exit_code == 0
-
-
-def test_a_node_that_is_broken_or_cordoned_does_not_count(api: ClusterApi) -> None:
-    api.nodes[0].status.conditions = [k8s.V1NodeCondition(type="Ready", status="Unknown")]
-    api.nodes[1].spec.unschedulable = True
-    check = check_of(api, "GPU nodes")
-    assert (check.status, check.found) == ("missing", "of 1 nodes none offers nvidia.com/gpu")
-
-
-def test_the_service_account_of_the_nodes(api: ClusterApi) -> None:
-    nodes = {"service_account": "trainer"}
-    check = check_of(api, "rights of the step", train_job=nodes)
-    assert check.status == "missing"
-    assert "there is no service account trainer in team-vision" in check.found
-    assert "create serviceaccount trainer" in check.fix
-    assert check_of(api, "rights of the step", num_nodes=1, train_job=nodes).status == "absent"
-
-
-def test_a_registry_that_lets_nobody_in(api: ClusterApi) -> None:
-    api.images["vision/train"] = 401
-    check = check_of(api, "image pull", image_pull_secrets=[])
-    assert "does not let anybody pull" in check.found
-
-
-def test_older_labels_of_drivers_are_read(api: ClusterApi) -> None:
-    labels = {
-        f"nvidia.com/cuda.driver.{part}": value for part, value in zip(("major", "minor", "rev"), "579", strict=True)
-    }
-    labels |= {"nvidia.com/cuda.driver.major": "570", "nvidia.com/cuda.driver.minor": "86"}
-    api.nodes = [gpu_node("gpu-1", driver="", **labels), gpu_node("gpu-2")]
-    assert "gpu-1 has 570.86.9" in check_of(api, "GPU drivers").found
-
-
-def test_no_tracking_server_is_named(api: ClusterApi) -> None:
-    check = check_of(api, "MLflow", every_step={"env": {}})
-    assert (check.status, check.found[:24]) == ("warning", "the settings name no MLF")
-    check = check_of(api, "MLflow", every_step={"env": {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}})
-    assert "steps in different pods need a server" in check.found
-
-
-def test_kfp_is_looked_for_where_nobody_names_it(api: ClusterApi) -> None:
-    check = check_of(api, "Kubeflow Pipelines", endpoint="")
-    assert (check.status, "name it with --endpoint" in check.fix) == ("warning", True)
-    api.absent.add("/api/v1/namespaces/kubeflow/services/ml-pipeline")
-    assert check_of(api, "Kubeflow Pipelines", endpoint="").status == "missing"
+@pytest.mark.parametrize(
+    ("name", "change", "num_nodes", "status"),
+    [
+        ("Kubeflow Trainer", lambda a: setattr(a, "has_trainer", False), 1, "absent"),
+        ("rights of the step", lambda a: a.forbidden.update({("create", "trainjobs"): True}), 1, "absent"),
+        ("shared memory", lambda a: a.limits.append(limit_range("64Gi")), 2, "ok"),
+    ],
+)
+def test_what_does_not_matter(api: ClusterApi, name: str, change: Change, num_nodes: int, status: str) -> None:
+    change(api)
+    assert check_of(api, name, num_nodes=num_nodes, export={"memory": ""}).status == status
 
 
 def test_no_cluster_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     result = CliRunner().invoke(doctor, ["--cluster", "--json", "--settings", str(EXAMPLE)])
     report = json.loads(result.stdout)
-    assert (result.exit_code, report["conclusion"]) == (
-        1,
-        "A run would not work here before this is mended: Kubernetes API.",
-    )
+    assert result.exit_code == 1
+    assert report["conclusion"].endswith("is fixed: Kubernetes API.")
     assert "KUBECONFIG" in report["checks"][0]["fix"]
 
 
@@ -304,15 +334,14 @@ def test_a_registry_that_asks_for_a_login(api: ClusterApi) -> None:
     assert "Bearer of-the-registry" in api.tokens
 
 
-def test_an_endpoint_that_is_none_is_told_before_anything_is_asked(api: ClusterApi) -> None:
-    result = CliRunner().invoke(doctor, ["--cluster", "--endpoint", "localhost:8080"])
-    assert "--endpoint must be a URL such as" in str(result.exception)
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(("--cluster", "--endpoint", "localhost:8080"), "endpoint-not-url"), (("--num-nodes", "2"), "needs-cluster")],
+)
+def test_options_are_checked_before_anything_is_asked(api: ClusterApi, options: tuple[str, ...], code: str) -> None:
+    error = CliRunner().invoke(doctor, options).exception
+    assert getattr(error, "code", "") == code
     assert api.requests == []
-
-
-def test_options_of_a_cluster_need_the_flag() -> None:
-    result = CliRunner().invoke(doctor, ["--settings", str(EXAMPLE)])
-    assert "--settings goes with --cluster" in str(result.exception)
 
 
 @pytest.mark.parametrize(

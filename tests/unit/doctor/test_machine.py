@@ -1,7 +1,5 @@
-"""The doctor: every check answers, each one not ok says how to mend it, and none takes the others down."""
+"""The doctor of a machine: every check answers, each one not ok says how to fix it, and none takes the others down."""
 
-import contextlib
-import http.server
 import importlib
 import json
 import os
@@ -9,25 +7,26 @@ import resource
 import sqlite3
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
-from components.common.contracts.errors import EXIT_FAILURE
 from enginery.doctor import machine
-from enginery.doctor.checks import Check, Planned, absent, missing, ok, run_check, warning
+from enginery.doctor.checks import Diagnosis, Planned, absent, missing, ok
 from enginery.doctor.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
 from enginery.doctor.probes import ProbeError, Probes
-from enginery.doctor.report import Diagnosis, all_checks, conclude
+from tests.serving import Served, serving
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 GPU = NvidiaGpu("NVIDIA H100", 80 * 10**9, (9, 0))
 H100 = Nvml((GPU,), "580.95.05", "")
+NO_GPU = Nvml((), "", "NVML Shared Library Not Found")
 
 
 class Answers(Probes):
@@ -40,7 +39,7 @@ class Answers(Probes):
 
 def gpu_checks(nvml: Nvml = H100, pci: Path = Path("/nonexistent"), **answers: object) -> GpuChecks:
     checks = GpuChecks(Answers(torch=answers, dali=answers), pci)
-    checks.__dict__["nvml"] = nvml  # what the driver would say
+    checks.__dict__["nvml"] = nvml  # the driver's answers
     return checks
 
 
@@ -49,49 +48,61 @@ def _visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def doctor(directory: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "enginery.cli.main", "doctor", *arguments],
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    state = tmp_path_factory.mktemp("doctor") / "state"
+    done = subprocess.run(
+        [sys.executable, "-m", "enginery.cli.main", "doctor", "--json"],
         cwd=REPOSITORY,
-        env={**os.environ, "ENGINERY_HOME": str(directory), "CUDA_VISIBLE_DEVICES": "", **variables},
+        env={**os.environ, "ENGINERY_HOME": str(state), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=600,
     )
+    assert done.returncode == 0, done.stderr
+    assert not state.exists()  # a check leaves nothing behind
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> "subprocess.CompletedProcess[str]":
-    done = doctor(state := tmp_path_factory.mktemp("doctor") / "state", "--json")
-    assert not state.exists()  # looking leaves nothing behind
-    return done
-
-
-def test_json_has_every_check_and_a_fix_for_each_one_not_ok(told: "subprocess.CompletedProcess[str]") -> None:
-    report = json.loads(told.stdout)
-    assert [check["name"] for check in report["checks"]] == [planned.name for planned in all_checks(Answers())]
+def test_json_has_every_check_and_a_fix_for_each_one_not_ok(report: dict[str, Any]) -> None:
+    assert [check["name"] for check in report["checks"]] == [one.name for one in machine.all_checks(Answers())]
     assert all(check["fix"] for check in report["checks"] if check["status"] in ("warning", "missing"))
     assert not any("could not check" in check["found"] for check in report["checks"])
     found = {check["name"]: check["status"] for check in report["checks"]}
     working = ("PyTorch", "DALI", "OpenVINO", "MLflow tracking", "state directory")
     assert {found[name] for name in working} <= {"ok", "warning"}  # a machine may give reason for a warning
     assert "FP32 and INT8 on the CPU. No TensorRT engines, because" in report["conclusion"]
-    assert (told.returncode, report["exit_code"]) == (0, 0)
 
 
-def test_table_ends_with_what_runs_here_and_exit_code_1_when_nothing_does(tmp_path: Path) -> None:
-    done = doctor(tmp_path / "python3-state", COLUMNS="80")
-    assert done.returncode == EXIT_FAILURE
-    assert done.stdout.rstrip().endswith("Nothing runs here before this is mended: state directory.")
-    assert "fix: set ENGINERY_HOME to a directory without it" in " ".join(done.stdout.split())
-    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+def test_the_table_ends_with_what_runs_and_has_one_line_on_a_gpu_that_is_not_there(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = importlib.import_module("enginery.cli.doctor")
+    checks = Diagnosis.model_validate(report).checks
+    gpu = gpu_checks(NO_GPU)
+    of_gpu = [planned for planned in machine.all_checks(Answers()) if planned.group == "GPU"]
+    found = [Planned(one.group, one.name, lambda: absent("needs an NVIDIA GPU")).run() for one in of_gpu[1:]]
+    checks = (*(one for one in checks if one.group != "GPU"), Planned("GPU", "GPU", gpu.gpus).run(), *found)
+    monkeypatch.setattr(command, "diagnose", lambda: machine.conclude(checks))
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(command.doctor)
+    assert max(len(line) for line in done.output.splitlines()) <= 80
+    text = " ".join(done.output.partition("\nGPU")[2].split())
+    assert text.count("not here") == 1
+    assert "not checked driver, PyTorch on GPU, compute capability, DALI on GPU, TensorRT: needs an NVIDIA GPU" in text
+    assert "because there is no NVIDIA GPU." in text
+    broken = checks[0].model_copy(update={"status": "missing", "fix": "get it", "required": True})
+    monkeypatch.setattr(command, "diagnose", lambda: machine.conclude((broken, *checks[1:])))
+    done = CliRunner().invoke(command.doctor)
+    assert (done.exit_code, "Nothing runs here before this is fixed: system." in done.output) == (1, True)
+    assert "fix: get it" in done.output
 
 
 def test_a_check_that_raises_is_a_line_of_its_own() -> None:
-    def broken() -> None:
+    def broken() -> Any:
         raise ZeroDivisionError("by\nzero")
 
-    check = run_check(Planned("machine", "broken", broken, required=True))  # type: ignore[arg-type]
+    check = Planned("machine", "broken", broken, required=True).run()
     assert (check.status, check.found) == ("warning", "could not check: ZeroDivisionError: by zero")
     assert check.fix
 
@@ -102,12 +113,12 @@ def test_a_library_that_crashes_or_hangs_takes_only_its_probe_down(
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
     (tmp_path / "openvino.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("enginery.doctor.probes._LIMIT_S", 3.0)
+    monkeypatch.setattr("enginery.doctor.probes._LIMIT_S", 2.0)
     probes = Probes(("torch", "openvino"))
-    assert machine.torch(probes).found == "does not import: ended by SIGILL"
-    assert machine.openvino(probes).found == "does not work: gave no answer in 3 s"
     with pytest.raises(ProbeError, match="SIGILL"):
         probes.ask("torch", "available")
+    assert machine.torch(probes).found == "does not import: ended by SIGILL"
+    assert machine.openvino(probes).found == "does not work: gave no answer in 2 s"
 
 
 @pytest.mark.parametrize(
@@ -133,40 +144,29 @@ def test_limits_of_control_groups_of_both_versions(
     assert machine.memory_limit(own, root) == limit_bytes
 
 
-def test_quota_below_the_cores_names_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_a_machine_are_warnings_with_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "num_cores", lambda: 16)
     monkeypatch.setattr(machine, "cpu_quota", lambda: 2.0)
-    finding = machine.cores()
-    assert (finding.status, "taskset -c 0-1 " in finding.fix) == ("warning", True)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 64 << 20})())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        files = machine.open_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    shared = machine.shared_memory(tmp_path)
+    for finding, words in ((machine.cores(), "taskset -c 0-1 "), (shared, "--shm-size"), (files, "ulimit -n")):
+        assert (finding.status, words in finding.fix) == ("warning", True)
 
 
 @pytest.mark.parametrize(("limit", "file"), [("AVX2", "int8_cpu_7bit.onnx"), ("", "int8_cpu")])
 def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, limit: str, file: str) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     finding = machine.instruction_sets()
-    assert finding.status == "ok"
-    assert file in finding.found
+    assert (finding.status, file in finding.found) == ("ok", True)
 
 
-def test_small_shared_memory_names_docker_and_kubernetes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 64 << 20})())
-    finding = machine.shared_memory(tmp_path)
-    assert finding.status == "warning"
-    assert "--shm-size" in finding.fix
-    assert "emptyDir" in finding.fix
-
-
-def test_few_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        finding = machine.open_files()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (finding.status, "ulimit -n" in finding.fix) == ("warning", True)
-
-
-def test_versions(tmp_path: Path) -> None:
+def test_versions_of_a_checkout_and_of_an_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pins = tmp_path / "constraints.txt"
     pins.write_text("# pins\nclick==1.0  # via enginery\nnumpy==0 ; python_version < '3'\n")
     assert machine.versions(["click>=8", "pytest>=1; extra == 'dev'"], tmp_path / "none").found.startswith("1 package")
@@ -176,10 +176,6 @@ def test_versions(tmp_path: Path) -> None:
     assert "needed is <2" in wrong.found
     assert "no-such-package is not installed" in wrong.found
 
-
-def test_versions_come_from_the_checkout_then_from_the_installation(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     other, none = tmp_path / "other.toml", tmp_path / "none.toml"
     other.write_text('[project]\nname = "another"\ndependencies = ["click"]\n')
     monkeypatch.setattr(metadata, "requires", lambda name: [f"of-{name}"])
@@ -192,25 +188,8 @@ def test_versions_come_from_the_checkout_then_from_the_installation(
 
     monkeypatch.setattr(metadata, "requires", not_installed)
     assert machine.required() == of_checkout
-    assert machine.versions().status != "missing"
     finding = machine.versions(machine.required(none))
     assert (finding.status, "make install" in finding.fix) == ("warning", True)
-
-
-def test_without_a_gpu_there_is_one_line_on_all_of_it(
-    told: "subprocess.CompletedProcess[str]", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = importlib.import_module("enginery.cli.doctor")
-    monkeypatch.setattr(command, "diagnose", lambda: Diagnosis.model_validate_json(told.stdout))
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(command.doctor)
-    of_gpu = done.output.partition("\nGPU")[2].splitlines()
-    text = " ".join(of_gpu)
-    assert "missing" not in text
-    if "NVML Shared Library Not Found" in text:
-        assert len([line for line in of_gpu if line.startswith("not here")]) == 1
-    assert "driver, " in text or "PyTorch on GPU, " in text
-    assert "TensorRT: needs a" in text
-    assert "because there is no NVIDIA GPU." in text or "because the GPU is hidden by" in text
 
 
 @pytest.mark.parametrize(
@@ -228,67 +207,44 @@ def test_compute_capability(capability: tuple[int, int], architectures: list[str
     assert supported(capability, architectures) is expected
 
 
-def test_driver_too_old_and_new_enough() -> None:
+def test_gpus_and_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver_number("580.65.06") < driver_number("580.95")
     assert gpu_checks(cuda="13.2").driver().status == "ok"
     old = gpu_checks(Nvml((GPU,), "535.183.01", ""), cuda="13.2").driver()
     assert (old.status, "needs 580.65.06 or newer" in old.found, "R580" in old.fix) == ("missing", True, True)
-
-
-def test_card_without_a_driver_is_told_from_no_card(tmp_path: Path) -> None:
-    nothing = Nvml((), "", "NVML Shared Library Not Found")
-    without = gpu_checks(nothing, tmp_path).gpus()
-    assert (without.status, "INT8 and its verdict work on the CPU" in without.found) == ("absent", True)
-    assert gpu_checks(nothing, tmp_path).driver() == absent("needs an NVIDIA GPU")
-    card = tmp_path / "0000:01:00.0"
-    card.mkdir()
+    assert gpu_checks(NO_GPU, tmp_path).gpus().status == "absent"
+    assert gpu_checks(NO_GPU, tmp_path).driver() == absent("needs an NVIDIA GPU")
+    (card := tmp_path / "0000:01:00.0").mkdir()
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
-    found = gpu_checks(nothing, tmp_path).gpus()
-    assert "NVIDIA cards on the PCI bus: 1, but no driver" in found.found
-    assert "docker run --gpus all" in found.fix
-    assert "docker run --gpus all" in gpu_checks(nothing, tmp_path).driver().fix
-
-
-def test_hidden_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_checks().gpus().fix == "unset CUDA_VISIBLE_DEVICES"
-    assert gpu_checks().torch_sees_cuda() == absent("needs a GPU that CUDA_VISIBLE_DEVICES does not hide")
-
-
-def test_gpu_that_torch_or_dali_can_not_use() -> None:
-    checks = gpu_checks(cuda="13.2", version="2.15.0", available=False, why_not="driver too old")
-    assert "can't use the GPU: driver too old" in checks.torch_sees_cuda().found
-    assert "failed: ended by SIGILL" in checks.dali_decodes().found
-
-
-def test_tensorrt_reason_and_fix() -> None:
+    for finding in (gpu_checks(NO_GPU, tmp_path).gpus(), gpu_checks(NO_GPU, tmp_path).driver()):
+        assert (finding.status, "docker run --gpus all" in finding.fix) == ("missing", True)
+    broken = gpu_checks(cuda="13.2", version="2.15.0", available=False, why_not="driver too old")
+    assert "can't use the GPU: driver too old" in broken.torch_sees_cuda().found
+    assert "failed: ended by SIGILL" in broken.dali_decodes().found
     reason = "the Python package tensorrt is not installed: run `pip install 'enginery[tensorrt]'`"
     finding = gpu_checks(no_tensorrt=reason).tensorrt()
     assert finding == missing("the Python package tensorrt is not installed", "run `pip install 'enginery[tensorrt]'`")
     assert gpu_checks(no_tensorrt=None, tensorrt="11.4").tensorrt() == ok("TensorRT 11.4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    hidden = gpu_checks()
+    assert hidden.gpus().fix == "unset CUDA_VISIBLE_DEVICES"
+    expected = absent("needs a GPU that CUDA_VISIBLE_DEVICES does not hide")
+    assert hidden.guard(hidden.torch_sees_cuda) == expected
 
 
-@contextlib.contextmanager
-def server(status: int) -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/health" else 500)
-            self.end_headers()
+@dataclass
+class Tracking(Served):
+    status: int = 200
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield f"http://user:secret@127.0.0.1:{listening.server_port}"
-        listening.shutdown()
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        return (self.status if path == "/health" else 500), {}
 
 
 @pytest.mark.parametrize(("status", "expected", "fix"), [(200, "ok", ""), (401, "missing", "MLFLOW_TRACKING_USERNAME")])
 def test_tracking_server(monkeypatch: pytest.MonkeyPatch, status: int, expected: str, fix: str) -> None:
-    with server(status) as uri:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with serving(Tracking(status=status)) as server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.endpoint.replace("://", "://user:secret@"))
         finding = machine.tracking()
         assert (finding.status, fix in finding.fix, "secret" in finding.found) == (expected, True, False)
     gone = machine.tracking()
@@ -299,7 +255,7 @@ def test_tracking_in_sqlite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
     monkeypatch.setattr(machine, "_LIMIT_S", 0.2)
     file = tmp_path / "mlflow.db"
-    with contextlib.closing(sqlite3.connect(file)) as connection:
+    with closing(sqlite3.connect(file)) as connection:
         connection.execute("CREATE TABLE runs (id)")
         connection.commit()
         assert machine.tracking().status == "ok"
@@ -309,24 +265,18 @@ def test_tracking_in_sqlite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert f"mv {file}" in machine.tracking().fix
 
 
-def test_state_directory_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["file/state", "python3-state"])
+def test_state_directory_that_can_not_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "file" / "state"))
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / name))
     finding = machine.state_directory()
-    assert (finding.status, "ENGINERY_HOME" in finding.fix) == ("missing", True)
-
-
-def check(name: str, status: str, *, required: bool = False) -> Check:
-    finding = {"ok": ok("fine"), "missing": missing("not there", "get it"), "warning": warning("so so", "mend it")}
-    found = finding[status]
-    return Check(group="", name=name, status=found.status, found=found.found, fix=found.fix, required=required)
+    assert (finding.status, "set ENGINERY_HOME" in finding.fix) == ("missing", True)
 
 
 def test_conclusion() -> None:
     names = ("OpenVINO", "GPU", "driver", "PyTorch on GPU", "compute capability", "TensorRT")
-    everything = [check(name, "ok") for name in names]
-    assert "INT8 as TensorRT engines" in conclude(everything).conclusion
-    without = conclude([*everything[:-1], check("TensorRT", "missing")])
+    everything = [Planned("", name, lambda: ok("fine")).run() for name in names]
+    lacking = Planned("", "TensorRT", lambda: missing("not there", "get it")).run()
+    assert "INT8 as TensorRT engines" in machine.conclude(everything).conclusion
+    without = machine.conclude([*everything[:-1], lacking])
     assert (without.exit_code, without.conclusion.endswith("because not there.")) == (0, True)
-    blocked = conclude([*everything, check("DALI", "missing", required=True)])
-    assert (blocked.exit_code, blocked.conclusion.endswith("DALI.")) == (1, True)

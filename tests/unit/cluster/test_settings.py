@@ -1,0 +1,150 @@
+"""The settings of a cluster, as `enginery submit --settings` takes them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from components.common.contracts.errors import UserError
+from enginery.cli.commands import cli
+from enginery.cluster.settings import ClusterSettings, load_settings, settings_rows
+from tests.pipelines.running import CLUSTER_YAML, compiled
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "words"),
+    [
+        ("trian: {}", "trian", "did you mean train?"),
+        ("train: {gpu: {number: 1}}", "train.gpu.number", "valid: count, product, resource"),
+        ("validate: {gpu: {count: -1}}", "validate.gpu.count", "got -1, must be greater than or equal to 0. GPUs; 0"),
+        ("every_step: {secrets: [{env: {A: b}}]}", "every_step.secrets[0].name", "is required"),
+        ("train: {num_nodes: 2}", "", "train.num_nodes above 1 needs train_job.volume"),
+        ("train: {memory: 8Gi}", "", "train: its memory 8Gi must be more than its shm 8Gi"),
+        ("promote: {caching: true}", "", "promote.caching"),
+        ("images: {digests: {train: latest}}", "images.digests.train", "must match pattern"),
+        ("train: {memory: 64}", "train.memory", "write its unit, such as 64Gi"),
+        (
+            "{every_step: {volumes: [{claim: a, mount_path: /mnt}]}, gate: {volumes: [{claim: b, mount_path: /mnt/}]}}",
+            "",
+            "gate: 2 volumes have the mount_path /mnt",
+        ),
+        ("train: {volumes: [{claim: a, mount_path: /dev/shm}]}", "", "train: 2 volumes have the mount_path /dev/shm"),
+        (
+            "{train: {num_nodes: 2, volumes: [{claim: a, mount_path: /s}]}, "
+            "train_job: {volume: {claim: b, mount_path: /s}}}",
+            "",
+            "train: 2 volumes have the mount_path /s",
+        ),
+        (
+            "{every_step: {env: {KEY: a}}, export: {secrets: [{name: s, env: {KEY: k}}]}}",
+            "",
+            "export: the variable KEY is set 2 times",
+        ),
+        (
+            "validate: {gpu: {product: A}, node_selector: {nvidia.com/gpu.product: B}}",
+            "",
+            "validate: gpu.product is A, and node_selector has nvidia.com/gpu.product B",
+        ),
+        ("every_step: {env: {HF_TOKEN: hf_1}}", "every_step.env", "HF_TOKEN holds a secret in the clear"),
+        ("every_step: {env: {MLFLOW_TRACKING_URI: 'http://a:b@mlflow:5000'}}", "every_step.env", "holds a secret"),
+        ("namespace: Team Vision", "namespace", "must match pattern"),
+        ("service_account: a/b", "service_account", "must match pattern"),
+        (
+            "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: /a}]}",
+            "every_step.volumes[0].sub_path",
+            "must match",
+        ),
+        (
+            "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: ../a}]}",
+            "every_step.volumes[0].sub_path",
+            "must match",
+        ),
+        (
+            "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: a/../b}]}",
+            "every_step.volumes[0].sub_path",
+            "must match",
+        ),
+        ("train: {gpu: {product: NVIDIA H200}}", "train.gpu.product", "must match pattern"),
+        ("every_step: {node_selector: {zone: a b}}", "every_step.node_selector.zone", "must match pattern"),
+        ("every_step: {secrets: [{name: s, env: {A: a b}}]}", "every_step.secrets[0].env.A", "must match"),
+        ("train: {num_nodes: 2000}", "train.num_nodes", "less than or equal to 1024"),
+    ],
+)
+def test_settings_that_can_not_be(tmp_path: Path, text: str, setting: str, words: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_settings(file)
+    assert (caught.value.code, caught.value.setting) == ("bad-cluster-settings", setting)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert words in str(caught.value)
+
+
+def test_what_a_step_gets_falls_to_every_step() -> None:
+    settings = load_settings(Path(CLUSTER_YAML))
+    train, promote = settings.of("train"), settings.of("promote")
+    assert (train.retries.times, promote.retries.times) == (2, 0)
+    assert (train.timeout_s, promote.timeout_s) == (259200, 86400)
+    assert set(train.env) == set(promote.env) == {"MLFLOW_TRACKING_URI"}
+    assert [settings.of(step).shm for step in ("preprocess", "train", "export")] == ["", "64Gi", "8Gi"]
+    assert settings.image("gate") == "registry.example.com/vision/promote:0.1.0"
+    assert settings.image("train").startswith("registry.example.com/vision/train@sha256:1111")
+
+
+def test_a_verdict_is_not_tried_again_unless_asked(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("every_step: {retries: {times: 3}}")
+    assert [load_settings(file).of(step).retries.times for step in ("train", "gate", "promote")] == [3, 0, 3]
+    file.write_text("{every_step: {retries: {times: 3}}, gate: {retries: {times: 1}}}")
+    assert load_settings(file).of("gate").retries.times == 1
+
+
+def test_variables_that_only_sound_secret(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    plain = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/etc/gcs/key.json",
+        "MLFLOW_TRACKING_URI": "http://mlflow:5000/@here",
+    }
+    file.write_text(json.dumps({"every_step": {"env": plain}}))
+    assert load_settings(file).of("gate").env == plain
+
+
+def test_a_volume_of_all_steps_may_be_that_of_the_training(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "{every_step: {volumes: [{claim: shared, mount_path: /mnt/shared}]}, "
+        "train: {num_nodes: 2}, train_job: {volume: {claim: shared, mount_path: /mnt/shared}}}"
+    )
+    spec, platform = compiled("resnet50", tmp_path, "--settings", str(file))
+    mounts = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-train"]["pvcMount"]
+    assert [mount["mountPath"] for mount in mounts] == ["/mnt/shared"]
+    container = spec["deploymentSpec"]["executors"]["exec-train"]["container"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert json.loads(variables["ENGINERY_TRAIN_JOB"])["volumes"] == [["shared", "/mnt/shared", ""]]
+
+
+def test_another_try_comes_after_a_long_one(tmp_path: Path) -> None:
+    """KFP's "backoff max duration" is the time of all tries from the start of the first, and an hour by default."""
+
+    def window_s(text: str) -> int:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        tasks = compiled("resnet50", tmp_path, "--settings", str(file))[0]["root"]["dag"]["tasks"]
+        return int(tasks["train"]["retryPolicy"]["backoffMaxDuration"].removesuffix("s"))
+
+    assert window_s("train: {timeout_s: 7200, retries: {times: 2, wait_s: 60, factor: 2}}") == 3 * 7200 + 60 + 120
+    assert window_s("train: {retries: {times: 1}}") > 30 * 86400
+    assert window_s("train: {retries: {times: 100}}") == 365 * 86400
+    assert window_s("train: {retries: {times: 2, window_s: 5000}}") == 5000
+
+
+def test_settings_help_lists_every_key() -> None:
+    rows = list(settings_rows())
+    shown = CliRunner().invoke(cli, ["submit", "--settings-help"]).output
+    assert all(key in shown for key, _, _ in rows)
+    assert {key.split(".")[0] for key, _, _ in rows} == {
+        field.alias or name for name, field in ClusterSettings.model_fields.items()
+    }
