@@ -17,9 +17,11 @@ def check_new(output: Path, what: str) -> None:
         UserError: it exists, or the folder that it is to be in does not.
     """
     if output.exists() or output.is_symlink():
-        raise UserError(f"{output} exists already, and {what} is never overwritten; name a new folder")
+        raise UserError(
+            f"{output} exists already, and {what} is never overwritten; name a new folder", code="output-exists"
+        )
     if not output.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {output.absolute().parent}; make it first")
+        raise UserError(f"there is no folder {output.absolute().parent}; make it first", code="no-parent-folder")
 
 
 def to_disk(folder: Path) -> None:
@@ -41,7 +43,9 @@ def give_name(temporary: Path, output: Path) -> None:
     try:
         temporary.rename(output)  # fails where something that is not an empty folder has come there meanwhile
     except OSError as error:
-        raise UserError(f"can't write {output}: {error.strerror}; name a new folder") from None
+        raise UserError(
+            f"can't write {output}: {error.strerror}; name a new folder", code="output-unwritable"
+        ) from None
     descriptor = os.open(output.absolute().parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

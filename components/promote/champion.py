@@ -7,24 +7,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable
 from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.records import Precision
 from components.common.process.steplog import StepLog
-from components.common.registry.alias_changes import Proposal, Situation
-from components.common.registry.audit_log import Entry
+from components.common.registry.audit_log import Entry, Proposal, Situation
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION, ChampionComparison
 from components.common.registry.trust import check_chain
 from components.common.registry.version_evaluation import (
-    Standing,
+    Measured,
+    VersionEvaluation,
     check_log,
     check_tags,
-    compare_measured,
-    compare_standings,
-    standing_of,
+    compare_versions,
+    evaluation_of,
 )
 from components.promote.config import PromoteConfig
 
@@ -34,16 +31,6 @@ if TYPE_CHECKING:
 _CPU_BATCH_SIZE = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remeasured:
-    """What a version shows on other images."""
-
-    precision: Precision
-    top1_pct: float
-    right: np.ndarray  # [N] bool, in the split's order
-    runtime: str
-
-
 def remeasure(
     registry: Registry,
     version: RegisteredVersion,
@@ -51,7 +38,7 @@ def remeasure(
     data: Artifact[DatasetManifest],
     progress: Callable[[int, int], None],
     say: Callable[[str], None],
-) -> Remeasured:
+) -> Measured:
     """Run a registered version's bundle, as it lies in the registry, over a validation split.
 
     Args:
@@ -64,7 +51,7 @@ def remeasure(
 
     Raises:
         RuntimeUnavailable: nothing here runs it.
-        EngineryError: its files are gone or changed, its classes are others than the data set's, or no key of the
+        EngineryError: its files are gone or changed, its classes are others than the dataset's, or no key of the
             machine's policy signed its verdict.
     """
     with registry.files(version, "bundle") as path, TemporaryDirectory(prefix="enginery-") as temporary:
@@ -76,14 +63,16 @@ def remeasure(
         check_chain(version.label, digests, registry.statements(version), environment="", model=version.name, say=say)
         if bundle.manifest.classes != data.manifest.classes:
             raise EngineryError(
-                f"its {len(bundle.manifest.classes)} classes are not the {len(data.manifest.classes)} of the data set "
-                f"{data.path}"
+                f"its {len(bundle.manifest.classes)} classes are not the {len(data.manifest.classes)} of the dataset "
+                f"{data.path}",
+                code="other-classes",
             )
         try:
             return _measure(bundle, precision, data, progress)
         except ModuleNotFoundError as error:
             raise RuntimeUnavailable(
-                f"{error.name} is not installed here, and measuring needs PyTorch, DALI, and OpenVINO or TensorRT"
+                f"{error.name} is not installed here, and measuring needs PyTorch, DALI, and OpenVINO or TensorRT",
+                code="no-runtime",
             ) from error
 
 
@@ -92,7 +81,7 @@ def _measure(
     precision: Precision,
     data: Artifact[DatasetManifest],
     progress: Callable[[int, int], None],
-) -> Remeasured:
+) -> Measured:
     import torch  # here and below: the image of promote has none of these
 
     from components.common.data.evaluation import predict
@@ -113,35 +102,21 @@ def _measure(
         found = predict({precision: runner}, loader, num_images, progress)[precision]
     finally:
         runner.close()
-    return Remeasured(precision=precision, top1_pct=found.top1_pct, right=found.right, runtime=runner.runtime)
+    return Measured(precision=precision, top1_pct=found.top1_pct, correct=found.right, runtime=runner.runtime)
 
 
 def _runner(bundle: Artifact[BundleManifest], precision: Precision) -> "Runner":
     """TensorRT where the bundle has a plan for this GPU, else OpenVINO on the ONNX file."""
-    from components.common.runtimes.tensorrt_library import plan_mismatches, why_no_tensorrt
+    from components.common.runtimes.selection import serving_runner
 
-    manifest = bundle.manifest
-    engine = next((engine for engine in manifest.engines if engine.precision == precision), None)
-    reasons = []
-    if engine is not None:
-        missing = why_no_tensorrt() or "; ".join(plan_mismatches(engine))
-        if not missing:
-            from components.common.runtimes.tensorrt import TensorRTRunner
-
-            return TensorRTRunner(bundle.file(engine.file), manifest.shapes, engine)
-        reasons.append(f"its plan {engine.file} does not run here ({missing})")
-    if precision != "fp16" and precision in manifest.models:
-        from components.common.runtimes.openvino import OpenVINORunner
-        from components.common.runtimes.selection import fit_model
-
-        file = fit_model(manifest.int8_on_cpus).file if precision == "int8" else manifest.models[precision]
-        try:
-            return OpenVINORunner(bundle.file(file), manifest.shapes)
-        except RuntimeError as error:
-            reasons.append(f"OpenVINO does not load its {file}: {' '.join(str(error).split())[:300]}")
-            raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {'; '.join(reasons)}") from error
-    reasons.append("a CPU has no FP16 arithmetic" if precision == "fp16" else f"it has no {precision.upper()} model")
-    raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {'; '.join(reasons)}")
+    try:
+        found = serving_runner(bundle, precision, "auto")
+    except RuntimeError as error:  # of OpenVINO, which does not load it
+        reason = " ".join(str(error).split())[:300]
+        raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {reason}", code="no-runtime") from error
+    if found.runner is None or (precision == "fp16" and found.runner.runtime != "tensorrt"):
+        raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {found.note}", code="no-runtime")
+    return found.runner
 
 
 _MAX_LENGTH = 1500  # of a reason; what MLflow takes of a record must hold it
@@ -164,14 +139,14 @@ class Decision:
         config: PromoteConfig,
         registry: Registry,
         version: str,
-        standing: Standing,
+        evaluation: VersionEvaluation,
         data: Artifact[DatasetManifest],
         log: StepLog,
     ) -> None:
         self.config, self.registry, self.version = config, registry, version
-        self.standing, self.data, self.log = standing, data, log
+        self.evaluation, self.data, self.log = evaluation, data, log
         self.judgement = Judgement(champion=False, why="nothing was decided yet")
-        self._measured: dict[str, Remeasured] = {}  # by the champion's version
+        self._measured: dict[str, Measured] = {}  # by the champion's version
 
     def propose(self, situation: Situation) -> Proposal:
         """Aliases for the new version, as it compares with the champion of this situation."""
@@ -184,21 +159,23 @@ class Decision:
             kind="promote",
             aliases=aliases,
             why=(asked + self.judgement.why)[:_MAX_LENGTH],
-            digests=self.standing.digests,
+            digests=self.evaluation.digests,
             comparison=self.judgement.comparison,
         )
 
     def _judge(self, situation: Situation) -> Judgement:
         champion = situation.champion
-        if back := _rolled_back(self.standing.digests["bundle"], situation.entries):
-            return Judgement(champion=False, why=f"{back}; {self._by_hand()}")
+        if back := _rolled_back(self.evaluation.digests["bundle"], situation.entries):
+            return Judgement(champion=False, why=f"{back}; {self._how_to_force()}")
         if champion is None:
             return Judgement(champion=True, why="passed its gate, and there was no champion")
         try:
             comparison = self._compare(champion, situation.entries)
         except EngineryError as error:
             why = f"it can't be compared with the champion, version {champion}: {error}"
-            return Judgement(champion=False, why=f"{why}. {self._how_to_go_on()}")
+            return Judgement(
+                champion=False, why=f"{why}. Promote again on a machine that can, or {self._how_to_force()}"
+            )
         if comparison.not_worse:
             return Judgement(champion=True, why=f"not worse: {comparison.text}", comparison=comparison)
         allowed = f", allowed {comparison.tolerance_points:g} points less" if comparison.tolerance_points else ""
@@ -208,12 +185,12 @@ class Decision:
     def _compare(self, champion: str, entries: Sequence[Entry]) -> ChampionComparison:
         version = self.registry.version(self.config.registered_model, champion)
         tolerance = self.config.tolerance_points
-        with standing_of(self.registry, version) as present:
+        with evaluation_of(self.registry, version) as present:
             check_log(version, entries, {part: present.digests[part] for part in PARTS})
-            if present.split_digest == self.standing.split_digest:
-                return compare_standings(self.standing, present, champion, tolerance)
-            if self.standing.top1_pct is None:
-                raise EngineryError(f"this report does not measure {self.standing.precision.upper()}")
+            if present.split_digest == self.evaluation.split_digest:
+                measured = present.measured(f"the champion, version {champion},")
+                return compare_versions(self.evaluation, measured, champion, tolerance)
+            self.evaluation.measured("the version")  # before the champion is measured for nothing
             if champion not in self._measured:
                 self.log.note(f"the champion, version {champion}, was measured on other images; now on these")
                 self._measured[champion] = remeasure(
@@ -224,26 +201,13 @@ class Decision:
                     lambda done, total: self.log.progress("measuring the champion", done, total, unit="images"),
                     self.log.note,
                 )
-            again = self._measured[champion]
-            return compare_measured(
-                self.standing,
-                top1_pct=self.standing.top1_pct,
-                champion_version=champion,
-                champion_precision=again.precision,
-                champion_top1_pct=again.top1_pct,
-                champion_right=again.right,
-                tolerance_points=tolerance,
-                measured_again=again.runtime,
-            )
+            return compare_versions(self.evaluation, self._measured[champion], champion, tolerance)
 
-    def _by_hand(self) -> str:
+    def _how_to_force(self) -> str:
         name = self.config.registered_model
         return (
             f"make it champion all the same: enginery promote {name} {self.version} --to {CHAMPION} --force --why TEXT"
         )
-
-    def _how_to_go_on(self) -> str:
-        return f"Promote again on a machine that can, or {self._by_hand()}"
 
 
 def _rolled_back(bundle_digest: str, entries: Sequence[Entry]) -> str:

@@ -6,7 +6,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import mlflow.pyfunc
 import yaml
@@ -24,145 +23,9 @@ from components.common.registry.trust import read_statements
 from components.promote import pyfunc
 
 MLMODEL = "MLmodel"
+BUNDLE = "bundle"  # folder of the bundle in the model
 _REQUIREMENTS = "requirements.txt"
 _PYTHON_ENV = "python_env.yaml"
-
-
-def classifier_signature(default_top_k: int) -> ModelSignature:
-    """What an image classifier returns, and its parameter.
-
-    No input schema: with one, MLflow would turn everything into a table before the model sees it, which no list of
-    pixel arrays survives.
-    """
-    outputs = [
-        ColSpec(DataType.string, "label"),
-        ColSpec(DataType.double, "probability"),
-        ColSpec(Array(DataType.string), "labels"),
-        ColSpec(Array(DataType.double), "probabilities"),
-    ]
-    params = ParamSchema([ParamSpec("top_k", DataType.long, default_top_k)])
-    return ModelSignature(outputs=Schema(outputs), params=params)
-
-
-def write_mlmodel(
-    output: Path,
-    *,
-    loader_module: str,
-    data: str,
-    config: Mapping[str, Any],
-    signature: ModelSignature,
-    requirements: Sequence[str],
-    metadata: Mapping[str, Any],
-) -> None:
-    """Make a directory a model of MLflow.
-
-    Args:
-        output: the directory.
-        loader_module: has `_load_pyfunc(data_path, model_config)`.
-        data: path inside the directory, handed to that function.
-        config: handed to it, too; a caller may replace single values.
-        signature: what the model takes and returns.
-        requirements: for pip.
-        metadata: about the model, for people and programs.
-    """
-    model = Model(signature=signature, metadata=dict(metadata))
-    mlflow.pyfunc.add_to_model(
-        model, loader_module=loader_module, data=data, python_env=_PYTHON_ENV, model_config=dict(config)
-    )
-    (output / _REQUIREMENTS).write_text("".join(f"{line}\n" for line in requirements), encoding="utf-8")
-    environment = {
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "build_dependencies": [],
-        "dependencies": [f"-r {_REQUIREMENTS}"],
-    }
-    (output / _PYTHON_ENV).write_text(yaml.safe_dump(environment, sort_keys=False), encoding="utf-8")
-    model.save(str(output / MLMODEL))
-
-
-def upload_model(run: StepRun, name: str, folder: Path, parts: Mapping[str, Path], tags: Mapping[str, str]) -> str:
-    """Upload a model as a LoggedModel of a run. `models:/<its id>` is where it then lies.
-
-    It becomes READY when all is there, and the file that makes it loadable comes last.
-
-    Args:
-        run: the step's.
-        name: for people.
-        folder: what `write_mlmodel` wrote. Its MLmodel file is given the ids of model and run.
-        parts: directories that lie beside these files in the model, by name.
-        tags: of the LoggedModel.
-
-    Returns:
-        The LoggedModel's id.
-    """
-    client = run.client
-    logged = client.create_logged_model(
-        run.experiment_id,
-        name=name.replace(".", "_"),  # which MLflow refuses in the name of a LoggedModel
-        source_run_id=run.run_id,
-        tags=dict(tags),
-        model_type="classifier",
-    )
-    for part, path in parts.items():
-        client.log_model_artifacts(logged.model_id, str(path), part)
-    description = Model.load(str(folder / MLMODEL))
-    description.model_id, description.run_id = logged.model_id, run.run_id
-    description.save(str(folder / MLMODEL))
-    client.log_model_artifacts(logged.model_id, str(folder))
-    client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
-    client.log_outputs(run.run_id, [LoggedModelOutput(model_id=logged.model_id, step=0)])
-    return str(logged.model_id)
-
-
-def log_measured(
-    run: StepRun,
-    model_id: str,
-    metrics: Mapping[str, float],
-    settings: Mapping[str, Mapping[str, Any]],
-    *,
-    split_digest: str,
-) -> None:
-    """Log what was measured of a model on the validation split, as metrics of its run and of its LoggedModel.
-
-    Args:
-        run: that uploaded the model.
-        model_id: of the LoggedModel.
-        metrics: by name.
-        settings: parameters of the run, by step.
-        split_digest: of the validation split.
-    """
-    now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": short_digest(split_digest)}
-    entries = [Metric(key, value, now, 0, model_id=model_id, **place) for key, value in metrics.items()]
-    patiently(lambda: run.client.log_batch(run.run_id, metrics=entries))
-    for step, values in settings.items():
-        patiently(
-            partial(run.log_params, {step: values})
-        )  # one request for each: MLflow takes up to 100 parameters in it
-
-
-def measures(report: ReportManifest) -> dict[str, float]:
-    """The numbers of a report, named PRECISION_MEASURE as those of a pipeline's run."""
-    accuracy, benchmark = report.accuracy, report.benchmark
-    largest = max((row.batch_size for row in benchmark.rows), default=0)
-    found: dict[str, float | None] = {}
-    for row in accuracy.rows:
-        single, batched = benchmark.row(row.precision, 1), benchmark.row(row.precision, largest)
-        found[f"{row.precision}_top1_pct"] = row.top1_pct
-        found[f"{row.precision}_p50_ms"] = single.p50_ms if single else None
-        found[f"{row.precision}_images_per_s"] = benchmark.sure_images_per_s(batched) if batched else None
-        if row.precision != "fp32":
-            found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
-            speedup = benchmark.speedup(row.precision, "fp32", largest)
-            found[f"{row.precision}_speedup"] = speedup.median if speedup and not speedup.doubt else None
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def settings(bundle: BundleManifest, report: ReportManifest) -> Mapping[str, Mapping[str, Any]]:
-    """The settings of the steps, by step."""
-    training = {"train": bundle.training.config} if bundle.training is not None else {}
-    return {**training, "export": bundle.config, "validate": report.config}
-
-
-BUNDLE = "bundle"  # folder of the bundle in the model
 
 
 def write_model(
@@ -182,36 +45,54 @@ def write_model(
         `output`.
     """
     output.mkdir(parents=True, exist_ok=True)
-    record = bundle.manifest
-    write_mlmodel(
-        output,
+    named = {"bundle_digest": bundle.digest, "precision": precision}
+    described = {
+        "architecture": bundle.manifest.architecture,
+        "num_classes": len(bundle.manifest.classes),
+        "input": "image files (bytes, base64 text, paths) or uint8 arrays [height, width, 3]",
+    }
+    model = Model(signature=_signature(), metadata={**named, **described})
+    mlflow.pyfunc.add_to_model(
+        model,
         loader_module=pyfunc.__name__,
         data=BUNDLE,
-        config={
-            "precision": precision,
-            "bundle_digest": bundle.digest,
-            "runtime": "auto",
-            "measured_on": list(measured_on),
-        },
-        signature=classifier_signature(pyfunc.DEFAULT_TOP_K),
-        requirements=[_requirement()],
-        metadata={
-            "architecture": record.architecture,
-            "bundle_digest": bundle.digest,
-            "precision": precision,
-            "num_classes": len(record.classes),
-            "input": "image files (bytes, base64 text, paths) or uint8 arrays [height, width, 3]",
-        },
+        python_env=_PYTHON_ENV,
+        model_config={**named, "runtime": "auto", "measured_on": list(measured_on)},
     )
+    version = own_version()  # this package brings all that a model needs to run
+    (output / _REQUIREMENTS).write_text(f"enginery=={version}\n" if version else "enginery\n", encoding="utf-8")
+    environment = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "build_dependencies": [],
+        "dependencies": [f"-r {_REQUIREMENTS}"],
+    }
+    (output / _PYTHON_ENV).write_text(yaml.safe_dump(environment, sort_keys=False), encoding="utf-8")
+    model.save(str(output / MLMODEL))
     return output
 
 
-def _requirement() -> str:
-    """This package, in this version; it brings all that a model needs to run."""
+def _signature() -> ModelSignature:
+    """Outputs of an image classifier, and its parameter.
+
+    No input schema: with one, MLflow would turn everything into a table before the model sees it, which no list of
+    pixel arrays survives.
+    """
+    outputs = [
+        ColSpec(DataType.string, "label"),
+        ColSpec(DataType.double, "probability"),
+        ColSpec(Array(DataType.string), "labels"),
+        ColSpec(Array(DataType.double), "probabilities"),
+    ]
+    params = ParamSchema([ParamSpec("top_k", DataType.long, pyfunc.DEFAULT_TOP_K)])
+    return ModelSignature(outputs=Schema(outputs), params=params)
+
+
+def own_version() -> str:
+    """Version of this package; empty in a checkout that was not installed."""
     try:
-        return f"enginery=={metadata.version('enginery')}"
-    except metadata.PackageNotFoundError:  # a checkout that was not installed
-        return "enginery"
+        return metadata.version("enginery")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def upload(
@@ -225,6 +106,8 @@ def upload(
 ) -> str:
     """Upload bundle, report and verdict as one LoggedModel that `mlflow.pyfunc.load_model` takes.
 
+    It becomes READY when all is there, and the file that makes it loadable comes last.
+
     Args:
         run: the step's.
         name: of the model, for people.
@@ -237,8 +120,52 @@ def upload(
     Returns:
         The LoggedModel's id; what it holds lies at `models:/<id>/bundle`, and so on.
     """
+    client = run.client
+    logged = client.create_logged_model(
+        run.experiment_id,
+        name=name.replace(".", "_"),  # which MLflow refuses in the name of a LoggedModel
+        source_run_id=run.run_id,
+        tags=dict(tags),
+        model_type="classifier",
+    )
+    for part, path in parts.items():
+        client.log_model_artifacts(logged.model_id, str(path), part)
     with TemporaryDirectory(prefix="enginery-") as folder:
         files = write_model(bundle, precision, Path(folder), measured_on)
         for file, statement in read_statements(parts["verdict"]).items():
             (files / file).write_bytes(statement)
-        return upload_model(run, name, files, parts, tags)
+        description = Model.load(str(files / MLMODEL))
+        description.model_id, description.run_id = logged.model_id, run.run_id
+        description.save(str(files / MLMODEL))
+        client.log_model_artifacts(logged.model_id, folder)
+    client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
+    client.log_outputs(run.run_id, [LoggedModelOutput(model_id=logged.model_id, step=0)])
+    return str(logged.model_id)
+
+
+def log_measured(run: StepRun, model_id: str, bundle: BundleManifest, report: ReportManifest) -> None:
+    """Log what was measured on the validation split as metrics of a run and its LoggedModel, settings as parameters."""
+    digest = short_digest(report.accuracy.split_digest)
+    now, where = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": digest}
+    entries = [Metric(key, value, now, 0, model_id=model_id, **where) for key, value in measures(report).items()]
+    patiently(lambda: run.client.log_batch(run.run_id, metrics=entries))
+    training = {"train": bundle.training.config} if bundle.training is not None else {}
+    for step, values in {**training, "export": bundle.config, "validate": report.config}.items():
+        patiently(partial(run.log_params, {step: values}))  # one request for each: MLflow takes 100 parameters in it
+
+
+def measures(report: ReportManifest) -> dict[str, float]:
+    """The numbers of a report, named PRECISION_MEASURE as those of a pipeline's run."""
+    accuracy, benchmark = report.accuracy, report.benchmark
+    largest = max((row.batch_size for row in benchmark.rows), default=0)
+    found: dict[str, float | None] = {}
+    for row in accuracy.rows:
+        single, batched = benchmark.row(row.precision, 1), benchmark.row(row.precision, largest)
+        found[f"{row.precision}_top1_pct"] = row.top1_pct
+        found[f"{row.precision}_p50_ms"] = single.p50_ms if single else None
+        found[f"{row.precision}_images_per_s"] = benchmark.sure_images_per_s(batched) if batched else None
+        if row.precision != "fp32":
+            found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
+            speedup = benchmark.speedup(row.precision, "fp32", largest)
+            found[f"{row.precision}_speedup"] = speedup.median if speedup and not speedup.doubt else None
+    return {name: value for name, value in found.items() if value is not None}

@@ -40,7 +40,7 @@ def encoded_images(sent: Any) -> list[bytes]:
     """
     items = list(_items(sent))
     if not items:
-        raise UserError(f"no image was sent; {TAKEN}")
+        raise UserError(f"no image was sent; {TAKEN}", code="no-image")
     return [_encoded(item, image_name(index)) for index, item in enumerate(items)]
 
 
@@ -53,11 +53,14 @@ def _items(sent: Any) -> Iterable[Any]:
     if isinstance(sent, pd.DataFrame):
         if COLUMN not in sent.columns and len(sent.columns) != 1:
             columns = ", ".join(map(repr, sent.columns)) or "none"
-            raise UserError(f"the table has no column {COLUMN!r}, its columns: {columns}; {TAKEN}")
+            raise UserError(f"the table has no column {COLUMN!r}, its columns: {columns}; {TAKEN}", code="no-column")
         return list(sent[COLUMN] if COLUMN in sent.columns else sent.iloc[:, 0])
     if isinstance(sent, Mapping):
         if COLUMN not in sent:
-            raise UserError(f"there is no key {COLUMN!r}, the keys are {', '.join(map(repr, sent)) or 'none'}; {TAKEN}")
+            raise UserError(
+                f"there is no key {COLUMN!r}, the keys are {', '.join(map(repr, sent)) or 'none'}; {TAKEN}",
+                code="no-column",
+            )
         return _items(sent[COLUMN])
     if isinstance(sent, pd.Series | list | tuple):
         return list(sent)
@@ -68,7 +71,10 @@ def _items(sent: Any) -> Iterable[Any]:
 
 def _items_of_array(sent: np.ndarray) -> Iterable[Any]:
     if sent.dtype.kind == "S":  # NumPy drops zeros at the end of these
-        raise UserError(f"an array of {sent.dtype} cuts bytes off; use a list, or an array of dtype object. {TAKEN}")
+        raise UserError(
+            f"an array of {sent.dtype} cuts bytes off; use a list, or an array of dtype object. {TAKEN}",
+            code="fixed-width-bytes",
+        )
     if sent.dtype.kind in "OU":  # of files' contents, base64 texts, paths or arrays
         return sent.reshape(-1).tolist()
     return list(sent) if sent.ndim == 4 else [sent]
@@ -85,10 +91,10 @@ def _encoded(item: Any, name: str) -> bytes:
         try:
             item = np.asarray(item)
         except ValueError:
-            raise UserError(f"{name} is a list whose rows differ in length; {TAKEN}") from None
+            raise UserError(f"{name} is a list whose rows differ in length; {TAKEN}", code="ragged-list") from None
     if isinstance(item, np.ndarray):
         return _from_pixels(item, name)
-    raise UserError(f"{name} is a {type(item).__name__}; {TAKEN}")
+    raise UserError(f"{name} is a {type(item).__name__}; {TAKEN}", code="not-an-image")
 
 
 def _from_base64(text: str, name: str) -> bytes:
@@ -97,7 +103,8 @@ def _from_base64(text: str, name: str) -> bytes:
     except (binascii.Error, ValueError):
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         raise UserError(
-            f"{name} is the text {shown!r}, which is not base64; to name a file of this machine, give a pathlib.Path"
+            f"{name} is the text {shown!r}, which is not base64; to name a file of this machine, give a pathlib.Path",
+            code="not-base64",
         ) from None
 
 
@@ -105,19 +112,26 @@ def _from_file(path: Path, name: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{name}: can't read {path}: {error.strerror}; name an image file") from None
+        raise UserError(
+            f"{name}: can't read {path}: {error.strerror}; name an image file", code="unreadable-file"
+        ) from None
 
 
 def _from_pixels(pixels: np.ndarray, name: str) -> bytes:
     """pixels: [height, width, 3] of 0..255 in RGB."""
     if pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        raise UserError(f"{name} is an array of shape {pixels.shape}; pixels are [height, width, 3] in RGB")
+        raise UserError(
+            f"{name} is an array of shape {pixels.shape}; pixels are [height, width, 3] in RGB", code="pixel-shape"
+        )
     if pixels.dtype.kind not in "iu":
         raise UserError(
-            f"{name} is an array of {pixels.dtype}; pixels are uint8, 0 to 255, neither scaled nor normalized"
+            f"{name} is an array of {pixels.dtype}; pixels are uint8, 0 to 255, neither scaled nor normalized",
+            code="pixel-type",
         )
     if pixels.min() < 0 or pixels.max() > 255:
-        raise UserError(f"{name} has pixels from {pixels.min()} to {pixels.max()}; they go from 0 to 255")
+        raise UserError(
+            f"{name} has pixels from {pixels.min()} to {pixels.max()}; they go from 0 to 255", code="pixel-range"
+        )
     buffer = io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(buffer, "PNG", compress_level=0)
     return buffer.getvalue()
@@ -149,7 +163,8 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
     if bundle.digest != model_config["bundle_digest"]:
         raise EngineryError(
             f"{data_path} is another bundle than was promoted: its manifest is {bundle.digest}, the model's "
-            f"MLmodel file says {model_config['bundle_digest']}. Download the version again"
+            f"MLmodel file says {model_config['bundle_digest']}. Download the version again",
+            code="other-bundle",
         )
     model = BundleModel(bundle, model_config["precision"], model_config["runtime"])
     model.folder = temporary
@@ -169,10 +184,15 @@ class BundleModel:
         except ModuleNotFoundError as error:
             raise RuntimeUnavailable(
                 f"images are decoded by NVIDIA DALI as in validation, and it does not import ({error}); it needs no "
-                "GPU: run `pip install enginery`"
+                "GPU: run `pip install enginery`",
+                code="no-decoder",
             ) from None
         if runtime not in ("auto", "tensorrt", "openvino", "onnxruntime"):
-            raise UserError(f"runtime {runtime!r} is unknown; take auto, tensorrt, openvino or onnxruntime")
+            raise UserError(
+                f"runtime {runtime!r} is unknown; take auto, tensorrt, openvino or onnxruntime",
+                code="unknown-runtime",
+                setting="runtime",
+            )
         self.classes = bundle.manifest.classes
         self.bundle_digest = bundle.digest
         self.serving: Serving = serving_runner(bundle, precision, runtime)
@@ -194,7 +214,11 @@ class BundleModel:
         """
         top_k = (params or {}).get("top_k", DEFAULT_TOP_K)
         if isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 0:
-            raise UserError(f"top_k must be a whole number, 0 for all classes or more; got {top_k!r}")
+            raise UserError(
+                f"top_k must be a whole number, 0 for all classes or more; got {top_k!r}",
+                code="invalid-top-k",
+                setting="top_k",
+            )
         encoded = encoded_images(model_input)
         return table(self._logits(encoded), self.classes, int(top_k) or len(self.classes))
 

@@ -1,8 +1,10 @@
 """promote: Bundle + Report + Verdict -> MLflow model version, and perhaps the champion."""
 
-from pathlib import Path
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
 
-from components.common.contracts.digests import canonical_json
+from components.common.contracts.digests import canonical_json, digest_json
 from components.common.contracts.errors import EngineryError, GateFailed, UserError
 from components.common.contracts.manifests import (
     ALL_FILES,
@@ -17,18 +19,18 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.process.steplog import StepLog
-from components.common.registry.alias_changes import change_aliases
-from components.common.registry.audit_log import Entry, entry_json
-from components.common.registry.model_registry import PARTS, Part, Registry
+from components.common.registry.audit_log import Entry, change_aliases, entry_json
+from components.common.registry.model_registry import PARTS, Registry
 from components.common.registry.promotions import CHAMPION
 from components.common.registry.trust import check_chain, read_statements
-from components.common.registry.version_evaluation import Standing, check_tags, load_standing, standing_of
+from components.common.registry.version_evaluation import VersionEvaluation, check_tags, evaluation_of, load_evaluation
 from components.promote.champion import Decision, Judgement
 from components.promote.config import PromoteConfig
-from components.promote.naming import check_name, identity, model_name
-from components.promote.packaging import log_measured, measures, settings, upload
+from components.promote.packaging import log_measured, upload
 
 AUDIT = "audit.json"
+_FILES = (".onnx", ".safetensors", ".pt", ".pth")
+_WORDS = {"architecture": "architecture", "classes_digest": "class list", "source": "source file"}
 
 
 def run(
@@ -38,27 +40,36 @@ def run(
 
     Raises:
         GateFailed: the verdict is not a pass.
-        EngineryError: report or verdict are of another bundle or data set, no key of the machine's policy signed the
+        EngineryError: report or verdict are of another bundle or dataset, no key of the machine's policy signed the
             verdict, or MLflow's server went away.
         UserError: no MLflow is configured, or the name belongs to another model.
     """
     models = load(bundle, BundleManifest, verify=ALL_FILES)
-    standing = load_standing(report, verdict)
-    if not standing.passed:
-        raise GateFailed(f"the verdict {verdict} is not a pass; only a bundle that passed its gate is promoted")
-    if standing.report.manifest.inputs["bundle"] != models.digest:
-        raise EngineryError(f"the report {report} was measured on another bundle than {bundle}; validate this one")
-    _check_measured(models, standing.report)
-    digests: dict[str, str] = {part: standing.digests[part] for part in PARTS}
+    evaluation = load_evaluation(report, verdict)
+    if not evaluation.passed:
+        raise GateFailed(
+            f"the verdict {verdict} is not a pass; only a bundle that passed its gate is promoted", code="gate-failed"
+        )
+    if evaluation.report.manifest.inputs["bundle"] != models.digest:
+        raise EngineryError(
+            f"the report {report} was measured on another bundle than {bundle}; validate this one", code="other-bundle"
+        )
+    _check_measured(models, evaluation.report)
+    digests: dict[str, str] = {part: evaluation.digests[part] for part in PARTS}
     check_chain(f"the bundle {bundle}", digests, read_statements(verdict), environment="", say=log.note)
     data = load(dataset, DatasetManifest)
-    if data.manifest.splits["val"].digest != standing.split_digest:
+    if data.manifest.splits["val"].digest != evaluation.split_digest:
         raise EngineryError(
-            f"the report {report} was measured on other images than the validation split of {dataset}; name the data "
-            "set that was given to validate, or validate again"
+            f"the report {report} was measured on other images than the validation split of {dataset}; name the "
+            "dataset that was given to validate, or validate again",
+            code="other-dataset",
         )
     if log.run is None:
-        raise UserError("promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db")
+        raise UserError(
+            "promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db",
+            code="no-tracking-uri",
+            setting="MLFLOW_TRACKING_URI",
+        )
     registry, name = Registry(log.run.client), model_name(config, models.manifest)
     if log.tracking_lost:
         raise registry.lost(f"{name} is not registered")
@@ -66,13 +77,13 @@ def run(
         check_name(config, registry, name, identity(config, models.manifest))
     config = config.model_copy(update={"registered_model": name})
     prepare_directory(output)
-    log.dataset("val", standing.split_digest, data.manifest.splits["val"].num_images, "validation")
+    log.dataset("val", evaluation.split_digest, data.manifest.splits["val"].num_images, "validation")
     with registry.reached(f"{name} is not registered"):
-        version = _register(config, log, registry, models, standing)
-    decision = Decision(config, registry, version, standing, data, log)
+        version = _register(config, log, registry, models, evaluation)
+    decision = Decision(config, registry, version, evaluation, data, log)
     with registry.reached(f"{name} version {version} is registered, and its aliases may not be set"):
         entry = change_aliases(registry, name, decision.propose, run_id=log.run.run_id)
-    return _record(config, log, output, models, standing, version, decision.judgement, entry)
+    return _record(config, log, output, models, evaluation, version, decision.judgement, entry)
 
 
 def _register(
@@ -80,27 +91,25 @@ def _register(
     log: StepLog,
     registry: Registry,
     models: Artifact[BundleManifest],
-    standing: Standing,
+    evaluation: VersionEvaluation,
 ) -> str:
     """Upload what was measured and register it as a version without an alias yet. Returns the version's number."""
     assert log.run is not None
     num_bytes = sum(entry.size_bytes for entry in models.manifest.files.values())
     log.progress("uploading", 0, 1, f"{num_bytes / 1e6:.0f} MB")
-    tags = {**standing.tags, **identity(config, models.manifest), **_made_for(models.manifest)}
+    tags = {**evaluation.tags, **identity(config, models.manifest), **_made_for(models.manifest)}
     name, run = config.registered_model, log.run
-    parts: dict[Part, Path] = {"bundle": models.path, "report": standing.report.path, "verdict": standing.verdict.path}
-    measured = standing.report.manifest
-    measured_on = measured.accuracy.measured_on(standing.precision)
-    folders = {PARTS[part]: path for part, path in parts.items()}
-    model_id = upload(run, name, models, standing.precision, tags, folders, measured_on)
-    told = measures(measured), settings(models.manifest, measured)
-    log_measured(run, model_id, *told, split_digest=standing.split_digest)
+    parts = {"bundle": models.path, "report": evaluation.report.path, "verdict": evaluation.verdict.path}
+    measured = evaluation.report.manifest
+    measured_on = measured.accuracy.measured_on(evaluation.precision)
+    model_id = upload(run, name, models, evaluation.precision, tags, parts, measured_on)
+    log_measured(run, model_id, models.manifest, measured)
     number = registry.create_version(name, run.run_id, tags, model_id=model_id)
     version = registry.version(config.registered_model, number)
     log.progress("checking what the registry holds", 0, 1)
     with registry.files(version, "bundle") as path:
         check_tags(version, {"bundle": load(path, BundleManifest, verify=ALL_FILES).digest})
-    with standing_of(registry, version):
+    with evaluation_of(registry, version):
         return number
 
 
@@ -109,14 +118,14 @@ def _record(
     log: StepLog,
     output: Path,
     models: Artifact[BundleManifest],
-    standing: Standing,
+    evaluation: VersionEvaluation,
     version: str,
     judgement: Judgement,
     entry: Entry,
 ) -> str:
     """Write the Promotion. Returns what the step says at its end."""
     write_atomically(output / AUDIT, canonical_json(entry_json(entry)))
-    name, digests = config.registered_model, standing.digests
+    name, digests = config.registered_model, evaluation.digests
     seal(
         output,
         PromotionManifest,
@@ -126,7 +135,7 @@ def _record(
         version=version,
         alias=config.alias,
         bundle_digest=models.digest,
-        verdict_digest=standing.verdict.digest,
+        verdict_digest=evaluation.verdict.digest,
         champion=judgement.champion,
         why=judgement.why,
         comparison=judgement.comparison,
@@ -161,5 +170,58 @@ def _check_measured(models: Artifact[BundleManifest], measured: Artifact[ReportM
         raise EngineryError(
             f"the report {measured.path} does not measure {', '.join(unmeasured)}: only measured plans are promoted. "
             "Validate with validate.runtime tensorrt on the GPU that they were built for, or build plans for another "
-            "GPU with `enginery engines`"
+            "GPU with `enginery engines`",
+            code="plans-not-measured",
         )
+
+
+def model_name(config: PromoteConfig, bundle: BundleManifest) -> str:
+    """The configured name; else that of the user's model file; else that of the architecture."""
+    if config.registered_model:
+        return config.registered_model
+    file = PurePosixPath(config.source)
+    return re.sub(r"[^\w.-]+", "-", file.stem if file.suffix in _FILES else bundle.architecture)
+
+
+def identity(config: PromoteConfig, bundle: BundleManifest) -> dict[str, str]:
+    """Tags of a version that say which model it is of."""
+    tags = {
+        "architecture": bundle.architecture,
+        "classes_digest": digest_json(list(bundle.classes)),
+        "model_digest": bundle.inputs.get("model", ""),
+        "source": config.source,
+    }
+    return {name: value for name, value in tags.items() if value}
+
+
+def check_name(config: PromoteConfig, registry: Registry, name: str, own: Mapping[str, str]) -> None:
+    """Refuse a name whose versions are all of another model.
+
+    Another model is one of another architecture or class list. Under a name that nobody chose it is also one of another
+    source file, unless that file is the same to the byte. What a version of an earlier release does not tell is taken
+    as equal.
+
+    Raises:
+        UserError: the name belongs to another model.
+    """
+    if config.allow_other_model or name not in registry.names():
+        return
+    asked = ("architecture", "classes_digest") if config.registered_model else tuple(_WORDS)
+    versions = registry.versions(name)
+    differences = [
+        [key for key in asked if key in own and own[key] != version.tags.get(key, own[key])] for version in versions
+    ]
+    for version, different in zip(versions, differences, strict=True):
+        if different == ["source"] and version.tags.get("model_digest") == own.get("model_digest"):
+            return  # the same file in another place
+    if not differences or [] in differences:
+        return
+    version, key = versions[0], differences[0][0]
+    values = "" if key == "classes_digest" else f": {version.tags[key]} there, {own[key]} here"
+    raise UserError(
+        f"{version.label} is of another model than this one (another {_WORDS[key]}{values}), and one would replace the "
+        "other as champion. Give this one a name of its own (--registered-model NAME), or put it there all the same "
+        "(--set promote.allow_other_model=true)",
+        code="name-taken",
+        setting="registered_model",
+    )

@@ -55,15 +55,18 @@ def deploy(
     if len(modes) > 1 or (modes and model) or (modes and (images or repository)):
         raise UserError(
             f"{' and '.join(modes)} {'does' if len(modes) == 1 else 'do'} not go with "
-            f"{'a model, --image or --repository' if len(modes) == 1 else 'each other'}; see `enginery deploy --help`"
+            f"{'a model, --image or --repository' if len(modes) == 1 else 'each other'}; see `enginery deploy --help`",
+            code="conflicting-options",
         )
     if check:
         _check(directory, names)
         return
     if len(names) != 1:
-        raise UserError(f"name one environment: --env {'|'.join(environments(directory))}")
+        raise UserError(
+            f"name one environment: --env {'|'.join(environments(directory))}", code="no-environment", setting="--env"
+        )
     if not (model or images or modes):
-        raise UserError("name what to deploy: NAME@champion, --image, --from ENV or --rollback")
+        raise UserError("name what to deploy: NAME@champion, --image, --from ENV or --rollback", code="nothing-named")
     target = environment(directory, names[0])
     checkout = Checkout.around(target.file)
     checkout.check_branch()
@@ -93,7 +96,9 @@ def _new(target: Environment, model: str, images: dict[str, str], repository: Pa
     if repository is None:
         raise UserError(
             f"name the model repository that serves {model}, as it lies in the store: write it with `enginery serve "
-            f"export {model} DIR`, then deploy with --repository DIR"
+            f"export {model} DIR`, then deploy with --repository DIR",
+            code="no-repository",
+            setting="--repository",
         )
     registry = open_registry()
     from enginery.release.deploy import approve_repository
@@ -112,11 +117,13 @@ def _new(target: Environment, model: str, images: dict[str, str], repository: Pa
 
 def _from(origin: Environment, target: Environment, checkout: Checkout) -> _Deployment:
     if origin.name == target.name:
-        raise UserError(f"--from and --env are both {target.name}; name two environments")
+        raise UserError(
+            f"--from and --env are both {target.name}; name two environments", code="same-environment", setting="--from"
+        )
     checkout.check_clean(origin.file)
     pins = origin.read()
     if not pins.is_deployed:
-        raise UserError(f"{origin.name} serves no model, so there is nothing to take from it")
+        raise UserError(f"{origin.name} serves no model, so there is nothing to take from it", code="nothing-deployed")
     registry = open_registry()
     from enginery.release.deploy import approve_pins
 
@@ -138,13 +145,15 @@ def _back(target: Environment, checkout: Checkout) -> _Deployment:
             f"{target.name} served {past[0].label if past else 'no model'} and nothing before, by its commits"
             f"{'' if whole else ', of which this checkout has the last ones alone'}. "
             f"{'Name a version' if whole else 'Fetch the others (git fetch --unshallow) or name a version'}: "
-            f"enginery deploy --env {target.name} NAME/VERSION"
+            f"enginery deploy --env {target.name} NAME/VERSION",
+            code="no-past",
         )
     pins = past[-2]
     if not pins.repository_digest:
         raise UserError(
             f"{target.name} served {pins.label} without naming its repository's digest, so nothing says what that was. "
-            f"Deploy it: enginery deploy --env {target.name} {pins.model}/{pins.version} --repository DIR"
+            f"Deploy it: enginery deploy --env {target.name} {pins.model}/{pins.version} --repository DIR",
+            code="no-repository-digest",
         )
     return _Deployment(
         pins=pins,

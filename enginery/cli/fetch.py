@@ -39,5 +39,5 @@ def fetch(source: str, directory: Path, digest: str) -> None:
     except OSError as error:
         if told := explain(error, directory.absolute().parent):
             raise told from None
-        raise UserError(f"can't write {directory}: {error}") from None
+        raise UserError(f"can't write {directory}: {error}", code="output-unwritable") from None
     click.echo(f"{directory}: {found.kind} {found.digest}, {len(found.files)} files, all as sealed")

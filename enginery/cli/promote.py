@@ -36,9 +36,9 @@ def promote(name: str, version: str, alias: str, why: str, force: bool) -> None:
     overrules that, and nothing else: the version must have passed its gate, and be what was measured and promoted.
     """
     registry = open_registry()
-    from enginery.registry.promote import promote_by_hand
+    from enginery.registry.promote import promote_manually
 
     console = new_console()
     with registry.reached(f"{name}@{alias} may not be changed"):
-        entry = promote_by_hand(registry, name, version, alias, why, force=force)
+        entry = promote_manually(registry, name, version, alias, why, force=force)
     console.print(changed_text(entry), highlight=False, soft_wrap=True)

@@ -29,12 +29,18 @@ def push(directory: Path, address: str, key: Path) -> None:
 
     signer, target = signing_key(key), oci.read_address(address)
     if target.digest:
-        raise UserError(f"{target} names a digest, which is known only when it is pushed; leave it out")
+        raise UserError(
+            f"{target} names a digest, which is known only when it is pushed; leave it out", code="digest-given"
+        )
     digest = digest_file(directory / SUMS) if is_release(directory) else read_identity(directory).digest
     if not (directory / SIGNATURE).is_file():
-        raise UserError(f"{directory} is not signed ({SIGNATURE} is not there). Write it again with --key")
+        raise UserError(
+            f"{directory} is not signed ({SIGNATURE} is not there). Write it again with --key", code="not-signed"
+        )
     if problem := folder_problem(directory, public_pem(signer.public_key())):
-        raise EngineryError(f"{directory} is not pushed: {problem}. Write it again with --key {key}")
+        raise EngineryError(
+            f"{directory} is not pushed: {problem}. Write it again with --key {key}", code="signature-mismatch"
+        )
     pushed = oci.push(directory, replace(target, tag=target.tag or digest.removeprefix("sha256:")), signer)
     click.echo(f"pushed to {pushed}, signed")
     click.echo(f"  fetch it: enginery fetch {replace(pushed, tag='')} DIR")

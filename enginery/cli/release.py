@@ -36,7 +36,8 @@ def release(
     if bool(model) == bool(named) or (named and len(named) < len(_PARTS)):
         raise UserError(
             "release takes a registered version, such as classifier@champion, or all of --bundle, --report and "
-            "--verdict; see `enginery release --help`"
+            "--verdict; see `enginery release --help`",
+            code="nothing-named",
         )
     # MLflow takes seconds to import: mistakes are said before.
     from components.common.registry.trust import read_statements, signing_key
@@ -76,6 +77,6 @@ def release(
     except OSError as error:
         if told := explain(error, directory.absolute().parent):
             raise told from None
-        raise UserError(f"can't write {directory}: {error}") from None
+        raise UserError(f"can't write {directory}: {error}", code="output-unwritable") from None
     click.echo(f"released to {directory}")
     show(checked)

@@ -42,7 +42,8 @@ def verify(directory: Path, key: Path | None) -> None:
         number = len(checked.problems)
         raise EngineryError(
             f"{directory} is not as it was released: {number} problem{'s' if number > 1 else ''}. "
-            "Get it again from who released it"
+            "Get it again from who released it",
+            code="release-changed",
         )
     click.echo(f"{directory} is as it was released")
     show(checked)

@@ -14,8 +14,7 @@ from components.common.contracts.manifests import (
     VerdictManifest,
     load_manifest,
 )
-from components.common.registry.alias_changes import champions, explained
-from components.common.registry.audit_log import AuditLog, entry_json
+from components.common.registry.audit_log import AuditLog, champions, entry_json, expected_aliases
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION
 from components.common.registry.version_evaluation import check_log
@@ -42,7 +41,7 @@ class Audit(BaseModel):
     tracking_uri: str
     aliases: dict[str, str] = Field(description="Version by alias.")
     version: str = Field(description="That the chain is of: the champion, or what was asked for; empty for none.")
-    chain: tuple[Link, ...] = Field(description="From the data set to the version.")
+    chain: tuple[Link, ...] = Field(description="From the dataset to the version.")
     entries: tuple[dict[str, Any], ...] = Field(description="The audit log, oldest first.")
     files_checked: bool = Field(description="Whether every file of the champion was read; else its manifests alone.")
     problems: tuple[str, ...] = Field(description="What does not fit together; empty where all does.")
@@ -63,14 +62,16 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
     registry.versions(name)  # there is such a model
     aliases = registry.aliases(name)
     entries = AuditLog(registry.client, name).read()
-    problems = _unexplained(aliases, explained(entries, registry.run_ids(name)), name)
+    problems = _unexplained(aliases, expected_aliases(entries, registry.run_ids(name)), name)
     champion = aliases.get(CHAMPION, "")
     chain: tuple[Link, ...] = ()
     if champion:
         version = registry.version(name, champion)
         try:
             if "bundle_digest" not in version.tags:
-                raise EngineryError("it was not registered by enginery, so nothing is known of its data")
+                raise EngineryError(
+                    "it was not registered by enginery, so nothing is known of its data", code="no-tags"
+                )
             chain = _chain(registry, version, problems)
             check_log(version, entries, {link.name: link.digest for link in chain if link.name in PARTS})
             if files:
@@ -127,9 +128,9 @@ def _chain(registry: Registry, version: RegisteredVersion, problems: list[str]) 
             problems.append(f"the {part} of {version.label} is {digest}, and {by} says {named}")
     accuracy, inputs = report.manifest.accuracy, bundle.manifest.inputs
     calibrated = inputs.get("dataset", "")
-    data = [Link(name="data set", digest=accuracy.dataset_digest, note="validated on")]
+    data = [Link(name="dataset", digest=accuracy.dataset_digest, note="validated on")]
     if calibrated and calibrated != accuracy.dataset_digest:
-        data.insert(0, Link(name="data set", digest=calibrated, note="calibrated on"))
+        data.insert(0, Link(name="dataset", digest=calibrated, note="calibrated on"))
     split = Link(name="validation split", digest=accuracy.split_digest)
     checkpoint = Link(name="checkpoint", digest=inputs.get("model", ""), note=bundle.manifest.architecture)
     judged = f"{verdict.manifest.precision.upper()} {verdict.manifest.word}"

@@ -62,7 +62,10 @@ def find_version(registry: "Registry", text: str) -> "RegisteredVersion":
     """
     match = _REFERENCE.fullmatch(text)
     if match is None:
-        raise UserError(f"{text!r} names no version; write NAME@alias or NAME/VERSION. See `enginery models`")
+        raise UserError(
+            f"{text!r} names no version; write NAME@alias or NAME/VERSION. See `enginery models`",
+            code="invalid-reference",
+        )
     if match["alias"]:
         return registry.by_alias(match["name"], match["alias"])
     return registry.version(match["name"], match["number"])
@@ -105,16 +108,16 @@ def version_summary(registry: "Registry", text: str) -> RunSummary:
         EngineryError: it has no report, or the report was changed.
     """
     from components.common.contracts.manifests import BundleManifest, load_manifest
-    from components.common.registry.version_evaluation import standing_of
+    from components.common.registry.version_evaluation import evaluation_of
 
     version = find_version(registry, text)
     label = f"{version.name}/{version.number}"
     try:
-        with standing_of(registry, version) as standing, registry.files(version, "bundle", "manifest.json") as file:
-            report, verdict = standing.report.manifest, standing.verdict.manifest
+        with evaluation_of(registry, version) as evaluation, registry.files(version, "bundle", "manifest.json") as file:
+            report, verdict = evaluation.report.manifest, evaluation.verdict.manifest
             bundle = load_manifest(file, BundleManifest).manifest
     except EngineryError as error:
-        raise EngineryError(f"{version.label} can't be compared: {error}") from error
+        raise EngineryError(f"{version.label} can't be compared: {error}", code=error.code) from error
     builder = SummaryBuilder(0.0)
     told = {"accuracy": report.accuracy.model_dump(mode="json"), "benchmark": report.benchmark.model_dump(mode="json")}
     builder.handle({"event": "results", **told})

@@ -1,21 +1,18 @@
 """Aliases changed by hand: to a version that somebody names, and back to the champion before."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from components.common.contracts.errors import EngineryError, GateFailed, UserError
 from components.common.contracts.manifests import ALL_FILES, BundleManifest, load
-from components.common.registry.alias_changes import Proposal, Situation, champions, change_aliases
-from components.common.registry.audit_log import Entry
+from components.common.registry.audit_log import Entry, Proposal, Situation, champions, change_aliases
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION, ChampionComparison
 from components.common.registry.trust import check_chain
 from components.common.registry.version_evaluation import (
-    Standing,
     check_log,
     check_tags,
-    compare_standings,
-    standing_of,
+    compare_versions,
+    evaluation_of,
 )
 
 _MAX_LENGTH = 1000  # of a refusal in the audit log
@@ -25,12 +22,13 @@ _MAX_LENGTH = 1000  # of a refusal in the audit log
 class _Review:
     """What there is to say against a version; empty where nothing is."""
 
-    objection: str
+    objection: str = ""
+    code: str = ""
     comparison: ChampionComparison | None = None
     digests: dict[str, str] = field(default_factory=dict)
 
 
-def promote_by_hand(registry: Registry, name: str, number: str, alias: str, why: str, *, force: bool) -> Entry:
+def promote_manually(registry: Registry, name: str, number: str, alias: str, why: str, *, force: bool) -> Entry:
     """Point an alias to a version. As champion only one that passed its gate and is not worse than the present one.
 
     Args:
@@ -52,12 +50,15 @@ def promote_by_hand(registry: Registry, name: str, number: str, alias: str, why:
     def propose(situation: Situation) -> Proposal:
         check_log(version, situation.entries, found)
         if situation.aliases.get(alias) == number:
-            raise UserError(f"{name}@{alias} is version {number} already; there is nothing to change")
+            raise UserError(
+                f"{name}@{alias} is version {number} already; there is nothing to change", code="nothing-to-change"
+            )
         review = _review(registry, version, situation if alias == CHAMPION else None)
         if review.objection and not force:
             raise GateFailed(
                 f"{version.label} does not become {alias}: {review.objection}. "
-                "--force overrules this, and the audit log says so"
+                "--force overrules this, and the audit log says so",
+                code=review.code,
             )
         return Proposal(
             kind="manual",
@@ -86,51 +87,51 @@ def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str
     if not any(version.tags.get(f"{part}_digest") for part in PARTS):
         raise EngineryError(
             f"{version.label} has no tag of enginery's: it did not come from a run of the pipeline, or its tags were "
-            "deleted, so nothing says what it is. Delete the version, and promote its bundle again"
+            "deleted, so nothing says what it is. Delete the version, and promote its bundle again",
+            code="no-tags",
         )
     with registry.files(version, "bundle") as path:
         check_tags(version, {"bundle": load(path, BundleManifest, verify=ALL_FILES).digest})
-    with standing_of(registry, version) as standing:
-        if not standing.passed:
-            failed = [check.explanation for check in standing.verdict.manifest.checks if check.verdict != "pass"]
-            raise GateFailed(f"{version.label} did not pass its gate: {'; '.join(failed) or 'see its report'}")
-        digests: dict[str, str] = {part: standing.digests[part] for part in PARTS}
+    with evaluation_of(registry, version) as evaluation:
+        if not evaluation.passed:
+            failed = [check.explanation for check in evaluation.verdict.manifest.checks if check.verdict != "pass"]
+            raise GateFailed(
+                f"{version.label} did not pass its gate: {'; '.join(failed) or 'see its report'}", code="gate-failed"
+            )
+        digests: dict[str, str] = {part: evaluation.digests[part] for part in PARTS}
         measured = digests["bundle"]
     if measured != version.tags["bundle_digest"]:
-        raise EngineryError(f"the report that lies with {version.label} is on another bundle ({measured})")
+        raise EngineryError(
+            f"the report that lies with {version.label} is on another bundle ({measured})", code="other-bundle"
+        )
     check_chain(version.label, digests, registry.statements(version), environment="", model=version.name)
     return digests
 
 
 def _review(registry: Registry, version: RegisteredVersion, situation: Situation | None) -> _Review:
     """What is against a version as the champion of a situation; None where it is to be something else."""
-    with standing_of(registry, version) as standing:
-        digests = standing.digests
-        if situation is None:
-            return _Review(objection="", digests=digests)
-        champion = situation.champion
-        if champion is None:
-            return _Review(objection="", digests=digests)
-        objection, comparison = _against_champion(registry, version, standing, champion, situation.entries)
-        return _Review(objection=objection, comparison=comparison, digests=digests)
-
-
-def _against_champion(
-    registry: Registry, version: RegisteredVersion, standing: Standing, champion: str, entries: Sequence[Entry]
-) -> tuple[str, ChampionComparison | None]:
-    try:
-        against = registry.version(version.name, champion)
-        with standing_of(registry, against) as present:
-            check_log(against, entries, {part: present.digests[part] for part in PARTS})
-            if present.split_digest != standing.split_digest:
-                return (
-                    f"it was measured on other images than the champion, version {champion}, so the two can't be "
-                    "compared here; a run of the pipeline on the images of one of them measures both"
-                ), None
-            comparison = compare_standings(standing, present, champion, 0.0)
-    except EngineryError as error:
-        return f"it can't be compared with the champion, version {champion}: {error}", None
-    return ("" if comparison.not_worse else f"it is worse: {comparison.text}"), comparison
+    with evaluation_of(registry, version) as evaluation:
+        digests = evaluation.digests
+        champion = situation.champion if situation is not None else None
+        if situation is None or champion is None:
+            return _Review(digests=digests)
+        try:
+            against = registry.version(version.name, champion)
+            with evaluation_of(registry, against) as present:
+                check_log(against, situation.entries, {part: present.digests[part] for part in PARTS})
+                if present.split_digest != evaluation.split_digest:
+                    objection = (
+                        f"it was measured on other images than the champion, version {champion}, so the two can't be "
+                        "compared here; a run of the pipeline on the images of one of them measures both"
+                    )
+                    return _Review(objection=objection, code="other-images", digests=digests)
+                measured = present.measured(f"the champion, version {champion},")
+                comparison = compare_versions(evaluation, measured, champion, 0.0)
+        except EngineryError as error:
+            objection = f"it can't be compared with the champion, version {champion}: {error}"
+            return _Review(objection=objection, code="not-comparable", digests=digests)
+        objection = "" if comparison.not_worse else f"it is worse: {comparison.text}"
+        return _Review(objection=objection, code="worse", comparison=comparison, digests=digests)
 
 
 def roll_back(registry: Registry, name: str, why: str) -> Entry:
@@ -168,20 +169,23 @@ def _champion_before(registry: Registry, name: str, situation: Situation) -> Reg
         if not past:
             raise UserError(
                 f"{name} has no champion, and none of its versions was one; make one: "
-                f"enginery promote {name} VERSION --to {CHAMPION} --why TEXT"
+                f"enginery promote {name} VERSION --to {CHAMPION} --why TEXT",
+                code="no-champion",
             )
         return there[past[-1]]
     earlier = past[:-1]
     if not earlier:
         raise UserError(
             f"{name} has no champion before version {situation.champion}: the audit log knows of none "
-            f"(`enginery audit {name}`). Name a version: enginery promote {name} VERSION --to {CHAMPION} --why TEXT"
+            f"(`enginery audit {name}`). Name a version: enginery promote {name} VERSION --to {CHAMPION} --why TEXT",
+            code="no-champion-before",
         )
     if earlier[-1] not in there:
         left = [number for number in earlier if number in there]
         still = f"; earlier champions that are there: {', '.join(dict.fromkeys(left))}" if left else ""
         raise UserError(
             f"version {earlier[-1]}, the champion of {name} before version {situation.champion}, was deleted{still}. "
-            f"Name a version: enginery promote {name} VERSION --to {CHAMPION} --why TEXT (--force if it is worse)"
+            f"Name a version: enginery promote {name} VERSION --to {CHAMPION} --why TEXT (--force if it is worse)",
+            code="version-deleted",
         )
     return there[earlier[-1]]

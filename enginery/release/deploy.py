@@ -31,7 +31,8 @@ def set_values(text: str, values: Mapping[KeyPath, Scalar], file: str) -> str:
         _put(wanted, path, value)
     if parse(text, file) != wanted:
         raise UserError(
-            f"{file} is written so that {', '.join(map('.'.join, values))} can't be set in place. {_PLAINLY}"
+            f"{file} is written so that {', '.join(map('.'.join, values))} can't be set in place. {_PLAINLY}",
+            code="value-not-settable",
         )
     return text
 
@@ -48,11 +49,13 @@ def parse(text: str, file: str) -> dict[str, Any]:
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{file} is no YAML: {' '.join(str(error).split())}. Mend it") from None
+        raise UserError(f"{file} is no YAML: {' '.join(str(error).split())}. Mend it", code="invalid-yaml") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise UserError(f"{file} holds a {type(data).__name__}; Helm's values are a map of keys. Mend it")
+        raise UserError(
+            f"{file} holds a {type(data).__name__}; Helm's values are a map of keys. Mend it", code="invalid-yaml"
+        )
     return data
 
 
@@ -92,7 +95,10 @@ def _set(text: str, path: KeyPath, value: Scalar, file: str) -> str:
         start, end = node.start_mark.index, node.end_mark.index
         return text[:start] + (" " if start == end else "") + written + text[end:]
     if not isinstance(node, yaml.MappingNode) or node.flow_style or not node.value:
-        raise UserError(f"{'.'.join(path)} can't be set in {file}, line {node.start_mark.line + 1}. {_PLAINLY}")
+        raise UserError(
+            f"{'.'.join(path)} can't be set in {file}, line {node.start_mark.line + 1}. {_PLAINLY}",
+            code="value-not-settable",
+        )
     column = node.value[0][0].start_mark.column
     end_of_line = text.find("\n", _end(node))
     at = len(text) if end_of_line < 0 else end_of_line
@@ -154,12 +160,16 @@ def image_digests(references: tuple[str, ...], target: "Environment") -> dict[st
         if match is None or match["name"] not in IMAGES:
             raise UserError(
                 f"--image takes one of the chart's images ({', '.join(IMAGES)}) by digest, such as "
-                f"ghcr.io/team/serve@sha256:...; got {reference!r}. The images of steps are in submit.settings"
+                f"ghcr.io/team/serve@sha256:...; got {reference!r}. The images of steps are in submit.settings",
+                code="invalid-image",
+                setting="--image",
             )
         if place and match["place"] and match["place"] != place:
             raise UserError(
                 f"{reference} is in {match['place']}, and {target.name} pulls from images.registry {place}. Push it "
-                f"there and name {place}/{match['name']}@{match['digest']}, or change images.registry in {target.file}"
+                f"there and name {place}/{match['name']}@{match['digest']}, or change images.registry in {target.file}",
+                code="other-image-registry",
+                setting="--image",
             )
         found[match["name"]] = match["digest"]
     return found
@@ -181,7 +191,7 @@ class Environment:
         try:
             return pins_of(self.file.read_text(encoding="utf-8"), str(self.file))
         except OSError as error:
-            raise UserError(f"can't read {self.file}: {error.strerror}") from None
+            raise UserError(f"can't read {self.file}: {error.strerror}", code="unreadable-file") from None
 
     def registry(self) -> str:
         """Where its images are; "" where the file leaves that to the chart."""
@@ -242,7 +252,9 @@ def environments(directory: Path) -> dict[str, Environment]:
     if not found:
         raise UserError(
             f"{directory} holds no environments, which are folders with a {VALUES}. Run this in your checkout, or "
-            "name the directory: --directory DIR"
+            "name the directory: --directory DIR",
+            code="no-environment",
+            setting="--directory",
         )
     return dict(sorted(found.items()))
 
@@ -255,7 +267,11 @@ def environment(directory: Path, name: str) -> Environment:
     """
     found = environments(directory)
     if name not in found:
-        raise UserError(f"there is no environment {name!r} in {directory}; there are {', '.join(found)}")
+        raise UserError(
+            f"there is no environment {name!r} in {directory}; there are {', '.join(found)}",
+            code="no-environment",
+            setting="--env",
+        )
     return found[name]
 
 
@@ -309,7 +325,9 @@ def approve_repository(
             what = ", ".join(differing) or ", ".join(name for name in due if own[name] != due[name])
             raise EngineryError(
                 f"{folder} is not what `enginery serve export` writes for {version.label}: {what} differ. Write it "
-                f"again with this enginery: enginery serve export {version.name}/{version.number} DIR"
+                f"again with this enginery: enginery serve export {version.name}/{version.number} DIR",
+                code="other-repository",
+                setting="--repository",
             )
         return chain.bundle.digest, found.digest
 
@@ -326,13 +344,15 @@ def approve_pins(registry: "Registry", pins: Pins, where: str, environment: str)
         raise UserError(
             f"{where} serves name {pins.model!r}, version {pins.version!r}, digest {pins.digest!r}, repositoryDigest "
             f"{pins.repository_digest!r}; all four must be there. Let `enginery deploy --env ENV NAME@champion "
-            "--repository DIR` write them"
+            "--repository DIR` write them",
+            code="pins-incomplete",
         )
     digest = approve(registry, registry.version(pins.model, pins.version), environment)
     if digest != pins.digest:
         raise GateFailed(
             f"{where} serves {pins.digest} as {pins.label}, and the registry has {digest} under that name. "
-            f"Deploy what is registered: enginery deploy --env ENV {pins.model}/{pins.version} --repository DIR"
+            f"Deploy what is registered: enginery deploy --env ENV {pins.model}/{pins.version} --repository DIR",
+            code="pins-not-registered",
         )
 
 
@@ -385,15 +405,16 @@ class Checkout:
         try:
             done = _git(folder, "rev-parse", "--show-toplevel")
         except FileNotFoundError:
-            raise UserError("git is not installed, and deployments are commits; install it") from None
+            raise UserError("git is not installed, and deployments are commits; install it", code="no-git") from None
         if done.returncode:
             raise UserError(
                 f"{folder} is in no git repository ({done.stderr.strip()}), and deployments are commits. Run this in "
-                "your checkout"
+                "your checkout",
+                code="no-checkout",
             )
         checkout = cls(root=Path(done.stdout.strip()))
         if _git(checkout.root, "ls-files", "--error-unmatch", "--", str(file.resolve())).returncode:
-            raise UserError(f"{file} is not in git yet; commit it first: git add {file}")
+            raise UserError(f"{file} is not in git yet; commit it first: git add {file}", code="not-in-git")
         return checkout
 
     def check_branch(self) -> None:
@@ -405,7 +426,8 @@ class Checkout:
         if _git(self.root, "symbolic-ref", "--quiet", "HEAD").returncode:
             raise UserError(
                 f"{self.root} is on no branch (HEAD is detached), so the commit of a deployment would be lost. "
-                "Switch to the branch that the cluster follows, or one for a review: git switch BRANCH"
+                "Switch to the branch that the cluster follows, or one for a review: git switch BRANCH",
+                code="detached-head",
             )
 
     def is_whole(self) -> bool:
@@ -422,7 +444,8 @@ class Checkout:
         if status:
             raise UserError(
                 f"{file} has changes that are not committed ({status.split()[0]}), and a deployment is a commit of its "
-                f"own. Commit them, or take them back: git checkout -- {file}"
+                f"own. Commit them, or take them back: git checkout -- {file}",
+                code="uncommitted-changes",
             )
 
     def commit(self, file: Path, subject: str, body: Sequence[str]) -> str:
@@ -439,7 +462,7 @@ class Checkout:
         if done.returncode:
             _git(self.root, "checkout", "--quiet", "HEAD", "--", str(file.resolve()))
             reason = " ".join((done.stderr or done.stdout).split())
-            raise EngineryError(f"git did not commit {file}, which is now as before: {reason}")
+            raise EngineryError(f"git did not commit {file}, which is now as before: {reason}", code="commit-refused")
         return self._asked("rev-parse", "--short", "HEAD").strip()
 
     def past(self, file: Path) -> list[Pins]:
@@ -468,7 +491,9 @@ class Checkout:
     def _asked(self, *arguments: str) -> str:
         done = _git(self.root, *arguments)
         if done.returncode:
-            raise EngineryError(f"git {arguments[0]} failed in {self.root}: {' '.join(done.stderr.split())}")
+            raise EngineryError(
+                f"git {arguments[0]} failed in {self.root}: {' '.join(done.stderr.split())}", code="git-failed"
+            )
         return done.stdout
 
 

@@ -41,7 +41,8 @@ def read_identity(folder: Path) -> Identity:
     if not file.is_file():
         raise UserError(
             f"there is no finished artifact in {folder}: it has no {MANIFEST}. Name the folder that holds one, such as "
-            "what `enginery serve export` wrote"
+            "what `enginery serve export` wrote",
+            code="no-artifact",
         )
     data = read_manifest(file, "artifact")
     record = claims_of(data)
@@ -49,12 +50,16 @@ def read_identity(folder: Path) -> Identity:
         files = {str(name): FileEntry.model_validate(entry) for name, entry in record["files"].items()}
         kind, inputs = str(record["kind"]), {str(name): str(digest) for name, digest in record["inputs"].items()}
     except (KeyError, AttributeError, ValidationError):
-        raise EngineryError(f"{file} is no manifest of enginery, or is damaged. Write the artifact anew") from None
+        raise EngineryError(
+            f"{file} is no manifest of enginery, or is damaged. Write the artifact anew", code="manifest-damaged"
+        ) from None
     check_seal(data, file, kind)
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or name == MANIFEST:
-            raise EngineryError(f"{file} names a file outside the artifact: {name}. Write the artifact anew")
+            raise EngineryError(
+                f"{file} names a file outside the artifact: {name}. Write the artifact anew", code="file-outside"
+            )
     return Identity(kind=kind, digest=digest_bytes(data), inputs=inputs, files=files)
 
 
@@ -76,7 +81,11 @@ def fetch(source: str, target: Path, digest: str = "") -> Identity:
         EngineryError: it is another one than asked for, is damaged, or can't be downloaded.
     """
     if not digest and not (source.startswith(OCI) and "@sha256:" in source):
-        raise UserError(f"{source} may hold anything; say what is asked for with --digest sha256:...")
+        raise UserError(
+            f"{source} may hold anything; say what is asked for with --digest sha256:...",
+            code="no-digest",
+            setting="--digest",
+        )
     if target.exists() and digest:
         return _checked(target, digest, str(target))
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +111,7 @@ def _copy(origin: Path, copy: Path, source: str, digest: str, remote: bool) -> N
     _check_digest(found, digest, source)
     for name, entry in {**found.files, MANIFEST: None}.items():
         if entry is not None and (problem := file_problem(origin, name, entry.size_bytes, None)):
-            raise EngineryError(f"{problem}. Upload the artifact to {source} again")
+            raise EngineryError(f"{problem}. Upload the artifact to {source} again", code="file-damaged")
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         if remote:
             (origin / name).rename(copy / name)
@@ -126,7 +135,9 @@ def _checked(folder: Path, digest: str, source: str) -> Identity:
     _check_digest(found, digest, source)
     for name, entry in found.files.items():
         if problem := file_problem(folder, name, entry.size_bytes, entry.digest):
-            raise EngineryError(f"what lies at {source} is not what was sealed: {problem}. Upload it again")
+            raise EngineryError(
+                f"what lies at {source} is not what was sealed: {problem}. Upload it again", code="file-damaged"
+            )
     what = f"the {found.kind} at {source}"
     check_folder(what, folder)
     parts = {**found.inputs, found.kind: found.digest}
@@ -156,7 +167,8 @@ def _check_digest(found: Identity, digest: str, source: str) -> None:
     if digest and digest != found.digest:
         raise EngineryError(
             f"{source} holds the {found.kind} {found.digest}, and {digest} is asked for. Upload the right one, or ask "
-            "for another"
+            "for another",
+            code="other-digest",
         )
 
 
@@ -177,5 +189,6 @@ def _download(source: str, folder: Path, digest: str) -> Path:
     except Exception as error:  # each store's client has its own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EngineryError(
-            f"can't download {source}: {reason}. Is the artifact there, and may these credentials read it?"
+            f"can't download {source}: {reason}. Is the artifact there, and may these credentials read it?",
+            code="download-failed",
         ) from error

@@ -84,10 +84,11 @@ def read_address(text: str) -> Address:
         try:
             without_secrets(text)
         except ValueError as error:
-            raise UserError(str(error)) from None
+            raise UserError(str(error), code="secret-in-address") from None
         raise UserError(
             f"{text} is no address in an OCI registry. It has the form oci://registry/repository, in small letters, "
-            "with :tag or @sha256:... behind it; who may read it is in Docker's configuration (docker login)"
+            "with :tag or @sha256:... behind it; who may read it is in Docker's configuration (docker login)",
+            code="invalid-address",
         )
     return Address(**{name: value or "" for name, value in found.groupdict().items()})
 
@@ -137,12 +138,16 @@ def _run(address: Address, work: Coroutine[Any, Any, _T]) -> _T:
     try:
         return asyncio.run(work)
     except AddressRefused as error:
-        raise EngineryError(f"{address} can't be used: {error.strerror}") from None
+        raise EngineryError(f"{address} can't be used: {error.strerror}", code="address-refused") from None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         if isinstance(error.__cause__, AddressRefused):
-            raise EngineryError(f"{address} can't be used: {error.__cause__.strerror}") from None
+            raise EngineryError(
+                f"{address} can't be used: {error.__cause__.strerror}", code="address-refused"
+            ) from None
         words = f"{type(error).__name__} {getattr(error, 'os_error', '')}".strip()  # others may hold what was sent
-        raise EngineryError(f"the registry of {address} does not answer as one does: {words}. Try again") from None
+        raise EngineryError(
+            f"the registry of {address} does not answer as one does: {words}. Try again", code="registry-failed"
+        ) from None
 
 
 async def _pull(address: Address, folder: Path) -> None:
@@ -153,11 +158,16 @@ async def _pull(address: Address, folder: Path) -> None:
             data = await _bounded(answer)
         digest = digest_bytes(data)
         if address.digest and digest != address.digest:
-            raise EngineryError(f"the registry has another manifest at {address}: {digest}. Push the artifact again")
+            raise EngineryError(
+                f"the registry has another manifest at {address}: {digest}. Push the artifact again",
+                code="other-manifest",
+            )
         files = _files_of(address, data)
         needed = sum(layer.size for layer in files.values())
         if needed > (free := shutil.disk_usage(folder).free - _SPARED_BYTES):
-            raise EngineryError(f"{address} has {needed:,} bytes, and {folder.parent} has room for {max(free, 0):,}")
+            raise EngineryError(
+                f"{address} has {needed:,} bytes, and {folder.parent} has room for {max(free, 0):,}", code="no-space"
+            )
         for name, layer in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -172,17 +182,19 @@ def _files_of(address: Address, data: bytes) -> dict[str, _Descriptor]:
         manifest = _Manifest.model_validate_json(data)
         files = {layer.annotations[_TITLE]: layer for layer in manifest.layers}
     except (ValidationError, KeyError):
-        raise EngineryError(f"{address} is no artifact of files: push it with `enginery push`") from None
+        raise EngineryError(
+            f"{address} is no artifact of files: push it with `enginery push`", code="not-an-artifact"
+        ) from None
     if any(len(name) > _MAX_NAME for name in files):  # of 120 KB, its parents alone would take gigabytes
-        raise EngineryError(f"{address} names a file by more than {_MAX_NAME:,} characters")
+        raise EngineryError(f"{address} names a file by more than {_MAX_NAME:,} characters", code="name-too-long")
     paths = {name: PurePosixPath(name) for name in files}
     for name, path in paths.items():
         if path.is_absolute() or ".." in path.parts or str(path) != name or not _PLAIN.fullmatch(name):
-            raise EngineryError(f"{address} names a file outside of the artifact: {name!r}")
+            raise EngineryError(f"{address} names a file outside of the artifact: {name!r}", code="file-outside")
         if taken := [str(parent) for parent in path.parents if str(parent) in files] or [name] * (name == "."):
-            raise EngineryError(f"{address} has {taken[0]!r} as a file and as a folder")
+            raise EngineryError(f"{address} has {taken[0]!r} as a file and as a folder", code="name-conflict")
     if len(files) != len(manifest.layers):
-        raise EngineryError(f"{address} has two files of the same name")
+        raise EngineryError(f"{address} has two files of the same name", code="name-conflict")
     return files
 
 
@@ -196,7 +208,9 @@ async def _save(answer: aiohttp.ClientResponse, file: Path, layer: _Descriptor, 
             found.update(chunk)
             out.write(chunk)
     if size != layer.size or f"sha256:{found.hexdigest()}" != layer.digest:
-        raise EngineryError(f"{what} is not what its manifest says: {layer.size:,} bytes of {layer.digest}")
+        raise EngineryError(
+            f"{what} is not what its manifest says: {layer.size:,} bytes of {layer.digest}", code="blob-mismatch"
+        )
 
 
 async def _push(folder: Path, address: Address, key: Any) -> Address:
@@ -296,7 +310,8 @@ class _Registry:
             if basic and realm.origin() not in (self.address.origin, yarl.URL(f"https://{host}")):
                 raise EngineryError(
                     f"{self.address.registry} wants its credentials sent to {realm.host}, and they are for itself "
-                    "alone. Use a registry that gives its tokens itself"
+                    "alone. Use a registry that gives its tokens itself",
+                    code="credentials-elsewhere",
                 )
             query = {name: fields[name] for name in ("service", "scope") if name in fields}
             headers = {"Authorization": basic} if basic else {}
@@ -318,7 +333,10 @@ class _Registry:
             403: "these credentials don't suffice: see `docker login`",
             404: "check the address: nothing is there, or these credentials don't see it",
         }.get(answer.status, "it should not")
-        raise EngineryError(f"{self.address}: {answer.method} was answered {answer.status} by {answer.url.host}; {fix}")
+        raise EngineryError(
+            f"{self.address}: {answer.method} was answered {answer.status} by {answer.url.host}; {fix}",
+            code="registry-refused",
+        )
 
     async def upload(self, data: Path | bytes, kind: str) -> dict[str, Any]:
         """Write a blob where it is not there yet; its descriptor."""
@@ -334,7 +352,10 @@ class _Registry:
                 self.check(answer, 202)
                 place = answer.url.join(yarl.URL(answer.headers.get("Location", ""), encoded=True))
             if place.origin() != self.address.origin:
-                raise EngineryError(f"{self.address.registry} wants files sent to {place.host}, which is not itself")
+                raise EngineryError(
+                    f"{self.address.registry} wants files sent to {place.host}, which is not itself",
+                    code="upload-elsewhere",
+                )
             put = f"{place}{'&' if place.query_string else '?'}digest={digest}"
             async with await self.call("PUT", put, data, kind="application/octet-stream") as answer:
                 self.check(answer, 201)
@@ -379,5 +400,6 @@ def _credentials(registry: str) -> str:
         return "Basic " + base64.b64encode(f"{found['Username']}:{found['Secret']}".encode()).decode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, subprocess.SubprocessError) as error:
         raise UserError(
-            f"can't read credentials for {registry} by {file} ({type(error).__name__}); correct it: docker login"
+            f"can't read credentials for {registry} by {file} ({type(error).__name__}); correct it: docker login",
+            code="credentials-unreadable",
         ) from None

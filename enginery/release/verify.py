@@ -189,13 +189,17 @@ def public_key(file: Path) -> PublicKey:
     if b"PRIVATE KEY" in data:
         raise UserError(
             f"{file} is a private key, which only the signer should have; a signature is checked with the public "
-            f"one: `openssl pkey -in {file} -pubout -out enginery.pub`"
+            f"one: `openssl pkey -in {file} -pubout -out enginery.pub`",
+            code="private-key-given",
+            setting="--key",
         )
     try:
         key = load_pem_public_key(data)
         return key if isinstance(key, Ed25519PublicKey) else load_public_key(data, str(file))
     except ValueError as error:
-        raise UserError(f"{file} is no public key in PEM ({error}); {MAKE_KEY}") from None
+        raise UserError(
+            f"{file} is no public key in PEM ({error}); {MAKE_KEY}", code="not-a-public-key", setting="--key"
+        ) from None
 
 
 def fingerprint(key: PublicKey) -> str:
@@ -248,7 +252,8 @@ def load_chain(bundle: Path, report: Path, verdict: Path) -> Chain:
         if version != SCHEMA_VERSION:
             raise EngineryError(
                 f"{path / MANIFEST} is of schema version {version}, which has no seal; released are versions from "
-                f"{SCHEMA_VERSION} on. Run the pipeline again to write it anew"
+                f"{SCHEMA_VERSION} on. Run the pipeline again to write it anew",
+                code="no-seal",
             )
     return chain
 
@@ -366,12 +371,15 @@ def verify(folder: Path, key: PublicKey | None = None) -> Verification:
 
 def _read_list(folder: Path) -> bytes:
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; name one that `enginery release` wrote")
+        raise UserError(f"{folder} is no folder; name one that `enginery release` wrote", code="not-a-release")
     file = folder / SUMS
     if file.is_symlink():
-        raise EngineryError(f"{file} is a symbolic link; a release holds plain files")
+        raise EngineryError(f"{file} is a symbolic link; a release holds plain files", code="symbolic-link")
     if not file.is_file():
-        raise UserError(f"{folder} is no release: it has no {SUMS}. Name a folder that `enginery release` wrote")
+        raise UserError(
+            f"{folder} is no release: it has no {SUMS}. Name a folder that `enginery release` wrote",
+            code="not-a-release",
+        )
     return file.read_bytes()
 
 

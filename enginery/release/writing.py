@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,7 +14,7 @@ from components.common.registry.audit_log import Entry
 from components.common.registry.model_registry import RegisteredVersion
 from components.common.registry.trust import check_chain, sign_folder, signing_key
 from components.common.registry.version_evaluation import check_log
-from components.promote.packaging import write_model
+from components.promote.packaging import own_version, write_model
 from enginery.new_folders import check_new, give_name, to_disk
 from enginery.release.bom import bill_of_materials
 from enginery.release.verify import (
@@ -77,7 +76,7 @@ def write_release(
     what = version.label if version is not None else f"the bundle {parts[BUNDLE]}"
     check_chain(what, {part: chain.digests[part] for part in PARTS}, statements, model=version.name if version else "")
     for problem in contradictions(chain):
-        raise EngineryError(f"this can't be released: {problem}")
+        raise EngineryError(f"this can't be released: {problem}", code="contradiction")
     record = _record(chain, name, version, registry, key)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
@@ -90,7 +89,7 @@ def write_release(
         _write_rest(temporary, record, chain, key)
         checked = verify(temporary, signing_key(key).public_key() if key is not None else None)
         if checked.problems:
-            raise EngineryError(f"this can't be released: {'; '.join(checked.problems)}")
+            raise EngineryError(f"this can't be released: {'; '.join(checked.problems)}", code="contradiction")
         to_disk(temporary)
         give_name(temporary, output)
     finally:
@@ -103,27 +102,20 @@ def _record(
 ) -> ReleaseRecord:
     decision = chain.verdict.manifest
     if not decision.passed:
-        raise GateFailed(f"the verdict on {name} is not a pass, so it is not released")
+        raise GateFailed(f"the verdict on {name} is not a pass, so it is not released", code="gate-failed")
     return ReleaseRecord(
         name=name,
         version=version.number if version is not None else "",
         aliases=version.aliases if version is not None else (),
         registry=registry,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        enginery=_own_version(),
+        enginery=own_version(),
         architecture=chain.bundle.manifest.architecture,
         precision=decision.served_precision,
         passed=decision.passed,
         digests=chain.digests,
         key_fingerprint=fingerprint(signing_key(key).public_key()) if key is not None else "",
     )
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("enginery")
-    except metadata.PackageNotFoundError:  # a checkout that was not installed
-        return ""
 
 
 def _copy(source: Path, manifest: Manifest, destination: Path) -> None:
@@ -139,7 +131,8 @@ def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Path | N
     if not card.is_file() or not shown.is_file():
         raise EngineryError(
             f"the report {chain.report.path} has no {REPORT_CARD} or no report.json: an older enginery wrote it. "
-            "Validate again"
+            "Validate again",
+            code="report-incomplete",
         )
     shutil.copyfile(card, folder / CARD)
     measured_on = chain.report.manifest.accuracy.measured_on(record.precision)

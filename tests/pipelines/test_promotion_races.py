@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from components.common.registry.alias_changes import champions, explained
-from components.common.registry.audit_log import AuditLog
+from components.common.registry.audit_log import AuditLog, champions, expected_aliases
 from components.common.registry.model_registry import Registry
 from components.common.registry.promotions import CHAMPION
 from enginery.registry.audit import trace
@@ -31,7 +30,7 @@ def promoter(uri: str, folder: Path, names: Sequence[str]) -> subprocess.Popen[s
     """A process that promotes one version after the other; "a-070" has a top-1 of 70 %."""
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
     return subprocess.Popen(
-        [sys.executable, "tests/unit/promoting/chains.py", uri, str(folder), MODEL, *names],
+        [sys.executable, "-m", "tests.unit.registered", uri, str(folder), MODEL, *names],
         cwd=ROOT,
         env={**os.environ, **limits},
         stdout=subprocess.PIPE,
@@ -76,7 +75,7 @@ def check(registry: Registry, seen: Sequence[str], *, best_of: Sequence[str] | N
     """No decision made the champion worse, the log explains every alias, and the best that was promoted is champion."""
     top1 = {version.number: float(version.tags["top1_pct"]) for version in registry.versions(MODEL)}
     entries = AuditLog(registry.client, MODEL).read()
-    assert explained(entries, registry.run_ids(MODEL)) == registry.aliases(MODEL)
+    assert expected_aliases(entries, registry.run_ids(MODEL)) == registry.aliases(MODEL)
     assert trace(registry, MODEL).problems == ()
     assert [entry.number for entry in entries] == list(range(1, len(entries) + 1))
     past = [top1[number] for number in champions(entries)]
@@ -110,7 +109,7 @@ def race(uri: str, folder: Path, num_processes: int, num_rounds: int) -> None:
     assert len(promoted) == num_processes * num_rounds  # won or lost
 
 
-@pytest.mark.slow  # test_changing.py has each order of two changes, one process in place of the other
+@pytest.mark.slow  # test_audit_log.py has each order of two changes, one process in place of the other
 def test_two_at_once(tmp_path: Path) -> None:
     race(fresh_sqlite(tmp_path), tmp_path, num_processes=2, num_rounds=1)
 

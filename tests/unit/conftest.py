@@ -23,7 +23,7 @@ from components.validate.run import run as validate
 from tests.conftest import Shared
 
 from .networks import digits_network
-from .release.making import promote_parts
+from .registered import NAME, promote_chain
 
 LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0, "require_above_chance": False}
 IMPOSSIBLE = {"min_top1_pct": 100.0, **LENIENT}
@@ -96,5 +96,5 @@ def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def promoted(store: str, proved: Proved, tmp_path: Path) -> str:
     """The store, with the network as version 1."""
-    promote_parts(proved.parts, proved.dataset.path, tmp_path / "promotion")
+    promote_chain(store, {**proved.parts, "dataset": proved.dataset.path}, tmp_path / "promotion", NAME)
     return store

@@ -95,7 +95,9 @@ class Registry:
         if uri.startswith("sqlite:///") and not file.exists():
             raise UserError(
                 f"there is no MLflow store at {uri} yet: nothing was ever registered there. Register a model with "
-                "`enginery run`, or set MLFLOW_TRACKING_URI (or ENGINERY_HOME) to where it was"
+                "`enginery run`, or set MLFLOW_TRACKING_URI (or ENGINERY_HOME) to where it was",
+                code="no-store",
+                setting="MLFLOW_TRACKING_URI",
             )
         for name, value in REQUEST_LIMITS.items():
             os.environ.setdefault(name, value)
@@ -122,7 +124,8 @@ class Registry:
         """The error of a server that went away."""
         return EngineryError(
             f"{unfinished}: MLflow at {self.uri} can't be reached any more. Start the server, "
-            "then run the same command again (finished steps are kept)"
+            "then run the same command again (finished steps are kept)",
+            code="store-lost",
         )
 
     def names(self) -> list[str]:
@@ -189,7 +192,10 @@ class Registry:
         """
         self._check_odd_name(name)
         if not _NUMBER.fullmatch(number):
-            raise UserError(f"a version is a number, such as 3; got {number!r}. See `enginery models {name}`")
+            raise UserError(
+                f"a version is a number, such as 3; got {number!r}. See `enginery models {name}`",
+                code="invalid-version",
+            )
         number = str(int(number))  # 03 is 3, and an alias shows 3
         try:
             found = patiently(lambda: self.client.get_model_version(name, number))
@@ -199,7 +205,8 @@ class Registry:
             numbers = [version.number for version in self.versions(name)]
             there = f"there are {', '.join(numbers[:10])}" if numbers else "it has no versions any more"
             raise UserError(
-                f"{name} has no version {number}, or it was deleted; {there}. See `enginery models {name}`"
+                f"{name} has no version {number}, or it was deleted; {there}. See `enginery models {name}`",
+                code="no-version",
             ) from None
         return _version(found, self._by_number(name).get(number, ()))
 
@@ -215,7 +222,8 @@ class Registry:
             there = ", ".join(f"@{known} (version {number})" for known, number in sorted(aliases.items()))
             raise UserError(
                 f"{name} has no alias {alias}; it has {there or 'none'}. "
-                f"Set it: enginery promote {name} VERSION --to {alias}"
+                f"Set it: enginery promote {name} VERSION --to {alias}",
+                code="no-alias",
             )
         return self.version(name, aliases[alias])
 
@@ -229,7 +237,8 @@ class Registry:
         if name not in known:
             there = f"there are {', '.join(known[:10])}" if known else "nothing is registered there yet"
             raise UserError(
-                f"there is no registered model {name!r} in MLflow at {self.uri}; {there}. See `enginery models`"
+                f"there is no registered model {name!r} in MLflow at {self.uri}; {there}. See `enginery models`",
+                code="no-model",
             )
 
     def create_version(self, name: str, run_id: str, tags: Mapping[str, str], *, model_id: str | None = None) -> str:
@@ -299,7 +308,8 @@ class Registry:
                     raise
                 raise EngineryError(
                     f"the {part} of {version.label} can't be read from the registry's store: {error}. "
-                    "Put its files back, or delete the version"
+                    "Put its files back, or delete the version",
+                    code="files-missing",
                 ) from error
             yield Path(path)
 

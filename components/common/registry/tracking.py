@@ -81,7 +81,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def short_digest(digest: str) -> str:
-    """A data set's digest as MLflow keeps it. Metrics and inputs must agree on it for the UI to connect them."""
+    """A dataset's digest as MLflow keeps it. Metrics and inputs must agree on it for the UI to connect them."""
     return digest.removeprefix("sha256:")[:36]  # MLflow's longest
 
 
@@ -438,4 +438,8 @@ def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
         reason = f"it did not answer within {seconds} s (MLFLOW_HTTP_REQUEST_TIMEOUT)"
     else:
         reason = system[1] if system else database_problem(str(error)).replace(uri, shown)
-    return EngineryError(f"MLflow at {shown} can't be used: {reason.rstrip('.')}. {fix}")
+    return EngineryError(
+        f"MLflow at {shown} can't be used: {reason.rstrip('.')}. {fix}",
+        code="store-unusable",
+        setting="MLFLOW_TRACKING_URI",
+    )

@@ -95,10 +95,18 @@ def find_policy() -> TrustPolicy | None:
     try:
         return TrustPolicy.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except OSError as error:
-        raise UserError(f"can't read the trust policy {file}: {error.strerror}; correct {POLICY_VARIABLE}") from None
+        raise UserError(
+            f"can't read the trust policy {file}: {error.strerror}; correct {POLICY_VARIABLE}",
+            code="policy-unreadable",
+            setting=POLICY_VARIABLE,
+        ) from None
     except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
-        raise UserError(f"the trust policy {file} is not valid: {problem}. docs/security.md describes it") from None
+        raise UserError(
+            f"the trust policy {file} is not valid: {problem}. docs/security.md describes it",
+            code="policy-invalid",
+            setting=POLICY_VARIABLE,
+        ) from None
 
 
 def _to_stderr(text: str) -> None:
@@ -133,25 +141,32 @@ def check_chain(
         return
     _, predicate = _checked(policy, what, statements, VERDICT, "verdict", "", digests)
     if predicate.get("passed") is not True:
-        raise EngineryError(f"{what} is refused: the signed verdict on it is no pass")
+        raise _refusal(what, "the signed verdict on it is no pass", "verdict-not-passed")
     environment = policy.environment if environment is None else environment
     if not environment:
         return
     file = approval_file(environment)
     _, predicate = _checked(policy, what, statements, file, "approval", environment, {"bundle": digests["bundle"]})
     if predicate.get("environment") != environment:
-        raise EngineryError(
-            f"{what} is refused: its approval is for {predicate.get('environment')}, and this is {environment}. "
-            + _APPROVE
+        raise _refusal(
+            what,
+            f"its approval is for {predicate.get('environment')}, and this is {environment}. " + _APPROVE,
+            "approval-other-environment",
         )
     if model and predicate.get("model") != model:
-        raise EngineryError(f"{what} is refused: its approval is of the model {predicate.get('model')}. {_APPROVE}")
+        raise _refusal(
+            what, f"its approval is of the model {predicate.get('model')}. {_APPROVE}", "approval-other-model"
+        )
     if str(predicate.get("expires")) < now():
-        raise EngineryError(f"{what} is refused: its approval ended {predicate.get('expires')}. {_APPROVE}")
+        raise _refusal(what, f"its approval ended {predicate.get('expires')}. {_APPROVE}", "approval-expired")
     _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
 
 
 _APPROVE = "Have it approved: enginery approve NAME/VERSION --env ENV --key FILE"
+
+
+def _refusal(what: str, why: str, code: str) -> EngineryError:
+    return EngineryError(f"{what} is refused: {why}", code=code)
 
 
 def _nobody(what: str) -> str:
@@ -174,7 +189,7 @@ def _checked(
     if file not in statements:
         missing = "the gate signed no verdict" if kind == "verdict" else f"nobody approved it for {environment}"
         fix = f"Run the gate with {KEY_VARIABLE} set" if kind == "verdict" else _APPROVE
-        raise EngineryError(f"{what} is refused: {missing} ({file} is not there). {fix}")
+        raise _refusal(what, f"{missing} ({file} is not there). {fix}", f"no-{kind}")
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import Error
     from securesystemslib.signer import SSlibKey
@@ -185,7 +200,7 @@ def _checked(
         subjects = {entry["name"]: f"sha256:{entry['digest']['sha256']}" for entry in statement["subject"]}
         predicate = dict(statement["predicate"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Error):
-        raise EngineryError(f"{what} is refused: its {file} is no signed statement, or is damaged") from None
+        raise _refusal(what, f"its {file} is no signed statement, or is damaged", "statement-damaged") from None
     known = {
         name: SSlibKey.from_crypto(load_public_key(key.public_key.encode(), name)) for name, key in policy.keys.items()
     }
@@ -194,15 +209,16 @@ def _checked(
     try:
         envelope.verify([known[name]], 1)
     except Error:
-        raise EngineryError(f"{what} is refused: {file} was changed after {name} had signed it") from None
+        raise _refusal(what, f"{file} was changed after {name} had signed it", "statement-changed") from None
     types = (envelope.payload_type, statement.get("_type"), statement.get("predicateType"))
     if types != (_IN_TOTO, _STATEMENT_TYPE, _PREDICATES[kind]):
-        raise EngineryError(f"{what} is refused: {file} is no statement on a {kind}")
+        raise _refusal(what, f"{file} is no statement on a {kind}", "statement-other-kind")
     for part, digest in digests.items():
         if subjects.get(part) != digest:
-            raise EngineryError(
-                f"{what} is refused: {file} is about the {part} {subjects.get(part, 'of no digest')}, and "
-                f"this is {digest}"
+            raise _refusal(
+                what,
+                f"{file} is about the {part} {subjects.get(part, 'of no digest')}, and this is {digest}",
+                "statement-other-digest",
             )
     return name, predicate
 
@@ -210,15 +226,16 @@ def _checked(
 def _check_right(policy: TrustPolicy, what: str, name: str, right: Right, environment: str = "") -> None:
     """Whether a key may sign that now. `name`: of the key; empty for one that the policy does not name."""
     if not name:
-        raise EngineryError(f"{what} is refused: no key of the trust policy signed its {right}")
+        raise _refusal(what, f"no key of the trust policy signed its {right}", "key-unknown")
     key = policy.keys[name]
     if not (environment in key.approves if right == "approval" else right in key.signs):
         may = f"approve for {environment}" if right == "approval" else f"sign a {right}"
-        raise EngineryError(f"{what} is refused: by the trust policy the key {name} may not {may}")
+        raise _refusal(what, f"by the trust policy the key {name} may not {may}", "key-without-right")
     if datetime.now(UTC).date() >= key.expires:
-        raise EngineryError(
-            f"{what} is refused: the key {name} that signed its {right} expired on {key.expires}. Sign again "
-            "with a new one"
+        raise _refusal(
+            what,
+            f"the key {name} that signed its {right} expired on {key.expires}. Sign again with a new one",
+            "key-expired",
         )
 
 
@@ -230,16 +247,20 @@ def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -
     try:
         seen: dict[str, str] = json.loads(file.read_bytes()) if file.exists() else {}
         if approved < seen.get(subject, ""):
-            raise EngineryError(
-                f"{what} is refused: it was approved {approved}, and for {subject} an approval of {seen[subject]} was "
-                "seen already: this is an older version. To go back to it, approve it again"
+            raise _refusal(
+                what,
+                f"it was approved {approved}, and for {subject} an approval of {seen[subject]} was "
+                "seen already: this is an older version. To go back to it, approve it again",
+                "approval-older",
             )
         if seen.get(subject) != approved:
             temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
             temporary.write_text(json.dumps({**seen, subject: approved}, indent=1) + "\n", encoding="utf-8")
             temporary.replace(file)
     except (OSError, ValueError) as error:
-        raise UserError(f"can't keep the newest approvals in {file}: {error}; correct the trust policy") from None
+        raise UserError(
+            f"can't keep the newest approvals in {file}: {error}; correct the trust policy", code="approvals-unwritable"
+        ) from None
 
 
 def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = _to_stderr) -> str:
@@ -257,17 +278,15 @@ def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = _to_st
         return ""
     file = folder / SIGNATURE
     if not _is_plain(file):
-        raise EngineryError(
-            f"{what} is refused: it is not signed ({SIGNATURE} is not there). Write it again with --key"
-        )
+        raise _refusal(what, f"it is not signed ({SIGNATURE} is not there). Write it again with --key", "not-signed")
     try:
         hint = json.loads(file.read_bytes())["verificationMaterial"]["publicKey"]["hint"]
     except (ValueError, KeyError, TypeError):
-        raise EngineryError(f"{what} is refused: its {SIGNATURE} is no signature by a key, or is damaged") from None
+        raise _refusal(what, f"its {SIGNATURE} is no signature by a key, or is damaged", "signature-damaged") from None
     name = next((name for name, key in policy.keys.items() if _hint(key.public_key) == hint), "")
     _check_right(policy, what, name, "model")
     if problem := folder_problem(folder, policy.keys[name].public_key):
-        raise EngineryError(f"{what} is refused: {problem}")
+        raise _refusal(what, problem, "signature-mismatch")
     return name
 
 
@@ -362,14 +381,26 @@ def _private_key(data: bytes, file: str) -> Any:
         key = load_pem_private_key(data, passphrase.encode() if passphrase else None)
     except TypeError:  # a passphrase that is needed and missing, or given and not needed
         if passphrase:
-            raise UserError(f"the key {file} has no passphrase; unset {PASSPHRASE_VARIABLE}") from None
-        raise UserError(f"the key {file} has a passphrase; set {PASSPHRASE_VARIABLE} to it") from None
+            raise UserError(
+                f"the key {file} has no passphrase; unset {PASSPHRASE_VARIABLE}",
+                code="passphrase-not-needed",
+                setting=PASSPHRASE_VARIABLE,
+            ) from None
+        raise UserError(
+            f"the key {file} has a passphrase; set {PASSPHRASE_VARIABLE} to it",
+            code="passphrase-missing",
+            setting=PASSPHRASE_VARIABLE,
+        ) from None
     except ValueError as error:
         if passphrase and b"ENCRYPTED" in data:
-            raise UserError(f"the key {file} can't be opened with the passphrase in {PASSPHRASE_VARIABLE}") from None
-        raise UserError(f"{file} is no private key in PEM ({error}); {MAKE_KEY}") from None
+            raise UserError(
+                f"the key {file} can't be opened with the passphrase in {PASSPHRASE_VARIABLE}",
+                code="passphrase-wrong",
+                setting=PASSPHRASE_VARIABLE,
+            ) from None
+        raise UserError(f"{file} is no private key in PEM ({error}); {MAKE_KEY}", code="not-a-private-key") from None
     if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
-        raise UserError(f"{file} is a key of another kind than ECDSA P-256; {MAKE_KEY}")
+        raise UserError(f"{file} is a key of another kind than ECDSA P-256; {MAKE_KEY}", code="other-key-kind")
     return key
 
 
@@ -418,7 +449,7 @@ def read_key(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"can't read the key {file}: {error.strerror}; {MAKE_KEY}") from None
+        raise UserError(f"can't read the key {file}: {error.strerror}; {MAKE_KEY}", code="key-unreadable") from None
 
 
 def public_pem(key: Any) -> str:

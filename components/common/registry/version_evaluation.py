@@ -20,7 +20,7 @@ _DIGITS = 9  # percentages carry rounding noise; a difference of exactly the tol
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class VersionEvaluation:
     """Report and verdict of one bundle, and what they say together."""
 
     report: Artifact[ReportManifest]
@@ -71,101 +71,90 @@ class Standing:
         top1 = {"top1_pct": f"{self.top1_pct:.4f}"} if self.top1_pct is not None else {}
         return {**digests, **top1, "precision": self.precision, "verdict": self.verdict.manifest.word}
 
-    def right(self) -> np.ndarray | None:
-        """[N] bool: on which images that precision is right, in the split's order. None where they are not at hand."""
+    def measured(self, label: str) -> "Measured":
+        """What that precision has shown on the validation split.
+
+        Raises:
+            EngineryError: it was not measured. `label` is what the message calls the version.
+        """
+        if self.top1_pct is None:
+            raise EngineryError(
+                f"the report of {label} does not measure {self.precision.upper()}; validate it again",
+                code="precision-not-measured",
+            )
+        return Measured(precision=self.precision, top1_pct=self.top1_pct, correct=self._correct())
+
+    def _correct(self) -> np.ndarray | None:
         file = self.report.path / PREDICTIONS
         if not file.is_file():
             return None
         with np.load(file, allow_pickle=False) as arrays:
             if self.precision not in arrays or "labels" not in arrays:
                 return None
-            right: np.ndarray = arrays[self.precision][:, 0] == arrays["labels"]
-            return right
+            correct: np.ndarray = arrays[self.precision][:, 0] == arrays["labels"]
+            return correct
 
 
-def compare_standings(
-    own: Standing, champion: Standing, champion_version: str, tolerance_points: float
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a precision shows on a validation split."""
+
+    precision: Precision
+    top1_pct: float
+    correct: np.ndarray | None  # [N] bool, in the split's order; None where the predictions are not at hand
+    runtime: str = ""  # that measured it again; empty where its own report is on these images
+
+
+def compare_versions(
+    evaluation: VersionEvaluation, champion: Measured, champion_version: str, tolerance_points: float
 ) -> ChampionComparison:
-    """A version beside the champion, both as measured on the same validation split.
+    """A version beside what the champion shows on the same images.
 
     Raises:
-        EngineryError: one of them was not measured in the precision that its verdict recommends.
+        EngineryError: the version was not measured in the precision that its verdict recommends.
     """
-    top1 = _top1(own, "the version")
-    champion_top1 = _top1(champion, f"the champion, version {champion_version},")
-    return compare_measured(
-        own,
-        top1_pct=top1,
-        champion_version=champion_version,
-        champion_precision=champion.precision,
-        champion_top1_pct=champion_top1,
-        champion_right=champion.right(),
-        tolerance_points=tolerance_points,
-    )
-
-
-def compare_measured(
-    own: Standing,
-    *,
-    top1_pct: float,
-    champion_version: str,
-    champion_precision: Precision,
-    champion_top1_pct: float,
-    champion_right: np.ndarray | None,
-    tolerance_points: float,
-    measured_again: str = "",
-) -> ChampionComparison:
-    """A version beside what the champion shows on the same images. `champion_right`: see `Standing.right`."""
-    delta = top1_pct - champion_top1_pct
-    own_right = own.right()
-    at_hand = own_right is not None and champion_right is not None and len(own_right) == len(champion_right)
+    own = evaluation.measured("the version")
+    delta = own.top1_pct - champion.top1_pct
+    paired = None
+    if own.correct is not None and champion.correct is not None and len(own.correct) == len(champion.correct):
+        difference = paired_difference(champion.correct, own.correct)
+        paired = PairedImages(
+            num_lost=difference.num_lost,
+            num_gained=difference.num_gained,
+            low_points=difference.low_points,
+            high_points=difference.high_points,
+            mcnemar_p=mcnemar(difference.num_lost, difference.num_gained).p_value,
+        )
     return ChampionComparison(
         champion_version=champion_version,
-        champion_precision=champion_precision,
-        champion_top1_pct=champion_top1_pct,
+        champion_precision=champion.precision,
+        champion_top1_pct=champion.top1_pct,
         precision=own.precision,
-        top1_pct=top1_pct,
+        top1_pct=own.top1_pct,
         delta_points=delta,
         tolerance_points=tolerance_points,
         not_worse=round(delta + tolerance_points, _DIGITS) >= 0,
-        split_digest=own.split_digest,
-        num_images=own.row.num_images if own.row is not None else 0,
-        measured_again=measured_again,
-        paired=_paired(champion_right, own_right) if at_hand else None,  # type: ignore[arg-type]
+        split_digest=evaluation.split_digest,
+        num_images=evaluation.row.num_images if evaluation.row is not None else 0,
+        measured_again=champion.runtime,
+        paired=paired,
     )
-
-
-def _paired(champion: np.ndarray, own: np.ndarray) -> PairedImages:
-    difference = paired_difference(champion, own)
-    return PairedImages(
-        num_lost=difference.num_lost,
-        num_gained=difference.num_gained,
-        low_points=difference.low_points,
-        high_points=difference.high_points,
-        mcnemar_p=mcnemar(difference.num_lost, difference.num_gained).p_value,
-    )
-
-
-def _top1(standing: Standing, who: str) -> float:
-    if standing.top1_pct is None:
-        raise EngineryError(f"the report of {who} does not measure {standing.precision.upper()}; validate it again")
-    return standing.top1_pct
 
 
 @contextmanager
-def standing_of(registry: Registry, version: RegisteredVersion) -> Iterator[Standing]:
+def evaluation_of(registry: Registry, version: RegisteredVersion) -> Iterator[VersionEvaluation]:
     """What a registered version has shown, by the files that lie in the registry, as long as the context lasts.
 
     Raises:
         EngineryError: they are gone, were changed, or are not those that the version was registered with.
     """
     with registry.files(version, "report") as report_path, registry.files(version, "verdict") as verdict_path:
-        standing = load_standing(report_path, verdict_path)
-        check_tags(version, {"report": standing.report.digest, "verdict": standing.verdict.digest})
-        yield standing
+        evaluation = load_evaluation(report_path, verdict_path)
+        check_tags(version, {"report": evaluation.report.digest, "verdict": evaluation.verdict.digest})
+        yield evaluation
 
 
-def load_standing(report: Path, verdict: Path) -> Standing:
+def load_evaluation(report: Path, verdict: Path) -> VersionEvaluation:
     """Read report and verdict, every file by its digest.
 
     Raises:
@@ -174,8 +163,10 @@ def load_standing(report: Path, verdict: Path) -> Standing:
     measured = load(report, ReportManifest, verify=ALL_FILES)
     decided = load(verdict, VerdictManifest, verify=ALL_FILES)
     if decided.manifest.inputs["report"] != measured.digest:
-        raise EngineryError(f"the verdict {verdict} is on another report than {report}; run the gate on this one")
-    return Standing(report=measured, verdict=decided)
+        raise EngineryError(
+            f"the verdict {verdict} is on another report than {report}; run the gate on this one", code="other-report"
+        )
+    return VersionEvaluation(report=measured, verdict=decided)
 
 
 def check_log(version: RegisteredVersion, entries: Sequence[Entry], digests: Mapping[str, str]) -> None:
@@ -197,14 +188,16 @@ def check_log(version: RegisteredVersion, entries: Sequence[Entry], digests: Map
     if not own:
         raise EngineryError(
             f"{version.label} is not in the audit log: enginery did not promote it, so nothing says what it is. "
-            "Promote its bundle with a run of the pipeline, or delete the version"
+            "Promote its bundle with a run of the pipeline, or delete the version",
+            code="not-in-log",
         )
     for name, digest in digests.items():
         logged = own[-1].change.digests.get(name)  # the last: a model that was made anew counts from 1 again
         if logged != digest:
             raise EngineryError(
                 f"the {name} that lies in the registry is not the one that was promoted as {version.label}: {digest}, "
-                f"entry {own[-1].number} of the audit log says {logged}. Put the original back, or delete the version"
+                f"entry {own[-1].number} of the audit log says {logged}. Put the original back, or delete the version",
+                code="not-as-promoted",
             )
 
 
@@ -220,5 +213,6 @@ def check_tags(version: RegisteredVersion, digests: Mapping[str, str]) -> None:
             raise EngineryError(
                 f"the {name} that lies in the registry is not the one that {version.label} was registered with: "
                 f"{digest}, its tag {name}_digest says {registered or 'nothing'}. Put the original back, or delete "
-                "the version"
+                "the version",
+                code="not-as-registered",
             )

@@ -1,10 +1,12 @@
-"""Keys, and patience with servers."""
+"""Keys, a machine with a trust policy, a checkout of the environments, and patience with servers."""
 
 from pathlib import Path
 
 import pytest
 
-from .making import write_keys
+from tests.unit.registered import checkout, machine, made_once, registry, three, write_keys
+
+__all__ = ["checkout", "machine", "made_once", "registry", "three"]
 
 
 @pytest.fixture(autouse=True)

@@ -209,10 +209,10 @@ def test_from_a_bundle(proved, tmp_path: Path) -> None:
 
 
 def test_what_did_not_pass_its_gate(store, refused, tmp_path: Path) -> None:
-    from tests.unit.release.making import promote_parts
+    from tests.unit.registered import promote_chain
 
     with pytest.raises(GateFailed):
-        promote_parts(refused.parts, refused.dataset.path, tmp_path / "promotion")
+        promote_chain(store, {**refused.parts, "dataset": refused.dataset.path}, tmp_path / "promotion", NAME)
     result = run("export", f"{NAME}/1", tmp_path / "models")
     assert isinstance(result.exception, (GateFailed, UserError))
     assert not (tmp_path / "models").exists()

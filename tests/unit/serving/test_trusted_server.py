@@ -9,7 +9,7 @@ import yaml
 
 from components.common.registry.trust import VERDICT, sign_verdict, signing_key
 from enginery.serving.repository import RepositoryConfig, write_repository
-from tests.unit.release.making import write_keys
+from tests.unit.registered import write_keys
 
 from .conftest import NAME, start_serving, wait_until_ready
 

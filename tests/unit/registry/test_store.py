@@ -11,10 +11,10 @@ from pathlib import Path
 
 import mlflow
 import pytest
+from mlflow.entities import DatasetInput
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
-from components.common.contracts.errors import EngineryError
 from components.common.registry.model_registry import Registry, patiently
 from components.common.registry.store import (
     beside_database,
@@ -23,7 +23,8 @@ from components.common.registry.store import (
     without_credentials,
     without_folders,
 )
-from components.common.registry.tracking import is_unreachable, step_run
+from components.common.registry.tracking import StepRun, is_unreachable, step_run
+from tests.unit.registered import refuses
 
 
 @pytest.mark.parametrize(
@@ -44,42 +45,36 @@ def test_what_is_shown_of_an_address(uri: str, shown: str) -> None:
     assert without_credentials(shown) == shown
 
 
-def test_what_leaves_the_machine_names_no_folder() -> None:
+def test_files_go_beside_a_database_whose_folder_is_not_told(tmp_path: Path) -> None:
+    assert beside_database(f"sqlite:///{tmp_path}/mlflow.db") == (tmp_path / "mlartifacts").as_uri()
+    assert beside_database("http://mlflow:5000") is None
     assert without_folders("sqlite:////home/me/mlflow.db?timeout=3") == "sqlite:///mlflow.db"
     assert without_folders("http://mlflow:5000") == "http://mlflow:5000"
 
 
-def test_files_go_beside_a_database_and_wherever_a_server_says(tmp_path: Path) -> None:
-    assert beside_database(f"sqlite:///{tmp_path}/mlflow.db") == (tmp_path / "mlartifacts").as_uri()
-    assert beside_database("http://mlflow:5000") is None
-
-
 def test_a_store_that_could_not_be_made_leaves_nothing_in_its_place(tmp_path: Path) -> None:
     file = tmp_path / "new/mlflow.db"
+    uri = f"sqlite:///{file}"
+
+    def makes(uri: str, table: str = "whole") -> None:
+        with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as connection:
+            connection.execute(f"CREATE TABLE {table} (a)")
 
     def fails(uri: str) -> None:
-        with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as connection:
-            connection.execute("CREATE TABLE half (a)")
+        makes(uri, "half")
         raise OSError("killed")
 
-    def makes(uri: str) -> None:
-        with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as connection:
-            connection.execute("CREATE TABLE whole (a)")
-
     with pytest.raises(OSError, match="killed"):
-        prepare_sqlite(f"sqlite:///{file}", fails)
+        prepare_sqlite(uri, fails)
     assert not file.exists()
-    prepare_sqlite(f"sqlite:///{file}", makes)
+    prepare_sqlite(uri, makes)
     with closing(sqlite3.connect(file)) as connection:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("whole",)]
-    prepare_sqlite(f"sqlite:///{file}", fails)  # there already: nothing to make
+    prepare_sqlite(uri, fails)  # there already: nothing to make
     assert [path.name for path in file.parent.iterdir()] == ["mlflow.db"]
-
-
-def test_a_file_that_is_no_database(tmp_path: Path) -> None:
-    (tmp_path / "mlflow.db").write_text("text " * 1000)
+    file.write_text("text " * 1000)
     with pytest.raises(sqlite3.DatabaseError, match="not a database"):
-        prepare_sqlite(f"sqlite:///{tmp_path / 'mlflow.db'}", lambda _: None)
+        prepare_sqlite(uri, makes)
 
 
 @pytest.fixture
@@ -89,38 +84,23 @@ def _tracking() -> Iterator[None]:
     mlflow.set_tracking_uri(None)  # what was there before would stay in the environment of every process from now on
 
 
-def nothing_there() -> str:
-    """A PostgreSQL URI that leads nowhere."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        return f"postgresql://me:secret@127.0.0.1:{taken.getsockname()[1]}/mlflow"
-
-
 @pytest.mark.usefixtures("_tracking")
-def test_a_database_that_is_not_there_is_told_soon_in_one_line() -> None:
-    uri = nothing_there()
-    with pytest.raises(EngineryError, match=r"Connection refused\. Start the server") as told:
-        Registry.open(uri)
-    with pytest.raises(EngineryError, match=r"Connection refused\. Start the server"), step_run("promote"):
-        pass
-    assert "\n" not in str(told.value)
-    assert "sqlalche" not in str(told.value)
-    assert "secret" not in str(told.value)
-
-
-@pytest.mark.usefixtures("_tracking")
-def test_a_database_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_is_not_there_is_reported_soon_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("components.common.registry.store._CONNECT_S", 2)
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        gone = f"postgresql://me:secret@127.0.0.1:{taken.getsockname()[1]}/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", gone)
+    with refuses("store-unusable"), step_run("promote"):
+        pass
+    said = []
     with closing(socket.create_server(("127.0.0.1", 0))) as deaf:
-        uri = f"postgresql://127.0.0.1:{deaf.getsockname()[1]}/mlflow"
-        with pytest.raises(EngineryError, match=r"can't be used: connection .*Start the server") as told:
-            Registry.open(uri)
-    assert "\n" not in str(told.value)
-
-
-@pytest.mark.usefixtures("_tracking")
-def test_a_driver_that_is_not_there() -> None:
-    with pytest.raises(EngineryError, match=r"No module named 'psycopg2'\. Install the driver"):
-        Registry.open("postgresql+psycopg2://127.0.0.1/mlflow")
+        for uri in (gone, f"postgresql://127.0.0.1:{deaf.getsockname()[1]}/mlflow", "postgresql+psycopg2://x/mlflow"):
+            with refuses("store-unusable", "MLFLOW_TRACKING_URI") as caught:
+                Registry.open(uri)
+            said.append(str(caught.value))
+    assert not any(word in text for text in said for word in ("\n", "sqlalche", "secret"))
+    assert "Connection refused. Start the server" in said[0]
+    assert "No module named 'psycopg2'. Install the driver" in said[2]
 
 
 def test_a_database_that_went_away_is_no_busy_one() -> None:
@@ -129,15 +109,13 @@ def test_a_database_that_went_away_is_no_busy_one() -> None:
     assert is_unreachable(MlflowException(gone))
     assert not is_unreachable(MlflowException(busy))
     assert not database_is_gone(MlflowException("(sqlite3.OperationalError) database is locked"))
-    calls = []
+    errors = iter([busy, busy, gone])
 
     def fail() -> None:
-        calls.append(1)
-        raise MlflowException(gone, error_code=TEMPORARILY_UNAVAILABLE)
+        raise MlflowException(next(errors), error_code=TEMPORARILY_UNAVAILABLE)
 
-    with pytest.raises(MlflowException):
+    with pytest.raises(MlflowException, match="connection failed"):
         patiently(fail)
-    assert len(calls) == 1
 
 
 def test_files_go_through_the_tracking_server_unless_asked() -> None:
@@ -147,5 +125,25 @@ def test_files_go_through_the_tracking_server_unless_asked() -> None:
     code += f"print([getattr(e, name).get() for name in {names}]); os.environ.update(dict.fromkeys({names}, 'true')); "
     code += f"importlib.reload(store); print([getattr(e, name).get() for name in {names}])"
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines() == [str([False] * 2), str([True] * 2)]
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str([False] * 2), str([True] * 2)]
+
+
+def test_two_log_the_same_dataset_at_the_same_moment(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow asks whether it knows a dataset and then adds it; of two, one meets the database's constraint."""
+    client = registry.client
+    experiment = client.create_experiment("both")
+    first, second = (StepRun(client, client.create_run(experiment).info.run_id, experiment) for _ in range(2))
+    log_inputs, refused = client.log_inputs, []
+
+    def meet(run_id: str, datasets: list[DatasetInput]) -> None:
+        log_inputs(run_id, datasets=datasets)
+        if run_id == second.run_id and not refused:
+            refused.append(run_id)
+            raise MlflowException('duplicate key value violates unique constraint "dataset_pk"')
+
+    monkeypatch.setattr(client, "log_inputs", meet)
+    for run in (first, second):
+        run.log_dataset("val", "sha256:1", 100, "validation")
+        assert len(client.get_run(run.run_id).inputs.dataset_inputs) == 1
+    assert refused

@@ -15,8 +15,8 @@ from enginery.local.runs import find_summary
 from enginery.local.summary import PrecisionRow, RunSummary, SummaryBuilder
 from enginery.registry.compare import compare
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FIRST, SECOND, OTHER = "digits-20260101-120000-aaaa", "digits-20260102-120000-bbbb", "own-20260103-120000-cccc"
+UNFINISHED = "digits-20260601-120000-dddd"
 
 
 def row(precision: str, top1_pct: float, **values: Any) -> PrecisionRow:
@@ -75,59 +75,45 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "run_id"),
-    [(FIRST, FIRST), ("digits-20260102", SECOND), ("own", OTHER), ("latest", OTHER)],
+    ("text", "run_id"), [(FIRST, FIRST), ("digits-20260102", SECOND), ("own", OTHER), ("latest", OTHER)]
 )
-def test_a_run_by_id_prefix_or_latest(home: Path, text: str, run_id: str) -> None:
+def test_a_run_by_id_prefix_latest_or_path(home: Path, text: str, run_id: str) -> None:
+    (home / "runs" / UNFINISHED).mkdir()
     assert find_summary(text, home / "runs").run_id == run_id
-
-
-def test_a_run_by_path(home: Path) -> None:
-    for path in (home / "runs" / FIRST, home / "runs" / FIRST / "summary.json"):
-        assert find_summary(str(path), home / "elsewhere").run_id == FIRST
-
-
-def test_latest_is_the_newest_that_has_a_result(home: Path) -> None:
-    (home / "runs" / "digits-20260601-120000-dddd").mkdir()
-    assert find_summary("latest", home / "runs").run_id == OTHER
-
-
-def test_a_prefix_of_several_runs_names_them(home: Path) -> None:
-    with pytest.raises(UserError, match=f"2 runs begin with 'digits': {SECOND}, {FIRST}; type more") as raised:
-        find_summary("digits", home / "runs")
-    assert raised.value.exit_code == 2
+    for path in (home / "runs" / run_id, home / "runs" / run_id / "summary.json"):
+        assert find_summary(str(path), home / "elsewhere").run_id == run_id
 
 
 def test_an_id_that_begins_another_is_itself(tmp_path: Path) -> None:
-    # runs are named with the pipeline first, so one can be the start of another's only by hand
+    # Runs are named with the pipeline first, so one can be the start of another's only by a person's choice.
     write(tmp_path, "a-20260101-120000-aaaa")
     write(tmp_path, "a-20260101-120000-aaaa-20260101-120000-bbbb")
     assert find_summary("a-20260101-120000-aaaa", tmp_path / "runs").run_id == "a-20260101-120000-aaaa"
 
 
-def test_no_such_run_names_the_newest(home: Path) -> None:
-    with pytest.raises(UserError, match=f"no run 'nothing' in .*; the newest are {OTHER}, {SECOND}, {FIRST}"):
-        find_summary("nothing", home / "runs")
-    with pytest.raises(UserError, match="there are no runs in"):
-        find_summary("nothing", home / "elsewhere")
+@pytest.mark.parametrize(
+    ("text", "content", "said"),
+    [
+        ("digits", None, f"begin with 'digits': {UNFINISHED}, {SECOND}, {FIRST}; type more"),
+        ("nothing", None, f"no run 'nothing' in .*; the newest are {UNFINISHED}, {OTHER}, {SECOND}"),
+        ("digits-20260601", None, "has no summary.json: it is still going, or it was killed"),
+        ("digits-20260601", '{"schema_version": 9}', "not a summary that this version of enginery reads: schema_versi"),
+        ("digits-20260601", "{half", "not a summary"),
+        ("/none.json", None, "No such file"),
+    ],
+)
+def test_what_is_no_run(home: Path, text: str, content: str | None, said: str) -> None:
+    folder = home / "runs" / UNFINISHED
+    folder.mkdir()
+    if content is not None:
+        (folder / "summary.json").write_text(content)
+    with pytest.raises(UserError, match=said):
+        find_summary(text, home / "runs")
+    with pytest.raises(UserError, match=r"there are no runs in|No such file"):
+        find_summary(text, home / "elsewhere")
 
 
-def test_missing_and_unreadable_summaries(home: Path) -> None:
-    unfinished = home / "runs" / "digits-20260601-120000-dddd"
-    unfinished.mkdir()
-    with pytest.raises(UserError, match=r"has no summary.json: it is still going, or it was killed"):
-        find_summary("digits-20260601", home / "runs")
-    (unfinished / "summary.json").write_text('{"schema_version": 9}')
-    with pytest.raises(UserError, match=r"not a summary that this version of enginery reads: schema_version"):
-        find_summary("digits-20260601", home / "runs")
-    (unfinished / "summary.json").write_text("{half")
-    with pytest.raises(UserError, match="not a summary"):
-        find_summary("digits-20260601", home / "runs")
-    with pytest.raises(UserError, match="No such file"):
-        find_summary(str(home / "none.json"), home / "runs")
-
-
-def test_only_what_differs_is_told(home: Path) -> None:
+def test_only_what_differs_is_shown(home: Path) -> None:
     result = compare([find_summary(name, home / "runs") for name in (FIRST, SECOND)])
     assert result.arguments == {
         "epochs": {"A": "2", "B": "5"},
@@ -195,16 +181,18 @@ def test_command_compare(home: Path) -> None:
     assert max(len(line) for line in shown.stdout.splitlines()) <= 80
     printed = json.loads(enginery(home, "compare", FIRST, SECOND, "--json").stdout)
     assert printed["arguments"]["epochs"] == {"A": "2", "B": "5"}
-    for arguments, message in (((FIRST,), "two or more runs"), ((FIRST, FIRST), "the same run twice")):
-        assert message in str(enginery(home, "compare", *arguments).exception)
+    for arguments, code in (((FIRST,), "too-few-runs"), ((FIRST, FIRST), "same-run-twice")):
+        error = enginery(home, "compare", *arguments).exception
+        assert isinstance(error, UserError)
+        assert error.code == code
 
 
 def test_command_runs(home: Path) -> None:
-    (home / "runs" / "digits-20260601-120000-dddd").mkdir()
+    (home / "runs" / UNFINISHED).mkdir()
     shown = enginery(home, "runs")
     assert shown.exit_code == 0, shown.output
     lines = [line.split() for line in shown.stdout.splitlines() if "-2026" in line]
-    assert [line[0] for line in lines] == ["digits-20260601-120000-dddd", OTHER, SECOND, FIRST]
+    assert [line[0] for line in lines] == [UNFINISHED, OTHER, SECOND, FIRST]
     assert lines[0][1] == "killed"
     assert lines[1][1:5] == ["done", "89.50", "-0.50", "pass"]
     assert max(len(line) for line in shown.stdout.splitlines()) <= 80

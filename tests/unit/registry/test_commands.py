@@ -1,0 +1,225 @@
+"""models, promote, rollback, audit, and compare of versions: what they show, change and refuse."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from components.common.contracts.errors import EngineryError
+from components.common.registry.audit_log import AuditLog
+from components.common.registry.model_registry import Registry
+from components.promote.config import PromoteConfig
+from enginery.registry.models import version_summary
+from tests.unit.registered import (
+    CHANGED,
+    PARTS,
+    ROOT,
+    enginery,
+    make_and_promote,
+    promote_chain,
+    refuses,
+    register_failed,
+)
+
+
+def test_models_lists_versions(three: str) -> None:
+    text = enginery("models").output
+    assert "@champion" in text
+    assert "60.00" in text
+    rows = json.loads(enginery("models", "m", "--json").output)
+    assert [(row["version"], row["aliases"], row["top1_pct"]) for row in rows] == [
+        ("3", ["champion", "candidate"], 60.0),
+        ("2", [], 40.0),
+        ("1", [], 50.0),
+    ]
+    assert {(row["verdict"], row["precision"]) for row in rows} == {("pass, not proved", "int8")}
+
+
+def test_rolled_back_bundles_come_back_by_a_person_only(
+    three: str, registry: Registry, made_once: Path, tmp_path: Path
+) -> None:
+    done = enginery("rollback", "m", "--why", "it confuses 3 and 8")
+    assert "m@champion: version 3 -> 1" in done.output
+    assert registry.aliases("m")["champion"] == "1"
+    with refuses("no-champion-before"):
+        enginery("rollback", "m")
+    last = AuditLog(registry.client, "m").read()[-1]
+    assert (last.change.kind, last.change.why) == ("rollback", "it confuses 3 and 8")
+    same = {name: made_once / "c-060" / name for name in (*PARTS, "dataset")}
+    said = promote_chain(three, same, tmp_path / "again")
+    assert "as @candidate: this very bundle was champion as version 3, and was rolled back on" in said
+    assert "(it confuses 3 and 8)" in said
+    assert registry.aliases("m") == {"candidate": "4", "champion": "1"}
+    enginery("promote", "m", "4", "--why", "3 and 8 are told apart now", "--force")
+    assert registry.aliases("m")["champion"] == "4"
+    assert AuditLog(registry.client, "m").read()[-1].change.forced is False, "nothing was refused"
+
+
+def test_rollback_where_a_version_was_deleted(three: str, registry: Registry) -> None:
+    registry.client.delete_model_version("m", "3")
+    assert enginery("audit", "m").exit_code == 1
+    enginery("rollback", "m")
+    assert registry.aliases("m") == {"champion": "1"}
+    assert [entry.change.kind for entry in AuditLog(registry.client, "m").read()][-2:] == ["promote", "rollback"]
+
+
+def test_rollback_to_a_version_that_was_deleted(three: str, registry: Registry) -> None:
+    registry.client.delete_model_version("m", "1")
+    with refuses("version-deleted"):
+        enginery("rollback", "m")
+    assert registry.aliases("m")["champion"] == "3"
+
+
+def test_files_that_were_changed(three: str, registry: Registry) -> None:
+    with registry.files(registry.version("m", "1"), "bundle", "int8.onnx") as file:
+        before = file.read_bytes()
+        file.write_bytes(before[:-1] + b"!")
+        for command in (("rollback", "m"), ("promote", "m", "1", "--why", "x", "--force")):
+            with pytest.raises(EngineryError, match=CHANGED):
+                enginery(*command)
+        file.write_bytes(before)
+    assert registry.aliases("m")["champion"] == "3"
+
+
+def test_a_worse_one_is_refused_or_forced(three: str, registry: Registry) -> None:
+    command = ("promote", "m", "2", "--to", "champion", "--why", "smaller")
+    with refuses("worse") as caught:
+        enginery(*command)
+    assert caught.value.exit_code == 3
+    assert registry.aliases("m")["champion"] == "3"
+    done = enginery(*command, "--force")
+    assert "m@champion: version 3 -> 2 forced, overruling: it is worse: top-1 40.00 %" in done.output
+    last = AuditLog(registry.client, "m").read()[-1].change
+    assert (last.forced, last.why, last.kind) == (True, "smaller", "manual")
+    assert last.overruled.startswith("it is worse: top-1 40.00 %")
+    assert "forced" in enginery("audit", "m").output
+
+
+def test_what_no_force_helps_against(three: str, registry: Registry, tmp_path: Path) -> None:
+    failed = register_failed(registry, tmp_path / "failed")
+    for more in ((), ("--force",), ("--to", "staging")):
+        with refuses("gate-failed"):
+            enginery("promote", "m", failed, "--why", "we need it", *more)
+    unknown = registry.client.create_model_version("m", str(tmp_path)).version
+    for key in registry.version("m", "1").tags:
+        registry.client.delete_model_version_tag("m", "1", key)
+    registry.client.delete_model_version_tag("m", "2", "bundle_digest")
+    for number, code in ((unknown, "no-tags"), ("1", "no-tags"), ("2", "not-as-registered")):
+        for alias in ("champion", "staging"):
+            with refuses(code):
+                enginery("promote", "m", number, "--to", alias, "--why", "x", "--force")
+    with refuses("no-tags"):
+        enginery("rollback", "m")
+
+
+def test_measured_on_other_images(three: str, registry: Registry, tmp_path: Path) -> None:
+    make_and_promote(three, tmp_path, "d-090", split="two")
+    with refuses("other-images"):
+        enginery("promote", "m", "4", "--why", "x")
+
+
+def test_audit_shows_the_chain_and_what_does_not_fit(three: str, registry: Registry) -> None:
+    done = enginery("audit", "m")
+    assert done.exit_code == 0, done.output
+    found = json.loads(enginery("audit", "m", "--json").output)
+    tags = registry.version("m", "3").tags
+    chain = {link["name"]: link["digest"] for link in found["chain"]}
+    assert list(chain) == ["dataset", "validation split", "checkpoint", *PARTS, "version"]
+    assert all(chain[part] == tags[f"{part}_digest"] for part in ("dataset", *PARTS))
+    assert (chain["checkpoint"], chain["version"]) == ("sha256:" + "c" * 64, "3")
+    assert [entry["number"] for entry in found["entries"]] == [1, 2, 3]
+    assert found["problems"] == []
+    registry.client.set_model_version_tag("m", "3", "bundle_digest", "sha256:0")
+    registry.client.set_registered_model_alias("m", "staging", "2")
+    done = enginery("audit", "m")
+    assert done.exit_code == 1
+    assert "and its tag says sha256:0" in done.output
+    assert "@staging is version 2, by the log it is not set: it was changed without enginery" in done.output
+
+
+def test_audit_says_what_it_read(three: str, registry: Registry) -> None:
+    with registry.files(registry.version("m", "3"), "bundle", "int8.onnx") as model:
+        before = model.read_bytes()
+        model.write_bytes(bytes(len(before)))
+        try:
+            done = enginery("audit", "m")
+            assert done.exit_code == 0
+            assert "the manifests of the champion, not its other files (--files reads those, too)" in done.output
+            done = enginery("audit", "m", "--files")
+            assert done.exit_code == 1
+            assert CHANGED in done.output
+        finally:
+            model.write_bytes(before)
+    assert json.loads(enginery("audit", "m", "--files", "--json").stdout)["files_checked"] is True
+
+
+def test_compare_of_versions_and_runs(three: str, registry: Registry, tmp_path: Path) -> None:
+    for first, second in (("m@champion", "m/1"), ("m:3", "m:1")):
+        found = json.loads(enginery("compare", first, second, "--json").output)
+        assert [run["run_id"] for run in found["runs"]] == ["m/3", "m/1"]
+        rows = [run["rows"]["int8"] for run in found["runs"]]
+        assert [(row["top1_pct"], row["verdict"]) for row in rows] == [
+            (60.0, "pass, not proved"),
+            (50.0, "pass, not proved"),
+        ]
+    assert "A  m/3" in enginery("compare", "m@champion", "m/1").output
+    with refuses("same-run-twice"):
+        enginery("compare", "m@champion", "m/3")
+    run = version_summary(registry, "m/1").model_copy(update={"run_id": "run-1", "arguments": {"epochs": 2}})
+    (tmp_path / "summary.json").write_text(run.model_dump_json())
+    found = json.loads(enginery("compare", "m/3", tmp_path / "summary.json", "--json").output)
+    assert found["arguments"] == {}
+    assert "arguments are not compared: a version has the settings of its steps" in found["warnings"][-1]
+    assert "the same in all: arguments" not in enginery("compare", "m/3", tmp_path / "summary.json").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("models", "nix"), "no-model"),
+        (("models", "a'b\"c"), "no-model"),
+        (("audit", "nix"), "no-model"),
+        (("rollback", "nix"), "no-model"),
+        (("promote", "nix", "1", "--why", "x"), "no-model"),
+        (("promote", "a/b", "1", "--why", "x"), "no-model"),
+        (("promote", "m", "99", "--why", "x"), "no-version"),
+        (("promote", "m", "\N{SUPERSCRIPT TWO}", "--why", "x"), "invalid-version"),
+        (("promote", "m", "three", "--why", "x"), "invalid-version"),
+        (("promote", "m", "3", "--why", "x"), "nothing-to-change"),
+        (("promote", "m", "03", "--why", "x"), "nothing-to-change"),
+        (("compare", "m@nix", "m/1"), "no-alias"),
+    ],
+)
+def test_what_is_not_there(three: str, arguments: tuple[str, ...], code: str) -> None:
+    with refuses(code):
+        enginery(*arguments)
+
+
+def test_a_version_with_a_zero_before_it(three: str, registry: Registry) -> None:
+    """An alias shows 1 where 01 was asked for: that never became true, so the change was made again for ever."""
+    enginery("promote", "m", "01", "--to", "staging", "--why", "x")
+    assert registry.aliases("m")["staging"] == "1"
+    assert registry.version("m", "03").aliases == ("candidate", "champion")
+    assert AuditLog(registry.client, "m").read()[-1].change.changes["staging"].after == "1"
+
+
+def test_what_mlflow_refuses_does_not_get_into_the_log(three: str, registry: Registry) -> None:
+    for alias in ("we ird", "v3", "Latest", "", "a/b"):
+        done = enginery("promote", "m", "1", "--to", alias, "--why", "x")
+        assert done.exit_code == 2
+        assert "alias" in done.output
+        with pytest.raises(ValidationError, match="alias"):
+            PromoteConfig(alias=alias)
+    for why in ((), ("--why", " "), ("--why", "x" * 501)):
+        assert enginery("promote", "m", "1", *why).exit_code == 2
+    assert len(AuditLog(registry.client, "m").read()) == 3
+
+
+def test_help_is_there_before_mlflow_is_imported() -> None:
+    names = "promote, audit, models, rollback"
+    script = f"import sys; from enginery.cli import {names}; assert 'mlflow' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr

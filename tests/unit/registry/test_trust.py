@@ -1,0 +1,420 @@
+"""Attacks on the way from the registry to the server, with a trust policy and without: none of them gets through."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+
+from components.common.contracts.errors import EngineryError
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.registry import trust
+from components.common.registry.model_registry import Registry
+from components.common.registry.version_evaluation import load_evaluation
+from components.promote import champion
+from enginery.release.fetch import fetch, read_identity
+from enginery.serving import repository as repository_module
+from tests.pipelines.servers import free_port, server
+from tests.unit.registered import (
+    PARTS,
+    PAST,
+    Machine,
+    deploy,
+    enginery,
+    exported,
+    git,
+    make_and_promote,
+    make_chain,
+    pins,
+    promote_chain,
+    refuses,
+    register_forged,
+    replace_file,
+    upload_forged,
+)
+
+
+def served(reference: str, target: Path, *options: object) -> Path:
+    enginery("serve", "export", reference, target, *options)
+    return target
+
+
+# --- without a policy: who writes the registry or the store has no more than that
+
+
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("server", marks=pytest.mark.slow)])
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[str]:
+    """MLflow's URI, of its files or of a real server, with version 1 of m as it was promoted."""
+    folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_store, folder / "mlflow.db")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if request.param == "server":
+            port = free_port()
+            stack.enter_context(server(folder, port, uri))
+            uri = f"http://127.0.0.1:{port}"
+        before = mlflow.get_tracking_uri()
+        stack.callback(mlflow.set_tracking_uri, before)
+        patch.setenv("MLFLOW_TRACKING_URI", uri)
+        make_and_promote(uri, folder, "a-050")
+        yield uri
+
+
+@pytest.fixture
+def writer(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """What a registry write token opens: all of MLflow's own API."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", kept)
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
+    mlflow.set_tracking_uri(kept)
+    return Registry(MlflowClient(tracking_uri=kept, registry_uri=kept))
+
+
+def test_a_forged_chain_without_an_entry_in_the_log(writer: Registry, checkout: Path, tmp_path: Path) -> None:
+    """A bundle with report and verdict that fit each other, uploaded and tagged as `promote` does, made champion."""
+    number, _ = upload_forged(writer, make_chain(tmp_path / "forged", 99))
+    writer.client.set_registered_model_alias("m", "champion", number)
+    assert enginery("audit", "m").exit_code == 1
+    with refuses("not-in-log"):
+        enginery("deploy", "--env", "prod", "m@champion", "--repository", exported("m/1"))
+    for with_tags in (True, False):
+        for command in (
+            ("serve", "export", f"m/{number}", tmp_path / "out"),
+            ("release", tmp_path / "out", f"m/{number}"),
+            ("deploy", "--env", "prod", f"m/{number}", "--repository", exported("m/1")),
+            ("promote", "m", number, "--to", "staging", "--why", "x", "--force"),
+        ):
+            promotes = command[0] == "promote"
+            with refuses("not-in-log" if with_tags else "no-tags" if promotes else "not-as-registered"):
+                enginery(*command)
+        assert writer.aliases("m")["champion"] == "1", "which the next command puts right"
+        for name in writer.version("m", number).tags:  # which was enough to be taken for somebody else's model
+            writer.client.delete_model_version_tag("m", number, name)
+    assert not (tmp_path / "out").exists()
+    assert not pins("prod").is_deployed
+
+
+def test_tags_deleted_from_a_version_that_was_promoted(writer: Registry, tmp_path: Path) -> None:
+    version = writer.version("m", "1")
+    for name in version.tags:
+        writer.client.delete_model_version_tag("m", "1", name)
+    for command in (("serve", "export", "m/1", tmp_path / "out"), ("release", tmp_path / "out", "m/1")):
+        with refuses("not-as-registered"):
+            enginery(*command)
+    for name, value in version.tags.items():
+        writer.client.set_model_version_tag("m", "1", name, value)
+
+
+def test_files_and_tags_of_another_model_under_the_name_of_a_champion(
+    three: str, registry: Registry, tmp_path: Path
+) -> None:
+    """All three artifacts and every tag replaced by those of another model: only the log knows."""
+    other = make_chain(tmp_path / "other", 99)
+    version = registry.version("m", "3")
+    with ExitStack() as stack:
+        for part in PARTS:
+            folder = stack.enter_context(registry.files(version, part))
+            stack.callback(shutil.copytree, shutil.copytree(folder, tmp_path / part), folder, dirs_exist_ok=True)
+            shutil.copytree(other[part], folder, dirs_exist_ok=True)
+        for key, value in load_evaluation(other["report"], other["verdict"]).tags.items():
+            registry.client.set_model_version_tag("m", "3", key, value)
+        done = enginery("audit", "m")
+        assert done.exit_code == 1
+        assert "the bundle that lies in the registry is not the one that was promoted as m version 3" in done.output
+        for command in (
+            ("promote", "m", "3", "--to", "staging", "--why", "x", "--force"),
+            ("release", tmp_path / "out", "m/3"),
+        ):
+            with refuses("not-as-promoted"):
+                enginery(*command)
+
+
+def test_a_foreign_model_in_a_repository_that_names_the_right_bundle(
+    writer: Registry, checkout: Path, tmp_path: Path
+) -> None:
+    deploy("prod", "m/1")
+    forged = shutil.copytree(exported("m/1"), tmp_path / "store")
+    replace_file(forged, "m_labels/1/model.py", b"import os\n")
+    assert json.loads((forged / "manifest.json").read_bytes())["inputs"]["bundle"] == pins("prod").digest
+    for digest in (pins("prod").digest, pins("prod").repository_digest):  # whatever the chart asks for
+        with refuses("other-digest"):
+            fetch(str(forged), tmp_path / "pod", digest)
+    with refuses("other-repository", "--repository"):
+        enginery("deploy", "--env", "staging", "m/1", "--repository", forged)
+    assert not pins("staging").is_deployed
+    assert git("log", "--format=%s").splitlines()[0] == "Deploy m version 1 to prod"
+
+
+def test_a_file_swapped_between_check_and_copy(three: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link in the store is turned to another file once the checks are over."""
+    with Registry(MlflowClient()).files(Registry(MlflowClient()).version("m", "3"), "bundle", "int8.onnx") as model:
+        original = model.rename(tmp_path / "original")
+        (tmp_path / "other").write_bytes(original.read_bytes()[::-1])
+        shutil.copy(original, model.with_name("copy"))
+        model.symlink_to("copy")
+
+        def late(*arguments: object) -> None:
+            model.unlink()
+            model.symlink_to(tmp_path / "other")
+
+        monkeypatch.setattr(repository_module, "check_new", late)
+        try:
+            with pytest.raises(EngineryError, match=r"int8.onnx of .* was changed while it was copied"):
+                served("m/3", tmp_path / "out")
+        finally:
+            model.unlink()
+            model.with_name("copy").unlink()
+            original.rename(model)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_policy_each_use_says_that_nobody_vouches(
+    store: str, checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """promote, serve, deploy, fetch and the Python model."""
+    paths = make_chain(tmp_path / "a-050", 50)
+    for use in (
+        lambda: promote_chain(store, paths, tmp_path / "promotion"),
+        lambda: enginery("serve", "export", "m/1", tmp_path / "repository"),
+        lambda: enginery("deploy", "--env", "dev", "m/1", "--repository", tmp_path / "repository"),
+        lambda: fetch(str(tmp_path / "repository"), tmp_path / "pod", pins("dev").repository_digest),
+    ):
+        said = getattr(use(), "output", "")
+        assert "nobody vouches for it, since this machine has no trust policy" in said + capfd.readouterr().err
+    with pytest.raises(Exception, match=r"."):  # the bytes are no network; what is said comes before they are read
+        mlflow.pyfunc.load_model("models:/m/1")
+    assert "nobody vouches for it" in caplog.text
+
+
+# --- with a policy: who has no key that it names
+
+
+@pytest.fixture
+def trusted(machine: Machine, store: str) -> Machine:
+    machine.promote(store, "a-050")
+    return machine
+
+
+def test_what_the_policy_trusts_goes_all_the_way(trusted: Machine, checkout: Path, tmp_path: Path) -> None:
+    trusted.approve("m/1", "prod")
+    trusted.policy(environment="prod")
+    repository = served("m@champion", tmp_path / "repository", "--key", trusted.key("ci"))
+    enginery("deploy", "--env", "prod", "m/1", "--repository", repository)
+    fetch(str(repository), tmp_path / "pod", pins("prod").repository_digest)
+    found = {file.name for file in (tmp_path / "pod").iterdir()}
+    assert {"model.sig", "verdict.dsse.json", "approval-prod.dsse.json"} < found
+
+
+def test_a_verdict_that_nobody_signed_is_not_promoted(machine: Machine, store: str) -> None:
+    for signer, code in (("", "no-verdict"), ("stranger", "key-unknown"), ("board", "key-without-right")):
+        paths = machine.judged(f"by-{signer}-050", signer)
+        with refuses(code):
+            promote_chain(store, paths, machine.folder / f"promotion-{signer}")
+    assert not MlflowClient(store).search_model_versions("name = 'm'")
+
+
+def test_a_registry_writer_without_a_key(trusted: Machine, registry: Registry, tmp_path: Path) -> None:
+    """A forged chain with tags and a forged entry in the log; then with the true verdict of version 1 beside it."""
+    number = register_forged(registry, make_chain(tmp_path / "f-099", 99), "champion")
+    own = registry.statements(registry.version("m", "1"))["verdict.dsse.json"]
+    for code in ("no-verdict", "statement-other-digest"):
+        for command in (
+            ("serve", "export", "m@champion", tmp_path / "out"),
+            ("release", tmp_path / "out", f"m/{number}"),
+            ("approve", f"m/{number}", "--env", "prod", "--key", trusted.key("board")),
+            ("promote", "m", number, "--to", "staging", "--why", "x", "--force"),
+        ):
+            with refuses(code):
+                enginery(*command)
+        registry.add_statement(registry.version("m", number), "verdict.dsse.json", own)
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_part_of_a_statement_counts(trusted: Machine, registry: Registry, tmp_path: Path) -> None:
+    version = registry.version("m", "1")
+    own = json.loads(registry.statements(version)["verdict.dsse.json"])
+    stranger = trust.signing_key(trusted.key("stranger"))
+    foreign = json.loads(trust.sign_verdict({}, True, stranger))
+    for change, code in (
+        ({"payload": foreign["payload"]}, "statement-changed"),
+        ({"payload": foreign["payload"][:40]}, "statement-damaged"),
+        ({"payloadType": "text/plain"}, "statement-changed"),
+        ({"signatures": []}, "statement-damaged"),
+    ):
+        registry.add_statement(version, "verdict.dsse.json", json.dumps({**own, **change}).encode())
+        with refuses(code):
+            served("m/1", tmp_path / "out")
+
+
+def test_an_approval_for_staging_is_none_for_production(trusted: Machine, registry: Registry, tmp_path: Path) -> None:
+    version, file = registry.version("m", "1"), "approval-prod.dsse.json"
+    trusted.approve("m/1", "staging")
+    replayed = registry.statements(version)["approval-staging.dsse.json"]
+    trusted.policy(environment="staging")
+    served("m/1", tmp_path / "staging")
+    for prepare, rights, code in (
+        (lambda: None, {}, "no-approval"),
+        (lambda: registry.add_statement(version, file, replayed), {}, "approval-other-environment"),
+        (lambda: trusted.approve("m/1", "prod"), {"board": {"approves": ["staging"]}}, "key-without-right"),
+        (lambda: trusted.approve("m/1", "prod", signer="stranger"), {}, "key-unknown"),
+    ):
+        trusted.policy(environment="prod", **rights)
+        prepare()
+        with refuses(code):
+            served("m/1", tmp_path / "prod")
+    assert not (tmp_path / "prod").exists()
+
+
+def test_an_approval_of_another_model(trusted: Machine, store: str, registry: Registry, tmp_path: Path) -> None:
+    """The same bundle under another name was approved; that is none for this one."""
+    promote_chain(store, {**make_paths(trusted)}, tmp_path / "promotion", "other")
+    trusted.approve("other/1", "prod")
+    statement = registry.statements(registry.version("other", "1"))["approval-prod.dsse.json"]
+    registry.add_statement(registry.version("m", "1"), "approval-prod.dsse.json", statement)
+    trusted.policy(environment="prod")
+    with refuses("approval-other-model"):
+        served("m/1", tmp_path / "out")
+
+
+def make_paths(machine: Machine) -> dict[str, Path]:
+    return {part: machine.folder / "a-050" / part for part in (*PARTS, "dataset")}
+
+
+def test_deploy_asks_for_the_approval_of_its_environment(trusted: Machine, checkout: Path, tmp_path: Path) -> None:
+    repository = served("m/1", tmp_path / "repository", "--key", trusted.key("ci"))
+    trusted.approve("m/1", "staging")
+    enginery("deploy", "--env", "staging", "m/1", "--repository", repository)
+    for command in (("m/1", "--repository", repository), ("--from", "staging")):
+        with refuses("no-approval"):
+            enginery("deploy", "--env", "prod", *command)
+    assert not pins("prod").is_deployed
+    (repository / "model.sig").unlink()
+    with refuses("not-signed"):
+        enginery("deploy", "--env", "staging", "m/1", "--repository", repository)
+
+
+def test_an_expired_key_and_an_expired_approval(
+    trusted: Machine, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted.policy(expires=PAST)
+    with refuses("key-expired"):
+        served("m/1", tmp_path / "out")
+    trusted.policy(environment="prod")
+    trusted.approve("m/1", "prod")
+    served("m/1", tmp_path / "today")
+    monkeypatch.setattr(trust, "now", lambda: (datetime.now(UTC) + timedelta(days=366)).strftime(trust._TIME))
+    with refuses("approval-expired"):
+        served("m/1", tmp_path / "out")
+
+
+def test_a_downgrade_to_an_older_approved_version(
+    trusted: Machine, store: str, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The alias is put back to a version that was approved once: its signatures are all right."""
+    trusted.promote(store, "b-060")
+    clock = iter(f"2026-01-0{day}T00:00:00Z" for day in range(1, 9))
+    with monkeypatch.context() as patch:
+        patch.setattr(trust, "now", lambda: next(clock))
+        for number in ("1", "2"):
+            trusted.approve(f"m/{number}", "prod")
+    trusted.policy(environment="prod", newest=True)
+    served("m/1", tmp_path / "first")
+    served("m@champion", tmp_path / "second")
+    registry.client.set_registered_model_alias("m", "champion", "1")
+    with refuses("approval-older"):
+        served("m@champion", tmp_path / "out")
+    trusted.approve("m/1", "prod")
+    served("m@champion", tmp_path / "out")
+
+
+def test_a_store_writer_against_the_pod(trusted: Machine, tmp_path: Path) -> None:
+    """Repositories that were never signed, by strangers, and with files changed after the signature."""
+    stores = {"none": ("not-signed", ()), "stranger": ("key-unknown", ("--key", trusted.key("stranger")))}
+    stores["board"] = ("key-without-right", ("--key", trusted.key("board")))
+    stores["ci"] = ("signature-mismatch", ("--key", trusted.key("ci")))
+    for name, (code, options) in stores.items():
+        store = served("m/1", tmp_path / name, *options)
+        if name == "ci":
+            replace_file(store, "m_labels/1/model.py", b"import os\n")
+        with refuses(code):  # though the very digest is asked for
+            fetch(str(store), tmp_path / "pod", read_identity(store).digest)
+        with refuses(code):
+            enginery("serve", "start", store, "--http-port", "1")
+        assert not (tmp_path / "pod").exists()
+
+
+def test_a_signature_of_something_else_with_a_repository_added_to_it(trusted: Machine, tmp_path: Path) -> None:
+    """All that the key signed is there, a release, and beside it what would be loaded."""
+    forged, signed = served("m/1", tmp_path / "forged"), tmp_path / "signed"
+    signed.mkdir()
+    (signed / "model.py").write_text("the only thing that was signed")
+    trust.sign_folder(signed, trusted.key("ci"))
+    shutil.copytree(signed, forged, dirs_exist_ok=True)
+    digest = replace_file(forged, "model.py", (forged / "model.py").read_bytes())
+    with refuses("signature-mismatch") as caught:
+        fetch(str(forged), tmp_path / "pod", digest)
+    assert "model.sig does not cover m/1/README, " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [trust.SIGNATURE, "more.dsse.json"])
+def test_a_link_in_the_place_of_a_signature(machine: Machine, tmp_path: Path, name: str) -> None:
+    """Where nothing is checked, as without a policy, and by who pushes: no other file of the machine comes along."""
+    bundle = make_chain(tmp_path / "a-050", 50)["bundle"]
+    trust.sign_folder(bundle, machine.key("ci"))
+    public = machine.keys["ci"][1].read_text()
+    assert trust.folder_problem(bundle, public) == ""
+    (bundle / name).unlink(missing_ok=True)
+    (tmp_path / "secret").write_text("of this machine")
+    (bundle / name).symlink_to(tmp_path / "secret")
+    if name != trust.SIGNATURE:
+        assert "does not cover more.dsse.json" in trust.folder_problem(bundle, public)
+    machine.without_policy()
+    fetch(str(bundle), tmp_path / "copy", read_identity(bundle).digest)
+    assert not (tmp_path / "copy" / name).exists()
+
+
+def test_a_policy_that_can_not_be_read_trusts_nothing(trusted: Machine, tmp_path: Path, monkeypatch) -> None:
+    file, nowhere = trusted.folder / "trust.yaml", tmp_path / "nowhere"
+    for text in ("keys: 1", "[", "keys: {ci: {public_key: x, expires: 2030-01-01}}", "environments: prod\nkeys: {}"):
+        file.write_text(text)
+        with refuses("policy-invalid"):
+            served("m/1", tmp_path / "out")
+    monkeypatch.setenv(trust.POLICY_VARIABLE, str(nowhere))
+    with refuses("policy-unreadable"):
+        served("m/1", tmp_path / "out")
+    monkeypatch.delenv(trust.POLICY_VARIABLE)
+    (link := tmp_path / "default.yaml").symlink_to(nowhere)
+    monkeypatch.setattr(trust, "DEFAULT_POLICY", link)
+    with refuses("policy-unreadable"):
+        served("m/1", tmp_path / "out")
+
+
+def test_the_python_model(trusted: Machine) -> None:
+    """It is asked before anything of the bundle is loaded: these bytes are no network, and nobody reads them."""
+    trusted.policy(ci={"signs": ["model"]})
+    with refuses("key-without-right"):
+        mlflow.pyfunc.load_model("models:/m/1")
+
+
+def test_a_forged_champion_is_not_run_to_be_measured_again(
+    machine: Machine, registry: Registry, tmp_path: Path, digits_dataset: Artifact[DatasetManifest], monkeypatch
+) -> None:
+    """Tags, entry in the log and alias are right, as a registry writer makes them; `promote` would run its bundle."""
+    old = make_chain(tmp_path / "old", 99.0, data=digits_dataset, favourite=3, split="other")
+    register_forged(registry, old, "champion")
+    run: list[Any] = []
+    monkeypatch.setattr(champion, "_measure", lambda bundle, *_: run.append(bundle))
+    arguments = (registry, registry.version("m", "1"), "int8", digits_dataset, lambda done, total: None)
+    with refuses("no-verdict"):
+        champion.remeasure(*arguments, print)
+    assert run == []
+    machine.without_policy()
+    said: list[str] = []
+    champion.remeasure(*arguments, said.append)
+    assert "m version 1: nobody vouches for it" in said[0]
+    assert not run[0].path.exists()  # a copy, which is gone

@@ -1,0 +1,232 @@
+"""deploy: what is written and committed, what goes from one environment to the next, what is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.common.contracts.digests import digest_file
+from components.common.contracts.errors import EngineryError, GateFailed
+from components.common.contracts.manifests import BundleManifest, load
+from components.common.registry.model_registry import Registry
+from enginery.release.deploy import Pins, set_values
+from tests.unit.registered import (
+    CHANGED,
+    deploy,
+    enginery,
+    exported,
+    flip,
+    git,
+    make_and_promote,
+    pins,
+    refuses,
+    register_failed,
+)
+
+SERVE = "sha256:" + "5e" * 32
+
+
+def values(name: str) -> Path:
+    return Path(f"helm/environments/{name}/values.yaml")
+
+
+def digest_of(folder: Path) -> str:
+    return load(folder / "bundle", BundleManifest).digest
+
+
+def untouched() -> bool:
+    return git("status", "--porcelain", "--", "helm") == ""
+
+
+def test_deployed_promoted_and_rolled_back_as_commits(checkout: Path, store: str, tmp_path: Path) -> None:
+    for name in ("a-050", "b-060", "c-070"):
+        make_and_promote(store, tmp_path, name)
+    before = values("staging").read_text()
+    Path("staged.txt").write_text("somebody's work")
+    git("add", "staged.txt")
+
+    for version in ("1", "2"):
+        deploy("staging", f"m/{version}")
+    done = deploy("staging", "m/3", "--image", f"ghcr.io/enginery/serve@{SERVE}", "--why", "better")
+    assert done.output.startswith("Deploy m version 3 to staging (")
+    assert pins("staging") == Pins(
+        model="m",
+        version="3",
+        digest=digest_of(tmp_path / "c-070"),
+        repository_digest=digest_file(exported("m/3") / "manifest.json"),
+        images={"serve": SERVE},
+        serving=True,
+    )
+    message = git("log", "-1", "--format=%B")
+    assert message.startswith("Deploy m version 3 to staging\n\nWhy: better\n\nBundle sha256:")
+    assert "@champion" in message
+    assert git("show", "--format=", "--name-only", "HEAD").split() == [str(values("staging"))]
+    assert git("status", "--porcelain", "--", "helm", "staged.txt").split() == ["A", "staged.txt"]
+    lines = zip(before.splitlines(), values("staging").read_text().splitlines(), strict=True)
+    # image, enabled, name, version, two digests; every comment is where it was
+    assert sum(old != new for old, new in lines) == 6
+
+    count = git("rev-list", "--count", "HEAD")
+    assert "nothing to commit" in deploy("staging", "m/3").output
+    assert git("rev-list", "--count", "HEAD") == count
+
+    enginery("deploy", "--env", "prod", "--from", "staging")
+    assert pins("prod") == pins("staging")
+    for version in ("2", "1"):
+        done = enginery("deploy", "--env", "staging", "--rollback")
+        assert f"Roll back staging to m version {version}" in done.output
+        assert (pins("staging").version, pins("staging").images) == (version, {})
+    with refuses("no-past"):
+        enginery("deploy", "--env", "staging", "--rollback")
+    deploy("staging", "m/3")
+    enginery("deploy", "--env", "staging", "--rollback")
+    assert (pins("staging").version, pins("prod").version) == ("1", "3")
+    checked = enginery("deploy", "--check").output.splitlines()
+    assert checked[0] == "dev serves no model"
+    assert checked[1].startswith("prod serves m version 3, which passed its gate (sha256:")
+
+
+def test_ci_refuses_what_was_written_manually(checkout: Path, three: str, registry: Registry, tmp_path: Path) -> None:
+    number = register_failed(registry, tmp_path / "f-099")
+    with pytest.raises(GateFailed, match="did not pass its gate"):
+        enginery("deploy", "--env", "dev", f"m/{number}", "--repository", exported("m/1"))
+    assert not pins("dev").is_deployed
+    assert untouched()
+
+    def edited(name: str, old: str, new: str) -> None:
+        assert old in values(name).read_text()
+        values(name).write_text(values(name).read_text().replace(old, new))
+        git("commit", "--quiet", "--all", "--message", "manually")
+
+    deploy("dev", "m/1")
+    deploy("staging", "m/1")
+    enginery("deploy", "--check")
+    edited("dev", pins("dev").digest, digest_of(tmp_path / "f-099"))
+    edited("staging", 'version: "1"', f'version: "{number}"')
+    with pytest.raises(GateFailed) as caught:
+        enginery("deploy", "--check")
+    dev, staging = str(caught.value).splitlines()
+    assert dev.startswith("dev: dev serves sha256:")
+    assert staging.startswith(f"staging: m version {number} did not pass its gate")
+    for command in (("--env", "prod", "--from", "dev"), ("--check", "--env", "dev")):
+        with pytest.raises(GateFailed, match="the registry has"):
+            enginery("deploy", *command)
+    edited("dev", 'version: "1"', 'version: "77"')
+    with pytest.raises(EngineryError, match="m has no version 77"):
+        enginery("deploy", "--check", "--env", "dev")
+
+
+def test_files_that_were_changed_in_the_registry(checkout: Path, three: str, registry: Registry) -> None:
+    exported("m/1")
+    with registry.files(registry.version("m", "1"), "bundle", "int8.onnx") as file:
+        flip(file)
+        with pytest.raises(EngineryError, match=CHANGED):
+            deploy("dev", "m/1")
+        flip(file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "setting"),
+    [
+        (("--env", "qa", "m/1"), "no-environment", "--env"),
+        (("m/1",), "no-environment", "--env"),
+        (("m/1", "--env", "dev", "--directory", "helm"), "no-environment", "--directory"),
+        (("--env", "dev"), "nothing-named", ""),
+        (("--env", "dev", "m/1"), "no-repository", "--repository"),
+        (("--env", "dev", "m/9", "--repository", "x"), "no-version", ""),
+        (("--env", "dev", "m@lost", "--repository", "x"), "no-alias", ""),
+        (("--env", "dev", "nobody/1", "--repository", "x"), "no-model", ""),
+        (("--env", "dev", "--from", "dev"), "same-environment", "--from"),
+        (("--env", "dev", "--from", "prod"), "nothing-deployed", ""),
+        (("--env", "dev", "--rollback"), "no-past", ""),
+        (("--env", "dev", "--rollback", "--check"), "conflicting-options", ""),
+        (("--env", "dev", "--rollback", "m/1"), "conflicting-options", ""),
+        (("--env", "dev", "--image", "ghcr.io/team/serve:1"), "invalid-image", "--image"),
+        (("--env", "dev", "--image", f"ghcr.io/team/train@{SERVE}"), "invalid-image", "--image"),
+        (("--env", "dev", "--image", f"ghcr.io/team/serve@{SERVE}"), "other-image-registry", "--image"),
+    ],
+)
+def test_mistakes(checkout: Path, three: str, arguments: tuple[str, ...], code: str, setting: str) -> None:
+    with refuses(code, setting):
+        enginery("deploy", *arguments)
+    assert untouched()
+
+
+def test_the_repository_is_that_of_the_version(checkout: Path, three: str) -> None:
+    with refuses("other-repository", "--repository") as caught:
+        enginery("deploy", "--env", "dev", "m/2", "--repository", exported("m/1"))
+    assert "int8.onnx" in str(caught.value)
+
+
+def test_what_git_has_against_it(checkout: Path, three: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = values("dev").read_text()
+    values("dev").write_text(before + "# a note\n")
+    with refuses("uncommitted-changes"):
+        deploy("dev", "m/1")
+    values("dev").write_text(before)
+    hook = Path(".git/hooks/pre-commit")
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\necho 'sign it first' >&2\nexit 1\n")
+    hook.chmod(0o755)
+    with refuses("commit-refused") as caught:
+        deploy("dev", "m/1")
+    assert "sign it first" in str(caught.value)
+    assert values("dev").read_text() == before
+    git("checkout", "--quiet", "--detach")
+    with refuses("detached-head"):
+        deploy("dev", "m/1")
+    assert git("rev-list", "--count", "--all").strip() == "1"
+    assert untouched()
+    enginery("deploy", "--check")  # as CI runs it
+
+    plain = tmp_path / "plain"
+    (plain / "helm").mkdir(parents=True)
+    Path("helm/environments").rename(plain / "helm/environments")
+    monkeypatch.chdir(plain)
+    with refuses("no-checkout"):
+        deploy("dev", "m/1")
+    git("init", "--quiet")
+    with refuses("not-in-git"):
+        deploy("dev", "m/1")
+
+
+def test_a_rollback_in_a_checkout_without_its_past(checkout: Path, three: str, tmp_path: Path) -> None:
+    for version in ("1", "2"):
+        deploy("dev", f"m/{version}")
+    git("clone", "--quiet", "--depth", "1", f"file://{checkout}", str(tmp_path / "shallow"))
+    with refuses("no-past") as caught:
+        enginery("deploy", "--env", "dev", "--rollback", "--directory", tmp_path / "shallow/helm/environments")
+    assert "git fetch --unshallow" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", 'serve:\n  model:\n    digest: "d"\n'),
+        ("# only this\n", '# only this\nserve:\n  model:\n    digest: "d"\n'),
+        ("a: 1 # one\n", 'a: 1 # one\nserve:\n  model:\n    digest: "d"\n'),
+        ("serve:\n  # above\n  kind: Rollout # why\n# below\nb: 2\n",
+         'serve:\n  # above\n  kind: Rollout # why\n  model:\n    digest: "d"\n# below\nb: 2\n'),
+        ("serve:\n    model:\n        digest:   old   # was\n", 'serve:\n    model:\n        digest:   "d"   # was\n'),
+        ("serve: {model: {digest: ''}}\n", 'serve: {model: {digest: "d"}}\n'),
+        ("serve:\n  model:\n    digest:\n", 'serve:\n  model:\n    digest: "d"\n'),
+    ],
+)  # fmt: skip
+def test_one_value_is_set_and_the_rest_stays(text: str, wanted: str) -> None:
+    assert set_values(text, {("serve", "model", "digest"): "d"}, "values.yaml") == wanted
+    assert yaml.safe_load(wanted)["serve"]["model"]["digest"] == "d"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("serve: [1]\n", "value-not-settable"),
+        ("serve: {}\n", "value-not-settable"),
+        ("base: &b {model: {digest: x}}\nserve: *b\n", "value-not-settable"),
+        ("- 1\n", "invalid-yaml"),
+        ("a: [\n", "invalid-yaml"),
+    ],
+)
+def test_files_that_are_left_alone(text: str, code: str) -> None:
+    with refuses(code):
+        set_values(text, {("serve", "model", "digest"): "d"}, "values.yaml")
