@@ -1,6 +1,6 @@
 """The model registry of an MLflow store: versions, aliases, and the files that lie behind them.
 
-Nothing here decides anything: components/common/registry/alias_changes.py changes aliases, by the log of audit_log.py.
+Nothing here decides anything: audit_log.py changes aliases, by its log.
 """
 
 import fnmatch
@@ -274,7 +274,7 @@ class Registry:
         return number
 
     def set_alias(self, name: str, alias: str, number: str | None) -> None:
-        """Point an alias to a version, or remove it. Only alias_changes.py may: the log must know."""
+        """Point an alias to a version, or remove it. Only audit_log.py may: the log must know."""
         if number is None:
             patiently(lambda: self.client.delete_registered_model_alias(name, alias))
         else:
