@@ -22,9 +22,8 @@ from components.common.contracts.manifests import BundleManifest, DatasetManifes
 from components.common.contracts.records import PRECISIONS, EngineEntry, Precision
 from components.common.contracts.statistics import paired_difference
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
-from components.common.runtimes import Runner
-from components.common.runtimes.tensorrt import TensorRTRunner
-from components.common.runtimes.tensorrt_library import load_engine
+from components.common.runtimes.runner import Runner
+from components.common.runtimes.tensorrt import TensorRTRunner, load_engine
 from components.export.config import TIMING_CACHES
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine

@@ -18,7 +18,7 @@ from components.common.contracts.environment import keep_streams_apart
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
-from components.common.runtimes.selection import Serving, serving_runners
+from components.common.runtimes.selection import RuntimeSelection, select_runtimes
 from components.validate.config import ValidateConfig
 from components.validate.run import gpus_alike, predict_validation
 
@@ -35,7 +35,7 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(), StepLog("validate")
     num_images = data.manifest.splits["val"].num_images
-    servings = serving_runners(models, config.runtime)
+    servings = select_runtimes(models, config.runtime)
     _evaluate(config, servings, models, data, log)  # the first one opens files and warms the GPU up
     turns: dict[str, list[float]] = {"loader": [], "engines": [], "evaluation": []}
     for _ in range(_TURNS):
@@ -79,7 +79,7 @@ def _loader_s(models: Artifact[BundleManifest], data: Artifact[DatasetManifest])
     return time.perf_counter() - started
 
 
-def _engines_s(servings: list[Serving], models: Artifact[BundleManifest], num_images: int) -> float:
+def _engines_s(servings: list[RuntimeSelection], models: Artifact[BundleManifest], num_images: int) -> float:
     batch_size, seconds = models.manifest.shapes.max_batch, 0.0
     for serving in servings:
         if serving.runner is not None:
@@ -90,7 +90,7 @@ def _engines_s(servings: list[Serving], models: Artifact[BundleManifest], num_im
 
 def _evaluate(
     config: ValidateConfig,
-    servings: list[Serving],
+    servings: list[RuntimeSelection],
     models: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
     log: StepLog,

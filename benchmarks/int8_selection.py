@@ -19,8 +19,8 @@ from components.common.contracts.manifests import Artifact, BundleManifest, Data
 from components.common.contracts.statistics import paired_difference
 from components.common.data.evaluation import Predictions, predict
 from components.common.data.loader import Loader
-from components.common.runtimes import Runner
 from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
 
 METHODS = ("max", "percentile", "entropy", "mse")

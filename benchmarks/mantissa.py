@@ -21,10 +21,9 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import predict
 from components.common.data.loader import Loader
 from components.common.process.gpu_monitor import GpuMonitor, monitor_of
-from components.common.runtimes import Runner
 from components.common.runtimes.openvino import OpenVINORunner
-from components.common.runtimes.tensorrt import TensorRTRunner
-from components.common.runtimes.tensorrt_library import load_tensorrt
+from components.common.runtimes.runner import Runner
+from components.common.runtimes.tensorrt import TensorRTRunner, load_tensorrt
 from components.export.config import TIMING_CACHES
 from components.export.engines import build_engine, onnx_file_for
 from components.export.precision import round_weights

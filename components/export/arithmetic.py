@@ -11,8 +11,8 @@ import torch
 
 from components.common.contracts.instruction_sets import SATURATING, instruction_set
 from components.common.contracts.records import CpuModel, CpuTrial
-from components.common.runtimes import to_numpy
 from components.common.runtimes.onnxruntime import new_session
+from components.common.runtimes.runner import to_numpy
 from components.export.placement import has_unsigned_activations
 from components.export.qdq import Arithmetic, insert_qdq
 from components.export.selection import Candidates

@@ -29,7 +29,7 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx
-from components.common.runtimes.tensorrt_library import driver_version, load_tensorrt, start, tensorrt_logger
+from components.common.runtimes.tensorrt import driver_version, load_tensorrt, start, tensorrt_logger
 from components.export.config import EngineOption
 from components.export.placement import keep_apart
 from components.export.precision import round_weights, scaled_convolutions

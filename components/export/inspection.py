@@ -16,7 +16,7 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import EngineEntry, EngineLayer, EngineLayers
 from components.common.contracts.transforms import ShapeSpec
-from components.common.runtimes.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger
+from components.common.runtimes.tensorrt import load_engine, load_tensorrt, tensorrt_logger
 
 # In the order in which they are looked for: "TF32" and "BF16" would also be found by shorter words.
 _FORMATS = (

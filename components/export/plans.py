@@ -8,8 +8,8 @@ from components.common.contracts.errors import EngineryError, RuntimeUnavailable
 from components.common.contracts.records import PRECISIONS, EngineEntry, EngineLayers, Precision
 from components.common.contracts.transforms import ShapeSpec
 from components.common.process.steplog import StepLog
+from components.common.runtimes import tensorrt
 from components.common.runtimes.onnx_files import read_onnx
-from components.common.runtimes.tensorrt_library import why_no_tensorrt
 from components.export.config import CACHE_VARIABLE, TIMING_CACHES, ExportConfig
 from components.export.engines import build_engine, check_options, onnx_file_for
 from components.export.inspection import UnreadableLayers, inspect_engine
@@ -34,7 +34,7 @@ def build_plans(
     """
     if config.tensorrt == "off":
         return (), "export.tensorrt is off"
-    if missing := why_no_tensorrt():
+    if missing := tensorrt.why_unavailable():
         if config.tensorrt == "on":
             raise RuntimeUnavailable(f"export.tensorrt is on, but {missing}")
         log.note(f"no TensorRT engines: {missing}")

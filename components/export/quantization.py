@@ -13,8 +13,8 @@ from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.records import CalibrationEntry, CpuModel, CpuTrial, SelectionEntry
 from components.common.process.steplog import StepLog
-from components.common.runtimes import to_numpy
 from components.common.runtimes.onnx_files import read_onnx
+from components.common.runtimes.runner import to_numpy
 from components.common.runtimes.torch import TorchGraph
 from components.export.arithmetic import NUM_IMAGES, ArithmeticSearch, cpu_models, first_arithmetic
 from components.export.calibration import (

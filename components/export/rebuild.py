@@ -16,7 +16,7 @@ from components.common.contracts.manifests import (
     seal,
 )
 from components.common.process.steplog import StepLog
-from components.common.runtimes.tensorrt_library import why_no_tensorrt
+from components.common.runtimes import tensorrt
 from components.export.calibration import Samples
 from components.export.config import ExportConfig
 from components.export.plans import build_plans, cache_folder, describe_plans
@@ -78,7 +78,7 @@ def rebuild(
     names = {*_MODELS, "scales.json", *bundle.manifest.models.values(), *on_cpus}
     if absent := sorted(names - set(bundle.manifest.files)):
         raise UserError(f"the bundle {bundle.path} has no {', '.join(absent)}, so export the model again")
-    if missing := why_no_tensorrt():
+    if missing := tensorrt.why_unavailable():
         raise RuntimeUnavailable(f"no plans can be built of the bundle {bundle.path}: {missing}")
     if not _has_the_calibration_images(bundle.manifest, data):
         log.note(

@@ -17,8 +17,8 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.process.steplog import StepLog
-from components.common.runtimes import to_numpy
 from components.common.runtimes.onnx_files import read_onnx
+from components.common.runtimes.runner import to_numpy
 from components.export.calibration import Samples, split_samples
 from components.export.config import ExportConfig
 from components.export.onnx_export import check_against_torch

@@ -16,7 +16,7 @@ from components.common.contracts.statistics import drop_upper, paired_difference
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import Predictions, predict
 from components.common.process.steplog import StepLog
-from components.common.runtimes import Runner
+from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
 from components.export.calibration import CalibrationMethod, Samples
 from components.export.placement import Graph, float_graph, node_id, quantized_reads

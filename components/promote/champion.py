@@ -26,7 +26,7 @@ from components.common.registry.version_evaluation import (
 from components.promote.config import PromoteConfig
 
 if TYPE_CHECKING:
-    from components.common.runtimes import Runner
+    from components.common.runtimes.runner import Runner
 
 _CPU_BATCH_SIZE = 32
 
@@ -106,17 +106,16 @@ def _measure(
 
 
 def _runner(bundle: Artifact[BundleManifest], precision: Precision) -> "Runner":
-    """TensorRT where the bundle has a plan for this GPU, else OpenVINO on the ONNX file."""
-    from components.common.runtimes.selection import serving_runner
+    """What serves the precision here, in its own arithmetic."""
+    from components.common.runtimes.selection import select_runtime
 
     try:
-        found = serving_runner(bundle, precision, "auto")
-    except RuntimeError as error:  # of OpenVINO, which does not load it
-        reason = " ".join(str(error).split())[:300]
+        runner = select_runtime(bundle, precision, "auto", same_arithmetic=True).runner
+    except (EngineryError, RuntimeError) as error:  # OpenVINO raises the latter where it can't load a file
+        reason = " ".join(str(error).split())[:400]
         raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {reason}", code="no-runtime") from error
-    if found.runner is None or (precision == "fp16" and found.runner.runtime != "tensorrt"):
-        raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {found.note}", code="no-runtime")
-    return found.runner
+    assert runner is not None
+    return runner
 
 
 _MAX_LENGTH = 1500  # of a reason; what MLflow takes of a record must hold it

@@ -20,7 +20,8 @@ from components.common.contracts.manifests import ALL_FILES, Artifact, BundleMan
 from components.common.contracts.records import Precision
 from components.common.data.evaluation import most_likely
 from components.common.registry.trust import check_chain, read_statements
-from components.common.runtimes.selection import Runtime, Serving, not_measured_here, serving_runner
+from components.common.runtimes import RUNTIME_OPTIONS, RUNTIMES, RuntimeOption
+from components.common.runtimes.selection import RuntimeSelection, not_measured_here, select_runtime
 
 COLUMN = "image"  # of a table
 TAKEN = (
@@ -170,7 +171,7 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
     model.folder = temporary
     runner = model.serving.runner
     note = not_measured_here(model_config["precision"], model_config.get("measured_on") or ())
-    if note and runner is not None and runner.runtime == "openvino":
+    if note and runner is not None and RUNTIMES[runner.runtime].depends_on_instruction_set:
         logging.getLogger(__name__).warning(note)
     return model
 
@@ -178,7 +179,7 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
 class BundleModel:
     """One precision of a bundle, loaded. Several threads may call it; they take turns."""
 
-    def __init__(self, bundle: Artifact[BundleManifest], precision: Precision, runtime: Runtime) -> None:
+    def __init__(self, bundle: Artifact[BundleManifest], precision: Precision, runtime: RuntimeOption) -> None:
         try:
             from components.common.data.image_batches import ImageBatches
         except ModuleNotFoundError as error:
@@ -187,15 +188,15 @@ class BundleModel:
                 "GPU: run `pip install enginery`",
                 code="no-decoder",
             ) from None
-        if runtime not in ("auto", "tensorrt", "openvino", "onnxruntime"):
+        if runtime not in RUNTIME_OPTIONS:
             raise UserError(
-                f"runtime {runtime!r} is unknown; take auto, tensorrt, openvino or onnxruntime",
+                f"runtime {runtime!r} is unknown; take one of {', '.join(RUNTIME_OPTIONS)}",
                 code="unknown-runtime",
                 setting="runtime",
             )
         self.classes = bundle.manifest.classes
         self.bundle_digest = bundle.digest
-        self.serving: Serving = serving_runner(bundle, precision, runtime)
+        self.serving: RuntimeSelection = select_runtime(bundle, precision, runtime)
         self._batch_size = min(_MOST_DECODED, bundle.manifest.shapes.max_batch)
         self._images = ImageBatches(bundle.manifest.transform, self._batch_size)
         self._lock = threading.Lock()

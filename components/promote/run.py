@@ -24,6 +24,7 @@ from components.common.registry.model_registry import PARTS, Registry
 from components.common.registry.promotions import CHAMPION
 from components.common.registry.trust import check_chain, read_statements
 from components.common.registry.version_evaluation import VersionEvaluation, check_tags, evaluation_of, load_evaluation
+from components.common.runtimes import measured_plans
 from components.promote.champion import Decision, Judgement
 from components.promote.config import PromoteConfig
 from components.promote.packaging import log_measured, upload
@@ -164,8 +165,8 @@ def _made_for(bundle: BundleManifest) -> dict[str, str]:
 
 def _check_measured(models: Artifact[BundleManifest], measured: Artifact[ReportManifest]) -> None:
     """Refuse plans that nobody measured: a report on what another runtime did says nothing of them."""
-    rows = {row.file: row for row in measured.manifest.accuracy.rows if row.runtime == "tensorrt"}
-    unmeasured = [engine.file for engine in models.manifest.engines if engine.file not in rows]
+    seen = measured_plans(measured.manifest.accuracy)
+    unmeasured = [engine.file for engine in models.manifest.engines if engine.file not in seen]
     if unmeasured:
         raise EngineryError(
             f"the report {measured.path} does not measure {', '.join(unmeasured)}: only measured plans are promoted. "

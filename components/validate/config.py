@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 
 from components.common.contracts.settings import StepConfig
 from components.common.contracts.verdict import Thresholds
+from components.common.runtimes import RuntimeOption
 
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}  # of a unit; a bare number is milliseconds
 _Count = Annotated[int, Field(ge=1)]
@@ -15,7 +16,7 @@ _Count = Annotated[int, Field(ge=1)]
 class ValidateConfig(StepConfig):
     """What is measured, and how long."""
 
-    runtime: Literal["auto", "tensorrt", "openvino", "onnxruntime"] = Field(
+    runtime: RuntimeOption = Field(
         "auto",
         description="What runs the models: TensorRT where the bundle has engines for this GPU, else OpenVINO (auto). "
         "onnxruntime is the numerical reference, also for FP16; its speed says nothing and is not measured.",

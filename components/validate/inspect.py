@@ -24,8 +24,9 @@ from components.common.contracts.transforms import TransformSpec
 from components.common.data.evaluation import probabilities
 from components.common.data.image_files import check_encoded, undecodable
 from components.common.data.loader import load_image
+from components.common.runtimes import RuntimeOption
 from components.common.runtimes.onnx_files import read_onnx
-from components.common.runtimes.selection import Runtime, Serving, serving_runners
+from components.common.runtimes.selection import RuntimeSelection, select_runtimes
 from components.common.runtimes.torch import TorchGraph, UnsupportedOperators
 from components.validate.saliency import Layer, MapKind, chosen_layers, feature_layers, layer_maps, similarity
 
@@ -95,7 +96,7 @@ def look(
     *,
     layers: Sequence[str] = (),
     kind: MapKind = "gradcam",
-    runtime: Runtime = "auto",
+    runtime: RuntimeOption = "auto",
 ) -> Looks:
     """Run images through every precision, and look into FP32 and INT8.
 
@@ -115,7 +116,7 @@ def look(
     record = bundle.manifest
     inputs = [load_input(file, record.transform) for file in files]
     graphs, found, missing = _graphs(bundle, layers)
-    servings = serving_runners(bundle, runtime)
+    servings = select_runtimes(bundle, runtime)
     try:
         predictions = [tuple(_predict(serving, image) for serving in servings) for image in inputs]
     finally:
@@ -157,7 +158,7 @@ def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[lis
         return [], [], str(error)
 
 
-def _predict(serving: Serving, image: np.ndarray) -> Prediction:
+def _predict(serving: RuntimeSelection, image: np.ndarray) -> Prediction:
     """image: [1, 3, H, W] float32, normalized."""
     found, note = None, serving.note
     if serving.runner is not None:

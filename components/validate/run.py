@@ -24,8 +24,9 @@ from components.common.contracts.records import AccuracyReport, AccuracyRow, Ben
 from components.common.data.evaluation import Predictions, predict_in_parts
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
-from components.common.runtimes import Runner
-from components.common.runtimes.selection import Serving, serving_runners
+from components.common.runtimes import RUNTIMES, runs_plans
+from components.common.runtimes.runner import Runner
+from components.common.runtimes.selection import RuntimeSelection, select_runtimes
 from components.validate.config import ValidateConfig
 from components.validate.report import (
     REPORT_FILES,
@@ -50,7 +51,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         raise UserError(f"the bundle {bundle} and the data set {dataset} have different classes")
     prepare_directory(output)
     log.progress("loading models", 0, 1)
-    servings = serving_runners(models, config.runtime)
+    servings = select_runtimes(models, config.runtime)
     predictions = predict_validation(config, servings, models, data, log)
     labels = next(iter(predictions.values())).labels
     counts = np.bincount(labels)  # [classes up to the last one seen] images
@@ -92,7 +93,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
 
 def predict_validation(
     config: ValidateConfig,
-    servings: Sequence[Serving],
+    servings: Sequence[RuntimeSelection],
     bundle: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
     log: StepLog,
@@ -116,13 +117,13 @@ def predict_validation(
     on_gpu = config.loader == "auto" and torch.cuda.is_available()
     batch_size = min(config.batch_size or (shapes.max_batch if on_gpu else _CPU_BATCH_SIZE), shapes.max_batch)
     runners = _runners(servings)
-    alike = gpus_alike() if on_gpu and all(runner.runtime == "tensorrt" for runner in runners.values()) else (0,)
+    alike = gpus_alike() if on_gpu and all(runs_plans(runner.runtime) for runner in runners.values()) else (0,)
     gpus = alike[: max(1, split.num_images // batch_size)][: max_gpus or None]
     every = [runners]
     for gpu in gpus[1:]:
         log.progress("loading models", gpu, len(gpus))
         with torch.cuda.device(gpu):
-            every.append(_runners(serving_runners(bundle, config.runtime)))
+            every.append(_runners(select_runtimes(bundle, config.runtime)))
     if len(gpus) > 1:
         log.note(f"accuracy is measured on {len(gpus)} GPUs")
     loaders = [
@@ -158,11 +159,13 @@ def gpus_alike() -> tuple[int, ...]:
     return tuple(gpu for gpu, kind in enumerate(kinds) if kind == kinds[0])
 
 
-def _runners(servings: Sequence[Serving]) -> Mapping[str, Runner]:
+def _runners(servings: Sequence[RuntimeSelection]) -> Mapping[str, Runner]:
     return {serving.precision: serving.runner for serving in servings if serving.runner is not None}
 
 
-def _accuracy_row(serving: Serving, predictions: dict[str, Predictions], classes: tuple[str, ...]) -> AccuracyRow:
+def _accuracy_row(
+    serving: RuntimeSelection, predictions: dict[str, Predictions], classes: tuple[str, ...]
+) -> AccuracyRow:
     if serving.runner is None or serving.file is None:
         return AccuracyRow(precision=serving.precision, runtime="n/a", note=serving.note)
     own, fp32 = predictions[serving.precision], predictions.get("fp32")
@@ -172,7 +175,7 @@ def _accuracy_row(serving: Serving, predictions: dict[str, Predictions], classes
         precision=serving.precision,
         runtime=serving.runner.runtime,
         device=serving.runner.device,
-        instruction_set=instruction_set() if serving.runner.runtime == "openvino" else "",
+        instruction_set=instruction_set() if RUNTIMES[serving.runner.runtime].depends_on_instruction_set else "",
         file=serving.file.name,
         size_bytes=serving.file.stat().st_size,
         num_images=own.num_images,
@@ -197,7 +200,7 @@ def _undefined_note(own: Predictions) -> str:
 
 def _benchmark(
     config: ValidateConfig,
-    servings: list[Serving],
+    servings: list[RuntimeSelection],
     models: Artifact[BundleManifest],
     accuracy: AccuracyReport,
     log: StepLog,
@@ -211,7 +214,7 @@ def _benchmark(
     runners = [
         (serving.precision, serving.runner)
         for serving in servings
-        if serving.runner is not None and serving.runner.runtime != "onnxruntime"
+        if serving.runner is not None and RUNTIMES[serving.runner.runtime].measures_speed
     ]
     rows = measure_speed(
         config,

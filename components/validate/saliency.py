@@ -21,7 +21,7 @@ from torch import Tensor
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.torch import TorchGraph, TorchNode
-from components.common.runtimes.torch_layers import fake_quantize
+from components.common.runtimes.torch_operators import fake_quantize
 from components.validate.charts import short_names
 
 MapKind = Literal["gradcam", "activation"]

@@ -22,7 +22,8 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.verdict import Thresholds, is_accurate
 from components.common.process.gpu_monitor import GpuReading, monitor_of
-from components.common.runtimes import Meter, Runner, Timing
+from components.common.runtimes import RUNTIMES, Runtime, runs_plans
+from components.common.runtimes.runner import PowerMonitor, Runner, Timing
 from components.validate.config import ValidateConfig
 
 Progress = Callable[[int, int, str], None]  # measurements done, their number, what is measured now
@@ -33,8 +34,6 @@ _CPU_STREAMS, _GPU_STREAMS = (1,), (1, 2, 4)
 _CPU_BUDGET_BATCHES, _CPU_BUDGET_STREAMS = (1, 2, 4, 8, 16), (1, 2, 4)
 _MIN_TURNS = 5  # fewer give no bound of a median with 95 % confidence
 _MAX_SPREAD = 0.25  # of a speed-up: the width of its interval over its median
-_WITH_STREAMS = ("openvino", "tensorrt")  # the runtimes that run several batches at the same time
-_WITH_TRANSFERS = ("tensorrt",)  # the runtimes that can leave the copies out
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -53,7 +52,7 @@ class Load:
 
 
 class CpuMonitor:
-    """What kept the cores of this process busy besides itself, between `start` and `stop`. A `Meter` for runners."""
+    """What kept the cores of this process busy besides itself, between `start` and `stop`. A `PowerMonitor`."""
 
     def __init__(self) -> None:
         self._cores = os.sched_getaffinity(0)
@@ -102,12 +101,12 @@ def measure_speed(
     Returns:
         A row for each precision and way, by streams, copies and batch size.
     """
-    on_gpu = any(runner.runtime == "tensorrt" for _, runner in runners)
+    on_gpu = any(runs_plans(runner.runtime) for _, runner in runners)
     ways = [
         (load, precision, runner)
         for load in planned_loads(config, on_gpu, max_batch)
         for precision, runner in runners
-        if runs(runner.runtime, load)
+        if runs(RUNTIMES[runner.runtime], load)
     ]
     gpu = monitor_of(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
     cpus = {} if on_gpu else {(load, precision): CpuMonitor() for load, precision, _ in ways}
@@ -181,13 +180,13 @@ def planned_loads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> list[
     return sorted(loads)
 
 
-def runs(runtime: str, load: Load) -> bool:
-    """Whether a runtime can be measured in this way."""
-    streams = load.num_streams == 1 or runtime in _WITH_STREAMS
-    return streams and (not load.without_transfers or runtime in _WITH_TRANSFERS)
+def runs(runtime: Runtime, load: Load) -> bool:
+    """True if a runtime can be measured in this way."""
+    streams = load.num_streams == 1 or runtime.measures_streams
+    return streams and (not load.without_transfers or runtime.measures_without_transfers)
 
 
-def _measure(config: ValidateConfig, runner: Runner, load: Load, meter: Meter | None) -> Timing:
+def _measure(config: ValidateConfig, runner: Runner, load: Load, monitor: PowerMonitor | None) -> Timing:
     return runner.measure(
         load.batch_size,
         warmup_s=config.benchmark_warmup_seconds,
@@ -195,7 +194,7 @@ def _measure(config: ValidateConfig, runner: Runner, load: Load, meter: Meter | 
         min_iterations=config.min_iterations,
         with_transfers=not load.without_transfers,
         num_streams=load.num_streams,
-        meter=meter,
+        monitor=monitor,
     )
 
 

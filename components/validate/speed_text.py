@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from components.common.contracts.records import BenchmarkRow, Precision
+from components.common.runtimes import runs_plans
 from components.validate.report_text import TIMES, megabytes, number
 from components.validate.schema import Report
 from components.validate.speed import budget_text
@@ -41,7 +42,7 @@ def budget_sentence(report: Report) -> str:
 def speed_sentences(report: Report) -> list[str]:
     """What the numbers mean, a sentence or two each."""
     rows = report.benchmark.rows
-    on_gpu = any(row.runtime == "tensorrt" for row in rows)
+    on_gpu = any(runs_plans(row.runtime) for row in rows)
     latency = "the copy of one batch to the GPU, its computation and the copy back, by CUDA events"
     sentences = [
         f"Latency is {latency if on_gpu else 'the time of the call that runs one batch'}; throughput is the images of "

@@ -13,12 +13,12 @@ import torch
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.records import PRECISIONS, BenchmarkRow, Precision
 from components.common.contracts.transforms import ShapeSpec
-from components.common.runtimes import Runner
+from components.common.runtimes import tensorrt
 from components.common.runtimes.architectures import build_model, check_image_size
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.runner import Runner
 from components.common.runtimes.tensorrt import TensorRTRunner
-from components.common.runtimes.tensorrt_library import why_no_tensorrt
 from components.export.calibration import (
     CalibrationMethod,
     Histogram,
@@ -67,13 +67,13 @@ def check_precisions(precisions: Sequence[str]) -> None:
     Raises:
         UserError: it does not.
     """
-    if set(precisions) == {"fp16"} and (missing := why_no_tensorrt()):
+    if set(precisions) == {"fp16"} and (missing := tensorrt.why_unavailable()):
         raise UserError(f"FP16 is measured with TensorRT, and {missing}")
 
 
 def default_batches() -> tuple[int, ...]:
     """The whitepaper's batch sizes on a GPU with TensorRT, the small ones of them elsewhere."""
-    return CPU_BATCHES if why_no_tensorrt() else GPU_BATCHES
+    return CPU_BATCHES if tensorrt.why_unavailable() else GPU_BATCHES
 
 
 def check_networks(architectures: Sequence[str], image_size: int) -> None:
@@ -127,7 +127,7 @@ def _runners(settings: Settings, shapes: ShapeSpec, folder: Path, say: Say) -> I
     runners: list[tuple[Precision, Runner]] = []
     try:
         for precision in settings.precisions:
-            if why_no_tensorrt() is None:
+            if tensorrt.why_unavailable() is None:
                 say(f"building the {precision} engine")
                 try:
                     runners.append((precision, _engine(precision, settings, shapes, folder)))

@@ -134,16 +134,19 @@ def _cost_notes(settings: "Settings", measured: Sequence["Row"]) -> list[str]:
 
 
 def _notes(image_size: int, seconds: float) -> str:
-    from components.common.runtimes.tensorrt_library import load_tensorrt, why_no_tensorrt
+    from components.common.runtimes import tensorrt
 
     here = environment()
     gpu = here.gpus[0] if here.gpus else None
     machine = f"{gpu.name}, driver {gpu.driver}" if gpu else f"{here.cpu}, {here.num_cores} cores"
     size = f"Images of {image_size} x {image_size} pixels and random weights. Throughput and median latency of a batch"
-    if why_no_tensorrt():
+    if tensorrt.why_unavailable():
         version, how = f"openvino {here.versions['openvino']}", "Nothing tells the power, and FP16 needs TensorRT."
         over = f"over {seconds:g} s, latency as the time of the call."
     else:
-        version, how = f"tensorrt {load_tensorrt().__version__}", "Power of the board by NVML's energy counter."
+        version, how = (
+            f"tensorrt {tensorrt.load_tensorrt().__version__}",
+            "Power of the board by NVML's energy counter.",
+        )
         over = f"over {seconds:g} s, copies included, as trtexec defines them."
     return f"{datetime.now(UTC).date().isoformat()}, {machine}, {version}. {size} {over} {how}"

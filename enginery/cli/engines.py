@@ -45,7 +45,7 @@ def _check_machine(*, in_containers: bool) -> None:
         RuntimeUnavailable: no plans can be built here.
     """
     if not in_containers:
-        from components.common.runtimes.tensorrt_library import load_tensorrt
+        from components.common.runtimes.tensorrt import load_tensorrt
 
         load_tensorrt()
     elif not gpus():

@@ -108,10 +108,10 @@ def _probe_torch() -> None:
         why_not="; ".join(reasons),
         architectures=(flags or "").split(),
     )
-    from components.common.runtimes.tensorrt_library import load_tensorrt, why_no_tensorrt
+    from components.common.runtimes import tensorrt
 
-    reason = why_no_tensorrt()
-    _say(no_tensorrt=reason, tensorrt=None if reason else load_tensorrt().__version__)
+    reason = tensorrt.why_unavailable()
+    _say(no_tensorrt=reason, tensorrt=None if reason else tensorrt.load_tensorrt().__version__)
 
 
 def _probe_dali() -> None:

@@ -33,6 +33,7 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.contracts.settings import decisive
+from components.common.runtimes import RUNTIMES
 from components.preprocess.sources import is_uri, kind_of, local_path
 from enginery.local.parameters import STEP_CONFIGS, PipelineFile
 from enginery.local.state import CACHE
@@ -42,8 +43,8 @@ from enginery.local.state import CACHE
 _DEPENDS_ON: dict[str, tuple[tuple[str, ...], bool]] = {
     "preprocess": (("numpy", "pillow", "dali"), False),
     "train": (("torch", "torchvision", "timm", "dali"), True),
-    "export": (("torch", "torchvision", "timm", "dali", "onnx", "onnxruntime", "openvino", "tensorrt", "numpy"), True),
-    "validate": (("torch", "dali", "onnxruntime", "openvino", "tensorrt"), True),
+    "export": (("torchvision", "timm", "dali", "onnx", "numpy", *RUNTIMES), True),
+    "validate": (("dali", *RUNTIMES), True),
     "gate": ((), False),
 }
 _MANIFESTS: dict[str, type[Manifest]] = {

@@ -42,6 +42,7 @@ from components.common.registry.trust import (
     public_pem,
     read_key,
 )
+from components.common.runtimes import measured_plans
 
 BUNDLE: Final = "bundle"
 REPORT: Final = "report"
@@ -275,7 +276,7 @@ def contradictions(chain: Chain) -> Iterator[str]:
             yield f"{file} is about another {name}: it says {said}, here is {found}"
     if "model" not in bundle.manifest.inputs:
         yield "bundle/manifest.json does not say what it was exported from"
-    measured = {row.file for row in accuracy.rows if row.runtime == "tensorrt"}
+    measured = measured_plans(accuracy)
     for engine in bundle.manifest.engines:
         if engine.file not in measured:
             yield f"bundle/{engine.file} was not measured: report/manifest.json has no row of TensorRT on it"

@@ -24,6 +24,7 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.transforms import ShapeSpec
 from components.common.registry.trust import sign_folder
+from components.common.runtimes import RUNTIMES
 from components.serve.repository_check import CPU, VERSION, open_repository
 from enginery.new_folders import check_new, give_name, to_disk
 from enginery.serving.sources import Source
@@ -52,7 +53,7 @@ def batching_for(
 
     Args:
         precision: what is served.
-        runtime: "tensorrt" or "openvino"; rows of others tell nothing about it.
+        runtime: name of what serves it; rows of others tell nothing about it.
         benchmark: the report on the bundle; None for a bundle without one.
         max_wait_s: longest time in the queue.
     """
@@ -63,7 +64,7 @@ def batching_for(
         and row.runtime == runtime
         and row.with_transfers
         # The Python backend runs one batch at a time.
-        and (runtime == "tensorrt" or row.num_streams == 1)
+        and (row.num_streams == 1 or RUNTIMES[runtime].serves_concurrently)
     ]
     if not rows:
         return Batching(
@@ -79,7 +80,7 @@ def batching_for(
     delay_ms = single.p50_ms / single.batch_size
     if budget_ms is not None:
         delay_ms = max(0.0, min(delay_ms, budget_ms - 2 * row.p99_ms))
-    waits = row.batch_size > 1 and runtime == "tensorrt"
+    waits = row.batch_size > 1 and RUNTIMES[runtime].serves_concurrently
     served = math.ceil(row.images_per_s * max_wait_s)
     return Batching(
         preferred_batch_size=row.batch_size,

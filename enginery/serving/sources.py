@@ -12,6 +12,7 @@ from components.common.contracts.errors import EngineryError, GateFailed, UserEr
 from components.common.contracts.manifests import ALL_FILES, MANIFEST, Artifact, BundleManifest, ReportManifest, load
 from components.common.contracts.records import EngineEntry, Precision
 from components.common.registry.trust import check_chain, check_folder, read_statements
+from components.common.runtimes import measured_plans
 from enginery.registry.models import find_version, is_reference, open_registry
 from enginery.release.verify import BUNDLE, REPORT, SUMS, VERDICT, Chain, ReleaseRecord, contradictions, load_chain
 
@@ -36,8 +37,7 @@ class Source:
     @property
     def measured_engines(self) -> tuple[EngineEntry, ...]:
         """The plans of the precision that the report has measured; others are not served."""
-        rows = self.report.manifest.accuracy.rows if self.report is not None else ()
-        measured = {row.file for row in rows if row.runtime == "tensorrt"}
+        measured = measured_plans(self.report.manifest.accuracy) if self.report is not None else set()
         engines = self.bundle.manifest.engines
         return tuple(entry for entry in engines if entry.precision == self.precision and entry.file in measured)
 

@@ -15,8 +15,13 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import predict, predict_in_parts
 from components.common.data.loader import Batch
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
-from components.common.runtimes.tensorrt import TensorRTRunner
-from components.common.runtimes.tensorrt_library import load_engine, load_tensorrt, tensorrt_logger, why_no_tensorrt
+from components.common.runtimes.tensorrt import (
+    TensorRTRunner,
+    load_engine,
+    load_tensorrt,
+    tensorrt_logger,
+    why_unavailable,
+)
 from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
@@ -51,7 +56,7 @@ class Network(nn.Module):
 
 @pytest.fixture(scope="session", autouse=True)
 def _tensorrt() -> None:
-    reason = why_no_tensorrt()
+    reason = why_unavailable()
     assert reason is None, reason
 
 

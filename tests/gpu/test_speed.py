@@ -10,8 +10,7 @@ from torch import nn
 from components.common.contracts.records import BenchmarkReport
 from components.common.contracts.transforms import ShapeSpec
 from components.common.process.gpu_monitor import monitor_of
-from components.common.runtimes.tensorrt import TensorRTRunner
-from components.common.runtimes.tensorrt_library import why_no_tensorrt
+from components.common.runtimes.tensorrt import TensorRTRunner, why_unavailable
 from components.export.engines import build_engine
 from components.export.onnx_export import export_onnx
 from components.validate.config import ValidateConfig
@@ -24,7 +23,7 @@ TIMES = {"warmup_s": 0.05, "duration_s": 0.5, "min_iterations": 10}
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An FP32 engine of two convolutions."""
-    reason = why_no_tensorrt()
+    reason = why_unavailable()
     assert reason is None, reason
     folder = tmp_path_factory.mktemp("speed")
     torch.manual_seed(0)
@@ -53,7 +52,7 @@ def test_memory_grows_with_the_streams(plan: Path) -> None:
     runner.close()
 
 
-class Meter:
+class PowerMonitor:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -66,9 +65,9 @@ class Meter:
 
 @pytest.mark.parametrize("num_streams", [1, 2])
 def test_the_meter_runs_with_the_clock(plan: Path, num_streams: int) -> None:
-    runner, meter = TensorRTRunner(plan, SHAPES), Meter()
-    timing = runner.measure(4, **TIMES, num_streams=num_streams, meter=meter)
-    assert meter.calls == ["start", "stop"]
+    runner, monitor = TensorRTRunner(plan, SHAPES), PowerMonitor()
+    timing = runner.measure(4, **TIMES, num_streams=num_streams, monitor=monitor)
+    assert monitor.calls == ["start", "stop"]
     assert timing.wall_s >= TIMES["duration_s"]
     runner.close()
 
@@ -114,7 +113,7 @@ def test_power_is_that_of_a_board_at_work(plan: Path) -> None:
         return
     assert monitor is not None
     runner = TensorRTRunner(plan, SHAPES)
-    runner.measure(16, **TIMES | {"duration_s": 2.0}, meter=monitor)
+    runner.measure(16, **TIMES | {"duration_s": 2.0}, monitor=monitor)
     reading = monitor.reading()
     handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3

@@ -12,9 +12,8 @@ import torch
 from components.common.contracts.errors import RuntimeUnavailable, UserError
 from components.common.contracts.records import EngineEntry
 from components.common.contracts.transforms import ShapeSpec
-from components.common.runtimes import tensorrt_library
-from components.common.runtimes.tensorrt import TensorRTRunner
-from components.common.runtimes.tensorrt_library import load_engine, load_tensorrt, start, why_no_tensorrt
+from components.common.runtimes import tensorrt
+from components.common.runtimes.tensorrt import TensorRTRunner, load_engine, load_tensorrt, start, why_unavailable
 from components.export import engines
 
 SHAPES = ShapeSpec(height=8, width=8)
@@ -74,7 +73,7 @@ def package(tmp_path, monkeypatch) -> Path:
 
 def test_without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA GPU" in why_no_tensorrt()
+    assert "no CUDA GPU" in why_unavailable()
     with pytest.raises(RuntimeUnavailable, match="no CUDA GPU"):
         load_tensorrt()
     with pytest.raises(RuntimeUnavailable, match="no CUDA GPU"):
@@ -83,7 +82,7 @@ def test_without_gpu(monkeypatch):
 
 def test_not_installed(monkeypatch, with_gpu):
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    reason = why_no_tensorrt()
+    reason = why_unavailable()
     assert "not installed" in reason
     assert "pip install 'enginery[tensorrt]'" in reason
 
@@ -91,23 +90,23 @@ def test_not_installed(monkeypatch, with_gpu):
 def test_installed_without_libraries(package, with_gpu):
     cause = "libnvinfer.so.10: cannot open shared object file"
     (package / "__init__.py").write_text(f"raise ImportError({cause!r})\n")
-    reason = why_no_tensorrt()
+    reason = why_unavailable()
     assert cause in reason
     assert "NVIDIA's package index" in reason
 
 
 def test_installed_without_its_own_dependency(package, with_gpu):
     (package / "__init__.py").write_text("import tensorrt_bindings_that_are_missing\n")
-    assert "tensorrt_bindings_that_are_missing" in why_no_tensorrt()
+    assert "tensorrt_bindings_that_are_missing" in why_unavailable()
 
 
 def test_empty_folder_of_that_name(package, with_gpu):
-    assert "does not load" in why_no_tensorrt()
+    assert "does not load" in why_unavailable()
 
 
 def test_usable(package, with_gpu):
     (package / "__init__.py").write_text("class Builder: pass\n")
-    assert why_no_tensorrt() is None
+    assert why_unavailable() is None
     assert load_tensorrt().Builder
 
 
@@ -116,9 +115,9 @@ def test_there_but_the_driver_is_too_old(monkeypatch):
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
     logger = SimpleNamespace(take_errors=lambda: "CUDA initialization failure with error: 35")
-    monkeypatch.setattr(tensorrt_library, "load_tensorrt", lambda: TENSORRT_10)
-    monkeypatch.setattr(tensorrt_library, "tensorrt_logger", lambda: logger)
-    monkeypatch.setattr(tensorrt_library, "driver_version", lambda: "470")
+    monkeypatch.setattr(tensorrt, "load_tensorrt", lambda: TENSORRT_10)
+    monkeypatch.setattr(tensorrt, "tensorrt_logger", lambda: logger)
+    monkeypatch.setattr(tensorrt, "driver_version", lambda: "470")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     said = r"TensorRT 10\.16\.1 can't start on NVIDIA A100, driver 470: CUDA init.* error: 35; a newer driver"
     with pytest.raises(RuntimeUnavailable, match=said):
@@ -132,11 +131,11 @@ def loading(monkeypatch) -> Callable[[Any], None]:
     def give(engine: Any) -> None:
         runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
         trt = SimpleNamespace(__version__="10.16.1", Runtime=lambda logger: runtime)
-        monkeypatch.setattr(tensorrt_library, "load_tensorrt", lambda: trt)
+        monkeypatch.setattr(tensorrt, "load_tensorrt", lambda: trt)
 
     logger = SimpleNamespace(take_errors=lambda: "Magic tag does not match")
-    monkeypatch.setattr(tensorrt_library, "tensorrt_logger", lambda: logger)
-    monkeypatch.setattr(tensorrt_library, "driver_version", lambda: "590")
+    monkeypatch.setattr(tensorrt, "tensorrt_logger", lambda: logger)
+    monkeypatch.setattr(tensorrt, "driver_version", lambda: "590")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     return give

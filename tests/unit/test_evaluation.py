@@ -20,7 +20,7 @@ from components.common.data.evaluation import (
     top_confidences,
 )
 from components.common.data.loader import Batch, Loader
-from components.common.runtimes import Timing
+from components.common.runtimes.runner import Timing
 
 
 class Recorder:

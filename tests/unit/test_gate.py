@@ -25,7 +25,6 @@ from components.common.contracts.statistics import drop_lower, drop_upper, mcnem
 from components.common.contracts.verdict import run_checks
 from components.common.process.steplog import StepLog
 from components.common.runtimes import openvino
-from components.common.runtimes.selection import _on_openvino
 from components.gate.config import GateConfig
 from components.gate.run import run
 from components.validate.config import ValidateConfig
@@ -234,7 +233,7 @@ def test_a_doubt_about_the_runtime_stands_beside_the_verdict(tmp_path: Path, mon
     model = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
     manifest = SimpleNamespace(models={"int8": "int8.onnx"}, int8_on_cpus=(model,), shapes=None)
     bundle = SimpleNamespace(file=Path, manifest=manifest)
-    note = _on_openvino(bundle, "int8", "").note  # type: ignore[arg-type]  # only what it reads
+    (note,) = openvino.open_model(bundle, "int8").notes  # type: ignore[arg-type]  # only what it reads
     assert note == f"7-bit weights, unsigned activations, on {instruction_set()}"
     source = report(tmp_path / "report", 80.0, 79.75, int8_note=note)
     outcome = run(GateConfig(), StepLog("gate"), report=source, output=tmp_path / "verdict")

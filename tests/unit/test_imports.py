@@ -162,7 +162,7 @@ def test_every_folder_of_components_is_a_step_or_common() -> None:
                 "components/promote/packaging.py",
             },
         ),
-        ("tensorrt", {"components/common/runtimes/tensorrt_library.py"}),
+        ("tensorrt", {"components/common/runtimes/tensorrt.py"}),
     ],
 )
 def test_a_library_has_few_homes(library: str, homes: set[str]) -> None:

@@ -23,9 +23,9 @@ from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
-from components.common.runtimes import to_numpy
 from components.common.runtimes.openvino import OpenVINORunner
-from components.common.runtimes.selection import Serving, fit_model
+from components.common.runtimes.runner import to_numpy
+from components.common.runtimes.selection import RuntimeSelection, fit_model
 from components.common.runtimes.torch import UnsupportedOperators
 from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
@@ -183,8 +183,8 @@ class Fixed:
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, fp32: Fixed, int8: Fixed) -> None:
-    found = [Serving(precision=n, file=None, runner=r, note="") for n, r in (("fp32", fp32), ("int8", int8))]
-    monkeypatch.setattr(inspection, "serving_runners", lambda *_: found)
+    found = [RuntimeSelection(precision=n, file=None, runner=r, note="") for n, r in (("fp32", fp32), ("int8", int8))]
+    monkeypatch.setattr(inspection, "select_runtimes", lambda *_: found)
 
 
 def test_the_output_of_a_softmax_is_taken_as_it_is(bundle: Path, digit: Path, monkeypatch) -> None:

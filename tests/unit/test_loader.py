@@ -19,7 +19,7 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, load
 from components.common.contracts.transforms import Augmentation, TransformSpec, transform_for
 from components.common.data.loader import Batch, Loader
-from components.common.runtimes import to_numpy
+from components.common.runtimes.runner import to_numpy
 
 NUM_TRAIN, NUM_VAL = 53, 37
 # Normalization that leaves pixel values in 0..255, so that colours can be read back.

@@ -13,7 +13,7 @@ from components.common.contracts.records import DatasetStatistics
 from components.common.contracts.transforms import Augmentation, TransformSpec, transform_for
 from components.common.data.loader import Loader
 from components.common.data.loader_pipelines import decoder_options, evaluation_pipeline, training_pipeline
-from components.common.runtimes import to_numpy
+from components.common.runtimes.runner import to_numpy
 
 # Normalization that leaves pixel values in 0..255, so that colours can be read back.
 PLAIN = TransformSpec(resize_size=32, crop_size=32, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))

@@ -9,7 +9,7 @@ from torch import nn
 from components.common.contracts.errors import UserError
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.torch import TorchGraph
-from components.common.runtimes.torch_layers import fake_quantize
+from components.common.runtimes.torch_operators import fake_quantize
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, quantizable_layers, with_names
 from components.export.qdq import insert_qdq

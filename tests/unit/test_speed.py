@@ -27,10 +27,11 @@ from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec
 from components.common.contracts.verdict import Thresholds
 from components.common.process.steplog import StepLog
-from components.common.runtimes import Runner
+from components.common.runtimes import RUNTIMES
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
 from components.common.runtimes.openvino import OpenVINORunner
-from components.common.runtimes.selection import Serving
+from components.common.runtimes.runner import Runner
+from components.common.runtimes.selection import RuntimeSelection
 from components.validate.config import ValidateConfig
 from components.validate.run import _benchmark
 from components.validate.speed import (
@@ -76,7 +77,7 @@ def runner(request: pytest.FixtureRequest, model: Path) -> Runner:
     return request.param(model, SHAPES)
 
 
-class Meter:
+class PowerMonitor:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -88,9 +89,9 @@ class Meter:
 
 
 def test_a_runner_counts_batches_and_tells_the_meter(runner: Runner) -> None:
-    meter = Meter()
-    timing = runner.measure(4, **TIMES, meter=meter)
-    assert meter.calls == ["start", "stop"]
+    monitor = PowerMonitor()
+    timing = runner.measure(4, **TIMES, monitor=monitor)
+    assert monitor.calls == ["start", "stop"]
     assert timing.wall_s >= TIMES["duration_s"]
     assert len(timing.latencies_ms) >= 5
     assert timing.images_per_s == pytest.approx(4 * len(timing.latencies_ms) / timing.wall_s)
@@ -122,18 +123,18 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_openvino_runs_several_batches_at_the_same_time(model: Path) -> None:
-    runner, meter = OpenVINORunner(model, SHAPES), Meter()
+    runner, monitor = OpenVINORunner(model, SHAPES), PowerMonitor()
     images = np.random.default_rng(1).standard_normal(SHAPES.input_shape(5), dtype=np.float32)
     before = runner.infer(images)
     for num_streams in (2, 3, 2):
-        timing = runner.measure(8, **TIMES, num_streams=num_streams, meter=meter)
+        timing = runner.measure(8, **TIMES, num_streams=num_streams, monitor=monitor)
         assert timing.batch_size == 8
         assert len(timing.latencies_ms) >= 5
         assert timing.wall_s >= TIMES["duration_s"]
         assert (timing.latencies_ms > 0).all()
         # No more than so many batches can have been under way at any moment (and 10 % for the clock).
         assert timing.latencies_ms.sum() / 1e3 < 1.1 * num_streams * (timing.wall_s + timing.latencies_ms.max() / 1e3)
-    assert meter.calls == ["start", "stop"] * 3
+    assert monitor.calls == ["start", "stop"] * 3
     np.testing.assert_array_equal(runner.infer(images), before)
 
 
@@ -169,8 +170,8 @@ def test_defaults_measure_much_on_gpus_and_little_on_cpus() -> None:
         *(f"batch {size}, {number} streams" for number in (2, 4) for size in (1, 8)),
     ]
     loads = planned_loads(ValidateConfig(), False, 128)
-    assert [runs("openvino", load) for load in loads] == [True, True, False]
-    assert all(runs("tensorrt", load) for load in planned_loads(ValidateConfig(), True, 128))
+    assert [runs(RUNTIMES["openvino"], load) for load in loads] == [True, True, False]
+    assert all(runs(RUNTIMES["tensorrt"], load) for load in planned_loads(ValidateConfig(), True, 128))
 
 
 def test_every_part_is_a_setting() -> None:
@@ -419,7 +420,7 @@ def test_what_is_not_measured(
 ) -> None:
     settings = {"benchmark_batch_sizes": sizes, "benchmark_seconds": 0.01, "benchmark_warmup_seconds": 0}
     config = resolve(ValidateConfig, "validate", settings)
-    serving = Serving(precision="fp32", file=model, runner=kind(model, SHAPES), note="")
+    serving = RuntimeSelection(precision="fp32", file=model, runner=kind(model, SHAPES), note="")
     bundle: Any = SimpleNamespace(digest="b", manifest=SimpleNamespace(shapes=SHAPES))
     accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=())
     found = _benchmark(config, [serving], bundle, accuracy, StepLog("validate"))

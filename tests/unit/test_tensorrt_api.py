@@ -19,7 +19,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     ROOT / "components/common/runtimes/tensorrt.py",
-    ROOT / "components/common/runtimes/tensorrt_library.py",
     ROOT / "components/export/engines.py",
     ROOT / "components/export/inspection.py",
     ROOT / "benchmarks/engines.py",

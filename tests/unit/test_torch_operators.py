@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from components.common.contracts.errors import EngineryError
 from components.common.runtimes.torch import TorchGraph, UnsupportedOperators
-from components.common.runtimes.torch_layers import fake_quantize
+from components.common.runtimes.torch_operators import fake_quantize
 from components.export.precision import FP16_QDQ_OPSET
 
 from .onnx_outputs import run_ort, run_torch

@@ -9,20 +9,19 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from components.common.runtimes import RUNTIMES
+
 # Name in manifests -> the distributions that may provide it.
 _DISTRIBUTIONS = {
-    "torch": ("torch",),
     "torchvision": ("torchvision",),
     "timm": ("timm",),
     "dali": ("nvidia-dali-cuda130",),
     "onnx": ("onnx",),
-    "onnxruntime": ("onnxruntime",),
-    "openvino": ("openvino",),
-    "tensorrt": ("tensorrt-cu13", "tensorrt-cu12", "tensorrt"),
     "mlflow": ("mlflow", "mlflow-skinny"),
     "kfp": ("kfp",),
     "numpy": ("numpy",),
     "pillow": ("pillow",),
+    **{runtime.name: runtime.distributions for runtime in RUNTIMES.values()},
 }
 
 

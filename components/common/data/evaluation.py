@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from components.common.runtimes import Runner, to_numpy
+from components.common.runtimes.runner import Runner, to_numpy
 
 if TYPE_CHECKING:  # torch and DALI, which the image of promote has not
     from components.common.data.loader import Batch

@@ -1,144 +1,98 @@
-"""One Protocol over the inference runtimes. Each runtime is a module of its own, imported only when asked for."""
+"""The inference runtimes: one table, from which options, measurements, gates, promotion and serving follow.
 
-import time
-from collections.abc import Callable
+A new runtime is an entry of the table and a module of its name beside this file, which is imported only where the
+runtime is used. The module has `open_model(bundle, precision) -> OpenModel` (see `runner`), and for a runtime that runs
+plans `why_unavailable()` and `plan_mismatches(entry)`, too (see `tensorrt`).
+"""
+
+import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NotRequired, Protocol, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from components.common.contracts.errors import UserError
-from components.common.contracts.transforms import ShapeSpec
-
-if TYPE_CHECKING:  # torch takes a second to import, which not every runtime needs
-    import torch
-
-Images: TypeAlias = "np.ndarray | torch.Tensor"
+if TYPE_CHECKING:
+    from components.common.contracts.records import AccuracyReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
-    """What a benchmark of one runner at one batch size saw, on trtexec's terms.
+class Runtime:
+    """What runs models, and what it can do. Imports nothing of the runtime itself."""
 
-    Throughput counts whole batches over host wall time; latency is one batch from input to output.
-    """
-
-    batch_size: int
-    latencies_ms: np.ndarray  # [iterations] float64
-    wall_s: float
-
-    @property
-    def mean_ms(self) -> float:
-        """Mean latency in milliseconds."""
-        return float(self.latencies_ms.mean())
-
-    @property
-    def images_per_s(self) -> float:
-        """Images per second of host wall time."""
-        return self.batch_size * len(self.latencies_ms) / self.wall_s
-
-    def percentile_ms(self, percent: float) -> float:
-        """Latency in milliseconds below which `percent` per cent of the iterations lie."""
-        return float(np.percentile(self.latencies_ms, percent))
-
-
-class Meter(Protocol):
-    """Something that watches the hardware while a runner is timed, such as a GPU's power."""
-
-    def start(self) -> None:
-        """The load is on and the clock is about to start."""
-        ...
-
-    def stop(self) -> None:
-        """The clock has stopped. Not called where the measurement failed; `start` then begins anew."""
-        ...
-
-
-class Measuring(TypedDict):
-    """How a runner is timed."""
-
-    warmup_s: float  # before the clock starts
-    duration_s: float  # least time measured
-    min_iterations: int  # fewest batches measured
-    # False leaves the copies to and from a GPU out; without effect where there are none. True without it.
-    with_transfers: NotRequired[bool]
-    num_streams: NotRequired[int]  # batches that run at the same time; 1 without it
-    meter: NotRequired[Meter | None]  # started and stopped with the clock, while the load is on
-
-
-class Runner(Protocol):
-    """A loaded model that turns normalized images into logits."""
-
-    runtime: str  # "tensorrt", "openvino", "onnxruntime" or "torch"
-    device: str  # what it runs on, as a person would name it: "NVIDIA H200", "Intel(R) Xeon(R) ..."
-
-    def infer(self, images: Images) -> np.ndarray:
-        """Logits of a batch.
-
-        Args:
-            images: [B, 3, H, W] float32, normalized. A runner on the GPU that holds them takes them from there.
-
-        Returns:
-            [B, classes] float32.
-        """
-        ...
+    name: str
+    """As in options and reports; also the name of its module."""
+    label: str
+    """As people write it."""
+    distributions: tuple[str, ...]
+    """Packages on PyPI, one of which brings its library: versions of it are recorded, and belong to cache keys."""
+    precisions: tuple[str, ...] = ("fp32", "fp16", "int8")
+    """Those that it computes as their files say."""
+    runs_plans: bool = False
+    """True if it runs plans, which are built for a GPU; false if it runs the bundle's ONNX files."""
+    can_be_chosen: bool = True
+    """True if the option `runtime` has it."""
+    is_automatic: bool = False
+    """True if "auto" takes it: the first of the table that can be used."""
+    measures_speed: bool = False
+    """True if its speed is that of serving; a simulation's speed says nothing."""
+    measures_streams: bool = False
+    """True if it runs several batches at the same time."""
+    measures_without_transfers: bool = False
+    """True if the copies to and from a GPU can be left out of a measurement."""
+    depends_on_instruction_set: bool = False
+    """True if its INT8 arithmetic depends on the CPU's instruction set."""
+    serves_concurrently: bool = False
+    """True if Triton runs several of its batches at the same time, and requests may wait for others."""
 
     @property
-    def memory_bytes(self) -> int | None:
-        """GPU memory that the engine, its contexts and buffers take by now; None where nothing tells (CPUs)."""
-        ...
-
-    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
-        """Time inference of random batches, on trtexec's terms.
-
-        Args:
-            batch_size: Images per batch.
-            how: see `Measuring`.
+    def module(self) -> Any:
+        """The module that opens models with it.
 
         Raises:
-            UserError: this runtime can't run so many batches at the same time.
+            RuntimeUnavailable: its library is not installed.
         """
-        ...
-
-    def close(self) -> None:
-        """Free the runtime's memory. The runner can't be used afterwards."""
-        ...
+        return importlib.import_module(f"{__name__}.{self.name}")
 
 
-def to_numpy(images: Images) -> np.ndarray:
-    """A batch for a runtime on the CPU: [B, 3, H, W] float32, C-contiguous, on the host. Copies only what must be."""
-    return images if isinstance(images, np.ndarray) else images.cpu().contiguous().numpy()
+RUNTIMES = {
+    runtime.name: runtime
+    for runtime in (
+        Runtime(
+            name="tensorrt",
+            label="TensorRT",
+            distributions=("tensorrt-cu13", "tensorrt-cu12", "tensorrt"),
+            runs_plans=True,
+            is_automatic=True,
+            measures_speed=True,
+            measures_streams=True,
+            measures_without_transfers=True,
+            serves_concurrently=True,
+        ),
+        Runtime(
+            name="openvino",
+            label="OpenVINO",
+            distributions=("openvino",),
+            precisions=("fp32", "int8"),
+            is_automatic=True,
+            measures_speed=True,
+            measures_streams=True,
+            depends_on_instruction_set=True,
+        ),
+        Runtime(name="onnxruntime", label="ONNX Runtime", distributions=("onnxruntime",)),
+        # Simulates INT8 on GPUs while export chooses calibration and layers.
+        Runtime(name="torch", label="PyTorch", distributions=("torch",), can_be_chosen=False),
+    )
+}
+RUNTIME_OPTIONS = ("auto", *(name for name, runtime in RUNTIMES.items() if runtime.can_be_chosen))
+if TYPE_CHECKING:
+    RuntimeOption = str
+else:
+    RuntimeOption = Literal[RUNTIME_OPTIONS]
 
 
-def measure_host(infer: Callable[[np.ndarray], object], shapes: ShapeSpec, batch_size: int, how: Measuring) -> Timing:
-    """Time a blocking call on the host clock: the way for every runtime whose call returns when the result is there.
+def runs_plans(name: str) -> bool:
+    """True if a report's runtime ran plans, not ONNX files. A report may name one that is not in the table."""
+    return name in RUNTIMES and RUNTIMES[name].runs_plans
 
-    Args:
-        infer: called with the same random images each time, as `Runner.infer` takes them.
-        shapes: of these images.
-        batch_size: how many they are.
-        how: one stream only, since the call blocks.
 
-    Raises:
-        UserError: more than one stream.
-    """
-    num_streams, meter = how.get("num_streams", 1), how.get("meter")
-    if num_streams != 1:
-        raise UserError(f"this runtime runs one batch at a time, got num_streams {num_streams}; set it to 1")
-    # images: [B, C, H, W] float32, of the spread of normalized ones
-    images = np.random.default_rng(0).standard_normal(shapes.input_shape(batch_size), dtype=np.float32)
-    started = time.perf_counter()
-    while time.perf_counter() - started < how["warmup_s"]:
-        infer(images)
-    if meter is not None:
-        meter.start()
-    latencies_ms: list[float] = []
-    started = previous = time.perf_counter()
-    while previous - started < how["duration_s"] or len(latencies_ms) < how["min_iterations"]:
-        infer(images)
-        now = time.perf_counter()
-        latencies_ms.append((now - previous) * 1e3)
-        previous = now
-    if meter is not None:
-        meter.stop()
-    return Timing(batch_size=batch_size, latencies_ms=np.asarray(latencies_ms), wall_s=previous - started)
+def measured_plans(accuracy: "AccuracyReport") -> set[str]:
+    """Names of the plans that a report has measured: what another runtime did says nothing of them."""
+    return {row.file for row in accuracy.rows if runs_plans(row.runtime)}

@@ -7,9 +7,11 @@ import numpy as np
 import onnxruntime
 
 from components.common.contracts.environment import cpu_name, num_cores
+from components.common.contracts.manifests import Artifact, BundleManifest
+from components.common.contracts.records import Precision
 from components.common.contracts.transforms import ShapeSpec
-from components.common.runtimes import Images, Measuring, Timing, measure_host, to_numpy
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx
+from components.common.runtimes.runner import BenchmarkOptions, Images, OpenModel, Timing, measure_host, to_numpy
 
 
 def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.InferenceSession:
@@ -27,6 +29,13 @@ def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.In
     content = onnx_content(model) if isinstance(model, Path) else model
     parse_onnx(content, model if isinstance(model, Path) else Path("model"))
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenModel:
+    """The model of a precision."""
+    file = bundle.file(bundle.manifest.models[precision])
+    runner = OnnxRuntimeRunner(file, bundle.manifest.shapes)
+    return OpenModel(file=file, runner=runner, notes=("simulated: numerical reference",))
 
 
 class OnnxRuntimeRunner:
@@ -47,7 +56,7 @@ class OnnxRuntimeRunner:
         logits: np.ndarray = self._session.run([self._shapes.output_name], feeds)[0]
         return logits.astype(np.float32, copy=False)
 
-    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
+    def measure(self, batch_size: int, **how: Unpack[BenchmarkOptions]) -> Timing:
         """See Runner."""
         return measure_host(self.infer, self._shapes, batch_size, how)
 

@@ -10,14 +10,34 @@ import numpy as np
 
 from components.common.contracts.environment import cpu_name, num_cores
 from components.common.contracts.errors import RuntimeUnavailable
+from components.common.contracts.instruction_sets import instruction_set
+from components.common.contracts.manifests import Artifact, BundleManifest
+from components.common.contracts.records import Precision
 from components.common.contracts.transforms import ShapeSpec
-from components.common.runtimes import Images, Measuring, Timing, measure_host, to_numpy
+from components.common.runtimes.runner import BenchmarkOptions, Images, OpenModel, Timing, measure_host, to_numpy
+from components.common.runtimes.selection import fit_model
 
 try:
     import openvino as ov
     from openvino import properties as props
 except ModuleNotFoundError as error:
-    raise RuntimeUnavailable("OpenVINO runs models on CPUs and is not installed: pip install openvino") from error
+    raise RuntimeUnavailable(
+        "OpenVINO runs models on CPUs and is not installed: pip install openvino", code="library-missing"
+    ) from error
+
+
+def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenModel:
+    """The model of a precision: INT8 in the file that is fit for this CPU.
+
+    Raises:
+        RuntimeUnavailable: no INT8 file is.
+    """
+    file, notes = bundle.manifest.models[precision], []
+    if precision == "int8":
+        model = fit_model(bundle.manifest.int8_on_cpus)
+        file, notes = model.file, [f"{model.arithmetic}, on {instruction_set()}"]
+    runner = OpenVINORunner(bundle.file(file), bundle.manifest.shapes)
+    return OpenModel(file=bundle.file(file), runner=runner, notes=tuple(notes))
 
 
 @cache
@@ -50,7 +70,7 @@ class OpenVINORunner:
         result = self._request.infer([to_numpy(images)], share_inputs=True)
         return np.array(result[0], dtype=np.float32)
 
-    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
+    def measure(self, batch_size: int, **how: Unpack[BenchmarkOptions]) -> Timing:
         """See Runner. On a CPU there is no transfer, so latency is the call.
 
         Several streams are as many infer requests of a model compiled for throughput, which share the cores. A latency
@@ -92,9 +112,9 @@ def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
     return core.compile_model(core.read_model(onnx_path), "CPU", settings)
 
 
-def _time_queue(queue: ov.AsyncInferQueue, images: np.ndarray, num_streams: int, how: Measuring) -> Timing:
+def _time_queue(queue: ov.AsyncInferQueue, images: np.ndarray, num_streams: int, how: BenchmarkOptions) -> Timing:
     """Keep every request of a queue busy. images: [B, C, H, W] float32, the same each time."""
-    meter = how.get("meter")
+    monitor = how.get("monitor")
     ended: list[tuple[float, float]] = []  # of each batch: the time of its end, its latency in milliseconds
 
     def note_end(request: ov.InferRequest, started: float) -> None:
@@ -109,15 +129,15 @@ def _time_queue(queue: ov.AsyncInferQueue, images: np.ndarray, num_streams: int,
     warm = time.perf_counter() + how["warmup_s"]
     while time.perf_counter() < warm or len(ended) < num_streams:
         submit()
-    if meter is not None:
-        meter.start()
+    if monitor is not None:
+        monitor.start()
     # The clock starts and stops at the end of a batch, with all streams busy: what drains afterwards is not counted.
     first = len(ended)
     while len(ended) < first + how["min_iterations"] or ended[-1][0] - ended[first - 1][0] < how["duration_s"]:
         submit()
     last = len(ended)
-    if meter is not None:
-        meter.stop()
+    if monitor is not None:
+        monitor.stop()
     queue.wait_all()
     counted = ended[first:last]
     return Timing(

@@ -1,21 +1,21 @@
-"""Which runtime would serve each precision of a bundle on this machine."""
+"""Which runtime runs each precision of a bundle on this machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from components.common.contracts.errors import RuntimeUnavailable, UserError
 from components.common.contracts.instruction_sets import instruction_set
 from components.common.contracts.manifests import Artifact, BundleManifest
-from components.common.contracts.records import PRECISIONS, CpuModel, EngineEntry, Precision
-from components.common.runtimes import Runner
+from components.common.contracts.records import PRECISIONS, CpuModel, Precision
+from components.common.runtimes import RUNTIMES, Runtime, RuntimeOption
+from components.common.runtimes.runner import Runner
 
-Runtime = Literal["auto", "tensorrt", "openvino", "onnxruntime"]
+_AUTOMATIC = tuple(runtime for runtime in RUNTIMES.values() if runtime.is_automatic)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
+class RuntimeSelection:
     """A precision and what runs it here: a runner, or the reason why there is none."""
 
     precision: Precision
@@ -24,102 +24,118 @@ class Serving:
     note: str
 
 
-def serving_runners(bundle: Artifact[BundleManifest], runtime: Runtime) -> list[Serving]:
+def select_runtimes(bundle: Artifact[BundleManifest], option: RuntimeOption) -> list[RuntimeSelection]:
     """A runner per precision, or why there is none. Where the bundle's plans don't run here, the notes say why.
 
     Raises:
-        RuntimeUnavailable: `runtime` is "tensorrt" and the bundle has no engines that run here.
+        RuntimeUnavailable: `option` names a runtime of plans, and the bundle has none that run here.
     """
-    engines, unused = _engines_for(bundle, runtime)
-    servings = []
+    runtime, unused = _choose(bundle, option)
+    selections = []
     for precision in PRECISIONS:
-        if precision in engines:
-            servings.append(_on_tensorrt(bundle, engines[precision]))
-        elif precision not in bundle.manifest.models:
+        reason = ""
+        if precision not in bundle.manifest.models:
             reason = f"the bundle has no {precision.upper()} model"
-            servings.append(Serving(precision=precision, file=None, runner=None, note=reason))
-        elif runtime == "onnxruntime":
-            servings.append(_on_onnxruntime(bundle, precision))
-        elif engines or precision == "fp16":
-            without = unused or "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
-            reason = "its engine was not built" if engines else without
-            servings.append(Serving(precision=precision, file=None, runner=None, note=reason))
+        elif runtime.runs_plans and not _has_plan(bundle, precision):
+            reason = "its engine was not built"
+        elif precision not in runtime.precisions:
+            reason = unused or f"needs TensorRT on a GPU; a CPU has no {precision.upper()} arithmetic"
         else:
             try:
-                servings.append(_on_openvino(bundle, precision, unused))
-            except RuntimeUnavailable as error:  # no INT8 file is fit for this CPU; FP32 runs all the same
-                servings.append(Serving(precision=precision, file=None, runner=None, note=str(error)))
-    return servings
+                selections.append(_open(runtime, bundle, precision, unused))
+            except RuntimeUnavailable as error:
+                if runtime.runs_plans:
+                    raise
+                reason = str(error)  # no INT8 file is fit for this CPU; FP32 runs all the same
+        if reason:
+            selections.append(RuntimeSelection(precision=precision, file=None, runner=None, note=reason))
+    return selections
 
 
-def serving_runner(bundle: Artifact[BundleManifest], precision: Precision, runtime: Runtime) -> Serving:
-    """What runs one precision here: its plan where it was made for this GPU, else OpenVINO on its ONNX file.
+def select_runtime(
+    bundle: Artifact[BundleManifest], precision: Precision, option: RuntimeOption, *, same_arithmetic: bool = False
+) -> RuntimeSelection:
+    """What runs one precision here: its plan where it was made for this GPU, else the next runtime on its ONNX file.
 
     FP16 without TensorRT is the FP16 file in FP32 arithmetic, since CPUs have no other: the note says so.
 
+    Args:
+        bundle: the models.
+        precision: of the model.
+        option: a runtime's name, or "auto".
+        same_arithmetic: refuse a runtime that computes the precision in another arithmetic.
+
     Raises:
-        RuntimeUnavailable: `runtime` is "tensorrt" and the bundle has no such engine that runs here; or no INT8 file
-            of the bundle is fit for this CPU.
+        RuntimeUnavailable: `option` names a runtime of plans, and the bundle has no such engine that runs here; or no
+            INT8 file of the bundle is fit for this CPU.
         UserError: the bundle has no model of this precision.
     """
-    engines, unused = _engines_for(bundle, runtime)
-    if precision in engines:
-        return _on_tensorrt(bundle, engines[precision])
-    if runtime == "tensorrt":
-        raise RuntimeUnavailable(
-            f"the runtime tensorrt was asked for, but the bundle has no {precision.upper()} engine"
-        )
+    runtime, unused = _choose(bundle, option)
+    if runtime.runs_plans and not _has_plan(bundle, precision):
+        if option == runtime.name:
+            raise RuntimeUnavailable(
+                f"the runtime {option} was asked for, but the bundle has no {precision.upper()} engine",
+                code="engine-missing",
+            )
+        runtime = next(other for other in _AUTOMATIC if not other.runs_plans)
     if precision not in bundle.manifest.models:
         held = ", ".join(sorted(bundle.manifest.models))
-        raise UserError(f"the bundle {bundle.path} has no {precision.upper()} model; it holds {held}")
-    if runtime == "onnxruntime":
-        return _on_onnxruntime(bundle, precision)
-    serving = _on_openvino(bundle, precision, unused)
-    if precision == "fp16":
-        note = "a CPU has no FP16 arithmetic: the FP16 file runs in FP32"
-        serving = replace(serving, note=". ".join(filter(None, (serving.note, note))))
-    return serving
+        raise UserError(
+            f"the bundle {bundle.path} has no {precision.upper()} model; it holds {held}", code="precision-missing"
+        )
+    if precision in runtime.precisions:
+        return _open(runtime, bundle, precision, unused)
+    note = f"a CPU has no {precision.upper()} arithmetic"
+    if same_arithmetic:
+        raise RuntimeUnavailable("; ".join(filter(None, (unused, note))), code="arithmetic-missing")
+    return _open(runtime, bundle, precision, unused, f"{note}: the {precision.upper()} file runs in FP32")
 
 
-def _engines_for(bundle: Artifact[BundleManifest], runtime: Runtime) -> tuple[dict[str, EngineEntry], str]:
-    """The engines that run here, by precision, and why the bundle's don't; empty where nobody needs to know."""
-    engines, missing = _usable_engines(bundle, runtime)
-    if runtime == "tensorrt" and not engines:
-        raise RuntimeUnavailable(f"the runtime tensorrt was asked for, but {missing}")
-    # What was asked for needs no reason; plans that nothing runs although they are there do.
-    return engines, missing if runtime == "auto" and bundle.manifest.engines else ""
+def _choose(bundle: Artifact[BundleManifest], option: RuntimeOption) -> tuple[Runtime, str]:
+    """The runtime that an option leads to, and why the bundle's plans are not run although there are some."""
+    if option != "auto":
+        if reason := _why_not(RUNTIMES[option], bundle):
+            raise RuntimeUnavailable(f"the runtime {option} was asked for, but {reason}", code="plans-unusable")
+        return RUNTIMES[option], ""  # what was asked for needs no reason
+    reasons = {runtime.name: _why_not(runtime, bundle) for runtime in _AUTOMATIC}
+    chosen = next(runtime for runtime in _AUTOMATIC if not reasons[runtime.name])
+    return chosen, "; ".join(filter(None, reasons.values())) if bundle.manifest.engines else ""
 
 
-def _usable_engines(bundle: Artifact[BundleManifest], runtime: Runtime) -> tuple[dict[str, EngineEntry], str]:
-    if runtime not in ("auto", "tensorrt"):
-        return {}, f"the runtime {runtime} was asked for"
+def _why_not(runtime: Runtime, bundle: Artifact[BundleManifest]) -> str:
+    """Why the bundle's plans can't be run with a runtime; empty where they can, or it runs no plans."""
     engines = bundle.manifest.engines
+    if not runtime.runs_plans:
+        return ""
     if not engines:
-        return {}, f"the bundle has no engines: {bundle.manifest.engines_missing}"
-    from components.common.runtimes.tensorrt_library import plan_mismatches, why_no_tensorrt
-
-    if missing := why_no_tensorrt():
-        return {}, missing
+        return f"the bundle has no engines: {bundle.manifest.engines_missing}"
+    if missing := runtime.module.why_unavailable():
+        return str(missing)
     for engine in engines:
         if engine.onnx_digest and engine.onnx_digest != bundle.manifest.files[engine.source_onnx].digest:
-            return {}, f"{engine.file} was built from another {engine.source_onnx} than the bundle holds; export again"
-        if differences := plan_mismatches(engine):
+            return f"{engine.file} was built from another {engine.source_onnx} than the bundle holds; export again"
+        if differences := runtime.module.plan_mismatches(engine):
             fix = "build plans for this machine with `enginery engines`"
-            return {}, f"{engine.file} was built elsewhere ({'; '.join(differences)}); {fix}"
-    return {engine.precision: engine for engine in engines}, ""
+            return f"{engine.file} was built elsewhere ({'; '.join(differences)}); {fix}"
+    return ""
 
 
-def _on_tensorrt(bundle: Artifact[BundleManifest], engine: EngineEntry) -> Serving:
-    from components.common.runtimes.tensorrt import TensorRTRunner
+def _has_plan(bundle: Artifact[BundleManifest], precision: Precision) -> bool:
+    return any(engine.precision == precision for engine in bundle.manifest.engines)
 
-    file = bundle.file(engine.file)
-    runner = TensorRTRunner(file, bundle.manifest.shapes, engine)
-    notes = []
-    if "TF32" in engine.flags:
-        notes.append("TF32: inputs of convolutions and matrix products are rounded to 10 bits")
-    if engine.mantissa_bits is not None:
-        notes.append(f"weights are rounded to {engine.mantissa_bits} bits of mantissa")
-    return Serving(precision=engine.precision, file=file, runner=runner, note=". ".join(notes))
+
+def _open(
+    runtime: Runtime, bundle: Artifact[BundleManifest], precision: Precision, unused: str, note: str = ""
+) -> RuntimeSelection:
+    """Load a model. `unused` is why the bundle's plans don't run here, `note` what else is to be said."""
+    opened = runtime.module.open_model(bundle, precision)
+    instead = f"{runtime.label} ran the ONNX file, not the plan: {unused}" if unused else ""
+    return RuntimeSelection(
+        precision=precision,
+        file=opened.file,
+        runner=opened.runner,
+        note=". ".join(filter(None, (instead, *opened.notes, note))),
+    )
 
 
 def fit_model(models: Sequence[CpuModel]) -> CpuModel:
@@ -138,7 +154,8 @@ def fit_model(models: Sequence[CpuModel]) -> CpuModel:
         unfit = ", ".join(sorted(set.intersection(*(set(model.saturates_on) for model in models))))
         raise RuntimeUnavailable(
             f"no INT8 file is fit for this CPU, which runs INT8 with {here}: sums of {held} saturate on {unfit}. "
-            "Export the model again, which writes a file for every CPU, or use a CPU with VNNI"
+            "Export the model again, which writes a file for every CPU, or use a CPU with VNNI",
+            code="no-int8-file-for-this-cpu",
         )
     return max(fit, key=lambda model: model.weight_bits)
 
@@ -157,25 +174,3 @@ def not_measured_here(precision: Precision, measured_on: Sequence[str]) -> str:
         f"a verdict on this model was measured with {', '.join(measured_on) or 'no CPU'}, and this CPU runs INT8 with "
         f"{here}: nobody has proved it here. `python -m components.validate` measures it on this CPU"
     )
-
-
-def _on_openvino(bundle: Artifact[BundleManifest], precision: Precision, unused: str) -> Serving:
-    """`unused` is why the bundle's plans don't run here; empty where it has none."""
-    from components.common.runtimes.openvino import OpenVINORunner
-
-    notes = [f"OpenVINO ran the ONNX file, not the plan: {unused}"] if unused else []
-    file = bundle.manifest.models[precision]
-    if precision == "int8":
-        model = fit_model(bundle.manifest.int8_on_cpus)
-        file = model.file
-        notes.append(f"{model.arithmetic}, on {instruction_set()}")
-    runner = OpenVINORunner(bundle.file(file), bundle.manifest.shapes)
-    return Serving(precision=precision, file=bundle.file(file), runner=runner, note=". ".join(notes))
-
-
-def _on_onnxruntime(bundle: Artifact[BundleManifest], precision: Precision) -> Serving:
-    from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
-
-    file = bundle.file(bundle.manifest.models[precision])
-    runner = OnnxRuntimeRunner(file, bundle.manifest.shapes)
-    return Serving(precision=precision, file=file, runner=runner, note="simulated: numerical reference")

@@ -20,10 +20,9 @@ from torch import Tensor
 from components.common.contracts.environment import cpu_name
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.contracts.transforms import ShapeSpec
-from components.common.runtimes import Images, Measuring, Timing, measure_host
 from components.common.runtimes.onnx_files import read_onnx
-from components.common.runtimes.torch_layers import fake_quantize
-from components.common.runtimes.torch_operators import as_tensor, bind, why_unsupported
+from components.common.runtimes.runner import BenchmarkOptions, Images, Timing, measure_host
+from components.common.runtimes.torch_operators import as_tensor, bind, fake_quantize, why_unsupported
 
 _OPSETS = range(13, 22)
 
@@ -182,7 +181,7 @@ class TorchRunner:
         batches = torch.split(images, self._shapes.max_batch)
         return np.concatenate([self._graph.run(batch)[0].float().cpu().numpy() for batch in batches])
 
-    def measure(self, batch_size: int, **how: Unpack[Measuring]) -> Timing:
+    def measure(self, batch_size: int, **how: Unpack[BenchmarkOptions]) -> Timing:
         """See Runner. On a GPU, too, a latency is that of the call, which always copies images and logits."""
         return measure_host(self.infer, self._shapes, batch_size, how)
 

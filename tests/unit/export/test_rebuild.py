@@ -21,6 +21,7 @@ from components.common.contracts.manifests import (
 from components.common.contracts.records import CalibrationEntry, EngineEntry, EngineLayers
 from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.process.steplog import StepLog
+from components.common.runtimes import tensorrt
 from components.export import plans, rebuild
 from components.export.calibration import Samples
 from components.export.config import ExportConfig
@@ -88,8 +89,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         layers = EngineLayers(file="f", num_layers=1, num_reformats=0, convolutions={"INT8": 1}, exceptions={})
         return layers
 
-    for module in (plans, rebuild):
-        monkeypatch.setattr(module, "why_no_tensorrt", lambda: None)
+    monkeypatch.setattr(tensorrt, "why_unavailable", lambda: None)
     monkeypatch.setattr(plans, "check_options", lambda options: None)
     monkeypatch.setattr(plans, "onnx_file_for", lambda precision: "int8.onnx")
     monkeypatch.setattr(plans, "build_engine", build)

@@ -16,7 +16,7 @@ from PIL import Image
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.data.loader import Loader
-from components.common.runtimes import to_numpy
+from components.common.runtimes.runner import to_numpy
 
 Preprocess = Callable[..., Artifact[DatasetManifest]]
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -22,7 +22,7 @@ from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
 from components.common.contracts.errors import UserError
-from components.common.runtimes.selection import serving_runner
+from components.common.runtimes.selection import select_runtime
 from enginery.cli.commands import cli
 from enginery.serving.client.client import AsyncClient, Client
 from enginery.serving.client.transport import RequestRefused, RetryPolicy, ServerTimeout, ServerUnreachable
@@ -78,7 +78,7 @@ def test_tensors_give_the_runners_logits(url: str, source) -> None:
         logits = client.logits(tensors)
         with pytest.raises(RequestRefused):
             client.logits(tensors[:, :, :-1])
-    serving = serving_runner(source.bundle, "int8", "openvino")
+    serving = select_runtime(source.bundle, "int8", "openvino")
     assert serving.runner is not None
     assert np.allclose(logits, serving.runner.infer(tensors), atol=1e-5)
 
