@@ -38,12 +38,14 @@ target "steps" {
     step = ["preprocess", "train", "export", "validate"]
   }
   name = step
-  dockerfile = "containers/${step}/Dockerfile"
+  dockerfile = "containers/steps/Dockerfile"
+  target = step
   tags = ["${REGISTRY}/${step}:${VERSION}"]
   args = {
     BASE_IMAGE = base(PYTORCH_BASE, "nvcr.io/nvidia/pytorch", "${NGC_RELEASE}-py3", PYTORCH_DIGEST)
     REVISION = REVISION
     SOURCE_DATE_EPOCH = SOURCE_DATE_EPOCH
+    STEP = step
     VERSION = VERSION
   }
 }

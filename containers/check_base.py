@@ -1,4 +1,4 @@
-"""Whether a base image brings what base.txt names: run inside it, before anything is installed."""
+"""Check that a base image brings what base.txt names: run inside it, before anything is installed."""
 
 import sys
 from importlib import metadata
@@ -8,7 +8,7 @@ from pip._vendor.packaging.requirements import Requirement
 
 
 def problems(requirements: str) -> list[str]:
-    """What is missing or too old, one line each."""
+    """Return what is missing or too old, one line each."""
     found = []
     for line in requirements.splitlines():
         if not line.strip() or line.startswith("#"):

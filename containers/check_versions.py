@@ -1,4 +1,4 @@
-"""Whether the images fit together: one release, one TensorRT, a driver as documented.
+"""Check that the images fit together: one release, one TensorRT, a driver as documented.
 
 `python containers/check_versions.py` compares what the repository says. With `--images REGISTRY TAG` it asks built
 images, too; with `--release` it wants every base pinned by digest.
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+STAND_IN = "stand-in"  # the bases of the smoke tests
 IMAGES = ("preprocess", "train", "export", "validate", "promote", "serve", "mlflow", "cli")
 # CUDA's major version -> oldest driver that runs it (NVIDIA, CUDA Toolkit release notes, minor version compatibility).
 OLDEST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
@@ -32,7 +33,7 @@ def driver_number(version: str) -> tuple[int, ...]:
 
 
 def said_problems(versions: Mapping[str, str], *, release: bool = False) -> list[str]:
-    """What versions.hcl says that can't be, one line each."""
+    """Return the contradictions in versions.hcl, one line each."""
     found = []
     export, serve = versions["PYTORCH_TENSORRT"], versions["TRITON_TENSORRT"]
     if export != serve:
@@ -53,21 +54,19 @@ def said_problems(versions: Mapping[str, str], *, release: bool = False) -> list
 
 
 def default_problems(versions: Mapping[str, str], dockerfiles: Mapping[str, str]) -> list[str]:
-    """Dockerfiles (by image) whose own default base is another than the release's."""
-    pytorch = f"nvcr.io/nvidia/pytorch:{versions['NGC_RELEASE']}-py3"
-    bases = dict.fromkeys(("preprocess", "train", "export", "validate"), pytorch)
-    bases |= dict.fromkeys(("promote", "mlflow", "cli"), f"python:{versions['PYTHON_TAG']}")
+    """Return which Dockerfiles, by their folder, have another default base than the release's, one line each."""
+    bases = dict.fromkeys(("promote", "mlflow", "cli"), f"python:{versions['PYTHON_TAG']}")
+    bases["steps"] = f"nvcr.io/nvidia/pytorch:{versions['NGC_RELEASE']}-py3"
     bases["serve"] = f"nvcr.io/nvidia/tritonserver:{versions['NGC_RELEASE']}-py3"
-    found = []
-    for image, text in dockerfiles.items():
-        default = _BASE.findall(text)
-        if default != [bases[image]]:
-            found.append(f"containers/{image}/Dockerfile has the base {default}, and versions.hcl says {bases[image]}")
-    return found
+    return [
+        f"containers/{folder}/Dockerfile has the base {default}, and versions.hcl says {bases[folder]}"
+        for folder, text in dockerfiles.items()
+        if (default := _BASE.findall(text)) != [bases[folder]]
+    ]
 
 
 def document_problems(versions: Mapping[str, str], documents: Mapping[str, str]) -> list[str]:
-    """Documents (by name) that name another driver branch than the images need."""
+    """Return which documents, by name, don't name the driver branch that the images need, one line each."""
     branch = f"R{versions['MIN_DRIVER'].split('.')[0]}"
     return [
         f"{name} does not name the driver branch {branch}" for name, text in documents.items() if branch not in text
@@ -75,7 +74,7 @@ def document_problems(versions: Mapping[str, str], documents: Mapping[str, str])
 
 
 def image_problems(versions: Mapping[str, str], variables: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """What built images of export and serve carry, by the variables that NVIDIA sets in its bases.
+    """Return how built images of export and serve differ from versions.hcl, by variables of NVIDIA's bases.
 
     Args:
         versions: of versions.hcl.
@@ -125,7 +124,8 @@ def main() -> None:
     parser.add_argument("--images", nargs=2, metavar=("REGISTRY", "TAG"), help="look into built images, too")
     arguments = parser.parse_args()
     versions = read_versions((ROOT / "containers/versions.hcl").read_text(encoding="utf-8"))
-    dockerfiles = {image: (ROOT / f"containers/{image}/Dockerfile").read_text(encoding="utf-8") for image in IMAGES}
+    files = ROOT.glob("containers/*/Dockerfile")
+    dockerfiles = {file.parent.name: file.read_text(encoding="utf-8") for file in files if file.parent.name != STAND_IN}
     documents = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/containers.md")}
     found = said_problems(versions, release=arguments.release)
     found += default_problems(versions, dockerfiles) + document_problems(versions, documents)

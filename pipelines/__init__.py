@@ -1,1 +1,1 @@
-"""How the steps chain: the pipelines, the `enginery` command line, and the built-in data sets."""
+"""How the steps chain: the pipelines, the `enginery` command line, and the built-in datasets."""

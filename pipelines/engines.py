@@ -9,6 +9,8 @@ from typing import Any
 
 from kfp import dsl
 
+from components.export.component import export_engines
+from enginery.cluster.resources import apply_resources
 from pipelines import graph
 
 
@@ -28,7 +30,8 @@ def engines(
 ) -> None:
     """The chain from export on, which finds a Bundle and builds its engines only."""
     dataset = graph.prepare(data=data, seed=seed, settings=preprocess)
-    bundle = graph.rebuild(model, dataset, settings=export)
+    bundle = export_engines(model=model, dataset=dataset.outputs["dataset"], settings=export)
+    apply_resources(bundle.set_display_name("export"), "export")
     graph.prove_and_promote(
         bundle,
         dataset,

@@ -1,15 +1,13 @@
-"""The graph that every classifier pipeline shares."""
+"""The parts of the graph that pipelines share."""
 
 from typing import Any
 
 from kfp import dsl
 
-from components.export.component import export, export_engines, export_own
 from components.gate.component import gate
 from components.merge.component import merge
 from components.preprocess.component import list_parts, preprocess, preprocess_part
 from components.promote.component import promote
-from components.train.component import train
 from components.validate.component import validate
 from enginery.cluster.resources import apply_resources
 
@@ -17,100 +15,17 @@ Settings = dict[str, Any]
 
 
 def prepare(*, data: str, seed: int, settings: Settings) -> dsl.PipelineTask:
-    """Images to a data set."""
+    """Images to a dataset."""
     return apply_resources(preprocess(data=data, seed=seed, settings=settings), "preprocess")
 
 
 def prepare_in_parts(*, data: str, seed: int, num_parts: int, settings: Settings) -> dsl.PipelineTask:
-    """Images to a data set that several machines pack at the same time."""
+    """Images to a dataset that several machines pack at the same time."""
     parts = apply_resources(list_parts(num_parts=num_parts), "preprocess")
     with dsl.ParallelFor(items=parts.output, name="parts") as part:
         packed = preprocess_part(data=data, seed=seed, part=part, settings=settings)
         apply_resources(packed.set_display_name("preprocess"), "preprocess")
     return apply_resources(merge(parts=dsl.Collected(packed.outputs["dataset_part"])), "merge")
-
-
-def fit(
-    dataset: dsl.PipelineTask,
-    *,
-    architecture: str,
-    image_size: int,
-    epochs: int,
-    global_batch_size: int,
-    learning_rate: float,
-    seed: int,
-    settings: Settings,
-) -> dsl.PipelineTask:
-    """A data set to trained weights."""
-    task = train(
-        dataset=dataset.outputs["dataset"],
-        architecture=architecture,
-        image_size=image_size,
-        epochs=epochs,
-        global_batch_size=global_batch_size,
-        learning_rate=learning_rate,
-        seed=seed,
-        settings=settings,
-    )
-    return apply_resources(task, "train")
-
-
-def quantize(
-    checkpoint: dsl.PipelineTask,
-    dataset: dsl.PipelineTask,
-    *,
-    calibration_method: str,
-    num_calibration_images: int,
-    max_top1_drop_points: float,
-    settings: Settings,
-    gate_settings: Settings,
-) -> dsl.PipelineTask:
-    """Trained weights to a bundle."""
-    task = export(
-        checkpoint=checkpoint.outputs["checkpoint"],
-        dataset=dataset.outputs["dataset"],
-        calibration_method=calibration_method,
-        num_calibration_images=num_calibration_images,
-        max_top1_drop_points=max_top1_drop_points,
-        settings=settings,
-        gate_settings=gate_settings,
-    )
-    return apply_resources(task, "export")
-
-
-def quantize_own(
-    model: str,
-    dataset: dsl.PipelineTask,
-    *,
-    architecture: str,
-    image_size: int,
-    calibration_method: str,
-    num_calibration_images: int,
-    max_top1_drop_points: float,
-    settings: Settings,
-    gate_settings: Settings,
-) -> dsl.PipelineTask:
-    """The user's own model to a bundle."""
-    task = export_own(
-        model=model,
-        dataset=dataset.outputs["dataset"],
-        architecture=architecture,
-        image_size=image_size,
-        calibration_method=calibration_method,
-        num_calibration_images=num_calibration_images,
-        max_top1_drop_points=max_top1_drop_points,
-        settings=settings,
-        gate_settings=gate_settings,
-    )
-    task.set_display_name("export")
-    return apply_resources(task, "export")
-
-
-def rebuild(model: str, dataset: dsl.PipelineTask, *, settings: Settings) -> dsl.PipelineTask:
-    """A bundle to the same one with engines for the GPU here."""
-    task = export_engines(model=model, dataset=dataset.outputs["dataset"], settings=settings)
-    task.set_display_name("export")
-    return apply_resources(task, "export")
 
 
 def prove_and_promote(

@@ -9,6 +9,8 @@ from typing import Any
 
 from kfp import dsl
 
+from components.export.component import export_own
+from enginery.cluster.resources import apply_resources
 from pipelines import graph
 
 
@@ -32,9 +34,9 @@ def quantize(
 ) -> None:
     """The chain from export on."""
     dataset = graph.prepare(data=data, seed=seed, settings=preprocess)
-    bundle = graph.quantize_own(
-        model,
-        dataset,
+    bundle = export_own(
+        model=model,
+        dataset=dataset.outputs["dataset"],
         architecture=architecture,
         image_size=image_size,
         calibration_method=calibration_method,
@@ -43,6 +45,7 @@ def quantize(
         settings=export,
         gate_settings=gate,
     )
+    apply_resources(bundle.set_display_name("export"), "export")
     graph.prove_and_promote(
         bundle,
         dataset,

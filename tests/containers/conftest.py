@@ -42,8 +42,15 @@ def mount(path: Path, *, read_only: bool) -> tuple[str, str]:
     return "--volume", f"{path}:{path}:{'ro' if read_only else 'rw'}"
 
 
+def show(path: Path) -> None:
+    """Let every UID see pytest's folder of a test."""
+    for parent in (path, path.parent, path.parent.parent):
+        parent.chmod(0o755)
+
+
 def open_folder(path: Path) -> Path:
     """A folder that any UID may write to, as a volume of a cluster is."""
+    show(path.parent)
     path.mkdir()
     path.chmod(0o777)
     return path
@@ -59,8 +66,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "digits"
     command = [sys.executable, "-m", "enginery.cli.main", "data", "digits", str(folder)]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-    for parent in (folder, folder.parent, folder.parent.parent, folder.parent.parent.parent):
-        parent.chmod(0o755)
+    folder.chmod(0o755)
+    show(folder.parent)
     return folder
 
 
@@ -68,7 +75,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the preprocess image made of them, as a UID without a name, on a read-only root, without a network."""
     output = open_folder(tmp_path_factory.mktemp("dataset") / "output") / "dataset"
-    output.parent.parent.chmod(0o755)
     limits = ("--memory", "1500m", *mount(digits, read_only=True), *mount(output.parent, read_only=False))
     done = run_step("preprocess", ["--data", str(digits), "--output", str(output)], *limits)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,6 +1,5 @@
 """mlflow/compose.yaml as it is, with stand-ins for the images of PostgreSQL and the store: up, killed, restored."""
 
-import functools
 import json
 import os
 import secrets
@@ -18,9 +17,9 @@ import requests
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from components.common.contracts.digests import digest_file
 from components.common.registry import store as _store  # noqa: F401  # as every process of ours that uses MLflow
 from tests.containers.conftest import REPOSITORY, docker
-from tests.containers.test_tracking_server import _log_loss, digest, until_it_fails
 from tests.pipelines.servers import free_port
 
 pytestmark = pytest.mark.slow
@@ -159,8 +158,14 @@ def test_passwords_and_hosts(stack: Stack) -> None:
 @pytest.mark.parametrize("service", ["mlflow", "postgresql"])
 def test_crashed_in_a_run_it_comes_back_and_has_what_it_answered(stack: Stack, service: str) -> None:
     run_id, answered = stack.client.create_run("0").info.run_id, list[int]()
-    act = functools.partial(_log_loss, stack.client, run_id)
-    log = threading.Thread(target=until_it_fails, args=(act, answered))
+
+    def log_until_it_fails() -> None:
+        with suppress(Exception):  # of the request that the kill meets
+            while True:
+                stack.client.log_metric(run_id, "loss", len(answered), step=len(answered))
+                answered.append(len(answered))
+
+    log = threading.Thread(target=log_until_it_fails)
     log.start()
     deadline = time.monotonic() + 120
     while len(answered) < 20 and log.is_alive() and time.monotonic() < deadline:
@@ -190,7 +195,8 @@ def test_crashed_in_an_upload_nothing_half_is_left(stack: Stack, large: Path, tm
     assert [(file.path, file.file_size) for file in files] in ([], [(large.name, large.stat().st_size)])
     assert stack.uploaded_mb() <= 1  # what the killed server had got is not kept for ever
     stack.client.log_artifact(run_id, str(large))
-    assert digest(Path(stack.client.download_artifacts(run_id, large.name, str(tmp_path)))) == digest(large)
+    back = Path(stack.client.download_artifacts(run_id, large.name, str(tmp_path)))
+    assert digest_file(back) == digest_file(large)
 
 
 def test_restored_from_a_backup_of_the_database(stack: Stack, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from components.common.contracts.manifests import BundleManifest, load
 from enginery.release.verify import load_chain
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.sources import Source
-from tests.containers.conftest import HARDENED_ALONE, docker, image, mount
+from tests.containers.conftest import HARDENED_ALONE, docker, image, mount, show
 from tests.unit.conftest import proved  # noqa: F401
 
 # Runs inside the container, which has no network: sends one request of all images, and prints the labels.
@@ -42,8 +42,7 @@ def repository(proved, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noq
         name="digits", version="1", precision="int8", bundle=chain.bundle, report=chain.report, digests=digests
     )
     folder = tmp_path_factory.mktemp("served")
-    for parent in (folder, folder.parent, folder.parent.parent):
-        parent.chmod(0o755)
+    show(folder)
     return write_repository(source, folder / "models", RepositoryConfig(max_wait_s=60)).path
 
 
@@ -85,8 +84,7 @@ def test_the_validated_predictions(repository: Path, proved) -> None:  # noqa: F
 
 
 def test_a_corrupted_repository_is_refused(repository: Path, tmp_path: Path) -> None:
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
+    show(tmp_path)
     shutil.copytree(repository, tmp_path / "models")
     with (tmp_path / "models/digits_model/1/int8_cpu.onnx").open("r+b") as file:
         file.seek(100)
