@@ -6,7 +6,7 @@
         --batch-sizes 8 --variants off --precisions bf16 --num-images 64 --seconds 1
 
 Each measurement (a cell) is a process of its own with a time limit, and the result is written after each. A further
-call goes on: cells of the same commit, torch and device that the result holds are not measured again (--again does).
+call resumes: cells of the same commit, torch and device that the result holds are not measured again (--again does).
 The fastest synthetic cell is what shards, torchvision's recipe and several GPUs are measured with or against.
 """
 
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,16 @@ class Session:
     cell_s: float
     ends: float  # time.monotonic()
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)
-    taken_over: int = 0
+    num_reused: int = 0
 
-    def take_over(self) -> None:
-        """What an earlier call has measured with the same code, torch and device."""
+    def reuse(self) -> None:
+        """Take the cells that an earlier call has measured with the same code, torch and device."""
         path = self.results / self.machine / f"{self.name}.json"
         if path.exists():
             found = [run for run in json.loads(path.read_bytes())["runs"] if "failed" not in run]
             here = (current_commit(), torch.__version__, device_name(torch.device(self.device)))
             self.cells = {run["label"]: run for run in found if (run["commit"], run["torch"], run["device"]) == here}
-            self.taken_over = len(self.cells)
+            self.num_reused = len(self.cells)
 
     def measure(self, cell: Cell) -> dict[str, Any] | None:
         """A cell's result, measured unless it is known; None where it failed or no time is left."""
@@ -78,7 +79,7 @@ class Session:
     def write(self) -> None:
         good = [cell for cell in self.cells.values() if "failed" not in cell]
         devices = sorted({cell["device"] for cell in good})
-        again = f" {self.taken_over} cells are of an earlier call with the same code." if self.taken_over else ""
+        again = f" {self.num_reused} cells are of an earlier call with the same code." if self.num_reused else ""
         notes = (
             "Forward, backward and optimizer step of components.train, by the trainer's own clock over whole epochs; "
             "each cell in a process of its own, medians of its turns after warming up. synthetic: one fixed batch on "
@@ -148,19 +149,11 @@ def main(
 ) -> None:
     if unknown := set(parts.split(",")) - set(_PARTS):
         raise click.UsageError(f"--parts has {', '.join(unknown)}; choose from {', '.join(_PARTS)}")
-    ends = time.monotonic() + 60 * minutes
     folder = work / str(num_images)
-    session = Session(
-        machine=machine,
-        name=f"train_{architecture}",
-        results=results,
-        work=work,
-        device=device,
-        cell_s=cell_seconds,
-        ends=ends,
-    )
+    names = {"machine": machine, "name": f"train_{architecture}", "device": device}
+    session = Session(**names, results=results, work=work, cell_s=cell_seconds, ends=time.monotonic() + 60 * minutes)
     if not again:
-        session.take_over()
+        session.reuse()
     base = Cell(
         kind="synthetic",
         architecture=architecture,
@@ -228,8 +221,8 @@ def run_cell(cell: Cell, device: str, limit_s: float, logs: Path) -> dict[str, A
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     log = logs / f"{cell.label.replace('/', '_')}.txt"
-    with log.open("w") as errors, tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, env=environment, cwd=_ROOT, stdout=output, stderr=errors)
+    with log.open("w") as written, tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, cwd=_ROOT, stdout=output, stderr=written)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -241,21 +234,17 @@ def run_cell(cell: Cell, device: str, limit_s: float, logs: Path) -> dict[str, A
     if code == 0 and found:
         return dict(json.loads(found[-1].removeprefix(PREFIX)))
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return {"failed": (told or lines or [f"exit code {code}"])[-1][:300], "log": "\n".join(lines[-15:])[-1500:]}
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return {"failed": (errors or lines or [f"exit code {code}"])[-1][:300], "log": "\n".join(lines[-15:])[-1500:]}
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
     """End a cell and what it has started: torchrun's processes, compilers, workers."""
-    if process.poll() is not None:
-        return
-    group = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in group:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            continue
-    process.wait()
+    if process.poll() is None:
+        for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
 
 
 def brief(result: dict[str, Any]) -> str:
@@ -319,21 +308,14 @@ def measures_of(cells: list[dict[str, Any]]) -> dict[str, float]:
         own = [cell for cell in several if cell["cell"]["num_processes"] == number]
         best = max(own, key=lambda cell: cell["synthetic"]["images_per_s"])
         measures[f"train_images_per_s_x{number}"] = best["synthetic"]["images_per_s"]
-        alone = rates_alone(best, single)
+        same = ("variant", "precision", "batch_size")
+        alone = [cell for cell in single if all(cell["cell"][name] == best["cell"][name] for name in same)]
         if alone:
-            measures[f"train_scaling_x{number}"] = best["synthetic"]["images_per_s"] / number / alone
+            measures[f"train_scaling_x{number}"] = (
+                best["synthetic"]["images_per_s"] / number / alone[0]["synthetic"]["images_per_s"]
+            )
             measures["train_scaling"] = measures[f"train_scaling_x{number}"]
     return {**measures, **{f"{label}_images_per_s": rate for label, rate in rates.items()}}
-
-
-def rates_alone(several: dict[str, Any], single: list[dict[str, Any]]) -> float | None:
-    """Images per second of one process with the settings of several."""
-    wanted = tuple(several["cell"][name] for name in ("variant", "precision", "batch_size"))
-    for cell in single:
-        own = cell["cell"]
-        if (own["variant"], own["precision"], own["batch_size"]) == wanted:
-            return float(cell["synthetic"]["images_per_s"])
-    return None
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from components.common.runtimes.architectures import build_model
 from components.train.arithmetic import set_arithmetic
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
-from components.train.distributed import World, find_world, from_main, joined
+from components.train.distributed import World, broadcast, find_world, process_group
 from components.train.speed import EpochSpeed, StepProfiler
 from components.train.trainer import Trainer
 
@@ -157,7 +157,7 @@ def train(cell: Cell, world: World) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build_model(cell.architecture, _NUM_CLASSES)
     plan = plan_batches(config, world.world_size, num_train_images=_ENOUGH, num_val_images=1)
-    with joined(world, 120):
+    with process_group(world, 120):
         streams = {"synthetic": Stream(itertools.repeat(fixed_batch(cell, world)))}
         first = streams["synthetic"]
         trainer = Trainer(model, config, plan, first, first, world=world, log=QuietLog("train"))  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def train(cell: Cell, world: World) -> dict[str, Any]:
         turn(trainer, first, 4)
         compile_s = time.perf_counter() - started
         probe = turn(trainer, first, 4).train_images_per_s
-        num_steps = from_main(max(3, math.ceil(cell.seconds * probe / config.global_batch_size)), world)
+        num_steps = broadcast(max(3, math.ceil(cell.seconds * probe / config.global_batch_size)), world)
         if cell.kind == "shards":
             streams["shards"] = Stream(shard_batches(cell, world))
         if world.device.type == "cuda":
@@ -186,7 +186,7 @@ def turn(trainer: Trainer, stream: Stream, num_steps: int) -> EpochSpeed:
     """An epoch of that many steps, as if it were the first."""
     trainer.train = stream  # type: ignore[assignment]
     trainer.steps_per_epoch = num_steps
-    trainer.go_on(0, [], 0.0, 0.0)
+    trainer.resume(0, [], 0.0, 0.0)
     return trainer.train_epoch()[1]
 
 

@@ -18,7 +18,7 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED, prepare_directory, write_atomically
 from components.common.contracts.settings import how_to_set
 from components.common.process.lifetime import end_with_creator
-from components.common.process.partial_output import LOCK, clear_temporaries, earlier_outputs, held
+from components.common.process.partial_output import LOCK, clear_temporaries, earlier_outputs, hold
 from components.common.process.steplog import StepLog
 from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
@@ -52,7 +52,7 @@ def move_finished(records: Path, digest: str) -> int:
 
 def _move_from(output: Path, records: Path, digest: str) -> int:
     num_shards = 0
-    with held(output) as theirs:
+    with hold(output) as theirs:
         if (theirs / PLAN).read_bytes() != digest.encode():
             return 0
         for file in sorted(theirs.glob("*-*.json")):

@@ -3,5 +3,5 @@
 Reads:   a Dataset.
 Writes:  a Checkpoint: weights.safetensors, mllog.txt, manifest.json (architecture, classes, TransformSpec, metrics).
 Needs:   a GPU for real work; runs on the CPU too, in FP32.
-Stopped: the same command goes on from the last checkpoint; SIGTERM saves first and ends with exit code 75.
+Stopped: the same command resumes from the last checkpoint; SIGTERM saves first and ends with exit code 75.
 """

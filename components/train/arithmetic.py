@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """The dtype of autocast: what the config asks for, or what the device is good at."""
+    """Return the dtype of autocast: what the config asks for, or what the device is good at."""
     if config.precision != "auto":
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.precision]
     if device.type != "cuda":
@@ -29,7 +29,7 @@ def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def pick_compile_mode(config: TrainConfig, device: torch.device, log: StepLog) -> str:
-    """The mode of torch.compile; empty for none. A CPU run is over before compiling would pay.
+    """Return the mode of torch.compile; empty for none. A CPU run is over before compiling would pay.
 
     Raises:
         UserError: a mode is asked for that this machine lacks the tools for.
@@ -40,7 +40,8 @@ def pick_compile_mode(config: TrainConfig, device: torch.device, log: StepLog) -
     missing = _missing_for_triton() if on_gpu else ""
     if config.compile != "auto":
         if missing:
-            raise UserError(f"train.compile is {config.compile}, and this machine has no {missing}; or set it to off")
+            text = f"train.compile is {config.compile}, and this machine has no {missing}; or set it to off"
+            raise UserError(text, code="no-compiler", setting="train.compile")
         return config.compile
     if missing:
         log.warning(f"training is not compiled and so is slower, because this machine has no {missing}")
@@ -49,7 +50,7 @@ def pick_compile_mode(config: TrainConfig, device: torch.device, log: StepLog) -
 
 
 def _missing_for_triton() -> str:
-    """What torch.compile's kernels for GPUs are built with and is not here; empty if all is."""
+    """Return the missing tool that torch.compile's kernels for GPUs are built with; empty if all are here."""
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
         return "C compiler (Debian, Ubuntu: sudo apt-get install gcc)"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
@@ -108,7 +109,7 @@ class SmallConv2d(nn.Conv2d):
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int) -> dict[int, slice]:
-    """What each place of the kernel sees of a padded side; without the outer places that see padding alone."""
+    """Return the window of a padded side at each place of the kernel, without the outer ones of padding alone."""
     length = (size + 2 * padding - kernel) // stride * stride + 1
     windows = {place: slice(place, place + length, stride) for place in range(kernel)}
     pixels = range(padding, padding + size)

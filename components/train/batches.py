@@ -21,7 +21,7 @@ class BatchPlan:
 
 
 def plan_batches(config: TrainConfig, world_size: int, *, num_train_images: int, num_val_images: int) -> BatchPlan:
-    """The plan for this many processes.
+    """Return the plan for this many processes.
 
     Raises:
         UserError: the sizes don't divide each other, or a step takes more images than there are.
@@ -30,11 +30,14 @@ def plan_batches(config: TrainConfig, world_size: int, *, num_train_images: int,
     if num_train_images < wanted:
         raise UserError(
             f"train.global_batch_size is {wanted}, more than the {num_train_images} training images; "
-            f"set global_batch_size to {num_train_images} or less"
+            f"set global_batch_size to {num_train_images} or less",
+            code="batch-too-large",
+            setting="train.global_batch_size",
         )
     together = world_size * (per_gpu or 1)
     if wanted % together:
         below, above = wanted // together * together, (wanted // together + 1) * together
+        processes = "one process" if world_size == 1 else f"{world_size} processes"
         each = f" with train.per_gpu_batch_size {per_gpu}" if per_gpu else ""
         fewer = ", or num_processes to one of its divisors" if world_size > 1 else ""
         if per_gpu and not wanted % world_size:
@@ -42,23 +45,30 @@ def plan_batches(config: TrainConfig, world_size: int, *, num_train_images: int,
             fits = max(size for size in range(1, min(per_gpu, own) + 1) if not own % size)
             fewer = f", or per_gpu_batch_size to {fits}" if fits > 1 else ""
         raise UserError(
-            f"train.global_batch_size is {wanted}, which {_processes(world_size)}{each} can't share evenly; "
-            f"set global_batch_size to {f'{below} or ' if below else ''}{above}{fewer}"
+            f"train.global_batch_size is {wanted}, which {processes}{each} can't share evenly; "
+            f"set global_batch_size to {f'{below} or ' if below else ''}{above}{fewer}",
+            code="batch-not-divisible",
+            setting="train.global_batch_size",
         )
     per_gpu = per_gpu or wanted // world_size
     num_accumulated = wanted // world_size // per_gpu
-    if num_accumulated > 1 and config.compile in ("reduce-overhead", "max-autotune"):
-        raise UserError(
-            f"train.compile {config.compile} uses CUDA graphs, which overwrite the gradients of the batch before, and "
-            f"{num_accumulated} batches of {per_gpu} are to be accumulated; set compile to default, or "
-            f"per_gpu_batch_size to {per_gpu * num_accumulated}"
-        )
-    if num_accumulated > 1 and world_size > 1 and config.static_graph:
-        raise UserError(
-            f"train.static_graph can't be had with accumulated gradients, in torch's DistributedDataParallel, and "
-            f"{num_accumulated} batches of {per_gpu} are to be accumulated; set static_graph to false, or "
-            f"per_gpu_batch_size to {per_gpu * num_accumulated}"
-        )
+    if num_accumulated > 1:
+        fix = f"per_gpu_batch_size to {per_gpu * num_accumulated}"
+        accumulated = f"{num_accumulated} batches of {per_gpu} are to be accumulated"
+        if config.compile in ("reduce-overhead", "max-autotune"):
+            raise UserError(
+                f"train.compile {config.compile} uses CUDA graphs, which overwrite the gradients of the batch before, "
+                f"and {accumulated}; set compile to default, or {fix}",
+                code="no-accumulation",
+                setting="train.compile",
+            )
+        if world_size > 1 and config.static_graph:
+            raise UserError(
+                "train.static_graph can't be had with accumulated gradients, in torch's DistributedDataParallel, and "
+                f"{accumulated}; set static_graph to false, or {fix}",
+                code="no-accumulation",
+                setting="train.static_graph",
+            )
     return BatchPlan(
         global_batch_size=wanted,
         per_gpu_batch_size=per_gpu,
@@ -67,43 +77,42 @@ def plan_batches(config: TrainConfig, world_size: int, *, num_train_images: int,
     )
 
 
-def _processes(world_size: int) -> str:
-    return "one process" if world_size == 1 else f"{world_size} processes"
-
-
 _REFUSALS = (RuntimeError, ValueError, AssertionError)  # of layers that are given what they can't take
 
 
 def check_sizes(model: nn.Module, config: TrainConfig, plan: BatchPlan) -> None:
-    """See that each size that training and validation will meet goes through the model.
+    """Check that each size that training and validation will meet goes through the model.
 
     Raises:
         UserError: one does not.
     """
     batch_size = min(2, plan.per_gpu_batch_size)
-    name = "image_sizes" if config.image_sizes else "image_size"
+    in_training = "image_sizes" if config.image_sizes else "image_size"
+    refused = {}
     for side in sorted({*config.image_sizes} or {config.image_size}):
         if reason := _refusal(model, batch_size, side, training=True):
             if batch_size == 1 and not _refusal(model, 2, side, training=True):
                 raise UserError(
                     f"{config.architecture} can't be trained with one image of {side} px at a time, because of its "
                     f"BatchNorm: {reason}. Set train.per_gpu_batch_size, or global_batch_size, such that a process has "
-                    "two or more"
+                    "two or more",
+                    code="batch-too-small",
+                    setting="train.per_gpu_batch_size",
                 )
-            raise UserError(_told(config, name, side, reason))
+            refused[in_training, side] = reason
     if reason := _refusal(model, 1, config.image_size, training=False):
-        raise UserError(_told(config, "image_size", config.image_size, reason))
-
-
-def _told(config: TrainConfig, name: str, side: int, reason: str) -> str:
-    return (
-        f"{config.architecture} can't take images of {side} px (train.{name}): {reason}. Set sizes that it takes, or "
-        "another train.architecture"
-    )
+        refused["image_size", config.image_size] = reason
+    for (name, side), reason in refused.items():
+        raise UserError(
+            f"{config.architecture} can't take images of {side} px (train.{name}): {reason}. Set sizes that it takes, "
+            "or another train.architecture",
+            code="image-size-refused",
+            setting=f"train.{name}",
+        )
 
 
 def _refusal(model: nn.Module, batch_size: int, side: int, *, training: bool) -> str:
-    """What the model says against a batch of zeros, in one line; empty if it takes it."""
+    """Return the model's error for a batch of zeros, in one line; empty if it takes it."""
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -113,18 +122,13 @@ def _refusal(model: nn.Module, batch_size: int, side: int, *, training: bool) ->
     try:
         with torch.no_grad():
             torch.func.functional_call(model, weights, (torch.empty(batch_size, 3, side, side, device="meta"),))
-            return ""
     except (*_REFUSALS, NotImplementedError, TypeError):
         # Without data some models can't run at all, so a copy has the last word.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return _refusal_of_copy(copy.deepcopy(model).cpu(), batch_size, side)
+            try:
+                copy.deepcopy(model).cpu()(torch.zeros(batch_size, 3, side, side))
+            except _REFUSALS as error:
+                return " ".join(str(error).split())[:200].rstrip(".")
     finally:
         model.train(was_training)
-
-
-def _refusal_of_copy(model: nn.Module, batch_size: int, side: int) -> str:
-    try:
-        model(torch.zeros(batch_size, 3, side, side))
-    except _REFUSALS as error:
-        return " ".join(str(error).split())[:200].rstrip(".")
     return ""

@@ -7,7 +7,7 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,10 @@ from components.common.contracts.digests import canonical_json, digest_json
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest, write_atomically
 from components.common.contracts.settings import how_to_set
-from components.common.process.partial_output import earlier_outputs, held
+from components.common.process.partial_output import earlier_outputs, hold
 from components.common.process.steplog import StepLog
-from components.common.runtimes.architectures import load_weights
-from components.train.config import NOT_OF_THE_RESULT, TrainConfig
-from components.train.distributed import World, to_main
+from components.train.config import NON_FINGERPRINTED_SETTINGS, TrainConfig
+from components.train.distributed import World
 
 WEIGHTS = "weights.safetensors"
 _STATE = "state"  # key in the header
@@ -42,6 +41,10 @@ class Saved:
     def group(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors of one group, by their names in it."""
         return {key.partition("/")[2]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Return what differs from process to process: loader, loss_sum, random."""
+        return self.state["ranks"][rank]
 
 
 class CheckpointFolder:
@@ -93,7 +96,8 @@ class CheckpointFolder:
         if steps:
             raise EngineryError(
                 f"none of the {len(steps)} checkpoints in {self.folder} can be read; see whether its disk is sound, "
-                "or remove the folder to start anew"
+                "or remove the folder to start again",
+                code="checkpoints-damaged",
             )
         return None
 
@@ -117,7 +121,8 @@ def parse(content: bytes) -> Saved:
         state = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_STATE])
         return Saved(num_steps=int(state["num_steps"]), state=state, tensors=tensors)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise EngineryError(f"it is no checkpoint or damaged: {type(error).__name__}: {error}") from None
+        text = f"it is no checkpoint or damaged: {type(error).__name__}: {error}"
+        raise EngineryError(text, code="checkpoint-damaged") from None
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -130,75 +135,15 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(folder: Path) -> None:
-    """Bring the names in a directory to the disk, too."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(handle)
+        os.fsync(folder)  # the names in it, too
     finally:
-        os.close(handle)
+        os.close(folder)
 
 
-if TYPE_CHECKING:
-    from components.train.trainer import Trainer
-
-
-def capture(trainer: "Trainer") -> Saved | None:
-    """The state of all processes, on rank 0; None elsewhere. Between two steps, by all processes at once."""
-    ranks = to_main(_own_state(trainer), trainer.world)
-    if not trainer.world.is_main:
-        return None
-    tensors = {f"model/{name}": tensor for name, tensor in trainer.model.state_dict().items()}
-    if trainer.ema is not None:
-        tensors |= {f"ema/{name}": tensor for name, tensor in trainer.ema.module.state_dict().items()}
-    optimizer = trainer.optimizer.state_dict()
-    numbers = _split("optimizer", optimizer["state"], tensors)
-    groups = _split("group", dict(enumerate(optimizer["param_groups"])), tensors)
-    state = {
-        "num_steps": trainer.num_steps_done,
-        "history": [epoch.metrics() for epoch in trainer.history],
-        "epoch_seconds": trainer.epoch_seconds(),
-        "optimizer": {"groups": groups, "numbers": numbers},
-        "schedule": {name: value for name, value in trainer.schedule.state_dict().items() if name != "lr_lambdas"},
-        "scaler": trainer.scaler.state_dict(),
-        "ranks": ranks,
-    }
-    return Saved(num_steps=trainer.num_steps_done, state=state, tensors=tensors)
-
-
-def restore(trainer: "Trainer", saved: Saved) -> None:
-    """Put a trainer where the one was that `capture` saw. Its loader has to be made with the state in there, too."""
-    state = saved.state
-    load_weights(trainer.model, saved.group("model"), "the checkpoint")
-    if trainer.ema is not None:
-        trainer.ema.module.load_state_dict(saved.group("ema"))
-    _restore_optimizer(trainer.optimizer, saved)
-    trainer.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(state["optimizer"]["groups"])})
-    trainer.scaler.load_state_dict(state["scaler"])
-    own = state["ranks"][trainer.world.rank]
-    trainer.go_on(state["num_steps"], state["history"], state["epoch_seconds"], own["loss_sum"])
-    _set_random_state(own["random"], trainer.world.device)
-
-
-def loader_state(saved: Saved, rank: int) -> dict[str, Any]:
-    """What a rank's training loader goes on from."""
-    return saved.state["ranks"][rank]["loader"]
-
-
-def _own_state(trainer: "Trainer") -> dict[str, Any]:
-    """What differs from process to process."""
-    return {
-        "loader": trainer.train.state(),
-        "loss_sum": trainer.loss_sum.item(),
-        "random": _random_state(trainer.world.device),
-    }
-
-
-def _split(group: str, entries: dict[int, dict[str, Any]], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What is no tensor of numbered entries; the rest goes to `tensors`, under the group's name."""
+def split_tensors(group: str, entries: dict[int, dict[str, Any]], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what is no tensor of numbered entries; the rest goes to `tensors`, under the group's name."""
     others: dict[str, dict[str, Any]] = {}
     for index, values in entries.items():
         others[str(index)] = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
@@ -207,8 +152,8 @@ def _split(group: str, entries: dict[int, dict[str, Any]], tensors: dict[str, to
     return others
 
 
-def _joined(others: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, Any]]:
-    """What `_split` took apart."""
+def _join_tensors(others: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, Any]]:
+    """Undo `split_tensors`."""
     entries = {int(index): dict(values) for index, values in others.items()}
     for key, tensor in tensors.items():
         index, _, name = key.partition("/")
@@ -216,9 +161,10 @@ def _joined(others: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[in
     return entries
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Saved) -> None:
-    state = _joined(saved.state["optimizer"]["numbers"], saved.group("optimizer"))
-    groups = _joined(saved.state["optimizer"]["groups"], saved.group("group"))
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+    """Give an optimizer its state back."""
+    state = _join_tensors(saved.state["optimizer"]["numbers"], saved.group("optimizer"))
+    groups = _join_tensors(saved.state["optimizer"]["groups"], saved.group("group"))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state.items():
         for name, value in values.items():
@@ -228,8 +174,8 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Saved) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": [groups[index] for index in sorted(groups)]})
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """Of the four generators that a training process may draw from."""
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of the four generators that a training process may draw from."""
     generator: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "python": random.getstate(),
@@ -239,7 +185,8 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Undo `random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     generator = state["numpy"]
@@ -262,40 +209,44 @@ _IDENTITY = "training.json"
 
 
 def choose_folder(
-    config: TrainConfig, data: Artifact[DatasetManifest], world: World, unfinished: Path, log: StepLog
+    config: TrainConfig, data: Artifact[DatasetManifest], world: World, partial_output: Path, log: StepLog
 ) -> CheckpointFolder:
-    """The folder of this training's checkpoints, new or found. Says so when those of another one are left alone."""
-    identity = identity_of(config, data, world)
-    folder = unfinished / digest_json(identity).removeprefix("sha256:")[:12]
+    """Return the folder of this training's checkpoints, new or found. Warns when those of another one stay there."""
+    identity = _identity_of(config, data, world)
+    folder = partial_output / digest_json(identity).removeprefix("sha256:")[:12]
     checkpoints = CheckpointFolder(folder, config.keep_last)
-    if not checkpoints.steps():
-        _fetch(folder)
+    if not checkpoints.steps():  # a killed run may have left them in an output of its own
+        for output in earlier_outputs():
+            with suppress(OSError), hold(output) as theirs:  # or: held, gone, of another training, on another disk
+                (theirs / folder.name).replace(folder)
+                break
     checkpoints.tidy()
-    others = [other for other in unfinished.glob(f"*/{_IDENTITY}") if other.parent != folder]
+    others = [other for other in partial_output.glob(f"*/{_IDENTITY}") if other.parent != folder]
     if not checkpoints.steps() and others:
         newest = max(others, key=lambda path: path.stat().st_mtime)
         found = json.loads(newest.read_bytes())
-        differing = ", ".join(_differences(found, identity))
+        differing = [name for name in sorted({*found, *identity}) if found.get(name) != identity.get(name)]
+        text = ", ".join(f"{name} {found.get(name)} instead of {identity.get(name)}" for name in differing)
+        way = "set what differs as it was"
+        if "world_size" in differing:  # each process has its own part of the data, place in it and random numbers
+            number, plural = found.get("world_size"), "" if found.get("world_size") == 1 else "s"
+            what = f"GPU{plural}" if found.get("device") == "cuda" else f"process{plural and 'es'}"
+            way = (
+                f"train on {'one' if number == 1 else number} {what} again, by "
+                f"{how_to_set('train', 'num_processes', str(number))} or torchrun --nproc-per-node"
+            )
         log.warning(
-            f"starting anew: the unfinished training in {unfinished.parent} is of {differing}. It stays there until "
-            f"one has finished; {_way_back(found, identity)}"
+            f"starting again: the unfinished training in {partial_output.parent} is of {text}. It stays there until "
+            f"one has finished; to resume it, stop this one and {way}"
         )
     folder.mkdir(exist_ok=True)
     write_atomically(folder / _IDENTITY, canonical_json(identity))
     return checkpoints
 
 
-def _fetch(folder: Path) -> None:
-    """Move the checkpoints of this same training here, if a killed run has left them in an output of its own."""
-    for output in earlier_outputs():
-        with suppress(OSError), held(output) as theirs:  # it is held or gone, of another training or on another disk
-            (theirs / folder.name).replace(folder)
-            return
-
-
-def identity_of(config: TrainConfig, data: Artifact[DatasetManifest], world: World) -> dict[str, Any]:
-    """What decides the result: another value of any of these is another training."""
-    settings = config.model_dump(mode="json", exclude=set(NOT_OF_THE_RESULT))
+def _identity_of(config: TrainConfig, data: Artifact[DatasetManifest], world: World) -> dict[str, Any]:
+    """Return what decides the result: another value of any of these is another training."""
+    settings = config.model_dump(mode="json", exclude=set(NON_FINGERPRINTED_SETTINGS))
     others = {
         "dataset": data.digest,
         "world_size": world.world_size,
@@ -303,23 +254,3 @@ def identity_of(config: TrainConfig, data: Artifact[DatasetManifest], world: Wor
         "dali": dali.__version__,  # of another version, the reader's place in the data is not to be understood
     }
     return {**settings, **others}
-
-
-def _way_back(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """What makes a training go on that this one is not."""
-    number, here = found.get("world_size"), wanted["world_size"]
-    if number == here:
-        return "to go on with it, stop this one and set what differs as it was"
-    # Each process has its own part of the data, place in it and random numbers.
-    what = "GPU" if found.get("device") == "cuda" else "process"
-    count = f"one {what}" if number == 1 else f"{number} {what}{'s' if what == 'GPU' else 'es'}"
-    return (
-        f"to go on with it, stop this one and train on {count} again, by "
-        f"{how_to_set('train', 'num_processes', str(number))} or torchrun --nproc-per-node"
-    )
-
-
-def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    names = sorted({*found, *wanted})
-    differing = [name for name in names if found.get(name) != wanted.get(name)]
-    return [f"{name} {found.get(name)} instead of {wanted.get(name)}" for name in differing]

@@ -2,16 +2,16 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from components.common.contracts.settings import StepConfig
 from components.common.contracts.transforms import Augmentation, Interpolation
 
-# What does not change what is learnt: a run goes on where it stopped when these differ, and anew when others do.
-NOT_OF_THE_RESULT = (
+# These don't change what is learnt: a run resumes where it stopped when these differ, and starts again when others do.
+NON_FINGERPRINTED_SETTINGS = (
     "num_processes",
     "collective_timeout_s",
-    "stuck_after_s",
+    "read_timeout_s",
     "keep_last",
     "validation_epochs",
     "checkpoint_epochs",
@@ -39,7 +39,7 @@ class TrainConfig(StepConfig):
     interpolation: Interpolation = Field("bilinear", description="Resampling filter of every resize.")
     normalization: Literal["imagenet", "dataset"] = Field(
         "imagenet",
-        description="Mean and deviation that inputs are normalized with: ImageNet's, or the training split's.",
+        description="Mean and std that inputs are normalized with: ImageNet's, or the training split's.",
     )
     pretrained: str = Field(
         "",
@@ -85,7 +85,7 @@ class TrainConfig(StepConfig):
     )
     augmentation: Augmentation = Field(
         Augmentation(),
-        description="Random crop and mirror: min_area, max_aspect_ratio, flip_probability. Colours: brightness, "
+        description="Random crop and flip: min_area, max_aspect_ratio, flip_probability. Colours: brightness, "
         "contrast, saturation, hue. Mixing of images: mixup_alpha, cutmix_alpha. The last six are 0 for none.",
     )
     publish: Literal["last", "best"] = Field(
@@ -122,7 +122,7 @@ class TrainConfig(StepConfig):
     split_graph: bool = Field(
         False,
         description="With torch.compile on several GPUs, compile a graph per bucket of gradients, so that all-reduces "
-        "begin while the backward pass goes on. Over NVLink one graph is faster; try it over slow links.",
+        "begin during the backward pass. Over NVLink one graph is faster; try it over slow links.",
     )
     bucket_mb: float = Field(
         25, ge=1, description="Gradients per all-reduce of DistributedDataParallel, in MB; smaller ones start earlier."
@@ -130,8 +130,12 @@ class TrainConfig(StepConfig):
     collective_timeout_s: float = Field(
         600, gt=0, description="Seconds that a process waits for the others before the run is given up."
     )
-    stuck_after_s: float = Field(
-        300, gt=0, description="Seconds without a batch after which reading the data set counts as stuck."
+    read_timeout_s: float = Field(
+        300,
+        gt=0,
+        validation_alias=AliasChoices("read_timeout_s", "stuck_after_s"),
+        description="Seconds without a batch after which reading the dataset counts as stuck. Up to version 0.1 its "
+        "name was stuck_after_s, which is still read.",
     )
     validation_epochs: int = Field(
         1, ge=1, description="Epochs between two validations; the last epoch is always validated."
@@ -139,7 +143,7 @@ class TrainConfig(StepConfig):
     checkpoint_epochs: int = Field(
         1,
         ge=1,
-        description="Epochs between two checkpoints that a stopped run goes on from. An epoch that is the best so far "
+        description="Epochs between two checkpoints that a stopped run resumes from. An epoch that is the best so far "
         "has one, too.",
     )
     checkpoint_minutes: float = Field(
@@ -157,5 +161,5 @@ class TrainConfig(StepConfig):
     )
     seed: int = Field(0, ge=0, description="Seed of weights, shuffling and augmentation.")
     verify: bool = Field(
-        False, description="Check every shard's digest before reading it; takes one pass over the data set's files."
+        False, description="Check every shard's digest before reading it; takes one pass over the dataset's files."
     )

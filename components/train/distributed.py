@@ -1,4 +1,4 @@
-"""Processes that train together: topology, process group, collectives, SIGTERM, and what failures of NCCL mean."""
+"""Processes that train together: topology, process group, collectives, SIGTERM, and the causes of NCCL's failures."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,19 +33,22 @@ _PATHS = {
 }
 
 
-def describe_links(uuids: Sequence[str]) -> str:
-    """How each pair of GPUs is connected, in one line such as "NVLink (6 pairs)"; empty where NVML can't tell.
+def describe_links(world: "World") -> str:
+    """Return the GPUs here and how each pair is connected, such as "; NVIDIA H200, connected by NVLink (6 pairs)".
 
-    Args:
-        uuids: of the GPUs, with NVML's prefix "GPU-".
+    Empty for fewer than two; without the connections where NVML can't tell them.
     """
+    if world.device.type != "cuda" or world.local_world_size == 1:
+        return ""
+    properties = [torch.cuda.get_device_properties(index) for index in range(world.local_world_size)]
     try:
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{one.uuid}") for one in properties]
         paths = Counter(_path(first, second) for first, second in combinations(handles, 2))
     except pynvml.NVMLError:
-        return ""
-    return ", ".join(f"{path} ({number} pair{'s' if number > 1 else ''})" for path, number in paths.most_common())
+        return f"; {properties[0].name}"
+    links = ", ".join(f"{path} ({number} pair{'s' if number > 1 else ''})" for path, number in paths.most_common())
+    return f"; {properties[0].name}, connected by {links}"
 
 
 def _path(first: Any, second: Any) -> str:
@@ -107,29 +110,27 @@ _SMALL_BYTES = 128 << 20  # Docker's default is 64 MiB
 
 
 def diagnose(message: str, rank: int, world_size: int) -> str:
-    """What the user should read when an all-reduce between the processes failed: the cause, if known, and a fix."""
+    """Return what the user should read when an all-reduce between the processes failed: the cause, if known, and a fix.
+
+    With what of this machine is known to make trouble.
+    """
     text = " ".join(message.split())
     advice = next((advice for signs, advice in _KNOWN if re.search(signs, text, re.IGNORECASE)), "")
     if not advice:
         advice = "set NCCL_DEBUG=INFO and run again: the lines before the error name what failed"
-    return (
-        f"the {world_size} training processes can't work together (rank {rank} of them says so): {advice}.{_facts()} "
-        f"The library says: {text[:300]}"
-    )
-
-
-def _facts() -> str:
-    """What of this machine is known to make trouble."""
-    facts = []
+    facts: list[str] = []
     try:
         shared_bytes = shutil.disk_usage("/dev/shm").total
-    except OSError:
-        facts.append("there is no /dev/shm")
-    else:
         if shared_bytes < _SMALL_BYTES:
             facts.append(f"/dev/shm has only {shared_bytes / 1e6:.0f} MB")
+    except OSError:
+        facts.append("there is no /dev/shm")
     facts += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))]
-    return f" Here {', '.join(facts)}." if facts else ""
+    here = f" Here {', '.join(facts)}." if facts else ""
+    return (
+        f"the {world_size} training processes can't work together (rank {rank} of them says so): {advice}.{here} "
+        f"The library says: {text[:300]}"
+    )
 
 
 class StopRequest:
@@ -160,7 +161,7 @@ class StopRequest:
 
 Value = TypeVar("Value")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LOOK_S = 0.01  # between two looks at the first all-reduce
+_POLL_S = 0.01  # between two questions after the first all-reduce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes, logs and tracks: rank 0."""
+        """True for rank 0, the process that writes, logs and tracks."""
         return self.rank == 0
 
     @property
@@ -185,31 +186,34 @@ class World:
 
 
 def find_world() -> World:
-    """This process's place, from the environment that torchrun sets; alone without one.
+    """Return this process's ranks, from the environment that torchrun sets; alone without one.
 
     Raises:
         UserError: the environment is not whole, or there are more processes than GPUs.
     """
-    given = {name: os.environ.get(name) for name in _TORCHRUN}
     if torchrun_rank() is None:
         return World(device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    given = {name: os.environ.get(name) for name in _TORCHRUN}
     if missing := [name for name, value in given.items() if value is None]:
         raise UserError(
             f"the environment names a rank, but not {', '.join(missing)}; start the processes with torchrun, or unset "
-            "RANK and WORLD_SIZE to train without others"
+            "RANK and WORLD_SIZE to train without others",
+            code="no-torchrun",
         )
     try:
         numbers = {name: int(str(given[name])) for name in _TORCHRUN if name != "MASTER_ADDR"}
     except ValueError:
-        told = ", ".join(f"{name}={value}" for name, value in given.items())
+        found = ", ".join(f"{name}={value}" for name, value in given.items())
         raise UserError(
-            f"torchrun's variables must be numbers, found {told}; start the processes with torchrun"
+            f"torchrun's variables must be numbers, found {found}; start the processes with torchrun",
+            code="no-torchrun",
         ) from None
     local_rank, num_gpus = numbers["LOCAL_RANK"], torch.cuda.device_count()
     if 0 < num_gpus <= local_rank:
         raise UserError(
             f"process {local_rank} of this machine has no GPU: torch sees {num_gpus}. Start at most {num_gpus} "
-            "processes per machine (torchrun --nproc-per-node), or show this container more GPUs"
+            "processes per machine (torchrun --nproc-per-node), or show this container more GPUs",
+            code="too-few-gpus",
         )
     device = torch.device("cuda", local_rank) if num_gpus else torch.device("cpu")
     return World(
@@ -222,8 +226,8 @@ def find_world() -> World:
 
 
 @contextmanager
-def joined(world: World, timeout_s: float) -> Iterator[None]:
-    """Meet the other processes: NCCL between GPUs, gloo between CPUs, and for what CPUs tell each other in both cases.
+def process_group(world: World, timeout_s: float) -> Iterator[None]:
+    """Join the other processes: NCCL between GPUs, gloo between CPUs, and in both cases for objects.
 
     Raises:
         EngineryError: they can't be reached or can't add numbers together, with what to do about it.
@@ -238,14 +242,15 @@ def joined(world: World, timeout_s: float) -> Iterator[None]:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         _add_ranks(world, timeout_s)
     except (RuntimeError, ValueError) as error:
-        raise EngineryError(diagnose(str(error), world.rank, world.world_size)) from error
+        text = diagnose(str(error), world.rank, world.world_size)
+        raise EngineryError(text, code="process-group-failed") from error
     yield
     # Not after an error: others may still be waiting, and NCCL would wait for them.
     dist.destroy_process_group()
 
 
 def _add_ranks(world: World, timeout_s: float) -> None:
-    """One all-reduce as training does them, of numbers whose sum is known."""
+    """Try an all-reduce as training does them, of numbers whose sum is known."""
     expected = world.world_size * (world.world_size + 1) / 2
     ranks = torch.full((1024,), world.rank + 1.0, device=world.device)
     work = dist.all_reduce(ranks, async_op=True)
@@ -254,21 +259,21 @@ def _add_ranks(world: World, timeout_s: float) -> None:
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise RuntimeError(f"the first all-reduce did not end within {timeout_s:g} seconds")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     work.wait()
     if not bool((ranks == expected).all()):
         raise RuntimeError(f"the first all-reduce gave {ranks[0].item():g} instead of {expected:g}")
 
 
-def add_up(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """The sum of a tensor over all processes, in place."""
+def all_reduce_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the sum of a tensor over all processes, in place."""
     if world.world_size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def from_main(value: Value, world: World) -> Value:
-    """What rank 0 has; of the others the argument does not matter."""
+def broadcast(value: Value, world: World) -> Value:
+    """Return the value of rank 0; those of the others do not matter."""
     if world.world_size == 1:
         return value
     box = [value]
@@ -276,8 +281,8 @@ def from_main(value: Value, world: World) -> Value:
     return box[0]
 
 
-def to_main(value: Value, world: World) -> list[Value]:
-    """On rank 0 what each process has, in the order of ranks; empty elsewhere."""
+def gather(value: Value, world: World) -> list[Value]:
+    """Return the values of all processes in the order of ranks, on rank 0; empty elsewhere."""
     if world.world_size == 1:
         return [value]
     found: list[Any] = [None] * world.world_size
@@ -285,15 +290,15 @@ def to_main(value: Value, world: World) -> list[Value]:
     return found if world.is_main else []
 
 
-def same_buffers(model: torch.nn.Module, world: World) -> None:
+def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
     """Give all processes rank 0's buffers, such as BatchNorm's statistics, which each collects of its own images."""
     if world.world_size > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
 
-class Agreement:
-    """What one process wants, all do, and at the same step.
+class Consensus:
+    """Makes all processes do what one of them needs, and at the same step.
 
     They ask each other after every step and act on the answer one step later. So nobody waits for an answer, and a
     GPU's queue never runs empty for it: it goes from CPU to CPU.
@@ -304,15 +309,15 @@ class Agreement:
         self._alone = world.world_size == 1
         self._asked: tuple[Any, torch.Tensor] | None = None
 
-    def reach(self, wish: int) -> int:
-        """Tell the others this process's wish; returns the largest of all processes, of the step before."""
+    def reach(self, wanted: int) -> int:
+        """Tell the others what this process wants; returns the largest of all processes, of the step before."""
         if self._alone:
-            return wish
+            return wanted
         agreed = 0
         if self._asked is not None:
             work, answer = self._asked
             work.wait()
             agreed = int(answer)
-        answer = torch.tensor(wish)
+        answer = torch.tensor(wanted)
         self._asked = (dist.all_reduce(answer, dist.ReduceOp.MAX, async_op=True), answer)
         return agreed

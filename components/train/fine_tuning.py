@@ -17,26 +17,28 @@ from components.train.config import TrainConfig
 _SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
-def starting_model(config: TrainConfig, num_classes: int, log: StepLog, *, goes_on: bool = False) -> nn.Module:
-    """The model as training begins: fresh or pretrained, all of it or its head alone to be trained.
+def starting_model(config: TrainConfig, num_classes: int, log: StepLog, *, resumes: bool = False) -> nn.Module:
+    """Return the model as training begins: fresh or pretrained, all of it or its head alone to be trained.
 
     Args:
         config: of the training.
         num_classes: outputs of the last layer.
-        log: told when the last layer starts fresh.
-        goes_on: the weights will come from a checkpoint, so pretrained ones are not read; they may be gone by now.
+        log: gets a note when the last layer starts fresh.
+        resumes: the weights will come from a checkpoint, so pretrained ones are not read; they may be gone by now.
 
     Raises:
         UserError: no such architecture or weights, or the weights are of another architecture.
     """
     model = build_model(config.architecture, num_classes)
-    if config.pretrained and not goes_on:
+    if config.pretrained and not resumes:
         _begin_with(model, _read(config), head_names(config.architecture), config, log)
     if config.freeze_backbone:
         if not config.pretrained:
             raise UserError(
                 "train.freeze_backbone keeps all layers but the last as they are, and they are random: name weights in "
-                'train.pretrained, such as "default" or a file'
+                'train.pretrained, such as "default" or a file',
+                code="no-pretrained-weights",
+                setting="train.pretrained",
             )
         freeze_backbone(model, config.architecture)
     return model
@@ -50,10 +52,10 @@ def freeze_backbone(model: nn.Module, architecture: str) -> None:
 
 
 def head_names(architecture: str) -> set[str]:
-    """Names of the weights whose shape follows the number of classes."""
+    """Return the names of the weights whose shape follows the number of classes."""
     with torch.device("meta"):
-        shapes = [_shapes(build_model(architecture, num_classes)) for num_classes in (2, 3)]
-    return {name for name, shape in shapes[0].items() if shapes[1][name] != shape}
+        two, three = (build_model(architecture, num_classes).state_dict() for num_classes in (2, 3))
+    return {name for name, tensor in two.items() if three[name].shape != tensor.shape}
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:
@@ -62,10 +64,6 @@ def keep_frozen_statistics(model: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and own and not any(p.requires_grad for p in own):
             module.eval()
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def _begin_with(
@@ -82,14 +80,16 @@ def _begin_with(
 
 
 def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
-    """Pretrained weights by name, as they were published."""
+    """Return pretrained weights by name: of a file, a Checkpoint or those that were published."""
     path = Path(config.pretrained)
     if (path / MANIFEST).is_file():
         checkpoint = load(path, CheckpointManifest, verify=(WEIGHTS,))
         if (found := checkpoint.manifest.architecture) != config.architecture:
             raise UserError(
                 f"train.pretrained is {path}, a Checkpoint of {found}, and train.architecture is "
-                f"{config.architecture}; name one of {config.architecture}, or set train.architecture to {found}"
+                f"{config.architecture}; name one of {config.architecture}, or set train.architecture to {found}",
+                code="weights-of-another-architecture",
+                setting="train.pretrained",
             )
         return load_file(checkpoint.file(WEIGHTS))
     if path.suffix in _SUFFIXES:
@@ -97,15 +97,12 @@ def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
     if "/" in config.pretrained or path.exists():
         raise UserError(
             f"train.pretrained is {config.pretrained}, which is neither a weights file ({', '.join(_SUFFIXES)}) nor a "
-            "Checkpoint directory"
+            "Checkpoint directory",
+            code="no-weights",
+            setting="train.pretrained",
         )
-    return _published(config)
-
-
-def _published(config: TrainConfig) -> dict[str, torch.Tensor]:
-    """Weights by name, from torchvision's or timm's servers or this user's cache of them."""
     name, architecture = config.pretrained, config.architecture
-    try:
+    try:  # from torchvision's or timm's servers, or this user's cache of them
         if architecture.startswith("timm/"):
             import timm
 
@@ -115,12 +112,16 @@ def _published(config: TrainConfig) -> dict[str, torch.Tensor]:
         known["default"] = torchvision.models.get_model_weights(architecture).DEFAULT
         if name not in known:
             raise UserError(
-                f"torchvision has no weights {name!r} of {architecture}; it has {', '.join(known)} (train.pretrained)"
+                f"torchvision has no weights {name!r} of {architecture}; it has {', '.join(known)} (train.pretrained)",
+                code="no-weights",
+                setting="train.pretrained",
             )
         return known[name].get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:  # of the network, and timm's of unknown weights
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"can't get the weights {name!r} of {architecture}: {type(error).__name__}: {reason}. Where there is no "
-            "network, name a file in train.pretrained"
+            "network, name a file in train.pretrained",
+            code="weights-out-of-reach",
+            setting="train.pretrained",
         ) from None

@@ -21,14 +21,16 @@ _LIMIT_S = 60.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's memory ran out, whoever asked for it."""
+    """True if a GPU's memory ran out, whoever asked for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, (RuntimeError, MemoryError)) and any(sign in str(error) for sign in NO_MEMORY)
 
 
 def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, num_classes: int) -> str:
-    """What the user should read: the setting, and the largest batch that was seen to fit. Nothing else may use memory.
+    """Return what the user should read: the setting, and the largest batch that was seen to fit.
+
+    Nothing else may use memory meanwhile.
 
     Tries forward, backward and optimizer step on batches that divide a process's share of global_batch_size. After a
     minute the largest one so far is taken.
@@ -39,8 +41,11 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
     failed = plan.per_gpu_batch_size
     own = failed * plan.num_accumulated
     fits = _largest_that_fits([size for size in range(1, failed) if own % size == 0], config, world, num_classes)
-    side = _side(config)
-    start = f"{_where(world)} does not hold a batch of {failed} images of {side} px (train.per_gpu_batch_size)"
+    side, where = max((config.image_size, *config.image_sizes)), "the memory"
+    if world.device.type == "cuda":
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        where = f"the memory of {torch.cuda.get_device_name(world.device)}, {total / 1e9:.0f} GB,"
+    start = f"{where} does not hold a batch of {failed} images of {side} px (train.per_gpu_batch_size)"
     if fits is None:
         return (
             f"{start}, and {'not one image either' if failed > 1 else 'that is a single one'}. Set a smaller "
@@ -57,20 +62,9 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
     return text
 
 
-def _side(config: TrainConfig) -> int:
-    return max((config.image_size, *config.image_sizes))
-
-
-def _where(world: World) -> str:
-    if world.device.type != "cuda":
-        return "the memory"
-    total = torch.cuda.get_device_properties(world.device).total_memory
-    return f"the memory of {torch.cuda.get_device_name(world.device)}, {total / 1e9:.0f} GB,"
-
-
 def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_classes: int) -> int | None:
     """By halving the list, which is in order: what fits leaves room for all that are smaller."""
-    # Each trial would measure the algorithms of every convolution anew, and speed is not what is asked for.
+    # Each trial would measure the algorithms of every convolution again, and speed is not what is asked for.
     torch.backends.cudnn.benchmark = False
     best, low, high = None, 0, len(sizes) - 1
     ends = time.monotonic() + _LIMIT_S
@@ -84,16 +78,14 @@ def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_
 
 
 def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) -> bool:
+    fits = True
     try:
         _train_a_little(batch_size, config, world, num_classes)
-    except ValueError:  # BatchNorm can't do with a single number per channel
-        fits = False
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+    except (ValueError, RuntimeError, MemoryError) as error:
+        # Of ValueError: BatchNorm can't do with a single number per channel.
+        if not isinstance(error, ValueError) and not is_out_of_memory(error):
             raise
         fits = False
-    else:
-        fits = True
     # Here the error is gone, and with it the frames that held tensors.
     gc.collect()
     if world.device.type == "cuda":
@@ -103,7 +95,7 @@ def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) 
 
 def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_classes: int) -> None:
     """Steps as training makes them, but for torch.compile, with which they take less memory."""
-    device, side = world.device, _side(config)
+    device, side = world.device, max((config.image_size, *config.image_sizes))
     model = build_model(config.architecture, num_classes).to(device).to(memory_format=torch.channels_last).train()
     if config.freeze_backbone:  # what is not trained keeps nothing for the way back
         freeze_backbone(model, config.architecture)

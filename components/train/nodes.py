@@ -1,4 +1,4 @@
-"""Training on several nodes: start a TrainJob, follow it, take over its result; stop when nobody waits."""
+"""Training on several nodes: start a TrainJob, follow it, copy its result; stop when nobody waits."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def beating(file: Path, *, every_s: float = _BEAT_S) -> Iterator[None]:
 
 
 def stop_when_silent(log: StepLog, *, silence_s: float = _SILENCE_S) -> None:
-    """From now on send this process SIGTERM once $ENGINERY_HEARTBEAT was not touched for so long; once, if it is set.
+    """Send this process SIGTERM once $ENGINERY_HEARTBEAT was not touched for so long, if it is set.
 
     By this machine's own clock, from one change of the file's time to the next: clocks of machines differ.
     """
@@ -73,19 +74,18 @@ def _listen(file: Path, log: StepLog, silence_s: float) -> None:
             beat = file.stat().st_mtime_ns
             if beat != seen:
                 seen, since = beat, time.monotonic()
-        if time.monotonic() - since >= silence_s:  # behind the look: this machine may have stood still itself
+        if time.monotonic() - since >= silence_s:  # after looking: this machine may have stood still itself
             break
     log.warning(
         f"nobody waits for this training any more: {file} was not touched for {silence_s / 60:g} minutes, so the step "
-        "that started it is gone. It saves and stops; another try of that step goes on from there"
+        "that started it is gone. It saves and stops; another try of that step resumes there"
     )
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 _RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"
 _POLL_S = 5.0
-_GOING_S = 20.0  # to wait for pods when this one is asked to go: Kubernetes gives it 30 seconds
-_TRACKING = "MLFLOW_"
+_DELETE_S = 20.0  # to wait for pods when this one is asked to go: Kubernetes gives it 30 seconds
 
 
 def train_on_nodes(
@@ -128,60 +128,64 @@ def train_on_nodes(
         with beating(heartbeat):
             _start(job, body, log)
             log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
-            job.wait(log.note, _show, poll_s)
+            job.wait(log.note, partial(print, file=sys.stderr, flush=True), poll_s)
     except JobFailed as failed:
-        raise _explained(failed, checkpoint) from None
+        raise _format_failure(failed, checkpoint) from None
     finally:
         if job.may_exist:
             _remove(job, log)
-    return _take_over(checkpoint, own, output, request)
+    return _copy_result(checkpoint, own, output, request)
 
 
 def _own_folder(request: TrainJobRequest, name: str) -> Path:
     root = Path(request.shared)
     if not root.is_dir():
-        raise UserError(f"the volume of train_job is not there: {root} is no folder of this pod; see its mount_path")
+        text = f"the volume of train_job is not there: {root} is no folder of this pod; see its mount_path"
+        raise UserError(text, code="no-volume")
     folder = root / "enginery/runs" / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except PermissionError:
         raise UserError(
             f"this step may not write to the volume of train_job at {root}: it runs as user {os.getuid()} and group "
-            f"{os.getgid()}; make the volume writable for that group"
+            f"{os.getgid()}; make the volume writable for that group",
+            code="volume-not-writable",
         ) from None
     return folder
 
 
 def _share(data: Artifact[DatasetManifest], root: Path, own: Path, log: StepLog) -> Path:
-    """The data set where all nodes see it: as it is, or a copy, which an earlier run may have made."""
+    """Return the dataset where all nodes see it: as it is, or a copy, which an earlier run may have made."""
     if data.path.resolve().is_relative_to(root.resolve()):
         return data.path
     target = root / "enginery/datasets" / data.digest.removeprefix("sha256:")[:32]
     if (target / MANIFEST).exists():
         if load(target, DatasetManifest).digest != data.digest:
-            raise EngineryError(f"{target} holds another data set than its name says; remove it")
-        log.note(f"the data set is in the shared volume already: {target}")
+            text = f"{target} holds another dataset than its name says; remove it"
+            raise EngineryError(text, code="dataset-changed")
+        log.note(f"the dataset is in the shared volume already: {target}")
         return target
-    half = own / "dataset"  # what a killed try left of it goes
-    shutil.rmtree(half, ignore_errors=True)
+    unfinished = own / "dataset"
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a try that was killed
     files = [path for path in sorted(data.path.rglob("*")) if path.is_file()]
     for number, file in enumerate(files):
-        copy = half / file.relative_to(data.path)
+        copy = unfinished / file.relative_to(data.path)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
         log.progress("copying to the shared volume", number + 1, len(files), unit="files")
     target.parent.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):  # another run has just put the same there
-        half.rename(target)
-    shutil.rmtree(half, ignore_errors=True)
+        unfinished.rename(target)
+    shutil.rmtree(unfinished, ignore_errors=True)
     if load(target, DatasetManifest).digest != data.digest:
-        raise EngineryError(f"the data set changed while it was copied to {target}; remove that folder and try again")
+        text = f"the dataset changed while it was copied to {target}; remove that folder and try again"
+        raise EngineryError(text, code="dataset-changed")
     return target
 
 
 def _tracking(pod: Pod, log: StepLog) -> list[dict[str, Any]]:
-    """What rank 0 needs to log into this step's run, secrets by reference as this pod has them."""
-    env = {entry["name"]: entry for entry in pod.env if entry["name"].startswith(_TRACKING)}
+    """Return the variables of rank 0 to log into this step's run, secrets by reference as this pod has them."""
+    env = {entry["name"]: entry for entry in pod.env if entry["name"].startswith("MLFLOW_")}
     if log.run is not None and log.run.run_id:
         env["MLFLOW_RUN_ID"] = {"name": "MLFLOW_RUN_ID", "value": log.run.run_id}
         env["MLFLOW_EXPERIMENT_ID"] = {"name": "MLFLOW_EXPERIMENT_ID", "value": log.run.experiment_id}
@@ -195,38 +199,34 @@ def _start(job: Job, body: dict[str, Any], log: StepLog) -> None:
     if not job.delete(GRACE_S + 60) or not job.create(body):
         raise EngineryError(
             f"the TrainJob {job.name} of an earlier try does not go; see what its pods do: kubectl -n "
-            f"{job.namespace} describe trainjob {job.name}"
+            f"{job.namespace} describe trainjob {job.name}",
+            code="train-job-stuck",
         )
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _remove(job: Job, log: StepLog) -> None:
     """Whatever happened. Where it can't be done, the job goes with this pod, to which it belongs."""
     try:
-        if not job.delete(_GOING_S):
-            log.warning(f"the pods of the TrainJob {job.name} are still going")
+        if not job.delete(_DELETE_S):
+            log.warning(f"the pods of the TrainJob {job.name} are still there")
     except EngineryError as error:
         log.warning(f"{error}; the TrainJob {job.name} goes when this pod is deleted")
 
 
-def _explained(failed: JobFailed, checkpoint: Path) -> EngineryError:
-    """What rank 0 left of the reason, or else what the pods wrote last."""
-    message, code = "", EXIT_FAILURE
-    with suppress(OSError, ValueError, KeyError):
-        failure = json.loads((checkpoint / FAILURE).read_bytes())
-        message, code = str(failure["message"]), int(failure["exit_code"])
-    text = f"{message} ({failed})" if message else str(failed)
-    if failed.last_words and code in (EXIT_FAILURE, EXIT_PREEMPTED):
+def _format_failure(failed: JobFailed, checkpoint: Path) -> EngineryError:
+    """Return the reason that rank 0 has left, or else the last lines of the pods."""
+    failure: dict[str, Any] = {"message": "", "exit_code": EXIT_FAILURE}
+    with suppress(OSError, ValueError, TypeError):
+        failure |= json.loads((checkpoint / FAILURE).read_bytes())
+    text = f"{failure['message']} ({failed})" if failure["message"] else str(failed)
+    if failed.last_words and failure["exit_code"] in (EXIT_FAILURE, EXIT_PREEMPTED):
         text += f". What the pods wrote last:\n{failed.last_words}"
-    error = EngineryError(text)
-    error.exit_code = code
+    error = EngineryError(text, code=failure.get("code") or failed.code, setting=failure.get("setting", ""))
+    error.exit_code = int(failure["exit_code"])
     return error
 
 
-def _take_over(checkpoint: Path, own: Path, output: Path, request: TrainJobRequest) -> str:
+def _copy_result(checkpoint: Path, own: Path, output: Path, request: TrainJobRequest) -> str:
     """Copy the Checkpoint to where KFP expects it, the manifest last, and tidy up."""
     trained = load(checkpoint, CheckpointManifest, verify=ALL_FILES)
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)

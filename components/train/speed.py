@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from components.common.contracts.records import ProfiledOperation, ProfileRecord
 from components.common.data.loader import Batch
-from components.common.process.gpu_monitor import monitor_of
-from components.train.distributed import World, to_main
+from components.common.process.gpu_monitor import GpuReading, monitor_of
+from components.train.distributed import World, gather
 
 # What matrix units reach without sparsity, in TFLOP/s, by NVIDIA's data sheets: (fp16 and bf16, TF32, FP32 without
 # them). None where a GPU has no such unit. The first name that is part of the GPU's own counts.
@@ -65,9 +65,9 @@ def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | Non
     row = next((row for name, row in _PEAKS if _is_named(name, gpu_name)), None)
     if row is None or (dtype == torch.bfloat16 and any(name in gpu_name for name in _NO_BF16)):
         return None
-    half, tensor32, plain = row
+    fp16, tensor32, plain = row
     if dtype in (torch.float16, torch.bfloat16):
-        return half
+        return fp16
     return tensor32 if tf32 and tensor32 is not None else plain
 
 
@@ -81,7 +81,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
 
-_LOOK_S = 0.05  # between two looks at the GPU
+_INTERVAL_S = 0.05  # between two readings of the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +108,6 @@ class EpochSpeed:
         if self.tflops_per_s is not None and self.peak_pct is not None:
             parts.append(f"{self.tflops_per_s:,.0f} TFLOP/s ({self.peak_pct:.0f} % of peak)")
         return ", ".join(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Own:
-    """What one process tells the others of its epoch."""
-
-    wait_share: float
-    utilization_pct: float | None
-    memory_bytes: int | None
-    power_w: float | None
 
 
 class Waits:
@@ -171,7 +161,7 @@ class SpeedMeter:
         """`model` computes in `dtype` on the world's device."""
         self._model, self._world = model, world
         on_gpu = world.device.type == "cuda"
-        self._monitor = monitor_of(world.device, interval_s=_LOOK_S) if on_gpu else None
+        self._monitor = monitor_of(world.device, interval_s=_INTERVAL_S) if on_gpu else None
         name = torch.cuda.get_device_name(world.device) if on_gpu else ""
         self._peak = peak_tflops(name, dtype, tf32=tf32)
         self._waits = Waits(world.device)
@@ -213,25 +203,20 @@ class SpeedMeter:
         """
         wait_share = self._waits.take_seconds() / max(1e-9, time.perf_counter() - self._began)
         self.stop()
-        seen = self._monitor.reading() if self._monitor is not None else None
-        own = _Own(
-            wait_share=wait_share,
-            utilization_pct=seen.utilization_pct if seen else None,
-            memory_bytes=seen.memory_bytes if seen else None,
-            power_w=seen.power_w if seen else None,
-        )
-        every = to_main(own, self._world) or [own]
+        reading = self._monitor.reading() if self._monitor is not None else GpuReading()
+        every = gather((wait_share, reading), self._world) or [(wait_share, reading)]
+        readings = [reading for _, reading in every]
         images_per_s = num_images / seconds
         flops = self._flops_per_image()
         tflops = None if flops is None else flops * images_per_s / 1e12
         peak = None if tflops is None or self._peak is None else 100 * tflops / self._peak / self._world.world_size
-        utilizations = [one.utilization_pct for one in every if one.utilization_pct is not None]
-        powers = [one.power_w for one in every if one.power_w is not None]
+        utilizations = [one.utilization_pct for one in readings if one.utilization_pct is not None]
+        powers = [one.power_w for one in readings if one.power_w is not None]
         return EpochSpeed(
             train_images_per_s=images_per_s,
-            data_wait_pct=100 * sum(one.wait_share for one in every) / len(every),
+            data_wait_pct=100 * sum(share for share, _ in every) / len(every),
             gpu_utilization_pct=sum(utilizations) / len(utilizations) if utilizations else None,
-            gpu_memory_bytes=max((one.memory_bytes for one in every if one.memory_bytes is not None), default=None),
+            gpu_memory_bytes=max((one.memory_bytes for one in readings if one.memory_bytes is not None), default=None),
             gpu_power_w=sum(powers) if len(powers) == len(every) else None,
             tflops_per_s=tflops,
             peak_pct=peak,

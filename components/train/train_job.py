@@ -29,7 +29,7 @@ GRACE_S = 120  # for a step of training and its checkpoint, when pods are asked 
 
 
 class TrainJobRequest(BaseModel):
-    """What the settings of a cluster say of training on several nodes."""
+    """The settings of a cluster for training on several nodes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -109,7 +109,7 @@ def _trainer(request: TrainJobRequest, arguments: Sequence[str], env: Sequence[M
 
 
 def _patch(request: TrainJobRequest) -> dict[str, Any]:
-    """What the runtime's pods get beside what their runtime gives them."""
+    """Return what the pods get beside what their runtime gives them."""
     claims = {claim: f"claim-{number}" for number, claim in enumerate(dict.fromkeys(v[0] for v in request.volumes))}
     volumes: list[dict[str, Any]] = [
         {"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in claims.items()
@@ -135,11 +135,12 @@ def _patch(request: TrainJobRequest) -> dict[str, Any]:
     return {"manager": "enginery.io/train", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
 
 
-LAST_LINES = 20  # of a pod that failed
+_LAST_LINES = 20  # of a pod that failed
 _LAST_LINES_S = 3.0  # for what a pod has just printed
 _REQUEST_S = 20.0
 _NO_PODS_S = 60.0  # after which it is said that there are none: a quota or a policy may refuse them
 _MAX_LOST = 30  # questions in a row without an answer, before the API server counts as gone
+_UNREACHABLE = (urllib3.exceptions.HTTPError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ class Pod:
 
     @property
     def reference(self) -> dict[str, Any]:
-        """What makes something go when this pod is deleted."""
+        """An ownerReference: its owner is deleted with this pod."""
         return {"apiVersion": "v1", "kind": "Pod", "name": self.name, "uid": self.uid}
 
 
@@ -172,15 +173,16 @@ def connect() -> Any:
     except (ConfigException, OSError) as error:
         raise UserError(
             f"training on several nodes needs Kubernetes' API, and this is no pod with a service account ({error}). "
-            "Let the pod mount its service account's token (automountServiceAccountToken)"
+            "Let the pod mount its service account's token (automountServiceAccountToken)",
+            code="no-kubernetes",
         ) from None
     configuration.retries = urllib3.Retry(2, backoff_factor=0.5)
     return client.ApiClient(configuration)
 
 
 @contextmanager
-def told(action: str, namespace: str) -> Iterator[None]:
-    """Turn what the API server refuses into one message."""
+def translate_errors(action: str, namespace: str) -> Iterator[None]:
+    """Turn a refusal of the API server into one message."""
     try:
         yield
     except client.ApiException as error:
@@ -188,11 +190,13 @@ def told(action: str, namespace: str) -> Iterator[None]:
         if error.status == 403:
             raise UserError(
                 f"this pod may not {action} in the namespace {namespace}: {message}. Bind the Role of the chart "
-                "(trainjobs: create, get, delete; pods: get, list; pods/log: get) to its service account"
+                "(trainjobs: create, get, delete; pods: get, list; pods/log: get) to its service account",
+                code="forbidden",
             ) from None
-        raise EngineryError(f"can't {action} in the namespace {namespace}: {error.status} {message}") from None
-    except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise EngineryError(f"can't {action}: Kubernetes' API does not answer: {error}") from None
+        text = f"can't {action} in the namespace {namespace}: {error.status} {message}"
+        raise EngineryError(text, code="api-error") from None
+    except _UNREACHABLE as error:
+        raise EngineryError(f"can't {action}: Kubernetes' API does not answer: {error}", code="api-error") from None
 
 
 def _message_of(error: Any) -> str:
@@ -212,9 +216,10 @@ def this_pod(api: Any) -> Pod:
     if not name or not namespace:
         raise UserError(
             f"{POD_VARIABLE} and {NAMESPACE_VARIABLE} are not set; compile the pipeline with `enginery compile "
-            "--settings`, which sets them"
+            "--settings`, which sets them",
+            code="no-pod-name",
         )
-    with told("read its own pod", namespace):
+    with translate_errors("read its own pod", namespace):
         raw = client.CoreV1Api(api).read_namespaced_pod(name, namespace, _request_timeout=_REQUEST_S)
     pod = api.sanitize_for_serialization(raw)
     env = [entry for container in pod["spec"]["containers"] for entry in container.get("env") or ()]
@@ -230,7 +235,7 @@ class Job:
     name: str
     may_exist: bool = False  # from before it is asked for, until the API server refuses it
     _follower: threading.Thread | None = None
-    _tail: "deque[str]" = field(default_factory=lambda: deque(maxlen=LAST_LINES))  # of node 0
+    _tail: "deque[str]" = field(default_factory=lambda: deque(maxlen=_LAST_LINES))  # of node 0
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def create(self, body: dict[str, Any]) -> bool:
@@ -241,11 +246,9 @@ class Job:
         """
         self.may_exist = True
         try:
-            made = self._custom.create_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, body, _request_timeout=_REQUEST_S
-            )
-        except (urllib3.exceptions.HTTPError, OSError):
-            with told("create TrainJobs", self.namespace):
+            made = self._ask("create", body)
+        except _UNREACHABLE:
+            with translate_errors("create TrainJobs", self.namespace):
                 raise
         except client.ApiException as error:
             self.may_exist = error.status == 409 or error.status >= 500
@@ -254,27 +257,27 @@ class Job:
             if error.status == 404:
                 raise UserError(
                     f"this cluster knows no TrainJob ({GROUP}/{VERSION}): install Kubeflow Trainer 2.2 or newer, or "
-                    "train on one node (--num-nodes 1)"
+                    "train on one node (--num-nodes 1)",
+                    code="no-trainer",
                 ) from None
             if error.status in (400, 422):
-                raise UserError(f"Kubeflow Trainer refuses the TrainJob: {_message_of(error)}") from None
-            with told("create TrainJobs", self.namespace):
+                text = f"Kubeflow Trainer refuses the TrainJob: {_message_of(error)}"
+                raise UserError(text, code="train-job-refused") from None
+            with translate_errors("create TrainJobs", self.namespace):
                 raise
         if "runtimePatches" not in made["spec"]:  # the API server drops what it does not know
             self.delete(0)
             raise UserError(
                 "this cluster's Kubeflow Trainer is older than 2.2: it does not know runtimePatches, so the pods would "
-                "have no volume. Update it, or train on one node (--num-nodes 1)"
+                "have no volume. Update it, or train on one node (--num-nodes 1)",
+                code="old-trainer",
             )
         return True
 
-    @property
-    def _custom(self) -> Any:
-        return client.CustomObjectsApi(self.api)
-
-    @property
-    def _core(self) -> Any:
-        return client.CoreV1Api(self.api)
+    def _ask(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        """Do something with TrainJobs, such as "get" with the name of one."""
+        method = getattr(client.CustomObjectsApi(self.api), f"{verb}_namespaced_custom_object")
+        return method(GROUP, VERSION, self.namespace, PLURAL, *arguments, _request_timeout=_REQUEST_S, **options)
 
     def wait(self, say: Callable[[str], None], show: Callable[[str], None], poll_s: float) -> None:
         """Until it is complete.
@@ -291,17 +294,16 @@ class Job:
         try:
             while True:
                 try:
-                    job = self._custom.get_namespaced_custom_object(
-                        GROUP, VERSION, self.namespace, PLURAL, self.name, _request_timeout=_REQUEST_S
-                    )
+                    job = self._ask("get", self.name)
                     pods = self.pods()
                     lost = 0
-                except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
+                except (client.ApiException, *_UNREACHABLE) as error:
                     if getattr(error, "status", 0) == 404:
-                        raise EngineryError(f"somebody deleted the TrainJob {self.name} while it was at work") from None
+                        text = f"somebody deleted the TrainJob {self.name} while it was at work"
+                        raise EngineryError(text, code="train-job-deleted") from None
                     lost += 1
                     if lost >= _MAX_LOST or getattr(error, "status", 0) == 403:
-                        with told("look at TrainJobs and pods", self.namespace):
+                        with translate_errors("look at TrainJobs and pods", self.namespace):
                             raise
                 else:
                     if self._is_complete(job, pods):
@@ -318,7 +320,9 @@ class Job:
             self._ended.set()  # nothing comes before the job's removal: who started this may end it within a second
             raise
         finally:
-            self._finish_following()
+            if self._follower is not None and not self._ended.is_set():
+                self._follower.join(timeout=_LAST_LINES_S)
+            self._ended.set()
 
     def _is_complete(self, job: dict[str, Any], pods: list[Any]) -> bool:
         conditions = {entry["type"]: entry for entry in (job.get("status") or {}).get("conditions") or ()}
@@ -333,28 +337,27 @@ class Job:
     def pods(self) -> list[Any]:
         """Its pods, by the number of their node."""
         selector = f"{JOBSET_LABEL}={self.name}"
-        found = self._core.list_namespaced_pod(self.namespace, label_selector=selector, _request_timeout=_REQUEST_S)
+        core = client.CoreV1Api(self.api)
+        found = core.list_namespaced_pod(self.namespace, label_selector=selector, _request_timeout=_REQUEST_S)
         return sorted(found.items, key=lambda pod: (index_of(pod), pod.metadata.name))
 
     def _last_words(self, pods: list[Any]) -> str:
-        """What the pods that failed wrote last; of node 0 if all are gone."""
+        """Return the last lines of the pods that failed; of node 0 if all are gone."""
         texts = []
         for pod in pods:
             if pod.status.phase != "Failed":
                 continue
-            ends = [state.terminated for state in map(_state_of, pod.status.container_statuses or ()) if state]
+            states = [status.state for status in pod.status.container_statuses or ()]
+            ends = [state.terminated for state in states if state]
             why = next((f", {end.reason} (exit code {end.exit_code})" for end in ends if end), "")
             lines = ""
-            with suppress(client.ApiException, urllib3.exceptions.HTTPError, OSError):
-                lines = self._core.read_namespaced_pod_log(
-                    pod.metadata.name,
-                    self.namespace,
-                    container=CONTAINER,
-                    tail_lines=LAST_LINES,
-                    _request_timeout=_REQUEST_S,
-                )
+            with suppress(client.ApiException, *_UNREACHABLE):
+                lines = self._log(pod.metadata.name, tail_lines=_LAST_LINES, _request_timeout=_REQUEST_S)
             texts.append(f"node {index_of(pod)}{why}:\n{lines.strip()}")
         return "\n".join(texts) or ("node 0:\n" + "\n".join(self._tail) if self._tail else "")
+
+    def _log(self, pod: str, **options: Any) -> Any:
+        return client.CoreV1Api(self.api).read_namespaced_pod_log(pod, self.namespace, container=CONTAINER, **options)
 
     def _follow(self, pods: list[Any], show: Callable[[str], None]) -> None:
         """Pass on what node 0 prints, from when its container has begun."""
@@ -369,44 +372,28 @@ class Job:
 
     def _read(self, pod: str, show: Callable[[str], None], again: bool) -> None:
         since = {"since_seconds": 10} if again else {}  # of a connection that broke some lines may be shown twice
-        with suppress(client.ApiException, urllib3.exceptions.HTTPError, OSError):
-            stream = self._core.read_namespaced_pod_log(
-                pod, self.namespace, container=CONTAINER, follow=True, _preload_content=False, **since
-            )
-            for raw in stream:
+        with suppress(client.ApiException, *_UNREACHABLE):
+            for raw in self._log(pod, follow=True, _preload_content=False, **since):
                 line = raw.decode(errors="replace").rstrip("\n")
                 self._tail.append(line)
                 show(line)
                 if self._ended.is_set():
                     return
 
-    def _finish_following(self) -> None:
-        if self._follower is not None and not self._ended.is_set():
-            self._follower.join(timeout=_LAST_LINES_S)
-        self._ended.set()
-
     def delete(self, patience_s: float) -> bool:
         """Remove it with all that it has made, and wait for its pods to go. Returns whether they have."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                self._custom.delete_namespaced_custom_object(
-                    GROUP,
-                    VERSION,
-                    self.namespace,
-                    PLURAL,
-                    self.name,
-                    propagation_policy="Foreground",
-                    _request_timeout=_REQUEST_S,
-                )
+                self._ask("delete", self.name, propagation_policy="Foreground")
             except client.ApiException as error:
                 if error.status not in (404, 409):
-                    with told("delete TrainJobs", self.namespace):
+                    with translate_errors("delete TrainJobs", self.namespace):
                         raise
-                with told("look at pods", self.namespace):
+                with translate_errors("look at pods", self.namespace):
                     if error.status == 404 and not self.pods():
                         return True
-            except (urllib3.exceptions.HTTPError, OSError):
+            except _UNREACHABLE:
                 pass  # tried again
             if time.monotonic() >= deadline:
                 return False
@@ -417,18 +404,18 @@ class JobFailed(EngineryError):
     """The TrainJob failed. `last_words` is what its pods wrote last."""
 
     def __init__(self, message: str, last_words: str) -> None:
-        super().__init__(message)
+        super().__init__(message, code="train-job-failed")
         self.last_words = last_words
 
 
 def index_of(pod: Any) -> int:
-    """Which node a pod is."""
+    """Return the number of a pod's node."""
     labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
     return int(labels.get(INDEX_LABEL) or annotations.get(INDEX_LABEL) or 0)
 
 
 def trouble_of(pod: Any) -> str:
-    """Why a pod does not begin; "" if it does or has."""
+    """Return why a pod does not begin; "" if it does or has."""
     for status in pod.status.container_statuses or ():
         waiting = status.state.waiting if status.state else None
         if waiting and waiting.reason not in ("ContainerCreating", "PodInitializing"):
@@ -437,7 +424,3 @@ def trouble_of(pod: Any) -> str:
         if condition.type == "PodScheduled" and condition.status == "False":
             return f"node {index_of(pod)}: {condition.reason} {' '.join((condition.message or '').split())}".strip()
     return ""
-
-
-def _state_of(status: Any) -> Any:
-    return status.state

@@ -1,27 +1,44 @@
-"""The training loop, with its optimizer, learning-rate schedule and moving average of weights."""
+"""The training loop: optimizer, learning-rate schedule, moving average of weights, what is kept and logged of it."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from components.common.contracts.errors import EngineryError, Preempted
+from components.common.contracts.records import EpochRecord
 from components.common.data.loader import Batch, Loader
 from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import load_weights
 from components.train.arithmetic import compiled, pick_compile_mode, pick_precision, speed_up_small_convolutions
 from components.train.batches import BatchPlan
-from components.train.checkpointing import CheckpointFolder, capture
+from components.train.checkpointing import (
+    CheckpointFolder,
+    Saved,
+    random_state,
+    restore_optimizer,
+    set_random_state,
+    split_tensors,
+)
 from components.train.config import TrainConfig
-from components.train.distributed import Agreement, StopRequest, World, add_up, from_main, same_buffers, to_main
-from components.train.divergence import LossWatch, explain_divergence
+from components.train.distributed import (
+    Consensus,
+    StopRequest,
+    World,
+    all_reduce_sum,
+    broadcast,
+    broadcast_buffers,
+    gather,
+)
+from components.train.divergence import LossWatch
 from components.train.fine_tuning import keep_frozen_statistics
-from components.train.mllog import MlLog
 from components.train.speed import EpochSpeed, SpeedMeter, StepProfiler
 
 if TYPE_CHECKING:
@@ -77,28 +94,43 @@ def build_ema(model: nn.Module, config: TrainConfig) -> "ModelEmaV3 | None":
     return ModelEmaV3(model, decay=config.ema_decay, use_warmup=True)
 
 
-# What processes agree on after a step; the largest wish counts.
-_GO_ON, _SAVE, _SAVE_AND_STOP, _GIVE_UP = 0, 1, 2, 3
+MLLOG = "mllog.txt"
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochResult:
-    """What one epoch measured. What is None could not be told; see EpochSpeed for the units and what they count."""
+class MlLog:
+    """Lines as MLPerf's training benchmark has them, for tools that read those: `:::MLLOG {json}`, one event each.
 
-    train_loss: float
-    train_images_per_s: float
-    val_loss: float | None = None  # None where the epoch was not validated, as below
-    val_top1_pct: float | None = None
-    data_wait_pct: float | None = None
-    gpu_utilization_pct: float | None = None
-    gpu_memory_bytes: int | None = None
-    gpu_power_w: float | None = None
-    tflops_per_s: float | None = None
-    peak_pct: float | None = None
+    The keys are MLCommons' own (mlperf_logging, mllog/constants.py). Rank 0 writes; a run that resumes adds to the
+    file.
+    """
 
-    def metrics(self) -> dict[str, float]:
-        """What was measured, by metric name, for tracking and manifests."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+    def __init__(self, folder: Path | None) -> None:
+        """The file is in `folder`; without one nothing is written."""
+        self._folder = folder
+
+    def event(self, key: str, value: Any = None, **metadata: Any) -> None:
+        """Log something that is so, or that happened."""
+        self._write("POINT_IN_TIME", key, value, metadata)
+
+    def start(self, key: str, **metadata: Any) -> None:
+        """Log the beginning of something."""
+        self._write("INTERVAL_START", key, None, metadata)
+
+    def end(self, key: str, **metadata: Any) -> None:
+        """Log its end."""
+        self._write("INTERVAL_END", key, None, metadata)
+
+    def _write(self, event_type: str, key: str, value: Any, metadata: dict[str, Any]) -> None:
+        if self._folder is None:
+            return
+        entry = {"namespace": "", "time_ms": int(time.time() * 1e3), "event_type": event_type, "key": key}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / MLLOG).open("a", encoding="utf-8") as file:
+            file.write(f":::MLLOG {json.dumps({**entry, 'value': value, 'metadata': metadata})}\n")
+
+
+# Outcomes of the consensus after a step; the largest one that a process asks for counts.
+_CONTINUE, _SAVE, _SAVE_AND_STOP, _GIVE_UP = 0, 1, 2, 3
 
 
 class Trainer:
@@ -131,14 +163,14 @@ class Trainer:
         self.ema = build_ema(self.model, config)
         # Only FP16 gradients are small enough to vanish; bf16 has the range of FP32.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == torch.float16)
-        self.history: list[EpochResult] = []
+        self.history: list[EpochRecord] = []
         self.num_steps_done = 0
         self.loss_sum = torch.zeros((), device=world.device)  # of this epoch's steps on this process
         self._loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         self._parallel = self._in_parallel()
         self._objective = self._compiled()
         self.checkpoints, self._stop = checkpoints, stop or StopRequest()
-        self._agreement = Agreement(world)
+        self._consensus = Consensus(world)
         self._meter = SpeedMeter(self.model, world, self.dtype, tf32=config.tf32)
         self._watch = LossWatch(world.device, train.num_classes)
         folder = None if checkpoints is None else checkpoints.folder
@@ -148,7 +180,7 @@ class Trainer:
         self._epoch_began, self._saved_at = time.perf_counter(), time.monotonic()
         self._epoch_ended: float | None = None  # its training; validation may be under way
 
-    def fit(self) -> EpochResult:
+    def fit(self) -> EpochRecord:
         """Train for all epochs that are left, and return the last one's result.
 
         Raises:
@@ -169,25 +201,66 @@ class Trainer:
                 self.mllog.end("eval_stop", **number)
             self._last_load = f"; the epoch before: {speed.load_text()}"
             self._close_epoch(
-                EpochResult(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
+                EpochRecord(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
             )
         result = self.history[self.published_epoch]
         if result.val_loss is None or not math.isfinite(result.val_loss):
             raise EngineryError(
                 f"the trained model is of no use: its loss on validation images is {result.val_loss}, though that of "
-                f"training was {result.train_loss:.2f}. Lower train.learning_rate, or raise train.warmup_fraction"
+                f"training was {result.train_loss:.2f}. Lower train.learning_rate, or raise train.warmup_fraction",
+                code="validation-loss-not-finite",
+                setting="train.learning_rate",
             )
         return self.history[-1]
 
-    def go_on(self, num_steps: int, history: list[dict[str, Any]], epoch_seconds: float, loss_sum: float) -> None:
-        """Take over what an earlier process had counted."""
+    def capture(self) -> Saved | None:
+        """Return the state of all processes, on rank 0; None elsewhere. Between two steps, by all at once."""
+        own = {
+            "loader": self.train.state(),
+            "loss_sum": self.loss_sum.item(),
+            "random": random_state(self.world.device),
+        }
+        ranks = gather(own, self.world)
+        if not self.world.is_main:
+            return None
+        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        if self.ema is not None:
+            tensors |= {f"ema/{name}": tensor for name, tensor in self.ema.module.state_dict().items()}
+        optimizer = self.optimizer.state_dict()
+        numbers = split_tensors("optimizer", optimizer["state"], tensors)
+        groups = split_tensors("group", dict(enumerate(optimizer["param_groups"])), tensors)
+        state = {
+            "num_steps": self.num_steps_done,
+            "history": [epoch.model_dump(exclude_none=True) for epoch in self.history],
+            "epoch_seconds": self.epoch_seconds(),
+            "optimizer": {"groups": groups, "numbers": numbers},
+            "schedule": {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"},
+            "scaler": self.scaler.state_dict(),
+            "ranks": ranks,
+        }
+        return Saved(num_steps=self.num_steps_done, state=state, tensors=tensors)
+
+    def restore(self, saved: Saved) -> None:
+        """Take the state that `capture` saw. The training loader has to be made with its state in there, too."""
+        state, own = saved.state, saved.of_rank(self.world.rank)
+        load_weights(self.model, saved.group("model"), "the checkpoint")
+        if self.ema is not None:
+            self.ema.module.load_state_dict(saved.group("ema"))
+        restore_optimizer(self.optimizer, saved)
+        self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
+        self.scaler.load_state_dict(state["scaler"])
+        self.resume(state["num_steps"], state["history"], state["epoch_seconds"], own["loss_sum"])
+        set_random_state(own["random"], self.world.device)
+
+    def resume(self, num_steps: int, history: list[dict[str, Any]], epoch_seconds: float, loss_sum: float) -> None:
+        """Take the counts of an earlier process."""
         self.num_steps_done = num_steps
-        self.history = [EpochResult(**epoch) for epoch in history]
+        self.history = [EpochRecord(**epoch) for epoch in history]
         self._epoch_began = time.perf_counter() - epoch_seconds
         self.loss_sum.fill_(loss_sum)
 
     def epoch_seconds(self) -> float:
-        """That this epoch's training took, or takes so far, without validation and the time between two processes."""
+        """Return the time of this epoch's training so far, without validation and the time between two processes."""
         return (self._epoch_ended or time.perf_counter()) - self._epoch_began
 
     @property
@@ -204,10 +277,9 @@ class Trainer:
         best = self.best_epoch if self.config.publish == "best" else None
         return len(self.history) - 1 if best is None else best
 
-    @property
-    def best_num_steps(self) -> int | None:
-        """Steps that were done after the best epoch."""
-        return None if self.best_epoch is None else (self.best_epoch + 1) * self.steps_per_epoch
+    def num_steps_of(self, epoch: int) -> int:
+        """Return the number of steps that are done after an epoch."""
+        return (epoch + 1) * self.steps_per_epoch
 
     def release(self) -> None:
         """Let go of what takes the GPU's memory. Nothing can be trained with it after that."""
@@ -274,7 +346,7 @@ class Trainer:
                 self._watch.put(self.num_steps_done, loss)
                 self.log.progress("training", self.num_steps_done, self.num_steps, self._detail(epoch), unit="steps")
                 self._after_step()
-            loss_sum = add_up(self.loss_sum.clone(), self.world).item() / self.world.world_size
+            loss_sum = all_reduce_sum(self.loss_sum.clone(), self.world).item() / self.world.world_size
             self._epoch_ended = time.perf_counter()
             speed = self._meter.end(self.steps_per_epoch * self.plan.global_batch_size, self.epoch_seconds())
         finally:
@@ -292,10 +364,12 @@ class Trainer:
     def _step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """One optimizer step. Returns the mean loss of this process's images, still on the device."""
         loss_sum = torch.zeros((), device=self.world.device)
+        # Only the last of a step's batches needs an all-reduce.
+        no_sync = self._parallel.no_sync if isinstance(self._parallel, DistributedDataParallel) else nullcontext
         self.optimizer.zero_grad(set_to_none=True)
         for index in range(self.plan.num_accumulated):
             batch = self._meter.next(batches)
-            with self._gradients_stay_here() if index + 1 < self.plan.num_accumulated else nullcontext():
+            with no_sync() if index + 1 < self.plan.num_accumulated else nullcontext():
                 loss = self._objective(batch.images, batch.labels) / self.plan.num_accumulated
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach()
@@ -306,96 +380,78 @@ class Trainer:
             self.ema.update(self.model, step=self.num_steps_done + 1)
         return loss_sum
 
-    def _gradients_stay_here(self) -> Any:
-        """No all-reduce: only the last of a step's batches needs one."""
-        return self._parallel.no_sync() if isinstance(self._parallel, DistributedDataParallel) else nullcontext()
-
     def _after_step(self) -> None:
-        wish = _GO_ON
+        wanted, minutes = _CONTINUE, self.config.checkpoint_minutes
         if self._watch.trouble is not None:
-            wish = _GIVE_UP
+            wanted = _GIVE_UP
         elif self._stop.requested:
-            wish = _SAVE_AND_STOP
-        elif self.world.is_main and self._is_due():
-            wish = _SAVE
+            wanted = _SAVE_AND_STOP
+        elif self.world.is_main and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes:
+            wanted = _SAVE
             self._saved_at = time.monotonic()  # the answer comes one step later, and one is enough
-        self._do(self._agreement.reach(wish))
+        self._agree(wanted)
 
-    def _do(self, agreed: int) -> None:
+    def _agree(self, wanted: int) -> None:
+        """Do what the processes have agreed on."""
+        agreed = self._consensus.reach(wanted)
         if agreed == _GIVE_UP:
             raise self._diverged(len(self.history))
-        if agreed != _GO_ON:
+        if agreed != _CONTINUE:
             self.save()
         if agreed == _SAVE_AND_STOP:
-            self._leave()
+            all_reduce_sum(torch.zeros(()), self.world)  # none ends before rank 0 has written
+            again = "" if self.world.world_size == 1 else f", with {self.world.world_size} processes again"
+            raise Preempted(
+                f"stopped by SIGTERM after step {self.num_steps_done} of {self.num_steps}, and saved; the same command "
+                f"resumes there{again}"
+            )
 
-    def _is_due(self) -> bool:
-        minutes = self.config.checkpoint_minutes
-        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
-
-    def _leave(self) -> NoReturn:
-        add_up(torch.zeros(()), self.world)  # none ends before rank 0 has written
-        again = "" if self.world.world_size == 1 else f", with {self.world.world_size} processes again"
-        raise Preempted(
-            f"stopped by SIGTERM after step {self.num_steps_done} of {self.num_steps}, and saved; the same command "
-            f"goes on from there{again}"
-        )
-
-    def _close_epoch(self, result: EpochResult) -> None:
+    def _close_epoch(self, result: EpochRecord) -> None:
         epoch = len(self.history)
         self.history.append(result)
-        self.log.metrics(result.metrics(), position=epoch)
+        self.log.metrics(result.model_dump(exclude_none=True), position=epoch)
         if not math.isfinite(result.train_loss):
             raise self._diverged(epoch)
         done = len(self.history)
-        # The best so far too, whatever is to be published: a run that goes on may ask for it.
+        # The best so far too, whatever is to be published: a run that resumes may ask for it.
         if epoch == self.best_epoch or done == self.config.epochs or done % self.config.checkpoint_epochs == 0:
             self.save()
 
     def _diverged(self, epoch: int) -> EngineryError:
-        """Of all processes the first rank that saw it; all raise the same."""
-        self._watch.take_all()
-        told = explain_divergence(
-            self.config,
-            self.dtype,
-            epoch=epoch,
-            num_steps=self.num_steps,
-            trouble=self._watch.trouble,
-            curve=self._watch.curve,
-        )
-        seen = [text for text, trouble in to_main((told, self._watch.trouble), self.world) if trouble is not None]
-        return EngineryError(from_main(seen[0] if seen else told, self.world))
+        """Return the error of the first rank that saw the trouble; all processes take part and raise the same."""
+        text = self._watch.explain(self.config, self.dtype, epoch=epoch, num_steps=self.num_steps)
+        seen = [text for text, trouble in gather((text, self._watch.trouble), self.world) if trouble is not None]
+        text = broadcast(seen[0] if seen else text, self.world)
+        return EngineryError(text, code="diverged", setting="train.learning_rate")
 
     def save(self) -> None:
         """Write a checkpoint, on rank 0; all processes take part."""
-        loss = add_up(self.loss_sum.clone(), self.world).item()
-        if not math.isfinite(loss):  # nobody should go on from there
+        loss = all_reduce_sum(self.loss_sum.clone(), self.world).item()
+        if not math.isfinite(loss):  # nobody should resume there
             raise self._diverged(len(self.history))
-        saved = capture(self)
+        saved, best = self.capture(), self.best_epoch
         if saved is not None and self.checkpoints is not None:
-            self.checkpoints.save(saved, best_num_steps=self.best_num_steps)
+            self.checkpoints.save(saved, best_num_steps=None if best is None else self.num_steps_of(best))
         self._saved_at = time.monotonic()
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Loss and top-1 in per cent over the validation split, in the precision of training."""
         model = self.published()
-        same_buffers(model, self.world)
+        broadcast_buffers(model, self.world)
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, correct images
         batches, done = iter(self.val), 0
-        # As many rounds in all processes, though some have a batch less: after each they agree whether to go on.
-        while (batch := next(batches, None)) is not None or done < self._num_val_rounds():
+        largest_part = math.ceil(self.plan.num_val_images / self.world.world_size)
+        num_rounds = math.ceil(largest_part / self.plan.per_gpu_batch_size)
+        # As many rounds in all processes, though some have a batch less: after each they agree whether to continue.
+        while (batch := next(batches, None)) is not None or done < num_rounds:
             if batch is not None:
                 with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
                     logits = model(batch.images)
                 totals[0] += nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum")
                 totals[1] += (logits.argmax(dim=1) == batch.labels).sum()
             done += 1
-            self._do(self._agreement.reach(_SAVE_AND_STOP if self._stop.requested else _GO_ON))
-        loss_sum, correct = (total / self.plan.num_val_images for total in add_up(totals, self.world).tolist())
+            self._agree(_SAVE_AND_STOP if self._stop.requested else _CONTINUE)
+        loss_sum, correct = (total / self.plan.num_val_images for total in all_reduce_sum(totals, self.world).tolist())
         return loss_sum, 100 * correct
-
-    def _num_val_rounds(self) -> int:
-        largest_part = math.ceil(self.plan.num_val_images / self.world.world_size)
-        return math.ceil(largest_part / self.plan.per_gpu_batch_size)

@@ -59,7 +59,7 @@ class EpochRecord(Record):
 
     train_loss: float
     train_images_per_s: float
-    val_loss: float | None = Field(description="Over the validation split; None where not finite or not measured.")
+    val_loss: float | None = Field(None, description="Over the validation split; None if not finite or not measured.")
     val_top1_pct: float | None = Field(None, description="None where the epoch was not validated.")
     data_wait_pct: float | None = Field(
         None, description="Share of the time of training that waited for images; None in manifests up to version 0.1."

@@ -1,4 +1,4 @@
-"""A disk that is full or can't be written, told in one line with its fix."""
+"""A disk that is full or can't be written, as one line with its fix."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ _NO_SPACE_WORDS = re.compile(r"no space left|disk is full|os error 28\b|disk quo
 
 
 def explain(error: BaseException, place: Path) -> EngineryError | None:
-    """What to tell a person where a disk is behind an error, whoever raised it; None where none is.
+    """Return the error for a person where a disk is behind an error, whoever raised it; None where none is.
 
     Args:
         error: what was caught.
@@ -45,7 +45,8 @@ def _refused(error: BaseException) -> EngineryError | None:
         if isinstance(cause, OSError) and cause.errno in _NOT_ALLOWED and isinstance(cause.filename, str | bytes):
             return UserError(
                 f"can't use {os.fsdecode(cause.filename)}: {cause.strerror}; give this user access to it, or set "
-                "ENGINERY_HOME to a directory that can be written"
+                "ENGINERY_HOME to a directory that can be written",
+                code="permission-denied",
             )
     return None
 
@@ -60,7 +61,8 @@ def no_space(place: Path) -> EngineryError:
     """The error of a full disk."""
     return EngineryError(
         f"no space left on {_mount_point(place)}: {_free_bytes(place) / 1e6:.1f} MB free; free space or set "
-        "ENGINERY_HOME to a directory on a larger disk, then run the same command again (finished steps are kept)"
+        "ENGINERY_HOME to a directory on a larger disk, then run the same command again (finished steps are kept)",
+        code="no-space",
     )
 
 

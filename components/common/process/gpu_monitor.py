@@ -18,11 +18,11 @@ _LOOKS_PER_STATE = 5  # all but the energy is asked for every so many looks
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """A GPU while it was watched. None is what NVML does not tell of this GPU, or not of a part of one (MIG)."""
+    """A GPU while it was watched. None where NVML does not know it of this GPU, or of a part of one (MIG)."""
 
-    power_w: float | None  # of the whole board, mean; None also of spans too short to tell
-    sm_clock_mhz: int | None  # median
-    temperature_c: int | None  # median
+    power_w: float | None = None  # of the whole board, mean; None also of spans too short to tell
+    sm_clock_mhz: int | None = None  # median
+    temperature_c: int | None = None  # median
     utilization_pct: float | None = None  # share of the time with a kernel running, mean
     memory_bytes: int | None = None  # in use at most, by all processes
 

@@ -9,6 +9,8 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -33,21 +35,16 @@ def end_with_parent() -> None:
 
     KFP starts a step through a shell, so the kernel's parent-death signal would watch the wrong process. A pidfd stays
     with one process and can't be fooled by a reused number. In a container the run's processes have no numbers, and
-    the lock of its directory says the same. Does nothing where no parent is named (a cluster, a step typed by hand).
+    the lock of its directory says the same. Does nothing where no parent is named (a cluster, a step started alone).
     """
     if lock := os.environ.get(PARENT_LOCK_VARIABLE):
         handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-        threading.Thread(target=_watch_lock, args=(handle,), name="end-with-parent", daemon=True).start()
-        return
-    parent = os.environ.get(PARENT_VARIABLE)
-    if not parent:
-        return
-    try:
-        handle = os.pidfd_open(int(parent))
-    except ProcessLookupError:
-        _end_now()
-        return
-    _end_with(handle)
+        _end_after(lambda: fcntl.flock(handle, fcntl.LOCK_SH))  # free once the run has ended, however it did
+    elif parent := os.environ.get(PARENT_VARIABLE):
+        try:
+            _end_after(partial(_wait_for_end, os.pidfd_open(int(parent))))
+        except ProcessLookupError:
+            _end_now()
 
 
 def end_with_creator() -> None:
@@ -58,7 +55,7 @@ def end_with_creator() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     creator = multiprocessing.parent_process()
     assert creator is not None  # true of every process that multiprocessing starts
-    _end_with(creator.sentinel)
+    _end_after(partial(_wait_for_end, creator.sentinel))
 
 
 def adopt_orphans() -> None:
@@ -93,7 +90,7 @@ def _clear_after(handle: int) -> None:
 
 
 def _is_shell(process: psutil.Process) -> bool:
-    """Whether it is what KFP starts a step through; everything else directly below the run was adopted."""
+    """True for a shell that KFP starts a step through; everything else directly below the run was adopted."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.name() == "sh"
     return False
@@ -114,18 +111,14 @@ def end_children(grace_s: float = 0.0) -> None:
     psutil.wait_procs(children, timeout=5.0)
 
 
-def _end_with(handle: int) -> None:
-    threading.Thread(target=_watch, args=(handle,), name="end-with-parent", daemon=True).start()
+def _end_after(wait: Callable[[], object]) -> None:
+    """End this process and its children when `wait` returns, in a thread of its own."""
 
+    def watch() -> None:
+        wait()
+        _end_now()
 
-def _watch(handle: int) -> None:
-    _wait_for_end(handle)
-    _end_now()
-
-
-def _watch_lock(handle: int) -> None:
-    fcntl.flock(handle, fcntl.LOCK_SH)  # free once the run has ended, however it did
-    _end_now()
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def _wait_for_end(handle: int) -> None:

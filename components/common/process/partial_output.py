@@ -1,4 +1,4 @@
-"""The output directory of a step that can be continued: locked, and with a folder for what is half done."""
+"""The output directory of a step that can resume: locked, and with a folder for the partial output."""
 
 import fcntl
 import json
@@ -14,14 +14,14 @@ from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED,
 
 # What a local run sets: a JSON list of what killed runs left of the same steps, data, code and settings.
 EARLIER_VARIABLE = "ENGINERY_UNFINISHED_OUTPUTS"
-LOCK = "lock"  # in the folder of what is half done, held by the process at work there
+LOCK = "lock"  # in the folder of the partial output, held by the process at work there
 _PATIENCE_S = 5.0  # the processes of a run that was killed may still be ending
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 @contextmanager
-def open_unfinished(output: Path, known: Collection[str] = ()) -> Iterator[Path]:
-    """The folder for what is half done in an output directory: new, or left by a killed run.
+def open_partial(output: Path, known: Collection[str] = ()) -> Iterator[Path]:
+    """The folder for the partial output of a step: new, or left by a killed run.
 
     It goes again where the step ends without having put anything into it.
 
@@ -39,13 +39,24 @@ def open_unfinished(output: Path, known: Collection[str] = ()) -> Iterator[Path]
         foreign = [entry.name for entry in output.iterdir() if entry.name not in own]
         if foreign:
             raise UserError(
-                f"the output directory {output} holds {sorted(foreign)[0]}, which this step did not write; name another"
+                f"the output directory {output} holds {min(foreign)}, which this step did not write; name another",
+                code="output-occupied",
+                setting="output",
             )
     else:
         prepare_directory(output)
         folder.mkdir()
     with (folder / LOCK).open("w") as lock:
-        _take(lock.fileno(), output)
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    text = f"another process writes {output} at this moment; wait for it, or name another"
+                    raise UserError(text, code="output-in-use", setting="output") from None
+            time.sleep(_POLL_S)
         clear_temporaries(output)
         try:
             yield folder
@@ -65,13 +76,13 @@ def _temporaries(output: Path) -> list[Path]:
 
 
 def earlier_outputs() -> list[Path]:
-    """Outputs of killed runs that may hold something to go on with, of this step or of another."""
+    """Return outputs of killed runs that may hold something to reuse, of this step or of another."""
     return [Path(output) for output in json.loads(os.environ.get(EARLIER_VARIABLE) or "[]")]
 
 
 @contextmanager
-def held(output: Path) -> Iterator[Path]:
-    """The folder of what is half done in another output directory, held while something is taken from it.
+def hold(output: Path) -> Iterator[Path]:
+    """The folder of the partial output in another output directory, locked while something is taken from it.
 
     Raises:
         OSError: another process is at work there, or it is finished or gone.
@@ -82,16 +93,3 @@ def held(output: Path) -> Iterator[Path]:
         if (output / MANIFEST).exists():
             raise FileExistsError(f"{output} is finished")
         yield folder
-
-
-def _take(handle: int, output: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"another process writes {output} at this moment; wait for it, or name another"
-                ) from None
-        time.sleep(_LOOK_S)

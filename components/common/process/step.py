@@ -107,19 +107,9 @@ class Step:
 
     def command(self) -> click.Command:
         """The command line of the step, its options made from the config's fields."""
-        options: list[click.Parameter] = [
-            click.Option([f"--{name}"], required=True, type=click.Path(path_type=Path), metavar="DIR", help=text)
-            for name, text in self.inputs.items()
-        ]
-        options.append(
-            click.Option(
-                ["--output"],
-                required=True,
-                type=click.Path(path_type=Path),
-                metavar="DIR",
-                help="Empty or new directory.",
-            )
-        )
+        folder: dict[str, Any] = {"required": True, "type": click.Path(path_type=Path), "metavar": "DIR"}
+        options = [click.Option([f"--{name}"], help=text, **folder) for name, text in self.inputs.items()]
+        options.append(click.Option(["--output"], help="Empty or new directory.", **folder))
         options.append(
             click.Option(["--config"], type=click.Path(path_type=Path), help="YAML file of the settings below.")
         )
@@ -127,7 +117,7 @@ class Step:
         text = import_module(f"components.{self.name}").__doc__ or ""
         return click.Command(
             self.name,
-            params=options,
+            params=list(options),
             callback=self._from_command_line,
             help=text.replace("\n\n", "\n\n\b\n"),  # click keeps the lines of a paragraph that starts so
         )
@@ -198,7 +188,7 @@ def _leave_quickly() -> None:
 
 
 def _is_occupied(output: Path) -> bool:
-    """Whether an output directory holds something that this step did not write."""
+    """True if an output directory holds something that this step did not write."""
     if (output / UNFINISHED).is_dir():
         return False
     try:
@@ -215,7 +205,7 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 def _preempt(signum: int, frame: object) -> NoReturn:
     """While no code is at work that knows more, such as what to save."""
     _ignore_signals()
-    raise Preempted("stopped by SIGTERM; the same command goes on from what was saved, if anything was")
+    raise Preempted("stopped by SIGTERM; the same command resumes from what was saved, if anything was")
 
 
 def _ignore_signals() -> None:

@@ -1,4 +1,4 @@
-"""What a step says while it runs: events for the parent, lines for a person, metrics for MLflow.
+"""The output of a running step: events for the parent, lines for a person, metrics for MLflow.
 
 A local run passes a step's output on line by line, so an event is one line: a prefix and a JSON object. The parent
 (`enginery run`) renders the events and files everything else in the step's log. Without a parent, a person reads.
@@ -9,10 +9,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic_core import to_jsonable_python
 
 from components.common.contracts.errors import shown
 
@@ -59,14 +61,14 @@ class LinePace:
 
 
 class StepLog:
-    """The voice of one running step."""
+    """The log of one running step."""
 
     def __init__(self, step: str, run: "StepRun | None" = None) -> None:
         """`run` is the step's MLflow run, or None where nothing is tracked."""
         self.step = step
         self.run = run
         self.tracking_s = 0.0  # time spent talking to MLflow, reported apart from the step's work
-        self.tracking_lost = False  # the server is gone: the step's work goes on, and MLflow hears no more of it
+        self.tracking_lost = False  # the server is gone: the step continues, and MLflow hears no more of it
         self._events = os.environ.get(EVENTS_VARIABLE) == "1"
         self._last_progress = 0.0
         self._last_phase = ""
@@ -87,7 +89,7 @@ class StepLog:
         self._say("note", text)
 
     def warning(self, text: str) -> None:
-        """One line a person must see: something is missing or doubtful, and the step goes on."""
+        """One line a person must see: something is missing or doubtful, and the step continues."""
         self._say("warning", text)
 
     def _say(self, kind: str, text: str) -> None:
@@ -151,7 +153,7 @@ class StepLog:
         self.tracking_lost = True
         where = self.run.uri if self.run is not None else "its URI"
         self.warning(
-            f"MLflow at {where} can't be reached any more: the step goes on, and what it finds from here on is "
+            f"MLflow at {where} can't be reached any more: the step continues, and what it finds from here on is "
             "in its artifact only"
         )
 
@@ -173,7 +175,7 @@ class StepLog:
 class RelayedRun:
     """A step's run in MLflow that the parent keeps, since loading MLflow takes each process seconds.
 
-    It takes what `tracking.StepRun` takes, and tells the parent, which calls that.
+    The parent gets each call of `tracking.StepRun`'s methods as an event, and makes it.
     """
 
     uri = "the run's parent"
@@ -181,41 +183,17 @@ class RelayedRun:
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
-        self._relay("set_tags", {})  # the run begins, though there is nothing to say of it yet
+        self.set_tags({})  # the run begins, though there is nothing to say of it yet
 
     def is_unreachable(self, error: Exception) -> bool:
-        """Whether the server is what failed: it is the parent that talks to it."""
+        """True if the server is what failed: it is the parent that talks to it."""
         return False
 
-    def log_params(self, values: dict[str, Any]) -> None:
-        """See StepRun."""
-        self._relay("log_params", values)
+    def __getattr__(self, call: str) -> Callable[..., None]:
+        def relay(*arguments: Any, **options: Any) -> None:
+            self._log.event("track", call=call, arguments=to_jsonable_python([*arguments, *options.values()]))
 
-    def log_metrics(self, values: dict[str, float], position: int) -> None:
-        """See StepRun."""
-        self._relay("log_metrics", values, position)
-
-    def set_tags(self, values: dict[str, str]) -> None:
-        """See StepRun."""
-        self._relay("set_tags", values)
-
-    def log_artifact(self, path: Path, directory: str = "") -> None:
-        """See StepRun."""
-        self._relay("log_artifact", str(path), directory)
-
-    def log_dataset(self, name: str, digest: str, num_images: int, context: str) -> None:
-        """See StepRun."""
-        self._relay("log_dataset", name, digest, num_images, context)
-
-    def log_model(
-        self, accuracy: "AccuracyRow", benchmark: list["BenchmarkRow"], tags: dict[str, str], *, dataset_digest: str
-    ) -> None:
-        """See StepRun."""
-        rows = [row.model_dump(mode="json") for row in benchmark]
-        self._relay("log_model", accuracy.model_dump(mode="json"), rows, tags, dataset_digest)
-
-    def _relay(self, call: str, *arguments: Any) -> None:
-        self._log.event("track", call=call, arguments=arguments)
+        return relay
 
 
 class QuietLog(StepLog):

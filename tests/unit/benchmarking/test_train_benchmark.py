@@ -1,4 +1,4 @@
-"""benchmarks/train.py on a CPU: every part, going on, and cells that fail or take too long."""
+"""benchmarks/train.py on a CPU: every part, resuming, and cells that fail or take too long."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_cell_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     assert train.run_cell(cell, "cpu", 0.5, tmp_path) == {"failed": "not done within 0 s"}
 
 
-def test_another_device_or_torch_is_measured_anew(tmp_path: Path) -> None:
+def test_another_device_or_torch_is_measured_again(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     same = {"commit": train.current_commit(), "torch": train.torch.__version__, "device": "CPU"}
     runs = [
@@ -54,5 +54,5 @@ def test_another_device_or_torch_is_measured_anew(tmp_path: Path) -> None:
     (tmp_path / "here" / "train_x.json").write_text(json.dumps({"runs": runs}))
     places = {"machine": "here", "name": "train_x", "results": tmp_path, "work": tmp_path}
     session = train.Session(**places, device="cpu", cell_s=1, ends=0)
-    session.take_over()
+    session.reuse()
     assert list(session.cells) == ["same"]

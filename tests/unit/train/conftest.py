@@ -1,20 +1,26 @@
-"""A data set that trains in a second, and the settings for it."""
+"""A dataset that trains in a second, the settings for it, and a log that keeps what it gets."""
 
 import os
+import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.train.config import TrainConfig
+from components.train.run import run
 from tests.conftest import Preprocess, Shared, copy_digits
 from tests.pipelines.servers import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
+# Of a training with 6 steps in each of 3 epochs.
 SETTINGS: dict[str, Any] = {
     "architecture": "resnet18",
     "image_size": 32,
@@ -28,12 +34,6 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def settings() -> dict[str, Any]:
-    """Of a training with 6 steps in each of 3 epochs."""
-    return SETTINGS
-
-
-@pytest.fixture(scope="session")
 def tiny_dataset(all_digits: Path, run_preprocess: Preprocess, shared: Shared) -> Artifact[DatasetManifest]:
     """12 digits of each class: 96 to train, 24 to validate."""
 
@@ -42,6 +42,48 @@ def tiny_dataset(all_digits: Path, run_preprocess: Preprocess, shared: Shared) -
         run_preprocess(folder / "data", folder / "dataset")
 
     return load(shared("tiny_dataset", build) / "dataset", DatasetManifest)
+
+
+class Log(StepLog):
+    """Keeps what it gets, and sends this process SIGTERM after a step."""
+
+    def __init__(self, sigterm_after: int = 0) -> None:
+        super().__init__("train")
+        self.said: list[str] = []
+        self.epochs: list[dict[str, float]] = []
+        self.details: list[str] = []
+        self.sigterm_after = sigterm_after
+
+    def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
+        assert position >= len(self.epochs)
+        self.epochs.append(values)
+
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
+        self.details.append(detail)
+        if done == self.sigterm_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _say(self, kind: str, text: str) -> None:
+        self.said.append(text)
+
+
+def config(**changed: Any) -> TrainConfig:
+    """SETTINGS with other values."""
+    return resolve(TrainConfig, "train", SETTINGS, changed)
+
+
+# `train(log, output="out", **changed)`: the whole step on the tiny dataset.
+Train = Callable[..., Artifact[CheckpointManifest]]
+
+
+@pytest.fixture
+def train(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> Train:
+    def trained(log: StepLog | None = None, output: str = "out", **changed: Any) -> Artifact[CheckpointManifest]:
+        small = config(**{"architecture": "squeezenet1_1", **changed})
+        run(small, log or Log(), dataset=tiny_dataset.path, output=tmp_path / output)
+        return load(tmp_path / output, CheckpointManifest)
+
+    return trained
 
 
 @contextmanager

@@ -9,145 +9,117 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model
 from components.train.batches import check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS
-from components.train.config import TrainConfig
 from components.train.fine_tuning import head_names, starting_model
-from components.train.run import run
+
+from .conftest import Log, Train, config
 
 
-class Log(StepLog):
-    def __init__(self) -> None:
-        super().__init__("train")
-        self.said: list[str] = []
-
-    def _say(self, kind: str, text: str) -> None:
-        self.said.append(text)
-
-
-Start = Callable[..., tuple[torch.nn.Module, list[str]]]
-
-
-@pytest.fixture
-def start(settings: dict[str, Any]) -> Start:
-    def begin(num_classes: int, **changed: Any) -> tuple[torch.nn.Module, list[str]]:
-        log = Log()
-        return starting_model(resolve(TrainConfig, "train", settings, changed), num_classes, log), log.said
-
-    return begin
-
-
-def test_the_head_is_what_follows_the_number_of_classes() -> None:
-    assert head_names("resnet18") == {"fc.weight", "fc.bias"}
-    assert head_names("squeezenet1_1") == {"classifier.1.weight", "classifier.1.bias"}
-    assert head_names("timm/resnet10t") == {"fc.weight", "fc.bias"}
-
-
-@pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
-def test_weights_from_a_file(start: Start, tmp_path: Path, name: str) -> None:
-    torch.manual_seed(1)
-    given = build_model("resnet18", 7).state_dict()
-    if name.endswith("pth"):
-        torch.save({"state_dict": {f"module.{key}": value for key, value in given.items()}}, tmp_path / name)
-    else:
-        save_file(given, tmp_path / name)
-    same, said = start(7, pretrained=str(tmp_path / name))
-    assert said == []
-    assert all(torch.equal(value, given[key]) for key, value in same.state_dict().items())
-    other, said = start(10, pretrained=str(tmp_path / name))
-    assert said == ["the pretrained weights are for other classes: fc.bias, fc.weight start fresh"]
-    assert torch.equal(other.state_dict()["layer4.1.conv2.weight"], given["layer4.1.conv2.weight"])
-    assert other.state_dict()["fc.weight"].shape == (10, 512)
-
-
-def test_a_frozen_backbone_keeps_weights_and_statistics(
-    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
-) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    small = {"architecture": "shufflenet_v2_x0_5", "epochs": 1, "global_batch_size": 48}
-    run(resolve(TrainConfig, "train", settings, small), Log(), dataset=tiny_dataset.path, output=first)
-    frozen = {**small, "pretrained": str(first), "freeze_backbone": True, "ema_decay": 0.5}
-    run(resolve(TrainConfig, "train", settings, frozen), Log(), dataset=tiny_dataset.path, output=second)
-    before, after = load_file(first / WEIGHTS), load_file(second / WEIGHTS)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"fc.weight", "fc.bias"}
+def start(num_classes: int, **changed: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the weights that training begins with, and the notes on them."""
+    log = Log()
+    return starting_model(config(**changed), num_classes, log).state_dict(), log.said
 
 
 @pytest.mark.parametrize(
-    ("settings_", "told"),
+    ("architecture", "head"), [("resnet18", "fc"), ("squeezenet1_1", "classifier.1"), ("timm/resnet10t", "fc")]
+)
+def test_the_head_is_what_follows_the_number_of_classes(architecture: str, head: str) -> None:
+    assert head_names(architecture) == {f"{head}.weight", f"{head}.bias"}
+
+
+WRITERS: dict[str, Callable[[dict[str, torch.Tensor], Path], object]] = {
+    "safetensors": save_file,
+    "parallel": lambda given, path: torch.save({"state_dict": {f"module.{k}": v for k, v in given.items()}}, path),
+    "torchvision's script": lambda given, path: torch.save({"model": given, "optimizer": {"state": {}}}, path),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_weights_from_a_file(tmp_path: Path, writer: str) -> None:
+    torch.manual_seed(1)
+    given = build_model("resnet18", 7).state_dict()
+    path = tmp_path / ("w.safetensors" if writer == "safetensors" else "w.pth")
+    WRITERS[writer](given, path)
+    same, said = start(7, pretrained=str(path))
+    assert said == []
+    assert all(torch.equal(value, given[key]) for key, value in same.items())
+    other, said = start(10, pretrained=str(path))
+    assert said == ["the pretrained weights are for other classes: fc.bias, fc.weight start fresh"]
+    assert torch.equal(other["layer4.1.conv2.weight"], given["layer4.1.conv2.weight"])
+    assert other["fc.weight"].shape == (10, 512)
+
+
+def test_a_frozen_backbone_keeps_weights_and_statistics(train: Train, tmp_path: Path) -> None:
+    small = {"architecture": "shufflenet_v2_x0_5", "epochs": 1, "global_batch_size": 48}
+    first = train(output="first", **small)
+    frozen = {**small, "pretrained": str(first.path), "freeze_backbone": True, "ema_decay": 0.5}
+    second = train(output="second", **frozen)
+    before, after = load_file(first.file(WEIGHTS)), load_file(second.file(WEIGHTS))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
+    with pytest.raises(UserError) as caught:
+        start(10, pretrained=str(first.path))
+    assert (caught.value.code, caught.value.setting) == ("weights-of-another-architecture", "train.pretrained")
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
     [
-        ({"freeze_backbone": True}, "keeps all layers but the last as they are, and they are random: name weights"),
-        ({"pretrained": "/nowhere/w.pth"}, "there is no weights file /nowhere/w.pth"),
-        ({"pretrained": "some/folder"}, "which is neither a weights file .* nor a Checkpoint directory"),
-        ({"pretrained": "IMAGENET_22K"}, "no weights 'IMAGENET_22K' of resnet18; it has IMAGENET1K_V1, default"),
+        ({"freeze_backbone": True}, "no-pretrained-weights"),
+        ({"pretrained": "some/folder"}, "no-weights"),
+        ({"pretrained": "IMAGENET_22K"}, "no-weights"),
     ],
 )
-def test_what_can_not_be_begun_with(start: Start, settings_: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        start(10, **settings_)
+def test_what_can_not_be_begun_with(changed: dict[str, Any], code: str) -> None:
+    with pytest.raises(UserError) as caught:
+        start(10, **changed)
+    assert (caught.value.code, caught.value.setting) == (code, "train.pretrained")
 
 
-def test_a_checkpoint_of_another_architecture(
-    start: Start, tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
-) -> None:
-    small = {"epochs": 1, "architecture": "squeezenet1_1"}
-    run(resolve(TrainConfig, "train", settings, small), Log(), dataset=tiny_dataset.path, output=tmp_path / "out")
-    with pytest.raises(
-        UserError, match=r"a Checkpoint of squeezenet1_1, and train\.architecture is resnet18; name one"
-    ):
-        start(10, pretrained=str(tmp_path / "out"))
-
-
-def test_what_torchvisions_training_script_saves(start: Start, tmp_path: Path) -> None:
-    given = build_model("resnet18", 10).state_dict()
-    torch.save({"model": given, "optimizer": {"state": {}}, "epoch": 3}, tmp_path / "w.pth")
-    same, said = start(10, pretrained=str(tmp_path / "w.pth"))
-    assert said == []
-    assert all(torch.equal(value, given[key]) for key, value in same.state_dict().items())
-
-
-def test_files_that_hold_something_else(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("text.pth", "torch.save did not write it, or it is damaged"),
+        ("model.pth", "holds more than weights"),
+        ("x.safetensors", "don't fit"),
+        ("missing.pth", "there is no weights file"),
+    ],
+)
+def test_files_that_hold_something_else(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "text.pth").write_text("hello")
     torch.save(build_model("resnet18", 2), tmp_path / "model.pth")
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
-    for name, told in {
-        "text.pth": "text.pth: torch.save did not write it, or it is damaged",
-        "model.pth": "holds more than weights",
-        "x.safetensors": "don't fit",
-    }.items():
-        with pytest.raises(UserError, match=told):
-            start(10, pretrained=str(tmp_path / name))
+    with pytest.raises(UserError, match=text):
+        start(10, pretrained=str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "code", "setting", "reason"),
     [
-        ({"image_sizes": [16, 32]}, r"can't take images of 16 px \(train\.image_sizes\): .*Output size is too small"),
-        (
-            {"architecture": "vit_b_16"},
-            r"vit_b_16 can't take images of 32 px \(train\.image_size\): Wrong image height",
-        ),
+        ({"image_sizes": [16, 32]}, "image-size-refused", "train.image_sizes", "16 px .*Output size is too small"),
+        ({"architecture": "vit_b_16"}, "image-size-refused", "train.image_size", "32 px .*Wrong image height"),
         (
             {"architecture": "resnet18", "per_gpu_batch_size": 1},
-            r"with one image of 32 px at a time, because of its BatchNorm: .*Set train\.per_gpu_batch_size, or glob",
+            "batch-too-small",
+            "train.per_gpu_batch_size",
+            "one image of 32 px at a time, because of its BatchNorm",
         ),
     ],
 )
-def test_sizes_that_a_model_can_not_take(settings: dict[str, Any], changed: dict[str, Any], told: str) -> None:
-    config = resolve(TrainConfig, "train", settings, {"architecture": "squeezenet1_1"}, changed)
-    plan = plan_batches(config, 1, num_train_images=100, num_val_images=10)
-    with pytest.raises(UserError, match=told):
-        check_sizes(build_model(config.architecture, 10), config, plan)
+def test_sizes_that_a_model_can_not_take(changed: dict[str, Any], code: str, setting: str, reason: str) -> None:
+    wanted = config(**{"architecture": "squeezenet1_1", **changed})
+    plan = plan_batches(wanted, 1, num_train_images=100, num_val_images=10)
+    with pytest.raises(UserError, match=reason) as caught:
+        check_sizes(build_model(wanted.architecture, 10), wanted, plan)
+    assert (caught.value.code, caught.value.setting) == (code, setting)
 
 
-def test_checking_sizes_changes_nothing(settings: dict[str, Any]) -> None:
-    config = resolve(TrainConfig, "train", settings, {"architecture": "resnet18", "image_sizes": [16, 32]})
+def test_checking_sizes_changes_nothing() -> None:
+    wanted = config(image_sizes=[16, 32])
     model = build_model("resnet18", 10)
     weights, before = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    check_sizes(model, config, plan_batches(config, 1, num_train_images=100, num_val_images=10))
+    check_sizes(model, wanted, plan_batches(wanted, 1, num_train_images=100, num_val_images=10))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())

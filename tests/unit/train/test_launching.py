@@ -1,5 +1,6 @@
-"""Several processes: what is told when one of them fails, and what is asked before they start."""
+"""Several processes: the one error when some of them fail, and what is checked before they start."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,38 +20,30 @@ from components.common.process.steplog import StepLog
 from components.train import distributed
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
-from components.train.distributed import describe_links, diagnose, find_world
-from components.train.launching import _failure, _Group, launch, num_processes
-from components.train.ranks import RankEnd
+from components.train.distributed import World, describe_links, diagnose, find_world
+from components.train.launching import RankEnd, _failure, _Group, launch, num_processes
 from components.train.run import run
 
-from .conftest import as_rank_0_of_two
+from .conftest import SETTINGS, Train, as_rank_0_of_two, config
 
 
-def config(**settings: Any) -> TrainConfig:
-    return resolve(TrainConfig, "train", settings)
-
-
-def test_the_error_of_two_processes_is_one_line(
-    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_two_processes_is_that_of_one(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # torchrun is found without it
-    wrong = resolve(TrainConfig, "train", settings, {"architecture": "resnet51", "num_processes": 2})
     with pytest.raises(EngineryError) as caught:
-        run(wrong, StepLog("train"), dataset=tiny_dataset.path, output=tmp_path / "out")
-    assert str(caught.value).startswith("no model 'resnet51'; did you mean")
-    assert caught.value.exit_code == 2
+        train(num_processes=2, freeze_backbone=True)
+    assert str(caught.value).startswith("train.freeze_backbone keeps all layers")
+    assert (caught.value.exit_code, caught.value.code) == (2, "no-pretrained-weights")
+    assert caught.value.setting == "train.pretrained"
 
 
-def test_a_torchrun_from_outside(
+def test_an_external_torchrun(
     tiny_dataset: Artifact[DatasetManifest],
-    settings: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """As on several machines: every process is the step itself. Rank 0 alone, which is this one, writes and speaks."""
-    small = {**settings, "epochs": 1, "global_batch_size": 48, "architecture": "squeezenet1_1"}
+    small = {**SETTINGS, "epochs": 1, "global_batch_size": 48, "architecture": "squeezenet1_1"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(small))
     command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
     command += ["--output", str(tmp_path / "out"), "--config", str(tmp_path / "config.yaml")]
@@ -67,13 +60,6 @@ def end(kind: Any, time: float, message: str = "x", exit_code: int = 1) -> RankE
     return RankEnd(kind=kind, time=time, message=message, exit_code=exit_code)
 
 
-def test_the_first_error_that_was_raised_to_be_read_counts() -> None:
-    ends = {0: end("unknown", 1, "Connection closed by peer"), 1: end("told", 2, "no such image", 2)}
-    error = _failure(ends, 2, asked=False, written="")
-    assert isinstance(error, EngineryError)
-    assert (str(error), error.exit_code) == ("no such image", 2)
-
-
 # As torchrun writes it: the root cause is the process that it saw to fail first, here because the other one was gone.
 REPORT = """RuntimeError: Read error [127.0.0.1]:2468: Connection reset by peer
 E1122 01:45:36.182000 12707 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0
@@ -87,42 +73,36 @@ Root Cause (first observed failure):
   rank      : 0 (local_rank: 0)
   exitcode  : 1 (pid: 12770)
 """
-
-
-def test_a_process_that_was_killed_is_named() -> None:
-    """torchrun ends the others by SIGTERM then, which is no pre-emption."""
-    error = _failure({0: end("preempted", 1, exit_code=75)}, 3, asked=False, written="last words")
-    assert isinstance(error, EngineryError)
-    assert "of 3 training processes, rank 1, 2 ended without a word" in str(error)
-    assert "last words" in str(error)
-    named = _failure(
-        {}, 3, asked=False, written="Root Cause (first observed failure):\n[0]:\n  rank      : 2 (local_rank: 2)\n"
-        "  exitcode  : -9 (pid: 3)"
-    )  # fmt: skip
-    assert "of 3 training processes, rank 2, the first to go, ended without a word" in str(named)
-    lost = end("unknown", 1, "rank 0: RuntimeError: Connection reset by peer")
-    killed = str(_failure({0: lost}, 2, asked=False, written=REPORT.format(code=-9)))
-    assert "of 2 training processes, rank 1 ended without a word, so it was killed by SIGKILL, most often" in killed
-    assert killed.endswith("What they wrote last:\nRuntimeError: Read error [127.0.0.1]:2468: Connection reset by peer")
-    crashed = str(_failure({0: lost}, 2, asked=False, written=REPORT.format(code=-11)))
-    assert "rank 1 ended without a word, so it was killed by SIGSEGV. What they wrote last" in crashed
+FIRST = "Root Cause (first observed failure):\n[0]:\n  rank      : 2 (local_rank: 2)\n  exitcode  : -9 (pid: 3)"
+LOST = end("unknown", 1, "rank 0: RuntimeError: Connection reset by peer")
+STUCK = end("unknown", 1, "rank 0: RuntimeError: Timed out waiting 8000ms for recv operation to complete")
+WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
 
 
 @pytest.mark.parametrize(
-    ("said", "written"),
+    ("ends", "number", "written", "code", "text"),
     [
-        ("rank 0: RuntimeError: Timed out waiting 8000ms for recv operation to complete", ""),
-        ("rank 0: x", "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"),
+        # The first error that was raised to be read counts.
+        ([end("unknown", 1, "closed by peer"), end("reported", 2, "no such image", 2)], 2, "", "", "no such image"),
+        # torchrun ends the others by SIGTERM when one was killed or has failed, which is no pre-emption.
+        ([end("preempted", 1)], 3, "last words", "process-killed", r"rank 1, 2 ended(.|\n)*last words"),
+        ([], 3, FIRST, "process-killed", "of 3 training processes, rank 2, the first to go, ended without a word"),
+        ([LOST], 2, REPORT.format(code=-9), "process-killed", "rank 1 .* killed by SIGKILL, most often because memory"),
+        ([LOST], 2, REPORT.format(code=-11), "process-killed", r"killed by SIGSEGV\. What they wrote last:\nRuntimeEr"),
+        ([end("preempted", 2, "early", 75), end("unknown", 1, "rank 1: x")], 2, "", "", "rank 1: x"),
+        # torchrun kills one that is stuck when another one has given up, and nobody's memory ran out.
+        ([STUCK], 2, "", "process-stuck", "because rank 1 of them is stuck"),
+        ([end("unknown", 1)], 2, WATCHDOG, "process-stuck", "because rank 1 of them is stuck"),
     ],
 )
-def test_a_process_that_is_stuck_is_named(said: str, written: str) -> None:
-    """torchrun kills it when another one has given up, and nobody's memory ran out."""
-    told = str(_failure({0: end("unknown", 1, said)}, 2, asked=False, written=written))
-    assert "longer than train.collective_timeout_s, because rank 1 of them is stuck" in told
-    assert "memory" not in told
+def test_one_error_for_several_processes(ends: list[RankEnd], number: int, written: str, code: str, text: str) -> None:
+    error = _failure(dict(enumerate(ends)), number, asked=False, written=written)
+    assert isinstance(error, EngineryError)
+    assert error.code == code
+    assert re.search(text, str(error))
 
 
-def test_sigterm_is_told_as_such() -> None:
+def test_sigterm_is_a_preemption() -> None:
     saved = {0: end("preempted", 2, "after step 7"), 1: end("unknown", 3)}
     assert isinstance(error := _failure(saved, 2, asked=True, written=""), Preempted)
     assert str(error) == "after step 7"
@@ -130,15 +110,8 @@ def test_sigterm_is_told_as_such() -> None:
     assert isinstance(_failure(saved, 2, asked=False, written=""), Preempted)  # somebody signalled the processes
 
 
-def test_the_error_that_made_torchrun_stop_the_others_is_no_preemption() -> None:
-    ends = {0: end("preempted", 2, "before the first step", 75), 1: end("unknown", 1, "rank 1: ValueError: x")}
-    error = _failure(ends, 2, asked=False, written="")
-    assert not isinstance(error, Preempted)
-    assert str(error) == "rank 1: ValueError: x"
-
-
-def test_what_counts_is_how_the_processes_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torchrun alone was killed; they went on and have finished."""
+def test_the_ends_of_the_processes_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun alone was killed; the processes have finished."""
 
     def start(number: int, folder: Path, errors: Any) -> _Group:
         for rank in range(number):
@@ -149,13 +122,21 @@ def test_what_counts_is_how_the_processes_ended(monkeypatch: pytest.MonkeyPatch,
     assert launch(config(), StepLog("train"), 2, dataset=tmp_path, output=tmp_path / "out") == "trained"
 
 
-def test_as_many_processes_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert [num_processes(config(num_processes=number)) for number in (0, 1, 3)] == [1, 1, 3]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [num_processes(config(num_processes=number)) for number in (0, 1, 3)] == [4, 1, 3]
-    with pytest.raises(UserError, match=r"num_processes is 5, and torch sees 4 GPUs; set it to 4 or less, or to 0"):
-        num_processes(config(num_processes=5))
+@pytest.mark.parametrize(("num_gpus", "expected"), [(0, [1, 1, 3]), (4, [4, 1, 3])])
+def test_as_many_processes_as_gpus(monkeypatch: pytest.MonkeyPatch, num_gpus: int, expected: list[int]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert [num_processes(config(num_processes=number)) for number in (0, 1, 3)] == expected
+    if num_gpus:
+        with pytest.raises(UserError) as caught:
+            num_processes(config(num_processes=5))
+        assert (caught.value.code, caught.value.setting) == ("too-few-gpus", "train.num_processes")
+
+
+def test_a_step_of_several_nodes_without_torchrun(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    with pytest.raises(UserError) as caught:
+        train()
+    assert caught.value.code == "no-torchrun"
 
 
 @pytest.mark.parametrize(
@@ -169,30 +150,40 @@ def test_batches(world_size: int, global_size: int, per_gpu: int, expected: tupl
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings", "told"),
+    ("world_size", "settings", "code", "setting", "fix"),
     [
-        (3, {"global_batch_size": 256}, r"is 256, which 3 processes can't share evenly; .*to 255 or 258"),
+        (1, {"global_batch_size": 1001}, "batch-too-large", "global_batch_size", "set global_batch_size to 1000"),
+        (3, {}, "batch-not-divisible", "global_batch_size", "to 255 or 258"),
+        (1, {"per_gpu_batch_size": 100}, "batch-not-divisible", "global_batch_size", "200 or 300, or per_gpu_.*to 64"),
         (
-            1,
-            {"global_batch_size": 256, "per_gpu_batch_size": 100},
-            r"one process with train\.per_gpu.* 200 or 300, or per_gpu_.*to 64",
+            4,
+            {"global_batch_size": 8, "per_gpu_batch_size": 8},
+            "batch-not-divisible",
+            "global_batch_size",
+            "set global_batch_size to 32",
         ),
-        (4, {"global_batch_size": 8, "per_gpu_batch_size": 8}, r"set global_batch_size to 32"),
         (
             1,
-            {"global_batch_size": 256, "per_gpu_batch_size": 64, "compile": "reduce-overhead"},
-            r"CUDA graphs.* 4 batches of 64 .*set compile to default, or per_gpu_batch_size to 256",
+            {"per_gpu_batch_size": 64, "compile": "reduce-overhead"},
+            "no-accumulation",
+            "compile",
+            "4 batches of 64 .*set compile to default, or per_gpu_batch_size to 256",
         ),
         (
             2,
-            {"global_batch_size": 256, "per_gpu_batch_size": 32, "static_graph": True},
-            r"static_graph .* 4 batches of 32 .*set static_graph to false, or per_gpu_batch_size to 128",
+            {"per_gpu_batch_size": 32, "static_graph": True},
+            "no-accumulation",
+            "static_graph",
+            "4 batches of 32 .*set static_graph to false, or per_gpu_batch_size to 128",
         ),
     ],
 )
-def test_batches_that_do_not_fit(world_size: int, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        plan_batches(config(**settings), world_size, num_train_images=1000, num_val_images=10)
+def test_batches_that_do_not_fit(world_size: int, settings: dict[str, Any], code: str, setting: str, fix: str) -> None:
+    with pytest.raises(UserError, match=fix) as caught:
+        plan_batches(
+            config(**{"global_batch_size": 256, **settings}), world_size, num_train_images=1000, num_val_images=10
+        )
+    assert (caught.value.code, caught.value.setting) == (code, f"train.{setting}")
 
 
 def test_the_world_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,60 +198,58 @@ def test_the_world_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (world.rank, world.local_rank, world.world_size, world.local_world_size) == (5, 1, 8, 4)
     assert not world.is_main
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="process 1 of this machine has no GPU: torch sees 1"):
-        find_world()
-    monkeypatch.setenv("LOCAL_RANK", "five")
-    with pytest.raises(UserError, match="must be numbers, found RANK=5, LOCAL_RANK=five"):
-        find_world()
+    for local_rank, code in (("1", "too-few-gpus"), ("five", "no-torchrun")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(UserError) as caught:
+            find_world()
+        assert caught.value.code == code
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "advice"),
     [
-        (
-            "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
-            "one process per GPU",
-        ),
-        (
-            "unhandled system error\nError while creating shared memory segment /dev/shm/nccl-x (size 9637888)",
-            "shm-size",
-        ),
+        ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "process per GPU"),
+        ("unhandled system error\nError while creating shared memory segment /dev/shm/nccl-x (size 9637)", "shm-size"),
         ("Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME"),
         ("the first all-reduce did not end within 600 seconds", "a process is missing or stuck"),
         ("Failed to bind NVLink SHARP (NVLS) Multicast memory", "NCCL_NVLS_ENABLE=0"),
         ("something new", "NCCL_DEBUG=INFO"),
     ],
 )
-def test_trouble_is_diagnosed(said: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trouble_is_diagnosed(said: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     text = diagnose(said, 0, 4)
-    assert told in text
-    assert "the 4 training processes can't work together" in text
-    assert "NCCL_IB_DISABLE=1" in text
+    assert all(part in text for part in (advice, "the 4 training processes can't", "NCCL_IB_DISABLE=1"))
     assert "\n" not in text
 
 
-def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answers(status: Callable[[str, str], int], level: int = pynvml.NVML_TOPOLOGY_SYSTEM) -> SimpleNamespace:
-        own = {name: getattr(pynvml, name) for name in dir(pynvml) if name.startswith(("NVML_", "NVMLError"))}
-        return SimpleNamespace(
-            **own,
-            nvmlInit=lambda: None,
-            nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-            nvmlDeviceGetP2PStatus=lambda first, second, _: status(first, second),
-            nvmlDeviceGetTopologyCommonAncestor=lambda *_: level,
-        )
+def refused(*_: Any) -> int:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    uuids = ["GPU-a", "GPU-b", "GPU-c"]
-    monkeypatch.setattr(distributed, "pynvml", answers(lambda *_: pynvml.NVML_P2P_STATUS_OK))
-    assert describe_links(uuids) == "NVLink (3 pairs)"
-    monkeypatch.setattr(
-        distributed, "pynvml", answers(lambda first, second: 0 if (first, second) == ("GPU-a", "GPU-b") else 1)
+
+@pytest.mark.parametrize(
+    ("status", "links"),
+    [
+        (lambda *_: pynvml.NVML_P2P_STATUS_OK, ", connected by NVLink (3 pairs)"),
+        (
+            lambda first, second, _: int((first, second) != ("GPU-0", "GPU-1")),
+            ", connected by PCIe and the link between NUMA nodes (2 pairs), NVLink (1 pair)",
+        ),
+        (refused, ""),
+    ],
+)
+def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch, status: Callable[..., int], links: str) -> None:
+    own = {name: getattr(pynvml, name) for name in dir(pynvml) if name.startswith(("NVML_", "NVMLError"))}
+    answers = SimpleNamespace(
+        **own,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetP2PStatus=status,
+        nvmlDeviceGetTopologyCommonAncestor=lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,
     )
-    assert describe_links(uuids) == "PCIe and the link between NUMA nodes (2 pairs), NVLink (1 pair)"
-
-    def refused(*_: Any) -> int:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    monkeypatch.setattr(distributed, "pynvml", answers(refused))
-    assert describe_links(uuids) == ""
+    monkeypatch.setattr(distributed, "pynvml", answers)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="NVIDIA H200", uuid=str(index))
+    )
+    world = World(world_size=3, local_world_size=3, device=torch.device("cuda", 0))
+    assert describe_links(world) == f"; NVIDIA H200{links}"

@@ -1,4 +1,7 @@
-"""Training on several nodes: a TrainJob is made, followed, taken over and removed. Its pods are real processes here."""
+"""Training on several nodes: a TrainJob is made, followed and removed. Its pods are real processes here.
+
+And a training that nobody waits for any more saves and stops.
+"""
 
 import json
 import os
@@ -18,13 +21,12 @@ from kubernetes import client
 
 from components.common.contracts.errors import EngineryError, Preempted, UserError
 from components.common.contracts.manifests import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.train import nodes
 from components.train import train_job as jobs
-from components.train.config import TrainConfig
+from components.train.distributed import StopRequest
 from components.train.nodes import VARIABLE as HEARTBEAT
-from components.train.nodes import train_on_nodes
+from components.train.nodes import beating, stop_when_silent, train_on_nodes
 from components.train.train_job import (
     JOB_VARIABLE,
     NAMESPACE_VARIABLE,
@@ -37,7 +39,10 @@ from components.train.train_job import (
 from tests.serving import serving
 from tests.unit.train.trainer_cluster import NAMESPACE, POD, REPOSITORY, Node, TrainerCluster, check_train_job
 
+from .conftest import config
+
 RUN_ID = "0f5c4a1e-0000"
+OWNER = {"apiVersion": "v1", "kind": "Pod", "name": POD, "uid": "u"}
 FULL = TrainJobRequest(
     num_nodes=4,
     num_gpus=8,
@@ -81,21 +86,20 @@ Train = Callable[..., str]
 
 
 @pytest.fixture
-def train(
-    cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
-) -> Train:
-    def run(output: Path = tmp_path / "kfp/checkpoint", request: dict[str, Any] | None = None, **changes: Any) -> str:
-        config = resolve(TrainConfig, "train", {**settings, "epochs": 1, "architecture": "squeezenet1_1", **changes})
+def train(cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> Train:
+    def run(request: dict[str, Any] | None = None, **changes: Any) -> str:
+        small = config(**{"epochs": 1, "architecture": "squeezenet1_1", **changes})
         asked = request_for(tmp_path, **(request or {}))
-        return train_on_nodes(asked, config, StepLog("train"), tiny_dataset.path, output, poll_s=0.3)
+        return train_on_nodes(
+            asked, small, StepLog("train"), tiny_dataset.path, tmp_path / "kfp/checkpoint", poll_s=0.3
+        )
 
     return run
 
 
 def test_the_job_is_what_the_trainers_api_takes() -> None:
-    owner = {"apiVersion": "v1", "kind": "Pod", "name": POD, "uid": "u"}
     env = [{"name": "MLFLOW_RUN_ID", "value": "r"}, {"name": "NCCL_DEBUG", "value": "replaced by the request's"}]
-    body = train_job(FULL, name="enginery-train-1", arguments=["--dataset", "d"], env=env, owner=owner, run_id=RUN_ID)
+    body = train_job(FULL, name="enginery-train-1", arguments=["--dataset", "d"], env=env, owner=OWNER, run_id=RUN_ID)
     check_train_job(body)
     trainer = body["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
@@ -117,7 +121,7 @@ def test_the_job_is_what_the_trainers_api_takes() -> None:
 
 @pytest.mark.slow
 def test_two_nodes_train_one_checkpoint_and_log_into_the_steps_run(
-    cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
+    cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
 ) -> None:
     """The step as KFP starts it: by its command, with the request in its environment."""
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -149,24 +153,21 @@ def test_two_nodes_train_one_checkpoint_and_log_into_the_steps_run(
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_with_rank_0s_words_and_its_exit_code(
-    cluster: TrainerCluster, train: Train, tmp_path: Path
-) -> None:
-    with pytest.raises(EngineryError) as caught:
-        train(architecture="resnet51")
-    assert str(caught.value).startswith("no model 'resnet51'")
-    assert "FailedJobs" in str(caught.value)
-    assert caught.value.exit_code == 2
+def test_a_failure_is_rank_0s_error(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
+    with pytest.raises(EngineryError, match=r"^train\.freeze_backbone (.|\n)*FailedJobs") as caught:
+        train(freeze_backbone=True)
+    assert (caught.value.exit_code, caught.value.code) == (2, "no-pretrained-weights")
+    assert caught.value.setting == "train.pretrained"
     assert cluster.jobs == {}
-    # What is left goes on in another try; an answer of this one does not count for it.
+    # Another try resumes what is left; an answer of this one does not count for it.
     cluster.refuse = (403, "no more jobs")
-    with pytest.raises(UserError, match="may not create TrainJobs"):
-        train(architecture="resnet51")
+    with pytest.raises(UserError):
+        train(freeze_backbone=True)
     assert list((tmp_path / "shared/enginery/runs").glob(f"*/checkpoint/{FAILURE}")) == []
 
 
 @pytest.mark.slow
-def test_a_killed_node_is_told_with_its_last_lines(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
+def test_the_error_of_a_killed_node_has_its_last_lines(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
     def kill_a_node() -> None:
         deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
@@ -181,7 +182,7 @@ def test_a_killed_node_is_told_with_its_last_lines(cluster: TrainerCluster, trai
     threading.Thread(target=kill_a_node, daemon=True).start()
     with pytest.raises(EngineryError) as caught:
         train(epochs=500, collective_timeout_s=20)
-    assert "failed (FailedJobs" in str(caught.value)
+    assert caught.value.code == "train-job-failed"
     assert "What the pods wrote last:\nnode " in str(caught.value)
     assert "exit code -9" in str(caught.value)
     assert cluster.jobs == {}
@@ -227,15 +228,15 @@ def test_sigterm_removes_the_job_and_ends_with_75(
     too_late = threading.Timer(120, process.kill)
     too_late.start()
     assert process.stderr is not None
-    told = ""
+    said = ""
     while line := process.stderr.readline():
-        told += line
+        said += line
         if "waiting for pods: node 0: Unschedulable 0/9 nodes: 9 Insufficient nvidia.com/gpu" in line:
             process.send_signal(signal.SIGTERM)
     too_late.cancel()
-    assert process.wait(timeout=600) == 75, told
+    assert process.wait(timeout=600) == 75, said
     assert cluster.jobs == {}
-    assert "waiting for pods" in told
+    assert "waiting for pods" in said
     assert json.loads((tmp_path / "out" / FAILURE).read_text())["exit_code"] == 75
 
 
@@ -301,76 +302,59 @@ def test_sigterm_removes_the_job_before_anything_else(
     assert time.monotonic() - started < 200  # it did not wait for the log of the pod
 
 
-def test_pods_that_are_never_made_are_told(cluster: TrainerCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_that_are_never_made(cluster: TrainerCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a quota or PodSecurity: the JobSet's controller is refused, and the TrainJob has no condition."""
     monkeypatch.setattr(jobs, "_NO_PODS_S", 0.0)
     monkeypatch.setattr(cluster, "_run", lambda spec: [])
-    owner = {"apiVersion": "v1", "kind": "Pod", "name": POD, "uid": "u"}
     job = jobs.Job(connect(), NAMESPACE, "enginery-train-1")
-    assert job.create(train_job(FULL, name=job.name, arguments=[], env=[], owner=owner, run_id=RUN_ID))
-    told: list[str] = []
+    assert job.create(train_job(FULL, name=job.name, arguments=[], env=[], owner=OWNER, run_id=RUN_ID))
+    said: list[str] = []
 
     def say(line: str) -> None:
-        told.append(line)
+        said.append(line)
         cluster._set(job.name, "Complete", "JobsCompleted", "jobset completed successfully")
 
     job.wait(say, print, 0.01)
-    assert told == [f"waiting for pods: there are none; kubectl -n {NAMESPACE} describe jobset,job says why"]
-
-
-def test_an_api_server_that_is_gone_is_told(cluster: TrainerCluster, train: Train) -> None:
-    cluster.refuse = (503, "etcd is gone")
-    with pytest.raises(EngineryError, match=r"can't create TrainJobs in the namespace .*: 503 etcd is gone"):
-        train()
-    assert [method for method, path, _ in cluster.requests if "trainjobs" in path] == ["POST", "DELETE"]
+    assert said == [f"waiting for pods: there are none; kubectl -n {NAMESPACE} describe jobset,job says why"]
 
 
 @pytest.mark.parametrize(
-    ("refuse", "is_old", "told"),
+    ("refuse", "is_old", "code", "methods"),
     [
-        ((404, "the server could not find the requested resource"), False, "install Kubeflow Trainer 2.2 or newer"),
-        ((403, "trainjobs is forbidden"), False, "Bind the Role of the chart"),
-        ((422, "specified clusterTrainingRuntime must be created"), False, "refuses the TrainJob: specified cluster"),
-        (None, True, "Kubeflow Trainer is older than 2.2"),
+        ((404, "the server could not find the requested resource"), False, "no-trainer", ["POST"]),
+        ((403, "trainjobs is forbidden"), False, "forbidden", ["POST"]),
+        ((422, "specified clusterTrainingRuntime must be created"), False, "train-job-refused", ["POST"]),
+        ((503, "etcd is gone"), False, "api-error", ["POST", "DELETE"]),  # the job may have been made
+        (None, True, "old-trainer", ["POST", "DELETE"]),
     ],
 )
-def test_what_a_cluster_can_not_do(
-    cluster: TrainerCluster, train: Train, refuse: tuple[int, str] | None, is_old: bool, told: str
+def test_refusals_of_a_cluster(
+    cluster: TrainerCluster, train: Train, refuse: tuple[int, str] | None, is_old: bool, code: str, methods: list[str]
 ) -> None:
     cluster.refuse, cluster.is_old = refuse, is_old
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(EngineryError) as caught:
         train()
+    assert caught.value.code == code
     assert cluster.jobs == {}
+    assert list(dict.fromkeys(method for method, path, _ in cluster.requests if "trainjobs" in path)) == methods
 
 
 def test_a_volume_that_is_not_there(train: Train) -> None:
-    with pytest.raises(UserError, match="the volume of train_job is not there: /nonexistent"):
+    with pytest.raises(UserError) as caught:
         train(request={"shared": "/nonexistent"})
+    assert caught.value.code == "no-volume"
 
 
-def test_a_data_set_is_copied_once(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
+def test_a_dataset_is_copied_once(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
     cluster.refuse = (422, "not now")
+    times = set()
     for _ in range(2):
         with pytest.raises(UserError, match="not now"):
             train()
-    (copy,) = (tmp_path / "shared/enginery/datasets").iterdir()
-    shard = next(copy.rglob("*.tar"))
-    before = shard.stat().st_mtime_ns
-    with pytest.raises(UserError, match="not now"):
-        train()
-    assert shard.stat().st_mtime_ns == before
+        (copy,) = (tmp_path / "shared/enginery/datasets").iterdir()
+        times.add(next(copy.rglob("*.tar")).stat().st_mtime_ns)
+    assert len(times) == 1
     assert not list((tmp_path / "shared/enginery/runs").glob("*/dataset"))
-
-
-def test_a_step_of_several_nodes_without_torchrun(
-    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from components.train.run import run
-
-    monkeypatch.setenv("PET_NNODES", "2")
-    config = resolve(TrainConfig, "train", settings)
-    with pytest.raises(UserError, match="this is one of 2 nodes"):
-        run(config, StepLog("train"), dataset=tiny_dataset.path, output=tmp_path / "out")
 
 
 def test_the_pods_log_in_as_this_one_does_without_seeing_its_secrets(cluster: TrainerCluster) -> None:
@@ -393,3 +377,39 @@ def test_the_names_that_both_sides_use() -> None:
     from enginery.cluster import resources
 
     assert nodes._RUN_VARIABLE == resources.RUN_VARIABLE
+
+
+def wait_for(stop: StopRequest) -> None:
+    deadline = time.monotonic() + 600
+    while not stop.requested:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_silence_stops_and_a_beat_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "heartbeat"
+    monkeypatch.setenv(HEARTBEAT, str(file))
+    with StopRequest() as stop:
+        stop.has_work = True
+        with beating(file, every_s=0.05):
+            stop_when_silent(StepLog("train"), silence_s=2.0)
+            time.sleep(3.0)
+            assert not stop.requested
+        ended = time.monotonic()
+        wait_for(stop)
+        assert time.monotonic() - ended > 1.5
+    assert f"nobody waits for this training any more: {file} was not touched" in capsys.readouterr().err
+
+
+def test_a_file_that_is_gone_is_silent_and_no_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HEARTBEAT, raising=False)
+    with StopRequest() as stop:
+        stop.has_work = True
+        stop_when_silent(StepLog("train"), silence_s=0.05)
+        time.sleep(0.5)
+        assert not stop.requested
+        monkeypatch.setenv(HEARTBEAT, str(tmp_path / "removed/heartbeat"))
+        stop_when_silent(StepLog("train"), silence_s=0.1)
+        wait_for(stop)

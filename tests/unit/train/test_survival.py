@@ -1,4 +1,4 @@
-"""Real processes, really killed: the next one goes on, and the weights are those of an unbroken run, to the bit."""
+"""Real processes, really killed: the next one resumes, and the weights are those of an unbroken run, to the bit."""
 
 import json
 import os
@@ -25,7 +25,8 @@ from components.common.contracts.manifests import (
 )
 from components.train.checkpointing import WEIGHTS
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from .conftest import REPOSITORY, SETTINGS
+
 TIMEOUT_S = 180
 
 
@@ -42,9 +43,9 @@ class Place:
         command = [sys.executable, "-m", "components.train", "--dataset", str(self.dataset)]
         return [*command, "--output", str(self.output), "--config", str(self.config)]
 
-    def start(self) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    def start(self, stdout: int = subprocess.DEVNULL, **variables: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", **variables}
+        pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(self.command(), env=environment, start_new_session=True, **pipes)
 
     def finish(self) -> str:
@@ -72,86 +73,64 @@ class Place:
         return manifest.files[WEIGHTS].digest
 
 
-@pytest.fixture(scope="module")
-def everything(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with all that has a state: momentum, average, mixing, sizes, accumulation, dropped layers."""
-    return {
-        **settings,
-        "per_gpu_batch_size": 8,
-        "ema_decay": 0.9,
-        "image_sizes": [24, 32],
-        "augmentation": {**settings["augmentation"], "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "brightness": 0.2},
-    }
+# With all that has a state: momentum, average, mixing, sizes, accumulation, dropped layers.
+EVERYTHING: dict[str, Any] = {
+    **SETTINGS,
+    "per_gpu_batch_size": 8,
+    "ema_decay": 0.9,
+    "image_sizes": [24, 32],
+    "augmentation": {**SETTINGS["augmentation"], "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "brightness": 0.2},
+}
 
 
 @pytest.fixture(scope="module")
-def unbroken(
-    tiny_dataset: Artifact[DatasetManifest], everything: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> str:
-    place = Place(tmp_path_factory.mktemp("unbroken") / "place", tiny_dataset.path, everything)
+def unbroken(tiny_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = Place(tmp_path_factory.mktemp("unbroken") / "place", tiny_dataset.path, EVERYTHING)
     place.finish()
     return place.weights()
 
 
 @pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_the_same_bits(
-    tiny_dataset: Artifact[DatasetManifest], everything: dict[str, Any], unbroken: str, tmp_path: Path
+    tiny_dataset: Artifact[DatasetManifest], unbroken: str, tmp_path: Path
 ) -> None:
-    place = Place(tmp_path / "place", tiny_dataset.path, everything)
+    """By SIGKILL, and in the end by SIGTERM, which saves first and has an exit code of its own."""
+    place = Place(tmp_path / "place", tiny_dataset.path, EVERYTHING)
     chance = random.Random(1)
     for number in (1, 5, 12):  # of 18 steps: in the first epoch, near its end, at the end of the second
         process = place.start()
         place.wait_for_step(process, number)
         time.sleep(chance.uniform(0, 0.3))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        os.killpg(process.pid, signal.SIGTERM if number == 12 else signal.SIGKILL)
+        _, said = process.communicate(timeout=TIMEOUT_S)
         assert not (place.output / MANIFEST).exists()
     last = place.steps()[-1]
-    said = place.finish()
-    assert f"going on after step {last} of 18, where an earlier run stopped" in said
-    assert place.weights() == unbroken
-
-
-@pytest.mark.slow  # test_resuming.py has the same in one process
-def test_sigterm_saves_and_ends_with_its_own_code(
-    tiny_dataset: Artifact[DatasetManifest], everything: dict[str, Any], unbroken: str, tmp_path: Path
-) -> None:
-    place = Place(tmp_path / "place", tiny_dataset.path, everything)
-    process = place.start()
-    place.wait_for_step(process, 7)
-    process.terminate()
-    _, said = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == EXIT_PREEMPTED == 75
-    last = place.steps()[-1]
-    assert f"stopped by SIGTERM after step {last} of 18, and saved; the same command goes on" in said
-    assert json.loads((place.output / FAILURE).read_text())["exit_code"] == 75
+    assert f"stopped by SIGTERM after step {last} of 18, and saved; the same command resumes" in said
     assert "Traceback" not in said
-    assert f"going on after step {last} of 18" in place.finish()
+    assert json.loads((place.output / FAILURE).read_text())["exit_code"] == 75
+    assert f"resuming after step {last} of 18, where an earlier run stopped" in place.finish()
     assert place.weights() == unbroken
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sigterm_while_it_starts_up(
-    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path, num_processes: int
+    tiny_dataset: Artifact[DatasetManifest], tmp_path: Path, num_processes: int
 ) -> None:
-    place = Place(tmp_path / "place", tiny_dataset.path, {**settings, "num_processes": num_processes})
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "ENGINERY_EVENTS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(place.command(), env=environment, start_new_session=True, **pipes)
+    place = Place(tmp_path / "place", tiny_dataset.path, {**SETTINGS, "num_processes": num_processes})
+    process = place.start(subprocess.PIPE, ENGINERY_EVENTS="1")
     assert process.stdout is not None
     assert '"started"' in process.stdout.readline()  # nothing is imported yet
     process.terminate()
     _, said = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == EXIT_PREEMPTED, said
-    assert "train: stopped by SIGTERM; the same command goes on" in said
+    assert "train: stopped by SIGTERM; the same command resumes" in said
 
 
 @pytest.mark.slow
-def test_two_processes_are_stopped_and_go_on(
-    tiny_dataset: Artifact[DatasetManifest], settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_two_processes_are_stopped_and_resume(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
     """SIGTERM to the step reaches both; SIGKILL of the step ends both. Two ranks add the same bits in any order."""
-    settings = {**settings, "num_processes": 2, "epochs": 2}
+    settings = {**SETTINGS, "num_processes": 2, "epochs": 2}
     whole, broken = (Place(tmp_path / name, tiny_dataset.path, settings) for name in ("whole", "broken"))
     whole.finish()
     process = broken.start()
@@ -166,5 +145,5 @@ def test_two_processes_are_stopped_and_go_on(
     broken.wait_for_step(process, stopped + 2)
     process.kill()
     process.communicate()
-    assert "going on after step" in broken.finish()
+    assert "resuming after step" in broken.finish()
     assert broken.weights() == whole.weights()

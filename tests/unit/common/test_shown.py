@@ -15,7 +15,7 @@ from components.common.contracts.settings import resolve
 from components.preprocess.config import PreprocessConfig
 from enginery.formats import new_console
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 ATTACK = "cat\x1b]0;owned\x07\x1b[2J\u202e"
 SECRET = "AKIA0123456789SECRET"
 

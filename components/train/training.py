@@ -1,0 +1,295 @@
+"""One process of a training, from its Dataset to the Checkpoint that rank 0 writes."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from components.common.contracts.environment import num_cores
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import (
+    MANIFEST,
+    UNFINISHED,
+    Artifact,
+    CheckpointManifest,
+    DatasetManifest,
+    load,
+    seal,
+    write_atomically,
+)
+from components.common.contracts.records import EpochRecord, Split
+from components.common.contracts.transforms import TransformSpec, transform_for
+from components.common.data.loader import Loader
+from components.common.process.partial_output import open_partial
+from components.common.process.steplog import StepLog
+from components.train.arithmetic import pick_precision, set_arithmetic, threads_per_process
+from components.train.batches import BatchPlan, check_sizes, plan_batches
+from components.train.checkpointing import WEIGHTS, Saved, choose_folder, parse, write_safetensors
+from components.train.config import TrainConfig
+from components.train.distributed import StopRequest, World, broadcast, describe_links, find_world, process_group
+from components.train.fine_tuning import starting_model
+from components.train.memory import explain_out_of_memory, is_out_of_memory
+from components.train.nodes import stop_when_silent
+from components.train.speed import NUM_SKIPPED, TRACE
+from components.train.trainer import MLLOG, Trainer
+
+
+def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
+    """Train in this process, alone or with others; rank 0 writes. Returns the outcome."""
+    with StopRequest() as stop:
+        world = find_world()
+        if world.is_main:
+            stop_when_silent(log)
+        set_arithmetic(config, world.device, world.local_world_size)
+        data = load(dataset, DatasetManifest)
+        with process_group(world, config.collective_timeout_s):
+            if outcome := broadcast(_published_before(config, data, output) if world.is_main else "", world):
+                return outcome
+            if not world.is_main:
+                _train(config, log, data, world, stop)
+                return ""
+            with open_partial(output, known=(WEIGHTS, MLLOG, TRACE)) as folder:
+                trainer = _train(config, log, data, world, stop, folder)
+                return _publish(trainer, data, output)
+
+
+def _train(
+    config: TrainConfig,
+    log: StepLog,
+    data: Artifact[DatasetManifest],
+    world: World,
+    stop: StopRequest,
+    partial_output: Path | None = None,
+) -> Trainer:
+    """Build everything, resume from a checkpoint if there is one, and train. The folder is of rank 0 alone."""
+    checkpoints = None if partial_output is None else choose_folder(config, data, world, partial_output, log)
+    # Rank 0 reads it for all, so that no other machine needs the output directory.
+    content = broadcast(None if checkpoints is None else checkpoints.newest(log), world)
+    saved = None if content is None else parse(content)
+    torch.manual_seed(config.seed)  # the same weights in all processes
+    splits, num_classes = data.manifest.splits, len(data.manifest.classes)
+    model = starting_model(config, num_classes, log, resumes=saved is not None)
+    torch.manual_seed(config.seed + 1000003 * world.rank)  # and of its own each what a layer drops
+    plan = plan_batches(
+        config,
+        world.world_size,
+        num_train_images=splits["train"].num_images,
+        num_val_images=splits["val"].num_images,
+    )
+    check_sizes(model, config, plan)
+    try:
+        loaders = _loaders(config, data, plan, world, saved)
+        trainer = Trainer(model, config, plan, *loaders, world=world, log=log, checkpoints=checkpoints, stop=stop)
+        if saved is not None:
+            trainer.restore(saved)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        trainer = loaders = None  # type: ignore[assignment]
+    if trainer is None:  # behind the except, because the error keeps the frames that hold tensors
+        del model
+        raise _out_of_memory(config, plan, world, num_classes, log)
+    _log_start(trainer, data)
+    if saved is not None:
+        log.note(f"resuming after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped")
+    del model, saved, content  # they would stay in memory
+    _fit(trainer, num_classes)
+    trainer.mllog.end("run_stop", status="success")
+    if world.is_main and config.profile_steps and trainer.profiler.record is None:
+        log.warning(
+            f"train.profile_steps: no step was recorded: the first {NUM_SKIPPED} of a process are not, and this "
+            "one had no more"
+        )
+    return trainer
+
+
+def _fit(trainer: Trainer, num_classes: int) -> None:
+    config = trainer.config
+    try:
+        trainer.fit()
+        return
+    except (RuntimeError, MemoryError) as error:
+        text = " ".join(str(error).split())
+        if "does not have a deterministic implementation" in text:
+            raise UserError(
+                f"train.deterministic can't be had with {config.architecture} on this device: "
+                f"{text.split('. ')[0]}. Set deterministic to false, or take another architecture",
+                code="not-deterministic",
+                setting="train.deterministic",
+            ) from None
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException) and not is_out_of_memory(error):
+            raise EngineryError(
+                f"torch.compile failed on {config.architecture} (train.compile {config.compile}): {text[:300]}. Set "
+                "train.compile to off, which trains more slowly, or to another mode",
+                code="compile-failed",
+                setting="train.compile",
+            ) from error
+        if not is_out_of_memory(error):
+            raise
+    # Behind the except, because the error keeps the frames that hold tensors.
+    trainer.release()
+    raise _out_of_memory(config, trainer.plan, trainer.world, num_classes, trainer.log)
+
+
+def _out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, num_classes: int, log: StepLog) -> UserError:
+    log.note(f"memory ran out with batches of {plan.per_gpu_batch_size} images; trying smaller ones, to name one")
+    text = explain_out_of_memory(config, plan, world, num_classes)
+    return UserError(text, code="out-of-memory", setting="train.per_gpu_batch_size")
+
+
+def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> TransformSpec:
+    spec = transform_for(config.image_size, resize_ratio=config.resize_ratio, interpolation=config.interpolation)
+    if config.normalization == "imagenet":
+        return spec
+    statistics = data.manifest.statistics
+    # A channel without any contrast would divide by zero.
+    std = tuple(max(value, 1 / 255) for value in statistics.std)
+    return spec.model_copy(update={"mean": statistics.mean, "std": std})
+
+
+def _loaders(
+    config: TrainConfig, data: Artifact[DatasetManifest], plan: BatchPlan, world: World, saved: Saved | None
+) -> tuple[Loader, Loader]:
+    """Return the loaders of training, where `saved` left it, and of validation: this process's part of both splits."""
+    spec = _transform(config, data)
+    own: dict[str, Any] = {
+        "batch_size": plan.per_gpu_batch_size,
+        "shard_id": world.rank,
+        "num_shards": world.world_size,
+        "device_id": world.device_id,
+        "num_threads": threads_per_process(world.local_world_size),
+        "stuck_after_s": config.read_timeout_s,
+    }
+    train = Loader(
+        data,
+        "train",
+        spec,
+        batches_per_step=plan.num_accumulated,
+        augmentation=config.augmentation,
+        image_sizes=config.image_sizes,
+        half=pick_precision(config, world.device) != torch.float32,
+        seed=config.seed,
+        state=None if saved is None else saved.of_rank(world.rank)["loader"],
+        **own,
+    )
+    return train, Loader(data, "val", spec, **own)
+
+
+def _log_start(trainer: Trainer, data: Artifact[DatasetManifest]) -> None:
+    """Log what is trained on what, for MLflow and MLPerf's tools, and what a person should know before."""
+    config, world, plan, log, splits = trainer.config, trainer.world, trainer.plan, trainer.log, data.manifest.splits
+    sizes, epochs = config.image_sizes, config.epochs
+    if len(sizes) > epochs:  # of a recipe with fewer epochs than it was made for, say
+        log.warning(
+            f"train.image_sizes lists {len(sizes)} epochs' sizes, and train.epochs is {epochs}: training ends with "
+            f"images of {sizes[epochs - 1]} px and never sees {', '.join(f'{side} px' for side in sizes[epochs:])}. "
+            f"List {epochs} sizes or fewer"
+        )
+    log.params(
+        {
+            "device": str(world.device),
+            "dtype": str(trainer.dtype),
+            "num_train_images": splits["train"].num_images,
+            "world_size": world.world_size,
+            "per_process_batch_size": plan.per_gpu_batch_size,
+            "num_accumulated": plan.num_accumulated,
+        }
+    )
+    log.dataset("train", splits["train"].digest, splits["train"].num_images, "training")
+    log.dataset("val", splits["val"].digest, splits["val"].num_images, "validation")
+    if world.is_main and world.world_size > 1:
+        machines = world.world_size // world.local_world_size
+        where = f" on {machines} machines" if machines > 1 else ""
+        spread = f"{plan.per_gpu_batch_size} images each, {plan.num_accumulated} times a step"
+        log.note(f"{world.world_size} processes{where}, {spread}{describe_links(world)}")
+    facts = {  # by MLPerf's keys
+        "submission_benchmark": config.architecture,
+        "global_batch_size": config.global_batch_size,
+        "gradient_accumulation_steps": plan.num_accumulated,
+        "train_samples": splits["train"].num_images,
+        "eval_samples": splits["val"].num_images,
+        "opt_name": config.optimizer,
+        "opt_base_learning_rate": config.learning_rate * config.global_batch_size / 256,
+        "opt_learning_rate_warmup_epochs": config.warmup_fraction * config.epochs,
+        "opt_weight_decay": config.weight_decay,
+        "seed": config.seed,
+    }
+    for key, value in facts.items():
+        trainer.mllog.event(key, value)
+    trainer.mllog.start("run_start")
+
+
+def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) -> str:
+    """Write and seal the Checkpoint, then remove the partial output. Returns one line on it."""
+    config, checkpoints, number = trainer.config, trainer.checkpoints, trainer.published_epoch
+    assert checkpoints is not None
+    if number == len(trainer.history) - 1:
+        weights = trainer.published().state_dict()
+    else:
+        weights = checkpoints.at(trainer.num_steps_of(number)).group("model" if trainer.ema is None else "ema")
+    write_safetensors(output / WEIGHTS, weights)
+    for name in (MLLOG, TRACE):
+        if (source := checkpoints.folder / name).exists():
+            write_atomically(output / name, source.read_bytes())
+        else:
+            (output / name).unlink(missing_ok=True)  # of a run that was killed while it published
+    metrics = trainer.history[number].model_dump(exclude_none=True)
+    warn_of_chance_level(trainer.log, config, data.manifest.splits["val"], metrics["val_top1_pct"])
+    sealed = seal(
+        output,
+        CheckpointManifest,
+        inputs={"dataset": data.digest},
+        config=config,
+        architecture=config.architecture,
+        classes=data.manifest.classes,
+        transform=_transform(config, data),
+        metrics=metrics,
+        history=tuple(map(_finite, trainer.history)),
+        profile=trainer.profiler.record,
+    )
+    shutil.rmtree(output / UNFINISHED)
+    return _outcome(sealed, trainer.world.world_size)
+
+
+def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, top1_pct: float) -> None:
+    """Warn where the model is no better than one that always names the most frequent class of a split."""
+    share = max(split.class_counts) / split.num_images
+    std = math.sqrt(share * (1 - share) / split.num_images)
+    if share < 1 and top1_pct / 100 <= share + 2 * std:
+        rate = config.learning_rate
+        log.warning(
+            f"the model learned nothing that shows: {top1_pct:.2f} % top-1, and naming the most frequent class each "
+            f"time has {100 * share:.2f} %. Lower train.learning_rate, which is {rate:g}, to {rate / 4:g}, raise "
+            f"train.epochs, which is {config.epochs}, or see in the data card whether the labels are sound"
+        )
+
+
+def _published_before(config: TrainConfig, data: Artifact[DatasetManifest], output: Path) -> str:
+    """Finish what a run left that was killed after it had sealed this very Checkpoint: one line on it, or empty."""
+    if not ((output / MANIFEST).exists() and (output / UNFINISHED).is_dir()):
+        return ""
+    sealed = load(output, CheckpointManifest)
+    manifest = sealed.manifest
+    if manifest.inputs != {"dataset": data.digest} or manifest.config != config.model_dump(mode="json"):
+        return ""
+    shutil.rmtree(output / UNFINISHED)
+    return _outcome(sealed, 1)
+
+
+def _finite(epoch: EpochRecord) -> EpochRecord:
+    """An early epoch may overflow on validation images and the next ones recover; JSON has no infinities."""
+    is_finite = epoch.val_loss is not None and math.isfinite(epoch.val_loss)
+    return epoch if is_finite else epoch.model_copy(update={"val_loss": None})
+
+
+def _outcome(checkpoint: Artifact[CheckpointManifest], world_size: int) -> str:
+    machine = f"{num_cores()} CPU cores"
+    if torch.cuda.is_available():
+        machine = f"{world_size} x " * (world_size > 1) + torch.cuda.get_device_name()
+    manifest = checkpoint.manifest
+    return (
+        f"{manifest.architecture} at {manifest.metrics['val_top1_pct']:.2f} % top-1 after {len(manifest.history)} "
+        f"epochs, {manifest.history[-1].train_images_per_s:,.0f} images/s on {machine}"
+    )

@@ -1,0 +1,340 @@
+"""The training loop's reports: divergence, memory that is too small, speed, MLPerf's log and a profile."""
+
+import gzip
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.records import EpochRecord
+from components.common.contracts.settings import resolve
+from components.common.data.loader import Batch
+from components.common.data.loader_damage import explained
+from components.common.process.gpu_monitor import GpuReading
+from components.common.runtimes.architectures import build_model
+from components.train import memory, speed
+from components.train.arithmetic import pick_compile_mode, pick_precision, speed_up_small_convolutions
+from components.train.batches import plan_batches
+from components.train.config import TrainConfig
+from components.train.distributed import World
+from components.train.divergence import LossWatch
+from components.train.memory import explain_out_of_memory, is_out_of_memory
+from components.train.speed import TRACE, SpeedMeter, flops_per_image, peak_tflops
+from components.train.trainer import MLLOG, Trainer, build_optimizer
+from components.train.training import _fit
+
+from .conftest import Log, Train
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Batches:
+    """A loader of random batches: one again and again, or new ones, of which there is nothing to learn."""
+
+    num_classes = 4
+
+    def __init__(self, num_batches: int, *, wait_s: float = 0.0, is_new: bool = False) -> None:
+        self.num_batches, self.wait_s, self.is_new = num_batches, wait_s, is_new
+        self.generator = torch.Generator().manual_seed(1)
+        self.batch = self.draw()
+
+    def draw(self) -> Batch:
+        labels = torch.randint(0, 4, (8,), generator=self.generator)
+        return Batch(images=torch.randn(8, 3, 16, 16, generator=self.generator), labels=labels)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.generator.manual_seed(2)
+        for _ in range(self.num_batches):
+            time.sleep(self.wait_s)
+            yield self.draw() if self.is_new else self.batch
+
+
+def small_trainer(batches: Batches, **settings: Any) -> Trainer:
+    config = resolve(TrainConfig, "train", {"epochs": 1, "global_batch_size": 8, **settings})
+    plan = plan_batches(config, 1, num_train_images=8, num_val_images=8)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(784, 4))
+    loaders: Any = (batches, Batches(1))
+    return Trainer(model, config, plan, *loaders, world=World(device=CPU), log=Log())
+
+
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loss_that_is_not_finite_ends_the_run(train: Train, tmp_path: Path, num_processes: int) -> None:
+    with pytest.raises(EngineryError) as caught:
+        train(learning_rate=1e12, warmup_fraction=0, num_processes=num_processes)
+    assert (caught.value.code, caught.value.setting) == ("diverged", "train.learning_rate")
+    text = str(caught.value)
+    assert "training diverged in epoch 1, at step " in text
+    assert " of 18: the loss is " in text
+    assert "Before: 2." in text  # ten classes: the first step's loss is the chance level
+    assert "Lower train.learning_rate, which is 1e+12, to 2.5e+11, or raise train.warmup_fraction, which is 0" in text
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_loss_far_above_chance_level_ends_the_run() -> None:
+    """At this rate the loss grows, and stays finite for more than 50 steps."""
+    batches = Batches(300, is_new=True)
+    trainer = small_trainer(batches, learning_rate=5, warmup_fraction=0, momentum=0.5, weight_decay=0)
+    with pytest.raises(EngineryError, match=r"the loss of the last 50 steps is .* far above the chance level\. Before"):
+        trainer.fit()
+    assert trainer.num_steps_done < 300
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [6.5] * 39 + [2.0] * 50 + [1e6] + [2.0] * 100,  # a slow beginning, and a single wild step
+        [0.01] * 19 + [1.5] * 180,  # of pretrained weights: from almost nothing to less than the chance level
+    ],
+)
+def test_losses_that_are_no_divergence(losses: list[float]) -> None:
+    watch = LossWatch(CPU, num_classes=10)
+    for step, loss in enumerate(losses):
+        watch.put(step, torch.tensor(loss))
+    assert watch.trouble is None
+    assert watch.mean == pytest.approx(losses[-1])
+
+
+def test_the_first_step_is_not_the_learning_rates_fault() -> None:
+    batches = Batches(3)
+    batches.batch.images[0, 0, 0, 0] = math.nan
+    with pytest.raises(EngineryError, match=r"at step 1 of 3: the loss is nan\. It was the very first step, so see"):
+        small_trainer(batches).fit()
+
+
+@pytest.fixture
+def limited_memory() -> Iterator[Callable[[int], None]]:
+    """`limited_memory(n)`: models have room for n images. A CPU's memory does not run out, so a hook raises for it."""
+    removed = []
+
+    def limit(num_images: int) -> None:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if isinstance(module, nn.Conv2d) and inputs[0].device == CPU and len(inputs[0]) > num_images:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        removed.append(nn.modules.module.register_module_forward_pre_hook(hook))
+
+    yield limit
+    for handle in removed:
+        handle.remove()
+
+
+@pytest.mark.parametrize("before_the_first_step", [False, True])
+def test_out_of_memory_names_a_batch_that_fits(
+    train: Train,
+    limited_memory: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    before_the_first_step: bool,
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Can't allocate 805306368 bytes on device 0.")
+
+    limited_memory(5)
+    if before_the_first_step:
+        monkeypatch.setattr("components.train.training.Loader", full)
+    with pytest.raises(UserError) as caught:
+        train()
+    assert (caught.value.code, caught.value.setting) == ("out-of-memory", "train.per_gpu_batch_size")
+    assert "does not hold a batch of 16 images of 32 px (train.per_gpu_batch_size). 4 were tried" in str(caught.value)
+    assert "set train.per_gpu_batch_size to 4. Gradients are then accumulated over 4 batches" in str(caught.value)
+    if not before_the_first_step:
+        checkpoint = train(per_gpu_batch_size=4, epochs=1)  # what was said is so
+        assert checkpoint.manifest.history[0].train_loss > 0
+
+
+def test_out_of_memory_where_nothing_fits(train: Train, limited_memory: Callable[[int], None]) -> None:
+    limited_memory(0)
+    with pytest.raises(UserError, match=r"a batch of 8 images .* and not one image either\. Set a smaller train\.imag"):
+        train(per_gpu_batch_size=8)
+
+
+def search(**settings: Any) -> str:
+    config = resolve(TrainConfig, "train", {"architecture": "squeezenet1_1", "image_size": 32, **settings})
+    plan = plan_batches(config, 1, num_train_images=64, num_val_images=8)
+    return explain_out_of_memory(config, plan, World(device=CPU), 10)
+
+
+def test_the_search_for_a_batch_that_fits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_fits", lambda size, *_: size <= 10)
+    assert ". 8 were tried here and fit" in search(global_batch_size=64)
+    monkeypatch.setattr(memory, "_LIMIT_S", 0.0)
+    assert ". 4 were tried here and fit" in search(global_batch_size=64)  # the first that does
+
+
+def test_the_search_trains_what_training_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a frozen backbone there are gradients of the head alone."""
+    trained: list[int] = []
+
+    def build(model: nn.Module, *arguments: Any) -> torch.optim.Optimizer:
+        trained.append(sum(parameter.requires_grad for parameter in model.parameters()))
+        return build_optimizer(model, *arguments)
+
+    monkeypatch.setattr(memory, "build_optimizer", build)
+    search(global_batch_size=2, freeze_backbone=True, pretrained="default")
+    search(global_batch_size=2)
+    assert set(trained) == {2, 52}
+
+
+@pytest.mark.parametrize("said", ["Can't allocate 805306368 bytes on device 0.", "CUDA allocation failed"])
+def test_memory_that_runs_out_while_decoding_is_no_damaged_image(
+    tiny_dataset: Artifact[DatasetManifest], said: str
+) -> None:
+    operator = "nvidia.dali.fn.decoders.image_random_crop"
+    error = RuntimeError(f"Error in GPU operator `{operator}`,\nencountered:\n\n{said}\n\nCurrent pipeline object is")
+    with pytest.raises(RuntimeError) as caught, explained(tiny_dataset, "train"):
+        raise error
+    assert caught.value is error
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(False, torch.float16), (True, torch.bfloat16)])
+def test_gpus_that_emulate_bf16_train_in_fp16(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, dtype: torch.dtype
+) -> None:
+    def is_supported(including_emulation: bool = True) -> bool:
+        return has_bf16 or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    assert pick_precision(resolve(TrainConfig, "train", {}), GPU) == dtype
+
+
+@pytest.mark.parametrize(
+    ("compile_", "device", "has", "mode", "warning"),
+    [
+        ("auto", GPU, {"gcc", "Python.h"}, "default", ""),
+        ("auto", GPU, {"gcc"}, "", "no headers of Python (Debian, Ubuntu: sudo apt-get install python3-dev)"),
+        ("auto", GPU, set(), "", "no C compiler"),
+        ("auto", CPU, {"gcc", "Python.h"}, "", ""),
+        ("tuned", CPU, set(), "tuned", ""),
+        ("off", GPU, set(), "", ""),
+        ("tuned", GPU, set(), None, ""),
+    ],
+)
+def test_the_mode_of_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    compile_: str,
+    device: torch.device,
+    has: set[str],
+    mode: str | None,
+    warning: str,
+) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr("shutil.which", lambda name: name if name in has else None)
+    monkeypatch.delenv("CC", raising=False)
+    if "Python.h" in has:
+        (tmp_path / "Python.h").touch()
+    config, log = resolve(TrainConfig, "train", {"compile": compile_}), Log()
+    if mode is None:
+        with pytest.raises(UserError) as caught:
+            pick_compile_mode(config, device, log)
+        assert (caught.value.code, caught.value.setting) == ("no-compiler", "train.compile")
+    else:
+        assert pick_compile_mode(config, device, log) == mode
+        assert warning in "".join(log.said)
+        assert bool(log.said) == bool(warning)
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
+    with pytest.raises(EngineryError) as caught:
+        _fit(small_trainer(Batches(1), compile="default"), 4)
+    assert (caught.value.code, caught.value.setting) == ("compile-failed", "train.compile")
+
+
+def test_the_reports_of_an_epoch(train: Train) -> None:
+    log = Log()
+    checkpoint = train(log, epochs=2, profile_steps=2)
+    first, second = checkpoint.manifest.history
+    assert first.data_wait_pct is not None
+    assert 0 < first.data_wait_pct < 100
+    model = build_model("squeezenet1_1", 10)
+    speed_up_small_convolutions(model)  # as training on a CPU does
+    side = flops_per_image(model, 32, 32)
+    assert side is not None
+    assert second.tflops_per_s == pytest.approx(side * second.train_images_per_s / 1e12)
+    assert (second.gpu_power_w, second.peak_pct) == (None, None)  # there is no GPU to ask
+    assert set(log.epochs[1]) == {*log.epochs[0]} >= {"data_wait_pct", "tflops_per_s", "train_images_per_s"}
+    assert "images/s" in log.details[0]
+    assert all(word in log.details[-1] for word in ("loss", "% waiting for data"))
+
+    lines = checkpoint.file(MLLOG).read_text().splitlines()
+    assert all(line.startswith(":::MLLOG {") for line in lines)
+    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+    assert {tuple(sorted(event)) for event in events} == {
+        ("event_type", "key", "metadata", "namespace", "time_ms", "value")
+    }
+    keys = [event["key"] for event in events]
+    epoch = ["epoch_start", "epoch_stop", "tracked_stats", "eval_start", "eval_accuracy", "eval_stop"]
+    begin = keys.index("run_start")
+    assert keys[begin:] == ["run_start", *epoch, *epoch, "run_stop"]
+    assert {"global_batch_size", "opt_name", "train_samples", "eval_samples", "seed"} < set(keys[:begin])
+    assert events[-1]["metadata"] == {"status": "success"}
+
+    with gzip.open(checkpoint.file(TRACE)) as file:
+        assert json.load(file)["traceEvents"]
+    profile = checkpoint.manifest.profile
+    assert profile is not None
+    assert profile.num_steps == 2
+    assert sum(profile.families_pct.values()) == pytest.approx(100)
+    assert any("conv" in operation.name for operation in profile.operations)
+
+
+def test_time_that_waits_for_a_slow_loader() -> None:
+    trainer = small_trainer(Batches(10, wait_s=0.1))
+    _, measured = trainer.train_epoch()
+    assert measured.train_images_per_s < 80
+    assert measured.data_wait_pct / 100 * (80 / measured.train_images_per_s) >= 0.99  # seconds; each batch waits 0.1
+
+
+@pytest.mark.parametrize(("powers", "total"), [((300.0, 350.0), 650.0), ((300.0, None), None)])
+def test_power_is_of_all_gpus_or_of_none(
+    monkeypatch: pytest.MonkeyPatch, powers: tuple[float | None, ...], total: float | None
+) -> None:
+    """One of two spans was too short to tell: the other's power alone would pass for the sum."""
+    meter = SpeedMeter(nn.Linear(2, 2), World(device=CPU), torch.float32, tf32=False)
+    others = [(0.0, GpuReading(power_w=power, utilization_pct=50, memory_bytes=1)) for power in powers]
+    monkeypatch.setattr(speed, "gather", lambda own, world: others)
+    assert meter.end(8, 1.0).gpu_power_w == total
+
+
+def test_epochs_of_earlier_versions_are_read() -> None:
+    old = {"train_loss": 1.0, "train_images_per_s": 2.0, "val_loss": None, "val_top1_pct": 3.0}
+    assert EpochRecord.model_validate(old).data_wait_pct is None
+
+
+def test_flops() -> None:
+    model = build_model("resnet50", 1000)
+    # 4.09 G multiply-adds forward (He et al., 2016), twice that backward, less the first layer's input gradient.
+    assert flops_per_image(model, 224, 224) == pytest.approx(3 * 2 * 4.09e9, rel=0.02)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("fc."))
+    assert flops_per_image(model, 224, 224) == pytest.approx(2 * 4.09e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "tf32", "peak"),
+    [
+        ("NVIDIA H200", torch.bfloat16, True, 989.4),
+        ("NVIDIA H200", torch.float32, False, 66.9),
+        ("NVIDIA L40", torch.float16, True, 181),
+        ("Tesla T4", torch.bfloat16, True, None),
+        ("NVIDIA A1000", torch.float16, True, None),
+    ],
+)
+def test_peaks(gpu: str, dtype: torch.dtype, tf32: bool, peak: float | None) -> None:
+    assert peak_tflops(gpu, dtype, tf32=tf32) == peak
