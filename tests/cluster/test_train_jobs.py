@@ -12,9 +12,7 @@ from kubernetes import client
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
-from components.train.config import TrainConfig
 from components.train.nodes import train_on_nodes
 from components.train.train_job import (
     GROUP,
@@ -30,6 +28,7 @@ from components.train.train_job import (
     train_job,
 )
 from enginery.doctor.cluster_nodes import RIGHTS
+from tests.unit.train.conftest import config, tiny_dataset  # noqa: F401
 from tests.unit.train.test_nodes import FULL, request_for
 from tests.unit.train.trainer_cluster import TrainerCluster
 
@@ -179,7 +178,7 @@ def test_a_failed_job_is_explained(api: Any, job: Job) -> None:
     assert "node 0" not in failed.value.last_words
 
 
-def test_pods_that_do_not_begin_are_told(api: Any, job: Job) -> None:
+def test_pods_that_do_not_begin(api: Any, job: Job) -> None:
     job.create(body_for(job))
     waiting = client.V1ContainerStateWaiting(reason="ImagePullBackOff", message="no such image")
     add_pod(api, job, 0, "Pending", waiting=waiting)
@@ -212,8 +211,7 @@ def test_without_the_role_nothing_is_started(api: Any, job: Job) -> None:
 def test_two_nodes_train(
     api: Any,
     job: Job,
-    tiny_dataset: Artifact[DatasetManifest],
-    settings: dict[str, Any],
+    tiny_dataset: Artifact[DatasetManifest],  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,9 +231,8 @@ def test_two_nodes_train(
         set_condition(api, made, "Failed" if any(codes) else "Complete", str(codes))
 
     threading.Thread(target=control, daemon=True).start()
-    values = {**settings, "epochs": 1, "architecture": "squeezenet1_1"}
-    config = resolve(TrainConfig, "train", values)
-    train_on_nodes(request_for(tmp_path), config, StepLog("train"), tiny_dataset.path, tmp_path / "out", poll_s=0.5)
+    small = config(epochs=1, architecture="squeezenet1_1")
+    train_on_nodes(request_for(tmp_path), small, StepLog("train"), tiny_dataset.path, tmp_path / "out", poll_s=0.5)
     assert len(load(tmp_path / "out", CheckpointManifest, verify=("",)).manifest.history) == 1
     assert (
         client.CustomObjectsApi(api).list_namespaced_custom_object(GROUP, VERSION, job.namespace, PLURAL)["items"] == []

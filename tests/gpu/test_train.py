@@ -130,7 +130,7 @@ def test_a_preempted_training_goes_on(start: Start, tmp_path: Path) -> None:
     again = start(**settings)
     said = said_by(again)
     assert again.returncode == 0, said
-    assert "going on after step" in said
+    assert "resuming after step" in said
     assert len(load(tmp_path / "out", CheckpointManifest).manifest.history) == 40
 
 

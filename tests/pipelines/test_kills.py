@@ -316,11 +316,11 @@ def test_the_next_run_goes_on_with_the_training_of_a_killed_one(all_digits: Path
     worker = next(child for child in run.family if "python" in child.name() and _runs(child, "train"))
     worker.suspend()
     kill(run, worker, how)
-    assert "going on after" not in run.end()
+    assert "resuming after" not in run.end()
     checkpoints = list(run.directory.glob(pattern))
     again = home.start(0, *settings)
     again.wait_for(lambda: any(home.path.glob(f"runs/*/artifacts/*/train/*/{MANIFEST}")))
     again.process.send_signal(signal.SIGINT)  # the other steps are of no interest here
     done = max(int(path.stem.removeprefix("step-")) for path in checkpoints)
-    assert f"going on after step {done} of" in again.end()
+    assert f"resuming after step {done} of" in again.end()
     assert not any(path.exists() for path in checkpoints)
