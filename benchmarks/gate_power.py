@@ -14,8 +14,7 @@ import click
 import numpy as np
 
 from benchmarks.results import RESULTS, write_result
-from components.common.contracts.records import AccuracyReport, AccuracyRow, Comparison
-from components.common.contracts.statistics import drop_lower, drop_upper, mcnemar
+from components.common.contracts.records import AccuracyReport, AccuracyRow, PairedComparison
 from components.common.contracts.verdict import Thresholds, accuracy_checks
 
 NUM_DRAWS = 20_000
@@ -27,21 +26,12 @@ FP32_PCT = 90.0
 
 def verdict_of(num_images: int, lost: int, gained: int, budget_points: float) -> str:
     """What the gate says of a drop."""
-    test = mcnemar(lost, gained)
-    delta = 100 * (gained - lost) / num_images
-    comparison = Comparison(
-        num_images=num_images,
-        num_lost=lost,
-        num_gained=gained,
-        delta_top1_points=delta,
-        drop_lower_points=drop_lower(num_images, lost, gained),
-        drop_upper_points=drop_upper(num_images, lost, gained),
-        mcnemar_p=test.p_value,
-        mcnemar_test=test.test,
-    )
+    comparison = PairedComparison.of(num_images, lost, gained)
     facts: dict[str, Any] = {"runtime": "openvino", "num_images": num_images}
     fp32 = AccuracyRow(precision="fp32", top1_pct=FP32_PCT, **facts)
-    own = AccuracyRow(precision="int8", top1_pct=FP32_PCT + delta, comparison=comparison, **facts)
+    own = AccuracyRow(
+        precision="int8", top1_pct=FP32_PCT + comparison.delta_top1_points, comparison=comparison, **facts
+    )
     accuracy = AccuracyReport(dataset_digest="", split_digest="", bundle_digest="", rows=(fp32, own))
     thresholds = Thresholds(max_top1_drop_points=budget_points)
     return next(check.verdict for check in accuracy_checks(thresholds, accuracy, own))

@@ -4,4 +4,4 @@ from components.common.contracts.verdict import Thresholds
 
 
 class GateConfig(Thresholds):
-    """What a model must fulfil."""
+    """Thresholds of the gate."""

@@ -71,10 +71,10 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
 
 
 def _failures(checks: Sequence[GateCheck]) -> str:
-    """What failed, then what could not be told, which is another thing to act on."""
+    """Failed checks, then those with too little evidence, which ask for something else."""
     failed = [check.explanation for check in checks if check.verdict == "fail"]
-    untold = [check.explanation for check in checks if check.verdict == "not enough evidence"]
-    return "; ".join(failed + ([f"not enough evidence: {'; '.join(untold)}"] if untold else []))
+    undecided = [check.explanation for check in checks if check.verdict == "not enough evidence"]
+    return "; ".join(failed + ([f"not enough evidence: {'; '.join(undecided)}"] if undecided else []))
 
 
 def _check_thresholds(config: GateConfig, report: Artifact[ReportManifest]) -> None:

@@ -22,7 +22,7 @@ from components.common.contracts.records import (
     SelectionEntry,
     Trial,
 )
-from components.validate.report_text import count, signed
+from components.validate.report_text import signed
 
 # Matplotlib knows no CSS: it draws in these colours, which stand for nothing else, and they are replaced in the SVG.
 _CSS = {
@@ -35,7 +35,7 @@ _CSS = {
 }
 TEXT, LINE, GROUND = "#010101", "#010102", "#010106"
 SERIES = {"fp32": "#010103", "fp16": "#010104", "int8": "#010105"}
-MARKERS = {"fp32": "o", "fp16": "^", "int8": "s"}  # told apart without colour too, as in a black and white print
+MARKERS = {"fp32": "o", "fp16": "^", "int8": "s"}  # distinct without colour, too, as in a black and white print
 _MAX_TICKS = 9  # of a logarithmic axis
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text, in the page's font
@@ -231,7 +231,7 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
 
 
 def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
-    """What each candidate costs in top-1, with its interval and the budget: a row each, in the order of trying.
+    """Draw the cost of each candidate in top-1, with its interval and the budget: a row each, in the order of trying.
 
     The axis spans what lies near the chosen one. A candidate far below it, which would press all others into one
     line, is written at the edge instead.
@@ -313,7 +313,7 @@ def _budget_points(selection: SelectionEntry) -> float:
 
 
 def _trial_name(trial: Trial) -> str:
-    return f"{trial.method}, {count(len(trial.excluded))} in float" if trial.excluded else trial.method
+    return f"{trial.method}, {len(trial.excluded):,} in float" if trial.excluded else trial.method
 
 
 def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near: bool) -> None:
@@ -350,7 +350,7 @@ def _shortened(name: str) -> str:
 
 
 def _scientific(value: float) -> str:
-    """As in 2e-04, with the digits that it has."""
+    """Format a number like 2e-04, with the digits that it has."""
     digits, _, exponent = f"{value:.3e}".partition("e")
     return f"{float(digits):g}e{exponent}" if value else "0"
 

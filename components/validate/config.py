@@ -14,7 +14,7 @@ _Count = Annotated[int, Field(ge=1)]
 
 
 class ValidateConfig(StepConfig):
-    """What is measured, and how long."""
+    """Measurements and how long they take."""
 
     runtime: RuntimeOption = Field(
         "auto",
@@ -66,7 +66,7 @@ class ValidateConfig(StepConfig):
         description="The gate's thresholds, for the verdict in the report. In a pipeline they are those of gate.",
     )
     verify: bool = Field(
-        False, description="Check every shard's digest before reading it; takes one pass over the data set's files."
+        False, description="Check every shard's digest before reading it; takes one pass over the dataset's files."
     )
 
     @field_validator("latency_budget", mode="before")

@@ -33,7 +33,7 @@ from components.validate.saliency import Layer, MapKind, chosen_layers, feature_
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one precision says of an image."""
+    """Prediction of one precision for an image."""
 
     precision: Precision
     runtime: str
@@ -45,7 +45,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerLook:
+class LayerMaps:
     """One layer's maps of an image, each of the layer's own size. [height, width] float32, not scaled."""
 
     layer: Layer
@@ -59,16 +59,16 @@ class LayerLook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Explanation:
     """All about one image."""
 
     file: Path
     pixels: np.ndarray
     """[height, width, 3] uint8: the model's input, with the normalization undone."""
     predictions: tuple[Prediction, ...]
-    explained: int
+    class_index: int
     """The class that Grad-CAM explains: what FP32 predicts."""
-    layers: tuple[LayerLook, ...]
+    layers: tuple[LayerMaps, ...]
 
     def prediction(self, precision: Precision) -> Prediction:
         """That of a precision."""
@@ -83,21 +83,21 @@ class Look:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looks:
+class Inspection:
     """All images, and why there are no maps (empty where there are)."""
 
-    looks: tuple[Look, ...]
+    explanations: tuple[Explanation, ...]
     maps_missing: str
 
 
-def look(
+def inspect(
     bundle: Artifact[BundleManifest],
     files: Sequence[Path],
     *,
     layers: Sequence[str] = (),
     kind: MapKind = "gradcam",
     runtime: RuntimeOption = "auto",
-) -> Looks:
+) -> Inspection:
     """Run images through every precision, and look into FP32 and INT8.
 
     Maps are computed by PyTorch on the CPU from fp32.onnx and int8.onnx, predictions by what would serve here.
@@ -116,30 +116,30 @@ def look(
     record = bundle.manifest
     inputs = [load_input(file, record.transform) for file in files]
     graphs, found, missing = _graphs(bundle, layers)
-    servings = select_runtimes(bundle, runtime)
+    selections = select_runtimes(bundle, runtime)
     try:
-        predictions = [tuple(_predict(serving, image) for serving in servings) for image in inputs]
+        predictions = [tuple(_predict(selection, image) for selection in selections) for image in inputs]
     finally:
-        for serving in servings:
-            if serving.runner is not None:
-                serving.runner.close()
-    looks = []
+        for selection in selections:
+            if selection.runner is not None:
+                selection.runner.close()
+    explanations = []
     for file, image, predicted in zip(files, inputs, predictions, strict=True):
-        explained = _explained(file, predicted)
-        maps = [layer_maps(graph, image, found, kind, explained) for graph in graphs]
-        looks.append(
-            Look(
+        class_index = _first_class(file, predicted)
+        maps = [layer_maps(graph, image, found, kind, class_index) for graph in graphs]
+        explanations.append(
+            Explanation(
                 file=file,
                 pixels=_pixels(image, record.transform),
                 predictions=predicted,
-                explained=explained,
+                class_index=class_index,
                 layers=tuple(
-                    LayerLook(layer=layer, fp32=fp32, int8=int8)
+                    LayerMaps(layer=layer, fp32=fp32, int8=int8)
                     for layer, fp32, int8 in zip(found, *maps or ((), ()), strict=True)
                 ),
             )
         )
-    return Looks(looks=tuple(looks), maps_missing=missing)
+    return Inspection(explanations=tuple(explanations), maps_missing=missing)
 
 
 def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[list[TorchGraph], list[Layer], str]:
@@ -158,27 +158,28 @@ def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[lis
         return [], [], str(error)
 
 
-def _predict(serving: RuntimeSelection, image: np.ndarray) -> Prediction:
+def _predict(selection: RuntimeSelection, image: np.ndarray) -> Prediction:
     """image: [1, 3, H, W] float32, normalized."""
-    found, note = None, serving.note
-    if serving.runner is not None:
-        found = probabilities(serving.runner.infer(image)[0])  # [classes]
+    found, note = None, selection.note
+    if selection.runner is not None:
+        found = probabilities(selection.runner.infer(image)[0])  # [classes]
         if not np.isfinite(found).all():
             found, note = None, "; ".join(filter(None, (note, "its logits hold NaN or infinity")))
     return Prediction(
-        precision=serving.precision,
-        runtime=serving.runner.runtime if serving.runner is not None else "n/a",
+        precision=selection.precision,
+        runtime=selection.runner.runtime if selection.runner is not None else "n/a",
         note=note,
         probabilities=found,
     )
 
 
-def _explained(file: Path, predictions: Sequence[Prediction]) -> int:
-    """What FP32 predicts, or the first precision that predicts at all."""
+def _first_class(file: Path, predictions: Sequence[Prediction]) -> int:
+    """The class that FP32 predicts, or the first precision that predicts at all."""
     first = next((entry.probabilities for entry in predictions if entry.probabilities is not None), None)
     if first is None:
         reasons = "; ".join(f"{entry.precision.upper()}: {entry.note}" for entry in predictions)
-        raise EngineryError(f"no precision has a prediction for {file} ({reasons}); export the model again")
+        message = f"no precision has a prediction for {file} ({reasons}); export the model again"
+        raise EngineryError(message, code="no-prediction")
     return int(first.argmax())
 
 
@@ -200,16 +201,15 @@ def load_input(file: Path, transform: TransformSpec) -> np.ndarray:
 
 
 def _read(file: Path) -> bytes:
-    if file.is_dir():
-        raise UserError(f"{file} is a folder; name image files in it, such as {file}/*.jpg")
     if not file.exists():
-        raise UserError(f"there is no file {file}; name an image")
+        raise UserError(f"there is no file {file}; name an image", code="no-file")
     if not file.is_file():
-        raise UserError(f"{file} is not a regular file; name an image")
+        raise UserError(f"{file} is no regular file; name an image, such as {file}/*.jpg", code="not-a-file")
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"can't read {file}: {error.strerror}; make it readable for you") from None
+        message = f"can't read {file}: {error.strerror}; make it readable for you"
+        raise UserError(message, code="unreadable-file") from None
 
 
 def _pixels(image: np.ndarray, transform: TransformSpec) -> np.ndarray:
@@ -246,20 +246,20 @@ _TITLES: dict[MapKind, str] = {
 }
 
 
-def picture(looks: Sequence[Look], classes: Sequence[str], kind: MapKind, title: str) -> bytes:
+def picture(explanations: Sequence[Explanation], classes: Sequence[str], kind: MapKind, title: str) -> bytes:
     """A PNG with a block per image, one below the other.
 
     Args:
-        looks: one or more, all with the same layers (which may be none).
+        explanations: one or more, all with the same layers (which may be none).
         classes: names of the classes.
         kind: of the maps.
         title: one line above everything, such as the model's name.
     """
-    num_layers = len(looks[0].layers)
-    longest = max(len(_shortened(classes[index])) for look in looks for index in _top_classes(look))
+    num_layers = len(explanations[0].layers)
+    longest = max(len(_shortened(classes[index])) for entry in explanations for index in _top_classes(entry))
     names = 0.3 + _CHARACTER_INCHES * longest
     widths = [2 * _MAP_INCHES, names + _BARS_INCHES, *([_MAP_INCHES] * num_layers)]
-    size = (sum(widths) + 1.3, _HEAD_INCHES + _BLOCK_INCHES * len(looks))
+    size = (sum(widths) + 1.3, _HEAD_INCHES + _BLOCK_INCHES * len(explanations))
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph", UserWarning)  # of a class that no font here can write
         logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
@@ -268,26 +268,28 @@ def picture(looks: Sequence[Look], classes: Sequence[str], kind: MapKind, title:
         figure.text(side, 1 - 0.14 / size[1], title, fontsize=11, fontweight="bold", va="top")
         if num_layers:
             figure.text(1 - side, 1 - 0.17 / size[1], _TITLES[kind], color=_MUTED, ha="right", va="top")
-        blocks = figure.add_gridspec(len(looks), 1, left=side, right=1 - side, bottom=0, top=head, hspace=0)
-        for row, look in enumerate(looks):
-            _draw_look(figure, blocks[row, 0], look, classes, widths)
+        blocks = figure.add_gridspec(len(explanations), 1, left=side, right=1 - side, bottom=0, top=head, hspace=0)
+        for row, entry in enumerate(explanations):
+            _draw_explanation(figure, blocks[row, 0], entry, classes, widths)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
     return file.getvalue()
 
 
-def _draw_look(figure: Figure, block: SubplotSpec, look: Look, classes: Sequence[str], widths: Sequence[float]) -> None:
+def _draw_explanation(
+    figure: Figure, block: SubplotSpec, explanation: Explanation, classes: Sequence[str], widths: Sequence[float]
+) -> None:
     top, bottom = 0.55 / _BLOCK_INCHES, 0.3 / _BLOCK_INCHES
     rows = block.subgridspec(3, 1, height_ratios=[top, 1 - top - bottom, bottom], hspace=0)
     grid = rows[1].subgridspec(2, len(widths), width_ratios=widths, wspace=0.16, hspace=0.07)
     image = figure.add_subplot(grid[:, 0])
-    _draw_image(image, look.pixels)
-    image.set_title(_wrapped(look.file.name, 44), loc="left", fontweight="bold")
+    _draw_image(image, explanation.pixels)
+    image.set_title(_wrapped(explanation.file.name, 44), loc="left", fontweight="bold")
     bars = rows[1].subgridspec(1, len(widths), width_ratios=widths, wspace=0.16)[0, 1]
-    _draw_bars(figure, bars, look, classes, widths[1] - _BARS_INCHES)
-    for column, entry in enumerate(look.layers, 2):
+    _draw_bars(figure, bars, explanation, classes, widths[1] - _BARS_INCHES)
+    for column, entry in enumerate(explanation.layers, 2):
         axes = [figure.add_subplot(grid[row, column]) for row in (0, 1)]
-        _draw_maps(axes, look.pixels, entry)
+        _draw_maps(axes, explanation.pixels, entry)
         if column == 2:
             for place, precision in zip(axes, ("fp32", "int8"), strict=True):
                 place.set_ylabel(precision.upper(), color=_COLORS[precision], fontweight="bold", labelpad=3)
@@ -301,10 +303,12 @@ def _draw_image(axes: Axes, pixels: np.ndarray) -> None:
     _without_ticks(axes)
 
 
-def _draw_bars(figure: Figure, place: SubplotSpec, look: Look, classes: Sequence[str], names: float) -> None:
+def _draw_bars(
+    figure: Figure, place: SubplotSpec, explanation: Explanation, classes: Sequence[str], names: float
+) -> None:
     """The classes that any precision has among its first three, a bar per precision. `names`: inches for theirs."""
-    answers = [entry for entry in look.predictions if entry.probabilities is not None]
-    shown = _top_classes(look)
+    answers = [entry for entry in explanation.predictions if entry.probabilities is not None]
+    shown = _top_classes(explanation)
     inner = place.subgridspec(1, 2, width_ratios=[names, _BARS_INCHES], wspace=0)
     axes = figure.add_subplot(inner[0, 1])
     height = 0.8 / len(answers)
@@ -329,10 +333,10 @@ def _draw_bars(figure: Figure, place: SubplotSpec, look: Look, classes: Sequence
     )  # fmt: skip
 
 
-def _top_classes(look: Look) -> list[int]:
+def _top_classes(explanation: Explanation) -> list[int]:
     """The first three of each precision, the likeliest in FP32 first."""
     found: dict[int, float] = {}
-    for entry in look.predictions:
+    for entry in explanation.predictions:
         if entry.probabilities is None:
             continue
         for index in np.argsort(-entry.probabilities, kind="stable")[:_NUM_TOP]:
@@ -340,7 +344,7 @@ def _top_classes(look: Look) -> list[int]:
     return sorted(found, key=lambda index: -found[index])
 
 
-def _draw_maps(axes: Sequence[Axes], pixels: np.ndarray, entry: LayerLook) -> None:
+def _draw_maps(axes: Sequence[Axes], pixels: np.ndarray, entry: LayerMaps) -> None:
     """FP32 above INT8, on one scale."""
     largest = float(max(entry.fp32.max(), entry.int8.max()))
     for place, values in zip(axes, (entry.fp32, entry.int8), strict=True):

@@ -19,6 +19,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image, ImageOps
+from pydantic import BaseModel
 
 from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError
@@ -28,18 +29,11 @@ from components.common.contracts.records import (
     AccuracyReport,
     BenchmarkReport,
     ClassLoss,
-    Comparison,
     EngineLayer,
+    PairedComparison,
     Precision,
 )
-from components.common.contracts.statistics import (
-    SIGNIFICANCE,
-    drop_lower,
-    drop_upper,
-    holm,
-    mcnemar,
-    paired_difference,
-)
+from components.common.contracts.statistics import SIGNIFICANCE, holm, mcnemar, paired_difference
 from components.common.contracts.verdict import judge
 from components.common.data.evaluation import Predictions
 from components.common.data.image_files import open_image
@@ -49,7 +43,6 @@ from components.validate.charts import confusion_picture, layers_chart, speed_ch
 from components.validate.config import ValidateConfig
 from components.validate.schema import (
     Calibration,
-    Change,
     ClassChange,
     Code,
     ConfusedPair,
@@ -57,27 +50,17 @@ from components.validate.schema import (
     Data,
     Disagreement,
     Model,
+    PredictionChange,
     Provenance,
     Report,
     SplitSummary,
 )
 
 
-def compare(fp32: Predictions, own: Predictions) -> Comparison:
+def compare(fp32: Predictions, own: Predictions) -> PairedComparison:
     """Lost and gained images, the difference in top-1 with its one-sided 95 % intervals, and McNemar's test."""
     difference = paired_difference(fp32.right, own.right)
-    counts = difference.num_images, difference.num_lost, difference.num_gained
-    test = mcnemar(difference.num_lost, difference.num_gained)
-    return Comparison(
-        num_images=difference.num_images,
-        num_lost=difference.num_lost,
-        num_gained=difference.num_gained,
-        delta_top1_points=difference.delta_points,
-        drop_lower_points=drop_lower(*counts),
-        drop_upper_points=drop_upper(*counts),
-        mcnemar_p=test.p_value,
-        mcnemar_test=test.test,
-    )
+    return PairedComparison.of(difference.num_images, difference.num_lost, difference.num_gained)
 
 
 def class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> tuple[ClassChange, ...]:
@@ -86,39 +69,41 @@ def class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions)
     p-values are corrected for as many tests as there are classes with a lost or gained image. McNemar's test takes
     the number of these as given, and without any there is nothing to test: such a class has p = 1 in any case.
     """
-    num_classes, labels = len(classes), own.labels
-    counts = np.bincount(labels, minlength=num_classes)  # [classes] images, as all below
-    right_fp32, right_own = (np.bincount(labels[entry.right], minlength=num_classes) for entry in (fp32, own))
-    lost = np.bincount(labels[fp32.right & ~own.right], minlength=num_classes)
-    gained = np.bincount(labels[~fp32.right & own.right], minlength=num_classes)
-    tested = np.flatnonzero(lost + gained).tolist()
-    p_values = [mcnemar(int(lost[index]), int(gained[index])).p_value for index in tested]
-    corrected = dict(zip(tested, holm(p_values), strict=True))
+
+    def images_of(which: np.ndarray) -> list[int]:
+        """Number of images by class, of those that a mask leaves."""
+        return np.bincount(own.labels[which], minlength=len(classes)).tolist()  # type: ignore[no-any-return]
+
+    counts, right_fp32, right_own = (images_of(mask) for mask in (own.labels >= 0, fp32.right, own.right))
+    lost, gained = images_of(fp32.right & ~own.right), images_of(~fp32.right & own.right)
+    tested = [index for index in range(len(classes)) if lost[index] + gained[index]]
+    corrected = dict(zip(tested, holm([mcnemar(lost[index], gained[index]).p_value for index in tested]), strict=True))
     changes = [
         ClassChange(
-            name=classes[index],
-            num_images=int(counts[index]),
-            fp32_pct=100 * float(right_fp32[index] / counts[index]),
-            own_pct=100 * float(right_own[index] / counts[index]),
-            delta_points=100 * float((gained[index] - lost[index]) / counts[index]),
-            num_lost=int(lost[index]),
-            num_gained=int(gained[index]),
+            name=name,
+            num_images=counts[index],
+            fp32_pct=100 * (right_fp32[index] / counts[index]),
+            own_pct=100 * (right_own[index] / counts[index]),
+            delta_points=100 * ((gained[index] - lost[index]) / counts[index]),
+            num_lost=lost[index],
+            num_gained=gained[index],
             p_corrected=corrected.get(index, 1.0),
             significant=corrected.get(index, 1.0) < SIGNIFICANCE,
         )
-        for index in np.flatnonzero(counts).tolist()
+        for index, name in enumerate(classes)
+        if counts[index]
     ]
     return tuple(sorted(changes, key=lambda entry: entry.delta_points))
 
 
 def class_losses(changes: tuple[ClassChange, ...]) -> tuple[tuple[ClassLoss, ...], ClassLoss | None]:
     """The classes that are significantly worse than with FP32, and the one that loses most; None if none does."""
-    losses = [
-        (entry.significant, ClassLoss(**entry.model_dump(include=set(ClassLoss.model_fields))))
+    losses = {
+        ClassLoss(**entry.model_dump(include=set(ClassLoss.model_fields))): entry.significant
         for entry in changes
         if entry.delta_points < 0
-    ]
-    return tuple(loss for significant, loss in losses if significant), losses[0][1] if losses else None
+    }
+    return tuple(loss for loss, is_sure in losses.items() if is_sure), next(iter(losses), None)
 
 
 COMMIT_VARIABLE = "ENGINERY_COMMIT"  # set in container images, which hold no git checkout
@@ -234,42 +219,30 @@ def gather_report(
     benchmark: BenchmarkReport,
 ) -> Report:
     """All that the report says. `predictions` is by precision and holds those that were measured."""
-    fp32, own = predictions.get("fp32"), predictions.get(config.gate.precision)
+    judged, classes = config.gate.precision, bundle.manifest.classes
+    fp32, own = predictions.get("fp32"), predictions.get(judged)
     compared = (fp32, own) if fp32 is not None and own is not None else None
-    classes = bundle.manifest.classes
+    others = {name: predictions[name] for name in PRECISIONS if name in predictions and name != judged}
     return Report(
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        model=_model(bundle, config.gate.precision),
+        model=Model(layers=_layers(bundle, judged), **_shared(Model, bundle.manifest)),
         verdict=judge(config.gate, accuracy, benchmark),
         accuracy=accuracy,
         benchmark=benchmark,
         change=change(*compared) if compared else None,
         disagreements=_disagreements(data, *compared) if compared else (),
-        confusion=_confusion(classes, *compared, _others(predictions, config.gate.precision)) if compared else None,
+        confusion=_confusion(classes, *compared, others) if compared else None,
         class_changes=class_changes(classes, *compared) if compared else (),
-        calibration=Calibration(
-            **bundle.manifest.calibration.model_dump(),
-            cpu_models=bundle.manifest.cpu_models,
-            num_quantized_layers=bundle.manifest.num_quantized_layers,
-            num_quantizable_layers=bundle.manifest.num_quantizable_layers,
-        ),
+        calibration=Calibration(**bundle.manifest.calibration.model_dump(), **_shared(Calibration, bundle.manifest)),
         training=bundle.manifest.training,
         data=_data(data.manifest),
         provenance=gather_provenance(config, bundle, data),
     )
 
 
-def _model(bundle: Artifact[BundleManifest], precision: str) -> Model:
-    record = bundle.manifest
-    return Model(
-        architecture=record.architecture,
-        classes=record.classes,
-        transform=record.transform,
-        shapes=record.shapes,
-        engines=record.engines,
-        engines_missing=record.engines_missing,
-        layers=_layers(bundle, precision),
-    )
+def _shared(kind: type[BaseModel], record: BaseModel) -> dict[str, Any]:
+    """The fields that a part of the report has in common with a manifest."""
+    return {name: getattr(record, name) for name in kind.model_fields if name in type(record).model_fields}
 
 
 def _layers(bundle: Artifact[BundleManifest], precision: str) -> tuple[EngineLayer, ...]:
@@ -280,22 +253,20 @@ def _layers(bundle: Artifact[BundleManifest], precision: str) -> tuple[EngineLay
     return ()
 
 
-def change(fp32: Predictions, own: Predictions) -> Change:
+def change(fp32: Predictions, own: Predictions) -> PredictionChange:
     """Lost, gained and differing images, and how certain the difference in top-1 is."""
     differing = int((fp32.top[:, 0] != own.top[:, 0]).sum())
-    return Change(**compare(fp32, own).model_dump(), num_differing=differing)
+    return PredictionChange(**compare(fp32, own).model_dump(), num_differing=differing)
 
 
 def image_keys(data: Artifact[DatasetManifest], disagreements: tuple[Disagreement, ...]) -> dict[int, str]:
     """Key in the shards of each of these images, by its index."""
-    wanted = {entry.index for entry in disagreements}
-    return {index: str(entry["key"]) for index, entry in _listing(data, wanted).items()}
+    listing = _listing(data, {entry.index for entry in disagreements})
+    return {index: str(entry["key"]) for index, entry in listing.items()}
 
 
 def _listing(data: Artifact[DatasetManifest], wanted: set[int]) -> dict[int, dict[str, Any]]:
     """Lines of val.jsonl, which is in the order of the evaluation loader."""
-    if not wanted:
-        return {}
     with data.file("val.jsonl").open(encoding="utf-8") as lines:
         return {index: json.loads(line) for index, line in enumerate(lines) if index in wanted}
 
@@ -308,7 +279,8 @@ def _disagreements(data: Artifact[DatasetManifest], fp32: Predictions, own: Pred
     different = every[chosen].tolist()
     listing = _listing(data, set(different))
     if any(listing[index]["label"] != fp32.labels[index] for index in different):
-        raise EngineryError(f"val.jsonl of {data.path} is not in the order of its shards; run preprocess again")
+        message = f"val.jsonl of {data.path} is not in the order of its shards; run preprocess again"
+        raise EngineryError(message, code="unordered-listing")
     return tuple(
         Disagreement(
             index=index,
@@ -332,10 +304,6 @@ def _pair_counts(predictions: Predictions, num_classes: int) -> Counter[tuple[in
     values, counts = np.unique(codes, return_counts=True)
     pairs = [(code // num_answers, code % num_answers - 1) for code in values.tolist()]
     return Counter(dict(zip(pairs, counts.tolist(), strict=True)))
-
-
-def _others(predictions: Mapping[str, Predictions], judged: Precision) -> dict[Precision, Predictions]:
-    return {name: predictions[name] for name in PRECISIONS if name in predictions and name != judged}
 
 
 def _confusion(
@@ -368,18 +336,19 @@ def _matrix(counts: Counter[tuple[int, int]], num_classes: int) -> tuple[tuple[i
 
 def _data(data: DatasetManifest) -> Data:
     names: tuple[Literal["train", "val"], ...] = ("train", "val")
+    splits = (
+        SplitSummary(
+            name=name,
+            num_images=data.splits[name].num_images,
+            digest=data.splits[name].digest,
+            fewest=min(data.splits[name].class_counts),
+            most=max(data.splits[name].class_counts),
+        )
+        for name in names
+    )
     return Data(
         num_classes=len(data.classes),
-        splits=tuple(
-            SplitSummary(
-                name=name,
-                num_images=data.splits[name].num_images,
-                digest=data.splits[name].digest,
-                fewest=min(data.splits[name].class_counts),
-                most=max(data.splits[name].class_counts),
-            )
-            for name in names
-        ),
+        splits=tuple(splits),
         statistics=data.statistics,
         num_rejected=data.num_rejected,
     )
@@ -450,7 +419,7 @@ def _templates() -> Environment:
         "number": report_text.number,
         "signed": report_text.signed,
         "probability": report_text.probability,
-        "count": report_text.count,
+        "count": "{:,}".format,
         "megabytes": report_text.megabytes,
         "short": report_text.short,
         "yaml": _yaml,

@@ -23,12 +23,12 @@ _NONE = "\N{EN DASH}"
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """With separators for thousands; a dash for what was not measured."""
+    """A number with separators for thousands; a dash for what was not measured."""
     return _NONE if value is None else f"{value:,.{digits}f}"
 
 
 def signed(value: float | None, digits: int = 2) -> str:
-    """With its sign; zero has none."""
+    """A number with its sign; zero has none."""
     if value is None:
         return _NONE
     text = f"{abs(value):,.{digits}f}"
@@ -40,11 +40,6 @@ def signed(value: float | None, digits: int = 2) -> str:
 def probability(value: float) -> str:
     """A p-value."""
     return f"{value:.4f}" if value >= 0.001 else f"{value:.2e}"
-
-
-def count(value: int) -> str:
-    """A whole number with separators for thousands."""
-    return f"{value:,}"
 
 
 def megabytes(value: int) -> str:
@@ -61,7 +56,7 @@ _FEW_CLASSES = 3  # that lose so much that the rest does not matter
 
 
 def next_steps(report: Report) -> list[str]:
-    """What to do, what helps most first; nothing after a pass."""
+    """Remedies, the one that helps most first; nothing after a pass."""
     accuracy, judged = report.accuracy, report.verdict.precision
     for row in (accuracy.row(judged), accuracy.row("fp32")):
         if row.top1_pct is None and "saturate" in row.note:
@@ -97,7 +92,7 @@ def _after_a_drop(report: Report, _: GateCheck) -> list[str]:
     if -compared.delta_top1_points > allowed or needed is None:
         return _against_a_loss(report, own)
     return [
-        f"Validate on about {count(needed)} images instead of {count(compared.num_images)} "
+        f"Validate on about {needed:,} images instead of {compared.num_images:,} "
         "(preprocess.val_fraction, or a larger validation folder): they decide, if the share of lost and gained images "
         "stays as it is.",
         "Or allow a larger drop (gate.max_top1_drop_points), or take the measured drop without a proof "
@@ -178,7 +173,7 @@ _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
     "relative_top1_pct": _after_a_drop,
     "class_drop_points": _after_a_class_drop,
     "validation_images": lambda report, _: [
-        f"Validate on at least {count(report.verdict.thresholds.min_validation_images)} images."
+        f"Validate on at least {report.verdict.thresholds.min_validation_images:,} images."
     ],
     "speedup": _after_a_low_speed,
     "speedup_fp16": _after_a_low_speed,
@@ -187,7 +182,7 @@ _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
     ],
     "size_mb": lambda *_: ["Take a smaller architecture (--architecture), or allow a larger file (gate.max_size_mb)."],
 }
-"""By check, what helps most first: what to do where it does not pass."""
+"""Remedies by check that does not pass, the one that helps most first."""
 
 Facts = list[tuple[str, str]]  # what, and its value with its unit
 
@@ -197,7 +192,7 @@ _RECIPE = ("epochs", "global_batch_size", "learning_rate", "weight_decay", "labe
 
 
 def state(report: Report) -> Literal["pass", "doubt", "fail"]:
-    """Of the verdict: whether something fails, or nothing does and the evidence is too little."""
+    """The verdict's state: "doubt" where nothing fails and the evidence is too little."""
     if report.verdict.passed:
         return "pass"
     return "fail" if any(check.verdict == "fail" for check in report.verdict.checks) else "doubt"
@@ -212,7 +207,7 @@ def outcome(report: Report) -> str:
 
 
 def key_figures(report: Report) -> Facts:
-    """What the judged precision costs and buys, in a few numbers; nothing where it was not measured."""
+    """Cost and gain of the judged precision in a few numbers; nothing where it was not measured."""
     precision = report.verdict.precision
     fp32, own = report.accuracy.row("fp32"), report.accuracy.row(precision)
     if own.top1_pct is None or fp32.top1_pct is None:
@@ -238,15 +233,15 @@ def key_figures(report: Report) -> Facts:
 
 
 def change_sentences(report: Report) -> list[str]:
-    """What to ship where that is not what was judged, how the predictions differ from FP32's, and what to know."""
+    """The recommendation where it is not the judged precision, the difference from FP32's predictions, and the note."""
     change, advice, sentences = report.change, report.verdict.recommendation, []
     own = report.verdict.precision
     if advice is not None and advice.precision != own:
         sentences.append(f"Recommended: {advice.precision.upper()}, since {advice.reason}.")
     if change is not None:
         sentences.append(
-            f"Of {count(change.num_images)} images FP32 alone is right on {count(change.num_lost)} (lost) and "
-            f"{own.upper()} alone on {count(change.num_gained)} (gained)."
+            f"Of {change.num_images:,} images FP32 alone is right on {change.num_lost:,} (lost) and "
+            f"{own.upper()} alone on {change.num_gained:,} (gained)."
         )
     if report.verdict.note:
         sentences.append(f"Note: {report.verdict.note}.")
@@ -254,7 +249,7 @@ def change_sentences(report: Report) -> list[str]:
 
 
 def accuracy_sentences(report: Report) -> list[str]:
-    """Where accuracy was measured, what is to be known about a row, and which there is none of."""
+    """Notes on the rows, the precisions that were not measured, and where the others were."""
     rows = [row for row in report.accuracy.rows if row.top1_pct is not None]
     devices = sorted({row.device for row in rows if row.device})
     num_images = max((row.num_images for row in rows), default=0)
@@ -265,7 +260,7 @@ def accuracy_sentences(report: Report) -> list[str]:
     notes += [f"{row.precision.upper()} was not measured: {row.note}." for row in missing]
     return [
         *notes,
-        f"All precisions saw the same {count(num_images)} images of the validation split{where}. The drop is at most "
+        f"All precisions saw the same {num_images:,} images of the validation split{where}. The drop is at most "
         "the upper end of its paired one-sided 95 % interval, which the gate judges.",
         "ECE is the expected calibration error over 15 bins of confidence: how far a model is surer, or less sure, "
         "than it is right.",
@@ -281,11 +276,9 @@ def class_sentences(report: Report) -> list[str]:
 
 
 def _classes(row: AccuracyRow) -> str:
-    name, worse = row.precision.upper(), row.worse_classes
+    name, worse = row.precision.upper(), [_loss(entry) for entry in row.worse_classes]
     if worse:
-        more = f" and {count(len(worse) - _MAX_NAMES)} more" if len(worse) > _MAX_NAMES else ""
-        named = "; ".join(_loss(entry) for entry in worse[:_MAX_NAMES])
-        return f"{name} is significantly worse than FP32 on {_classes_of(len(worse))}: {named}{more}."
+        return f"{name} is significantly worse than FP32 on {_of(len(worse), 'class', 'es')}: {_some(worse, '; ')}."
     if row.largest_loss is None:
         return f"{name} is worse than FP32 on no class."
     return (
@@ -298,28 +291,33 @@ def _unseen_classes(report: Report) -> list[str]:
     unseen = [name for name in report.model.classes if name not in seen]
     if not unseen or not seen:
         return []
-    more = f" and {count(len(unseen) - _MAX_NAMES)} more" if len(unseen) > _MAX_NAMES else ""
-    names = f"{', '.join(unseen[:_MAX_NAMES])}{more}"
-    return [f"Nothing is known about {_classes_of(len(unseen))} without validation images: {names}."]
+    return [f"Nothing is known about {_of(len(unseen), 'class', 'es')} without validation images: {_some(unseen)}."]
 
 
-def _classes_of(number_of: int) -> str:
-    return "1 class" if number_of == 1 else f"{count(number_of)} classes"
+def _some(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
+    return f"{separator.join(names[:_MAX_NAMES])}{more}"
+
+
+def _of(number_of: int, noun: str, plural: str = "s") -> str:
+    return f"{number_of:,} {noun}{'' if number_of == 1 else plural}"
 
 
 def _loss(entry: ClassLoss) -> str:
-    images = f"{count(entry.num_lost)} lost and {count(entry.num_gained)} gained of {count(entry.num_images)} images"
-    return f"{entry.name}, {signed(entry.delta_points)} points ({images}, p = {probability(entry.p_corrected)})"
+    return f"{entry.name}, {signed(entry.delta_points)} points ({_lost(entry)}, p = {probability(entry.p_corrected)})"
+
+
+def _lost(entry: ClassLoss) -> str:
+    return f"{entry.num_lost:,} lost and {entry.num_gained:,} gained of {entry.num_images:,} images"
 
 
 def intended_use(report: Report) -> list[str]:
-    """What the model is for, and what it expects."""
+    """The model's purpose and its input."""
     model = report.model
-    names, others = ", ".join(model.classes[:_MAX_NAMES]), len(model.classes) - _MAX_NAMES
-    names += f" and {count(others)} more" if others > 0 else ""
     shapes, transform = model.shapes, model.transform
     return [
-        f"Sorting images into {count(len(model.classes))} classes: {names}. "
+        f"Sorting images into {len(model.classes):,} classes: {_some(model.classes)}. "
         "Images that show none of the classes get one of them all the same.",
         f"The input, named {shapes.input_name}, is [batch, {shapes.channels}, {shapes.height}, {shapes.width}] float32 "
         f"of {shapes.min_batch} to {shapes.max_batch} images: RGB, the shorter side resized to "
@@ -329,32 +327,30 @@ def intended_use(report: Report) -> list[str]:
 
 
 def limitations(report: Report) -> list[str]:
-    """Where the numbers do not hold, or hold less."""
+    """Cases in which the numbers do not hold, or hold less."""
     own, points = report.verdict.precision.upper(), []
     if report.verdict.note:
         points.append(f"{report.verdict.note[:1].upper()}{report.verdict.note[1:]}.")
     if report.change and report.change.num_differing:
-        differing = f"{count(report.change.num_differing)} of {count(report.change.num_images)} images"
+        differing = f"{report.change.num_differing:,} of {report.change.num_images:,} images"
         points.append(f"{own} predicts another class than FP32 on {differing}.")
     losing = [entry for entry in report.class_changes if entry.delta_points < 0]  # the largest loss first
     surely = [entry for entry in losing if entry.significant]
     for entry in (surely or losing[:1])[:_MAX_LOSING_CLASSES]:
-        lost, gained = count(entry.num_lost), count(entry.num_gained)
-        images = f"{lost} lost and {gained} gained of {count(entry.num_images)} images"
         chance = "" if entry.significant else ", which may be chance"
-        points.append(f"The class {entry.name} loses {number(-entry.delta_points)} points ({images}){chance}.")
+        points.append(f"The class {entry.name} loses {number(-entry.delta_points)} points ({_lost(entry)}){chance}.")
     if report.model.engines_missing:
         points.append(f"{missing_engines(report)}: {report.model.engines_missing}.")
     return [*points, "Accuracy holds for images like those of the validation split. Nothing was measured on others."]
 
 
 def missing_engines(report: Report) -> str:
-    """How many engines lack: all, or what came after the first that could not be built."""
+    """The start of a sentence: all engines are missing, or those after the first that could not be built."""
     return "Some TensorRT engines are missing" if report.model.engines else "There are no TensorRT engines"
 
 
 def engine_layers(engine: EngineEntry) -> str:
-    """How many of the graph's convolutions run in the engine's own precision, and what it spends on changing formats.
+    """Count the convolutions that run in the engine's own precision, and its layers that only change formats.
 
     Convolutions in another precision are counted by it.
     """
@@ -369,7 +365,7 @@ def engine_layers(engine: EngineEntry) -> str:
 
 
 def built_as(engine: EngineEntry) -> str:
-    """What TensorRT was told when it built the engine."""
+    """Flags and options that the engine was built with."""
     level = [] if engine.optimization_level is None else [f"level {engine.optimization_level}"]
     kept = engine.mantissa_bits
     bits = [] if kept is None else [f"weights of {kept} of {FP16_MANTISSA_BITS} mantissa bits"]
@@ -393,18 +389,18 @@ def calibration_facts(report: Report) -> Facts:
     """Method and samples behind the INT8 scales, and which layers are in INT8."""
     entry, config = report.calibration, report.provenance.configs["export"]
     split = next((split for split in report.data.splits if split.name == entry.split), None)
-    method, samples = entry.method, count(entry.num_images)
+    method, samples = entry.method, f"{entry.num_images:,}"
     if method == "percentile" and "calibration_percentile" in config:
         method += f", {config['calibration_percentile']:g} % of the values"
     if split is not None:
-        samples += f" of the {count(split.num_images)} images of the {split.name} split ({short(split.digest)})"
+        samples += f" of the {split.num_images:,} images of the {split.name} split ({short(split.digest)})"
     if "seed" in config:
         samples += f", chosen with seed {config['seed']}"
     facts = [
         ("method", method),
         ("samples", samples),
         ("time", "none: the result was in the cache" if entry.cached else f"{number(entry.seconds, 1)} s"),
-        ("INT8 layers", f"{count(entry.num_quantized_layers)} of {count(entry.num_quantizable_layers)}"),
+        ("INT8 layers", f"{entry.num_quantized_layers:,} of {entry.num_quantizable_layers:,}"),
     ]
     if entry.excluded:
         facts.append(("kept in float", ", ".join(entry.excluded)))
@@ -412,14 +408,14 @@ def calibration_facts(report: Report) -> Facts:
 
 
 def selection_facts(report: Report) -> Facts:
-    """How calibration and INT8 layers were chosen; nothing where they were given."""
+    """The search for calibration and INT8 layers; nothing where they were given."""
     entry = report.calibration.selection
     if entry is None:
         return []
     budget = f"{entry.max_top1_drop_points:g} points of top-1, at least {entry.min_relative_top1_pct:g} % of FP32's"
     end = "; the time limit ended the search" if entry.out_of_time else ""
     return [
-        ("measured on", f"{count(entry.num_images)} training images that nothing was calibrated with"),
+        ("measured on", f"{entry.num_images:,} training images that nothing was calibrated with"),
         ("by", entry.runtime),
         ("FP32 there", f"{number(entry.fp32_top1_pct)} %"),
         ("budget", budget),
@@ -428,7 +424,7 @@ def selection_facts(report: Report) -> Facts:
 
 
 def selection_sentences(report: Report) -> list[str]:
-    """What was compared and what was chosen, or why nothing was compared."""
+    """The comparison and its choice, or why nothing was compared."""
     entry, chosen = report.calibration.selection, report.calibration.chosen
     if entry is None:
         return [_why_nothing_was_compared(report)]
@@ -453,7 +449,7 @@ def selection_sentences(report: Report) -> list[str]:
 
 
 def ranking_sentences(report: Report, max_layers: int) -> list[str]:
-    """What the ranking says, of which so many layers are shown, or why there is none."""
+    """The ranking, of which so many layers are shown, or why there is none."""
     calibration = report.calibration
     entry = calibration.selection
     if entry is None:
@@ -466,7 +462,7 @@ def ranking_sentences(report: Report, max_layers: int) -> list[str]:
     which = "All" if len(shown) == len(entry.ranking) else f"The {len(shown)} costliest of"
     sentences = [
         f"{which} {_of(len(entry.ranking), 'layer')} that can run in INT8: divergence from FP32's predictions when the "
-        f"layer alone runs in INT8, over {count(entry.num_ranking_images)} calibration images."
+        f"layer alone runs in INT8, over {entry.num_ranking_images:,} calibration images."
     ]
     if any(name not in calibration.excluded for name in shown) and calibration.excluded:
         sentences.append("Costly layers that the budget did not need in float went back into INT8.")
@@ -483,12 +479,8 @@ def _why_nothing_was_compared(report: Report) -> str:
         return f"{nothing}: the method was given (export.calibration_method), and export.fallback is off."
     images = next((split.num_images for split in report.data.splits if split.name == "train"), None)
     if images is not None and config.get("num_selection_images"):
-        return f"{nothing}: {count(images)} training images are too few to calibrate with some and compare on others."
+        return f"{nothing}: {images:,} training images are too few to calibrate with some and compare on others."
     return f"{nothing}."
-
-
-def _of(number_of: int, noun: str) -> str:
-    return f"{count(number_of)} {noun}{'' if number_of == 1 else 's'}"
 
 
 def training_facts(report: Report) -> Facts:
@@ -502,7 +494,7 @@ def training_facts(report: Report) -> Facts:
 
 
 def _profile_facts(profile: ProfileRecord | None) -> Facts:
-    """What the recorded steps spent their time on."""
+    """The costliest operations of the recorded steps."""
     if profile is None:
         return []
     families = ", ".join(f"{share:.0f} % {name}" for name, share in profile.families_pct.items() if share >= 0.5)
@@ -531,19 +523,19 @@ def _metric(key: str, value: float) -> tuple[str, str]:
 
 
 def data_facts(report: Report) -> Facts:
-    """What the images are."""
+    """The images: source, number of classes, sizes, colours."""
     statistics, config = report.data.statistics, report.provenance.configs["preprocess"]
-    side = f"{count(statistics.min_side)} px"
+    side = f"{statistics.min_side:,} px"
     if statistics.max_side != statistics.min_side:
-        side = f"{count(statistics.min_side)} to {count(statistics.max_side)} px"
-        side += f", median {count(statistics.median_side)} px"
+        side = f"{statistics.min_side:,} to {statistics.max_side:,} px"
+        side += f", median {statistics.median_side:,} px"
     return [
         *([("source", str(config["data"]))] if "data" in config else []),
-        ("classes", count(report.data.num_classes)),
+        ("classes", f"{report.data.num_classes:,}"),
         ("shorter side", side),
         ("mean RGB", _channels(statistics.mean, 3)),
         ("deviation RGB", _channels(statistics.std, 3)),
-        ("rejected files", count(report.data.num_rejected)),
+        ("rejected files", f"{report.data.num_rejected:,}"),
     ]
 
 
@@ -558,10 +550,10 @@ def provenance_facts(report: Report) -> Facts:
 
 
 def headline(report: Report) -> str:
-    """What was measured, and when."""
+    """Model, classes, size and time of the measurement."""
     shapes = report.model.shapes
     size = f"{shapes.height} {TIMES} {shapes.width} px"
-    return f"{report.model.architecture}, {count(len(report.model.classes))} classes, {size}, measured {_when(report)}"
+    return f"{report.model.architecture}, {len(report.model.classes):,} classes, {size}, measured {_when(report)}"
 
 
 def libraries(report: Report) -> list[tuple[str, list[str]]]:

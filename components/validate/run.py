@@ -48,25 +48,26 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     models = load(bundle, BundleManifest, verify=(".onnx", ".plan", ".layers.json"))
     data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
     if models.manifest.classes != data.manifest.classes:
-        raise UserError(f"the bundle {bundle} and the data set {dataset} have different classes")
+        message = f"the bundle {bundle} and the dataset {dataset} have different classes"
+        raise UserError(message, code="other-classes")
     prepare_directory(output)
     log.progress("loading models", 0, 1)
-    servings = select_runtimes(models, config.runtime)
-    predictions = predict_validation(config, servings, models, data, log)
+    selections = select_runtimes(models, config.runtime)
+    predictions = predict_validation(config, selections, models, data, log)
     labels = next(iter(predictions.values())).labels
     counts = np.bincount(labels)  # [classes up to the last one seen] images
     accuracy = AccuracyReport(
         dataset_digest=data.digest,
         split_digest=data.manifest.splits["val"].digest,
         bundle_digest=models.digest,
-        rows=tuple(_accuracy_row(serving, predictions, models.manifest.classes) for serving in servings),
+        rows=tuple(_accuracy_row(selection, predictions, models.manifest.classes) for selection in selections),
         most_frequent_class=models.manifest.classes[int(counts.argmax())],
         most_frequent_pct=100 * float(counts.max() / len(labels)),
     )
-    benchmark = _benchmark(config, servings, models, accuracy, log)
-    for serving in servings:
-        if serving.runner is not None:
-            serving.runner.close()
+    benchmark = _benchmark(config, selections, models, accuracy, log)
+    for selection in selections:
+        if selection.runner is not None:
+            selection.runner.close()
     write_atomically(output / "accuracy.json", accuracy.model_dump_json(indent=1).encode())
     write_atomically(output / "benchmark.json", benchmark.model_dump_json(indent=1).encode())
     arrays = {name: entry.top for name, entry in predictions.items()}  # [N, k] int16 or int32 each
@@ -93,7 +94,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
 
 def predict_validation(
     config: ValidateConfig,
-    servings: Sequence[RuntimeSelection],
+    selections: Sequence[RuntimeSelection],
     bundle: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
     log: StepLog,
@@ -107,16 +108,16 @@ def predict_validation(
 
     Args:
         config: what to measure with.
-        servings: what runs each precision on the first GPU, or on the CPU.
+        selections: what runs each precision on the first GPU, or on the CPU.
         bundle: the models.
         data: the images.
-        log: told how far it is.
+        log: shows the progress.
         max_gpus: use no more than these; 0 for all.
     """
     split, shapes = data.manifest.splits["val"], bundle.manifest.shapes
     on_gpu = config.loader == "auto" and torch.cuda.is_available()
     batch_size = min(config.batch_size or (shapes.max_batch if on_gpu else _CPU_BATCH_SIZE), shapes.max_batch)
-    runners = _runners(servings)
+    runners = _runners(selections)
     alike = gpus_alike() if on_gpu and all(runs_plans(runner.runtime) for runner in runners.values()) else (0,)
     gpus = alike[: max(1, split.num_images // batch_size)][: max_gpus or None]
     every = [runners]
@@ -159,25 +160,25 @@ def gpus_alike() -> tuple[int, ...]:
     return tuple(gpu for gpu, kind in enumerate(kinds) if kind == kinds[0])
 
 
-def _runners(servings: Sequence[RuntimeSelection]) -> Mapping[str, Runner]:
-    return {serving.precision: serving.runner for serving in servings if serving.runner is not None}
+def _runners(selections: Sequence[RuntimeSelection]) -> Mapping[str, Runner]:
+    return {selection.precision: selection.runner for selection in selections if selection.runner is not None}
 
 
 def _accuracy_row(
-    serving: RuntimeSelection, predictions: dict[str, Predictions], classes: tuple[str, ...]
+    selection: RuntimeSelection, predictions: dict[str, Predictions], classes: tuple[str, ...]
 ) -> AccuracyRow:
-    if serving.runner is None or serving.file is None:
-        return AccuracyRow(precision=serving.precision, runtime="n/a", note=serving.note)
-    own, fp32 = predictions[serving.precision], predictions.get("fp32")
-    compared = fp32 if serving.precision != "fp32" else None
+    if selection.runner is None or selection.file is None:
+        return AccuracyRow(precision=selection.precision, runtime="n/a", note=selection.note)
+    own, fp32 = predictions[selection.precision], predictions.get("fp32")
+    compared = fp32 if selection.precision != "fp32" else None
     worse, largest = class_losses(class_changes(classes, compared, own)) if compared else ((), None)
     return AccuracyRow(
-        precision=serving.precision,
-        runtime=serving.runner.runtime,
-        device=serving.runner.device,
-        instruction_set=instruction_set() if RUNTIMES[serving.runner.runtime].depends_on_instruction_set else "",
-        file=serving.file.name,
-        size_bytes=serving.file.stat().st_size,
+        precision=selection.precision,
+        runtime=selection.runner.runtime,
+        device=selection.runner.device,
+        instruction_set=instruction_set() if RUNTIMES[selection.runner.runtime].depends_on_instruction_set else "",
+        file=selection.file.name,
+        size_bytes=selection.file.stat().st_size,
         num_images=own.num_images,
         top1_pct=own.top1_pct,
         top5_pct=own.top5_pct,
@@ -188,7 +189,7 @@ def _accuracy_row(
         worse_classes=worse,
         largest_loss=largest,
         num_unseen_classes=len(classes) - len(np.unique(own.labels)),
-        note="; ".join(filter(None, (serving.note, _undefined_note(own)))),
+        note="; ".join(filter(None, (selection.note, _undefined_note(own)))),
     )
 
 
@@ -200,7 +201,7 @@ def _undefined_note(own: Predictions) -> str:
 
 def _benchmark(
     config: ValidateConfig,
-    servings: list[RuntimeSelection],
+    selections: list[RuntimeSelection],
     models: Artifact[BundleManifest],
     accuracy: AccuracyReport,
     log: StepLog,
@@ -212,9 +213,9 @@ def _benchmark(
         )
     # The speed of a numerical reference says nothing, so that no check and no recommendation may rest on it.
     runners = [
-        (serving.precision, serving.runner)
-        for serving in servings
-        if serving.runner is not None and RUNTIMES[serving.runner.runtime].measures_speed
+        (selection.precision, selection.runner)
+        for selection in selections
+        if selection.runner is not None and RUNTIMES[selection.runner.runtime].measures_speed
     ]
     rows = measure_speed(
         config,

@@ -1,4 +1,4 @@
-"""Where a network looks: Grad-CAM and activation maps of inner layers of an ONNX classifier, FP32 or Q/DQ.
+"""Grad-CAM and activation maps of inner layers of an ONNX classifier, FP32 or Q/DQ.
 
 Grad-CAM: R. Selvaraju et al., "Grad-CAM: Visual Explanations from Deep Networks via Gradient-based Localization", ICCV
 2017. The gradient is PyTorch's, taken through the very graph that the bundle ships. Rounding has none, so it counts as
@@ -41,7 +41,7 @@ class Layer:
     name: str
     """Short, as the report has it."""
     id: str
-    """In the ONNX files."""
+    """Name of the node in the ONNX files."""
     op_type: str
     height: int
     width: int
@@ -66,7 +66,7 @@ def feature_layers(graph: TorchGraph, shapes: ShapeSpec) -> list[Layer]:
 
 
 def _makes_maps(node: TorchNode, values: Mapping[str, Tensor], maps: set[str]) -> bool:
-    """Whether the output is [B, C, H, W]: other tensors of four axes are attention, or have their channels last."""
+    """True if the output is [B, C, H, W]: other tensors of four axes are attention, or have their channels last."""
     output = values.get(node.outputs[0])
     if output is None or output.dim() != 4 or not output.is_floating_point():
         return False
@@ -114,7 +114,8 @@ def chosen_layers(layers: Sequence[Layer], asked: Sequence[str]) -> list[Layer]:
         UserError: a name is unknown or could mean several layers; or the model has no feature maps.
     """
     if not layers:
-        raise UserError("the model has no feature maps of more than one pixel, so that there is nothing to look into")
+        message = "the model has no feature maps of more than one pixel, so that there is nothing to look into"
+        raise UserError(message, code="no-feature-maps")
     if not asked:
         return default_layers(layers)
     found = [_layer_called(name, layers) for name in asked]
@@ -128,15 +129,15 @@ def _layer_called(asked: str, layers: Sequence[Layer]) -> Layer:
         return matching[0]
     if matching:
         names = ", ".join(repr(layer.name) for layer in matching)
-        raise UserError(f"{len(matching)} layers are called {asked!r}: {names}. Name one of them in full")
+        message = f"{len(matching)} layers are called {asked!r}: {names}. Name one of them in full"
+        raise UserError(message, code="ambiguous-layer", setting="--layers")
     known = {layer.name: layer.name for layer in layers} | {layer.id: layer.name for layer in layers}
     near = [known[match] for match in difflib.get_close_matches(asked, known, n=2 * _NUM_SUGGESTED, cutoff=0.4)]
-    shown = list(dict.fromkeys(near))[:_NUM_SUGGESTED]
-    if shown:
-        nearest = f"the nearest are {', '.join(map(repr, shown))}"
-    else:
+    nearest = f"the nearest are {', '.join(map(repr, list(dict.fromkeys(near))[:_NUM_SUGGESTED]))}"
+    if not near:
         nearest = f"they go from {layers[0].name!r} to {layers[-1].name!r}"
-    raise UserError(f"there is no layer {asked!r} among the {len(layers)} with feature maps; {nearest}")
+    message = f"there is no layer {asked!r} among the {len(layers)} with feature maps; {nearest}"
+    raise UserError(message, code="no-layer", setting="--layers")
 
 
 def layer_maps(
@@ -160,7 +161,8 @@ def layer_maps(
     """
     outputs = {node.id: node.outputs[0] for node in graph.nodes}
     if missing := [layer.name for layer in layers if layer.id not in outputs]:
-        raise EngineryError(f"the INT8 graph has no nodes {', '.join(missing[:3])}, which the FP32 graph has")
+        message = f"the INT8 graph has no nodes {', '.join(missing[:3])}, which the FP32 graph has"
+        raise EngineryError(message, code="graphs-differ")
     tensors = [outputs[layer.id] for layer in layers]
     pixels = torch.from_numpy(np.ascontiguousarray(image))
     if kind == "activation":

@@ -7,19 +7,21 @@ import json
 import sys
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.common.contracts.environment import Environment
 from components.common.contracts.records import (
     AccuracyReport,
     BenchmarkReport,
     CalibrationEntry,
-    Comparison,
+    ClassLoss,
     CpuModel,
     DatasetStatistics,
     EngineEntry,
     EngineLayer,
+    PairedComparison,
     Precision,
+    Record,
     TrainingRecord,
     Trial,
 )
@@ -27,17 +29,13 @@ from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.contracts.verdict import Verdict
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Change(Comparison):
+class PredictionChange(PairedComparison):
     """How the predictions of the judged precision differ from FP32's, image by image."""
 
     num_differing: int = Field(description="Images on which the two predict different classes.")
 
 
-class Disagreement(_Record):
+class Disagreement(Record):
     """One image on which FP32 and the judged precision predict different classes."""
 
     index: int = Field(description="Position in the validation split, from 0: the line of val.jsonl.")
@@ -47,7 +45,7 @@ class Disagreement(_Record):
     own: str = Field(description="Class that the precision predicts.")
 
 
-class ConfusedPair(_Record):
+class ConfusedPair(Record):
     """Images of one class that the judged precision takes for another."""
 
     label: str
@@ -57,7 +55,7 @@ class ConfusedPair(_Record):
     share_pct: float = Field(description="Of all images of the class.")
 
 
-class Confusion(_Record):
+class Confusion(Record):
     """Which classes the judged precision takes for which."""
 
     matrix: tuple[tuple[int, ...], ...] | None = Field(
@@ -69,22 +67,16 @@ class Confusion(_Record):
     pairs: tuple[ConfusedPair, ...] = Field(description="The most frequent confusions, at most 20.")
 
 
-class ClassChange(_Record):
+class ClassChange(ClassLoss):
     """Accuracy on the images of one class."""
 
-    name: str
-    num_images: int
     fp32_pct: float
     own_pct: float
-    delta_points: float
-    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
-    num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
-    p_corrected: float = Field(description="McNemar's p-value, corrected for the number of classes (Holm, 1979).")
-    significant: bool = Field(description="Whether it is below 0.05: the class surely got better or worse.")
+    significant: bool = Field(description="Whether p_corrected is below 0.05: the class surely got better or worse.")
 
 
-class Model(_Record):
-    """What was measured."""
+class Model(Record):
+    """The model that was measured."""
 
     architecture: str
     classes: tuple[str, ...]
@@ -111,7 +103,7 @@ class Calibration(CalibrationEntry):
         return next((trial for trial in trials if (trial.method, trial.excluded) == (self.method, self.excluded)), None)
 
 
-class SplitSummary(_Record):
+class SplitSummary(Record):
     """One part of the data."""
 
     name: Literal["train", "val"]
@@ -121,7 +113,7 @@ class SplitSummary(_Record):
     most: int = Field(description="Images of the class that has most.")
 
 
-class Data(_Record):
+class Data(Record):
     """The images behind the model and the measurement."""
 
     num_classes: int
@@ -130,7 +122,7 @@ class Data(_Record):
     num_rejected: int
 
 
-class Code(_Record):
+class Code(Record):
     """Which code measured."""
 
     version: str = Field(description="Version of the package enginery.")
@@ -138,8 +130,8 @@ class Code(_Record):
     modified: bool = Field(description="The working tree held changes that are in no commit.")
 
 
-class Provenance(_Record):
-    """Where everything came from."""
+class Provenance(Record):
+    """Code, digests, configs and machines behind the report."""
 
     code: Code
     digests: dict[str, str] = Field(description="Of manifests, splits and files, by name.")
@@ -147,7 +139,7 @@ class Provenance(_Record):
     environments: dict[str, Environment] = Field(description="Machine and libraries by step.")
 
 
-class Report(_Record):
+class Report(Record):
     """report.json: one model in several precisions, measured on one validation split."""
 
     schema_version: Literal[1] = 1
@@ -156,7 +148,7 @@ class Report(_Record):
     verdict: Verdict
     accuracy: AccuracyReport
     benchmark: BenchmarkReport
-    change: Change | None = Field(description="None where FP32 or the judged precision was not measured.")
+    change: PredictionChange | None = Field(description="None where FP32 or the judged precision was not measured.")
     disagreements: tuple[Disagreement, ...] = Field(description="At most 24, spread over the split.")
     confusion: Confusion | None
     class_changes: tuple[ClassChange, ...] = Field(description="Classes with validation images, worst change first.")

@@ -45,14 +45,14 @@ class Load:
     batch_size: int
 
     def __str__(self) -> str:
-        """Such as "batch 8, 2 streams"."""
+        """Return text such as "batch 8, 2 streams"."""
         parts = [f"batch {self.batch_size}"]
         parts += [f"{self.num_streams} streams"] if self.num_streams > 1 else []
         return ", ".join(parts + (["without copies"] if self.without_transfers else []))
 
 
 class CpuMonitor:
-    """What kept the cores of this process busy besides itself, between `start` and `stop`. A `PowerMonitor`."""
+    """Load on the cores of this process by others, between `start` and `stop`. A `PowerMonitor`."""
 
     def __init__(self) -> None:
         self._cores = os.sched_getaffinity(0)
@@ -96,7 +96,7 @@ def measure_speed(
         config: what is measured, and how long.
         runners: by precision; all on one device.
         max_batch: the largest batch that the models take.
-        progress: told before each measurement, and after the last.
+        progress: called before each measurement, and after the last.
 
     Returns:
         A row for each precision and way, by streams, copies and batch size.
@@ -129,13 +129,7 @@ def measure_speed(
 def _speedups(row: BenchmarkRow, rows: Sequence[BenchmarkRow]) -> dict[Precision, Speedup]:
     """Over each wider precision that was measured in the same way."""
     wider = PRECISIONS[: PRECISIONS.index(row.precision)]
-    ways = [
-        other
-        for other in rows
-        if (other.batch_size, other.num_streams, other.with_transfers)
-        == (row.batch_size, row.num_streams, row.with_transfers)
-    ]
-    return {other.precision: speedup(row, other) for other in ways if other.precision in wider}
+    return {other.precision: speedup(row, other) for other in rows if other.way == row.way and other.precision in wider}
 
 
 def speedup(own: BenchmarkRow, reference: BenchmarkRow) -> Speedup:
@@ -162,7 +156,7 @@ def speedup(own: BenchmarkRow, reference: BenchmarkRow) -> Speedup:
 
 
 def planned_loads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> list[Load]:
-    """What is measured of each precision, in order: one stream first, then with the copies first, then by batch."""
+    """Ways in which each precision is measured, in order: one stream first, then with the copies, then by batch."""
     on_cpu = (_CPU_BUDGET_BATCHES, _CPU_BUDGET_STREAMS) if config.latency_budget else (_CPU_BATCHES, _CPU_STREAMS)
     default_sizes, default_streams = (_GPU_BATCHES, _GPU_STREAMS) if on_gpu else on_cpu
     sizes = {size for size in config.benchmark_batch_sizes or default_sizes if size <= max_batch}
@@ -274,7 +268,7 @@ def _point(row: BenchmarkRow) -> OperatingPoint:
 
 
 def budget_text(budget: LatencyBudget) -> str:
-    """What a person is told, such as "within 7 ms: INT8, batch 8, 2 streams, 12,345 images/s (p99 6.21 ms)"."""
+    """Return text such as "within 7 ms: INT8, batch 8, 2 streams, 12,345 images/s (p99 6.21 ms)"."""
     limit = f"{budget.budget_ms:g} ms"
     names = " and ".join(precision.upper() for precision in budget.left_out)
     reason = (
@@ -294,7 +288,7 @@ def budget_text(budget: LatencyBudget) -> str:
 
 
 def point_text(point: OperatingPoint) -> str:
-    """Such as "INT8, batch 8, 2 streams, 12,345 images/s (p99 6.21 ms)"."""
+    """Return text such as "INT8, batch 8, 2 streams, 12,345 images/s (p99 6.21 ms)"."""
     streams = f", {point.num_streams} streams" if point.num_streams > 1 else ""
     speed = f"{point.images_per_s:,.0f} images/s (p99 {point.p99_ms:,.2f} ms)"
     return f"{point.precision.upper()}, batch {point.batch_size}{streams}, {speed}"

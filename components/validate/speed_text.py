@@ -11,7 +11,6 @@ from components.validate.schema import Report
 from components.validate.speed import budget_text
 
 _Column = tuple[str, Callable[[BenchmarkRow], str]]  # its heading with the unit, and the text of a cell
-_Way = tuple[int, int, bool]  # batch size, streams, with copies
 
 _SURE_OF_POWER_S = 0.4  # a shorter measurement may hold too few steps of NVML's energy counter
 
@@ -34,13 +33,13 @@ class SpeedTable:
 
 
 def budget_sentence(report: Report) -> str:
-    """What the latency budget leads to; empty where none was given."""
+    """The result of the latency budget; empty where none was given."""
     budget = report.benchmark.latency_budget
     return "" if budget is None else f"Latency budget: {budget_text(budget)}."
 
 
 def speed_sentences(report: Report) -> list[str]:
-    """What the numbers mean, a sentence or two each."""
+    """Meaning of the numbers, a sentence or two each."""
     rows = report.benchmark.rows
     on_gpu = any(runs_plans(row.runtime) for row in rows)
     latency = "the copy of one batch to the GPU, its computation and the copy back, by CUDA events"
@@ -64,14 +63,14 @@ def speed_sentences(report: Report) -> list[str]:
 
 
 def doubt_sentence(report: Report) -> str:
-    """Why speed-ups are unsure, and what to do; empty where none is."""
+    """The reason why speed-ups are unsure, and what to do; empty where none is."""
     ratios = [ratio for row in report.benchmark.rows for ratio in row.over.values()]
     doubts = [ratio.doubt for ratio in ratios if ratio.doubt]
     return f"{len(doubts)} of {len(ratios)} speed-ups are unsure: {doubts[-1]}." if doubts else ""
 
 
 def has_streams(report: Report) -> bool:
-    """Whether several batches at the same time were measured."""
+    """True if several batches at the same time were measured."""
     return any(row.num_streams > 1 for row in report.benchmark.rows)
 
 
@@ -91,7 +90,7 @@ def further_table(report: Report) -> SpeedTable | None:
 
 
 def further_title(report: Report) -> str:
-    """What the further table holds."""
+    """Title of the further table."""
     rows = report.benchmark.rows
     titles = ["several batches at the same time"] if has_streams(report) else []
     titles += [] if all(row.with_transfers for row in rows) else ["without the copies to and from the GPU"]
@@ -106,7 +105,7 @@ def detail_table(report: Report) -> SpeedTable:
 
 
 def memory_sentence(report: Report) -> str:
-    """What MB means in the detailed table; empty where it has none."""
+    """Meaning of MB in the detailed table; empty where it has none."""
     if not any(row.memory_bytes for row in report.benchmark.rows):
         return ""
     return "MB is GPU memory: what was in use after the engine, its contexts and buffers were allocated, minus before."
@@ -122,7 +121,7 @@ def _ways(rows: Sequence[BenchmarkRow]) -> tuple[_Column, ...]:
 def _table(rows: Sequence[BenchmarkRow], columns: Sequence[_Column]) -> SpeedTable:
     cells = [[show(row) for _, show in columns] for row in rows]
     known = [index for index in range(len(columns)) if any(line[index] for line in cells)]
-    changes = [False, *(_way(before) != _way(row) for before, row in pairwise(rows))]
+    changes = [False, *(before.way != row.way for before, row in pairwise(rows))]
     return SpeedTable(
         columns=tuple(columns[index][0] for index in known),
         lines=tuple(
@@ -132,24 +131,20 @@ def _table(rows: Sequence[BenchmarkRow], columns: Sequence[_Column]) -> SpeedTab
     )
 
 
-def _way(row: BenchmarkRow) -> _Way:
-    return row.batch_size, row.num_streams, row.with_transfers
-
-
 def _ratios(rows: Sequence[BenchmarkRow]) -> tuple[_Column, ...]:
     return _over("fp32", rows), _over("fp16", rows)
 
 
 def _over(reference: Precision, rows: Sequence[BenchmarkRow]) -> _Column:
     """The median speed-up and its bounds; of older reports the ratio of the medians."""
-    others = {_way(row): row.images_per_s for row in rows if row.precision == reference}
+    others = {row.way: row.images_per_s for row in rows if row.precision == reference}
 
     def show(row: BenchmarkRow) -> str:
         if ratio := row.over.get(reference):
             bounds = f"({number(ratio.low)} to {number(ratio.high)})"
             return "unsure" if ratio.doubt else f"{number(ratio.median)} {TIMES} {bounds}"
-        is_old = not row.turns_images_per_s and reference == "fp32" and _way(row) in others
-        return f"{number(row.images_per_s / others[_way(row)])} {TIMES}" if is_old else ""
+        is_old = not row.turns_images_per_s and reference == "fp32" and row.way in others
+        return f"{number(row.images_per_s / others[row.way])} {TIMES}" if is_old else ""
 
     return f"over {reference.upper()}", show
 

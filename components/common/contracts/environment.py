@@ -1,4 +1,4 @@
-"""What a step ran on: library, GPU and driver versions, as recorded in every manifest."""
+"""The machine that a step ran on: library, GPU and driver versions, as recorded in every manifest."""
 
 import os
 import platform

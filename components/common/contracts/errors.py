@@ -46,7 +46,7 @@ class RuntimeUnavailable(EngineryError):
 
 
 class Preempted(KeyboardInterrupt):
-    """SIGTERM came, what was done so far is saved, and the same command goes on from there.
+    """SIGTERM came, what was done so far is saved, and the same command resumes from there.
 
     A KeyboardInterrupt, because nothing failed: whoever handles that one (MLflow's status, the run) is right here, too.
     """

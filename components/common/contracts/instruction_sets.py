@@ -36,7 +36,7 @@ _LIMITS = {
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """What the CPU can do, in Linux's words; empty where nothing says it."""
+    """The CPU's features by Linux's names; empty where they are not known."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:

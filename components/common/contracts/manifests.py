@@ -44,10 +44,10 @@ UNFINISHED = ".unfinished"  # folder in an output directory whose step can be co
 
 
 class Manifest(Record):
-    """What all artifacts share. `files` is keyed by the path inside the artifact, with forward slashes."""
+    """Fields that all artifacts share. `files` is keyed by the path inside the artifact, with forward slashes."""
 
     schema_version: Literal[2] = 2
-    seal: str = Field("", description="Digest of all the rest of this manifest: an edit by hand does not fit it.")
+    seal: str = Field("", description="Digest of all the rest of this manifest: a manual edit does not fit it.")
     kind: str
     files: dict[str, FileEntry]
     inputs: dict[str, str] = Field(description="Manifest digest of each artifact this one was made from, by name.")
@@ -68,12 +68,12 @@ class DatasetManifest(Manifest):
 
 
 class DatasetPartManifest(Manifest):
-    """Some of a data set's shards, packed on their own; `merge` joins all parts."""
+    """Some of a dataset's shards, packed on their own; `merge` joins all parts."""
 
     kind: Literal["dataset_part"] = "dataset_part"
     classes: tuple[str, ...]
     part: str = Field(description="Which one of how many, such as 3/8.")
-    plan_digest: str = Field(description="Of the listing and settings that all parts of a data set share.")
+    plan_digest: str = Field(description="Of the listing and settings that all parts of a dataset share.")
     shards: tuple[str, ...] = Field(description="Names of its shards without extension, in order.")
 
 
@@ -141,12 +141,12 @@ class VerdictManifest(Manifest):
 
     @property
     def served_precision(self) -> Precision:
-        """What to ship: the recommended precision, else the one that was judged."""
+        """The precision to ship: the recommended precision, else the one that was judged."""
         return self.recommendation.precision if self.recommendation is not None else self.precision
 
 
 class PromotionManifest(Manifest):
-    """What was registered, under which name, version and alias."""
+    """A registered version: name, number and alias."""
 
     kind: Literal["promotion"] = "promotion"
     registered_model: str
@@ -207,18 +207,20 @@ def prepare_directory(path: Path) -> Path:
         (path / FAILURE).unlink(missing_ok=True)  # what an earlier try left
         occupied = next(path.iterdir(), None)
     except (FileExistsError, NotADirectoryError):
-        raise UserError(f"the output {path} is a file; name a directory that is empty or new") from None
+        message = f"the output {path} is a file; name a directory that is empty or new"
+        raise UserError(message, code="output-is-file", setting="--output") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # a full disk is the same wherever it shows, and told in one place
+            raise  # a full disk is the same wherever it shows, and explained in one place
         raise UserError(
             f"can't write the output directory {path}: {error.strerror}; name one that you may write, or make its "
-            "folder writable for you"
+            "folder writable for you",
+            code="output-not-writable",
+            setting="--output",
         ) from None
     if occupied is not None:
-        raise UserError(
-            f"the output directory {path} is not empty (it holds {occupied.name}); name another or empty it"
-        )
+        message = f"the output directory {path} is not empty (it holds {occupied.name}); name another or empty it"
+        raise UserError(message, code="output-not-empty", setting="--output")
     return path
 
 
@@ -284,12 +286,12 @@ def load_manifest(file: Path, manifest: type[AnyManifest]) -> Artifact[AnyManife
         record = manifest.model_validate(claimed) if claimed else manifest.model_validate_json(data)
     except ValidationError as error:
         if (found := claimed.get("kind", kind)) != kind:
-            raise UserError(
-                f"{path} is a {found}, and a {kind} is needed here; name the output of {writer_of(kind)}"
-            ) from None
+            message = f"{path} is a {found}, and a {kind} is needed here; name the output of {writer_of(kind)}"
+            raise UserError(message, code="other-kind") from None
         raise EngineryError(
             f"{file} is not a valid {kind} manifest: {first_problem(error)}. It is damaged or was edited; "
-            f"{how_to_renew(kind)}"
+            f"{how_to_renew(kind)}",
+            code="invalid-manifest",
         ) from None
     check_seal(data, file, kind)
     return Artifact(path=path, manifest=record, digest=digest_bytes(data))
@@ -306,7 +308,8 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
     for name, entry in artifact.manifest.files.items():
         digest = entry.digest if verify and name.endswith(verify) else None
         if problem := file_problem(path, name, entry.size_bytes, digest):
-            raise EngineryError(f"{problem}. Put the original back, or {how_to_renew(artifact.manifest.kind)}")
+            message = f"{problem}. Put the original back, or {how_to_renew(artifact.manifest.kind)}"
+            raise EngineryError(message, code="damaged-artifact")
     return artifact
 
 
@@ -331,7 +334,7 @@ def writer_of(kind: str) -> str:
 
 
 def how_to_renew(kind: str) -> str:
-    """What to do about an artifact that is of no use."""
+    """The fix for an artifact that is of no use."""
     if kind == "repository":
         return f"write it again with {writer_of(kind)}"
     return f"write it again with {writer_of(kind)} (in a pipeline: enginery run ... --no-reuse)"
@@ -348,10 +351,12 @@ def read_manifest(file: Path, kind: str) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{file.parent} is no finished {kind}: it has no {file.name}. Name the output of a finished step, "
-            f"here of {writer_of(kind)}"
+            f"here of {writer_of(kind)}",
+            code="no-manifest",
         ) from None
     except OSError as error:
-        raise UserError(f"can't read {file}: {error.strerror}; make it readable for you") from None
+        message = f"can't read {file}: {error.strerror}; make it readable for you"
+        raise UserError(message, code="unreadable-manifest") from None
 
 
 def seal_of(record: dict[str, Any]) -> str:
@@ -360,7 +365,7 @@ def seal_of(record: dict[str, Any]) -> str:
 
 
 def claims_of(data: bytes) -> dict[str, Any]:
-    """What a manifest says of itself, unchecked; nothing where it is too damaged to say."""
+    """The content of a manifest, unchecked; nothing where it is too damaged."""
     try:
         record = json.loads(data, parse_constant=_refuse)
     except ValueError:
@@ -373,7 +378,7 @@ def _refuse(constant: str) -> None:
 
 
 def first_problem(error: ValidationError) -> str:
-    """What is wrong with a manifest, behind the field that it is about; no field where it is no JSON at all."""
+    """The first error in a manifest, behind the field that it is about; no field where it is no JSON at all."""
     first = error.errors()[0]
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
@@ -387,35 +392,28 @@ def migrated(record: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
     if not record:
         return record
     version = record.get("schema_version")
-    if version is not None and type(version) is not int:  # true is an int, too
-        raise UserError(
-            f"{file} has schema_version {json.dumps(version)}, which must be a whole number without quotes. "
-            f"No enginery wrote it so; {how_to_renew(kind)}"
-        )
-    if version == SCHEMA_VERSION:
-        return record
-    if version == 1:  # the same without a seal
-        return {**record, "schema_version": SCHEMA_VERSION}
-    reads = f"{file} has schema_version {'none' if version is None else version}, and this enginery reads 1 to"
-    if version is not None and version > SCHEMA_VERSION:
-        raise UserError(
-            f"{reads} {SCHEMA_VERSION}: a newer enginery wrote it. Update enginery (git pull, then make install), "
-            f"or {how_to_renew(kind)}"
-        )
-    raise UserError(f"{reads} {SCHEMA_VERSION}. No enginery wrote it so; {how_to_renew(kind)}")
+    if type(version) is int and 1 <= version <= SCHEMA_VERSION:  # true is an int, too
+        return {**record, "schema_version": SCHEMA_VERSION}  # 1 is the same without a seal
+    newer = type(version) is int and version > SCHEMA_VERSION
+    wrote = ": a newer enginery wrote it. Update enginery (git pull, then make install), or"
+    found = "none" if version is None else json.dumps(version)
+    raise UserError(
+        f"{file} has schema_version {found}, and this enginery reads the numbers 1 to {SCHEMA_VERSION}"
+        f"{wrote if newer else '. No enginery wrote it so;'} {how_to_renew(kind)}",
+        code="unknown-schema-version",
+    )
 
 
 def check_seal(data: bytes, file: Path, kind: str) -> None:
-    """Whether a valid manifest is, to the byte, what was sealed: its bytes are the artifact's identity.
+    """Check that a valid manifest is, to the byte, what was sealed: its bytes are the artifact's identity.
 
     Raises:
         EngineryError: it was edited since.
     """
     record = claims_of(data)
     if problem := _seal_problem(record, data):
-        raise EngineryError(
-            f"{file} was edited after it was sealed: {problem}. Put the original back, or {how_to_renew(kind)}"
-        )
+        message = f"{file} was edited after it was sealed: {problem}. Put the original back, or {how_to_renew(kind)}"
+        raise EngineryError(message, code="broken-seal")
 
 
 def _seal_problem(record: dict[str, Any], data: bytes) -> str:
@@ -431,7 +429,7 @@ def _seal_problem(record: dict[str, Any], data: bytes) -> str:
 
 
 def file_problem(path: Path, name: str, size_bytes: int, digest: str | None) -> str:
-    """What is wrong with one file of the artifact at `path`; empty when nothing is. No `digest`: the size alone."""
+    """The damage of one file of the artifact at `path`; empty for none. Without `digest` the size alone is checked."""
     file = path / name
     if not file.resolve().is_relative_to(path.resolve()):
         return f"the manifest of {path} names a file outside the artifact: {name}"

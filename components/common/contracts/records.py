@@ -1,11 +1,11 @@
-"""What manifests are made of: records of measurements, engines, calibrations and data."""
+"""Parts of manifests: records of measurements, engines, calibrations and data."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from components.common.contracts.environment import Environment
-from components.common.contracts.statistics import drop_lower, drop_upper
+from components.common.contracts.statistics import drop_lower, drop_upper, mcnemar
 
 Precision = Literal["fp32", "fp16", "int8"]
 _MAX_BUSY_PCT = 10.0  # of the cores' time that others take while a speed is measured
@@ -31,7 +31,7 @@ class FileEntry(Record):
 
 
 class Split(Record):
-    """One part of a data set: its shards and how many images of each class they hold."""
+    """One part of a dataset: its shards and how many images of each class they hold."""
 
     num_images: int
     shards: tuple[str, ...] = Field(description="WebDataset tar files; each has a DALI index beside it (.idx).")
@@ -55,7 +55,7 @@ class DatasetStatistics(Record):
 
 
 class EpochRecord(Record):
-    """What one epoch of training measured."""
+    """Measurements of one epoch of training."""
 
     train_loss: float
     train_images_per_s: float
@@ -86,7 +86,7 @@ class ProfiledOperation(Record):
 
 
 class ProfileRecord(Record):
-    """What some steps of training spent their time on, by torch.profiler."""
+    """Operations of some steps of training and their time, by torch.profiler."""
 
     num_steps: int
     ms_per_step: float = Field(description="Time of all kernels (on a GPU) or operators (on a CPU), by step.")
@@ -114,7 +114,7 @@ class EngineLayer(Record):
 
 
 class EngineLayers(Record):
-    """What became of the graph in an engine, as TensorRT's engine inspector tells it."""
+    """The graph's layers in an engine, as TensorRT's engine inspector lists them."""
 
     file: str = Field(description="JSON list of all layers, one EngineLayer each.")
     num_layers: int
@@ -137,7 +137,7 @@ class EngineEntry(Record):
     compute_capability: str
     driver_version: str
     flags: tuple[str, ...] = Field(
-        (), description="What TensorRT was told: STRONGLY_TYPED, FP16, INT8, TF32, and `export.engine_options`."
+        (), description="Flags of the build: STRONGLY_TYPED, FP16, INT8, TF32, and `export.engine_options`."
     )
     optimization_level: int | None = Field(None, description="0 builds fastest, 5 runs fastest.")
     mantissa_bits: int | None = Field(
@@ -163,7 +163,7 @@ class CpuModel(Record):
 
     @property
     def arithmetic(self) -> str:
-        """Such as "7-bit weights, unsigned activations"."""
+        """Return text such as "7-bit weights, unsigned activations"."""
         return f"{self.weight_bits}-bit weights, {self.activations} activations"
 
 
@@ -198,7 +198,7 @@ class Trial(Record):
 
 
 class LayerCost(Record):
-    """What one node of the graph costs when it alone runs in INT8."""
+    """Cost of one node of the graph when it alone runs in INT8."""
 
     name: str = Field(description="Node of fp32.onnx.")
     operator: str = Field(description="ONNX operator, such as Conv.")
@@ -236,7 +236,7 @@ class CalibrationEntry(Record):
     cpu_trials: tuple[CpuTrial, ...] = Field((), description="Ways to write INT8 for CPUs; empty where a GPU chose.")
 
 
-class Comparison(Record):
+class PairedComparison(Record):
     """How often a precision is right where FP32 is wrong, and how certain the difference in top-1 is."""
 
     num_images: int
@@ -253,6 +253,22 @@ class Comparison(Record):
     mcnemar_test: Literal["exact binomial", "chi-square"] = Field(
         description="How it was computed: exactly for fewer than 25 lost and gained images."
     )
+
+    @classmethod
+    def of(cls, num_images: int, num_lost: int, num_gained: int) -> Self:
+        """All that follows from the counts."""
+        counts = num_images, num_lost, num_gained
+        test = mcnemar(num_lost, num_gained)
+        return cls(
+            num_images=num_images,
+            num_lost=num_lost,
+            num_gained=num_gained,
+            delta_top1_points=100 * (num_gained - num_lost) / max(num_images, 1),
+            drop_lower_points=drop_lower(*counts),
+            drop_upper_points=drop_upper(*counts),
+            mcnemar_p=test.p_value,
+            mcnemar_test=test.test,
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -292,7 +308,9 @@ class AccuracyRow(Record):
     delta_top1_points: float | None = Field(None, description="top1_pct minus that of FP32.")
     agreement_pct: float | None = Field(None, description="Share of images on which the prediction equals FP32's.")
     ece_pct: float | None = Field(None, description="Expected calibration error over 15 bins of confidence, in %.")
-    comparison: Comparison | None = Field(None, description="Against FP32; None for FP32 and what was not measured.")
+    comparison: PairedComparison | None = Field(
+        None, description="Against FP32; None for FP32 and what was not measured."
+    )
     worse_classes: tuple[ClassLoss, ...] = Field((), description="Significantly worse than FP32, largest loss first.")
     largest_loss: ClassLoss | None = Field(
         None, description="The class that loses most, whether that is significant or not; None where no class loses."
@@ -302,7 +320,7 @@ class AccuracyRow(Record):
 
 
 class AccuracyReport(Record):
-    """What each precision costs in accuracy. All rows saw exactly the same images."""
+    """Accuracy of each precision. All rows saw exactly the same images."""
 
     dataset_digest: str
     split_digest: str
@@ -379,7 +397,7 @@ class BenchmarkRow(Record):
 
     @property
     def busy(self) -> str:
-        """Why the machine was too busy for this speed to say much; empty where it was not, or nothing tells."""
+        """The reason why the machine was too busy for a reliable speed; empty where it was not, or nothing is known."""
         others_pct, steal_pct = self.others_pct or 0.0, self.steal_pct or 0.0
         if others_pct + steal_pct <= _MAX_BUSY_PCT:
             return ""
@@ -387,8 +405,13 @@ class BenchmarkRow(Record):
         return f"{took}: validate again on an idle machine"
 
     @property
+    def way(self) -> tuple[int, int, bool]:
+        """How it was run: batch size, number of streams, and with or without the copies."""
+        return self.batch_size, self.num_streams, self.with_transfers
+
+    @property
     def is_plain(self) -> bool:
-        """With the copies, one batch at a time: what precisions, runs and machines are compared by."""
+        """True with the copies and one batch at a time: by this precisions, runs and machines are compared by."""
         return self.with_transfers and self.num_streams == 1
 
 
@@ -417,7 +440,7 @@ class LatencyBudget(Record):
 
 
 class BenchmarkReport(Record):
-    """What each precision buys in speed."""
+    """Speed of each precision."""
 
     bundle_digest: str
     rows: tuple[BenchmarkRow, ...] = Field(
@@ -437,8 +460,7 @@ class BenchmarkReport(Record):
 
     def sure_images_per_s(self, row: BenchmarkRow) -> float | None:
         """Throughput of a row, or None where it, or a speed-up that follows from it, is unsure."""
-        way = row.batch_size, row.num_streams, row.with_transfers
-        same = [entry for entry in self.rows if (entry.batch_size, entry.num_streams, entry.with_transfers) == way]
+        same = [entry for entry in self.rows if entry.way == row.way]
         ratios = [*row.over.values(), *(entry.over[row.precision] for entry in same if row.precision in entry.over)]
         return None if row.busy or any(ratio.doubt for ratio in ratios) else row.images_per_s
 

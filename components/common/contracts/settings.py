@@ -23,7 +23,7 @@ SPEED_ONLY: JsonDict = {"speed_only": True}
 
 
 class StepConfig(BaseModel):
-    """What every step's config has in common: immutable, no unknown keys, no infinities, no secrets, valid defaults."""
+    """Base of every step's config: immutable, no unknown keys, no infinities, no secrets, valid defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -87,7 +87,7 @@ def _locate(config: type[BaseModel], location: tuple[int | str, ...]) -> tuple[t
 
 
 def _nearest(name: str, owner: type[BaseModel]) -> str:
-    """What may have been meant by a key that `owner` lacks."""
+    """The nearest valid key to one that `owner` lacks, or all of them."""
     prefix, _, key = name.rpartition(".")
     close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.5)
     outer = prefix.rpartition(".")[2]
@@ -103,7 +103,7 @@ def how_to_set(step: str, setting: str, value: str) -> str:
 
 
 def allowed_values(field: FieldInfo) -> str:
-    """What a field takes, for a person: "an integer of at least 2", "one of max, mse"."""
+    """Describe the values that a field takes: "an integer of at least 2", "one of max, mse"."""
     annotation: Any = field.annotation
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(str(choice) for choice in get_args(annotation))}"
@@ -119,7 +119,7 @@ def allowed_values(field: FieldInfo) -> str:
 
 
 def _bounds(constraints: Sequence[Any]) -> str:
-    """What pydantic's constraints say, such as "of at least 16 and at most 1024"; empty for none."""
+    """Describe pydantic's constraints, such as "of at least 16 and at most 1024"; empty for none."""
     return " and ".join(
         f"{words} {value:g}" if isinstance(value, float) else f"{words} {value}"
         for attribute, words in _BOUNDS.items()

@@ -167,17 +167,17 @@ def _last(holds: Callable[[float], bool], low: float, high: float, *, tolerance:
     return high
 
 
-def chance_of(num_right: int, num_images: int, share: float) -> float:
+def chance_of(num_correct: int, num_images: int, share: float) -> float:
     """Probability that so many images or more are right by chance, where each is with probability `share`.
 
     The exact one-sided binomial test.
     """
-    return beta_cdf(share, num_right, num_images - num_right + 1) if num_right > 0 else 1.0
+    return beta_cdf(share, num_correct, num_images - num_correct + 1) if num_correct > 0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class McNemar:
-    """Whether two models that saw the same images differ by more than chance."""
+    """Test of whether two models that saw the same images differ by more than chance."""
 
     p_value: float  # two-sided
     test: Literal["exact binomial", "chi-square"]

@@ -31,7 +31,7 @@ _Word = Literal["pass", "fail", "not enough evidence"]
 
 
 class Thresholds(StepConfig):
-    """What a model must fulfil."""
+    """Thresholds of the gate, which a model must meet."""
 
     precision: Literal["fp16", "int8"] = Field("int8", description="The precision that is to be promoted.")
     max_top1_drop_points: float = Field(
@@ -101,7 +101,7 @@ class Verdict(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that a check looks at: what was measured, and of which precision."""
+    """Measurements that a check judges, and the precision that it is about."""
 
     thresholds: Thresholds
     accuracy: AccuracyReport
@@ -139,7 +139,7 @@ class Check:
     is_always_asked: bool = False
 
     def judge(self, evidence: Evidence) -> GateCheck | None:
-        """What it finds, or None where the thresholds do not ask for it."""
+        """Judge the evidence, or return None where the thresholds do not ask for it."""
         threshold = getattr(evidence.thresholds, self.setting)
         return self.measure(self, evidence, threshold) if threshold > 0 or self.is_always_asked else None
 
@@ -367,7 +367,7 @@ def _passes(checks: Iterable[GateCheck]) -> bool:
 
 
 def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
-    """What a reader of the verdict must know besides: no proof, doubts about the runtime, how much one image is."""
+    """Notes beside the verdict: no proof, doubts about the runtime, how much one image is."""
     own, fp32 = accuracy.row(thresholds.precision), accuracy.row("fp32")
     notes = [] if thresholds.confident else ["not proved: gate.confident is false, so the measured drop alone counts"]
     doubts = own.note if own.top1_pct is not None else ""
@@ -380,7 +380,7 @@ def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
 
 
 def remedy(checks: Sequence[GateCheck]) -> str:
-    """What to do where the evidence is too little for a proof; empty where that is not the case."""
+    """The fix where the evidence is too little for a proof; empty where that is not the case."""
     if not any(CHECKS[check.name].kind == "drop" and check.verdict == "not enough evidence" for check in checks):
         return ""
     return (
@@ -392,7 +392,7 @@ def remedy(checks: Sequence[GateCheck]) -> str:
 def recommend(
     thresholds: Thresholds, checks: Sequence[GateCheck], accuracy: AccuracyReport, benchmark: BenchmarkReport
 ) -> Recommendation | None:
-    """What to ship: the judged precision, or FP16 (else FP32) where accuracy passes and speed does not pay for it.
+    """Recommend the judged precision, or FP16 (else FP32) where accuracy passes and speed does not pay for it.
 
     Speed does not pay where a check on it fails, or where the precision is slower than the one it would be replaced
     by, asked for or not: its fastest repeat below the other's slowest. FP16 must itself be as accurate as asked; FP32
@@ -453,7 +453,7 @@ def largest_batch(benchmark: BenchmarkReport) -> int:
 
 
 def _slower_text(benchmark: BenchmarkReport, precision: Precision, other: Precision) -> str:
-    """How much slower than the other a precision is at the largest batch; empty where it is not, beyond the spread."""
+    """Ratio at which a precision is slower than the other at the largest batch; empty within the spread."""
     largest = largest_batch(benchmark)
     found = benchmark.speedup(precision, other, largest)
     if found is None or found.doubt or found.high >= 1:
@@ -493,7 +493,7 @@ def _least_open(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyR
 
 
 def _deciding_text(evidence: Evidence) -> str:
-    """How many images it would take to tell; empty where nothing about the drop is open."""
+    """State how many images would decide; empty where nothing about the drop is open."""
     scope = evidence.thresholds, evidence.accuracy, evidence.own
     compared, allowed = evidence.own.comparison, _least_open(*scope)
     if compared is None or allowed is None:

@@ -15,14 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.records import (
-    AccuracyReport,
-    AccuracyRow,
-    BenchmarkReport,
-    BenchmarkRow,
-    LatencyBudget,
-    Speedup,
-)
+from components.common.contracts.records import BenchmarkReport, LatencyBudget, Speedup
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec
 from components.common.contracts.verdict import Thresholds
@@ -46,7 +39,9 @@ from components.validate.speed import (
 )
 from components.validate.speed_text import main_table
 from enginery.local.rendering import print_summary
+from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_row
 
+REPOSITORY = Path(__file__).parents[3]
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=4, max_batch=8)
 TIMES = {"warmup_s": 0.0, "duration_s": 0.02, "min_iterations": 5}
 
@@ -118,7 +113,7 @@ second.close()
 os.kill(os.getpid(), signal.SIGTERM)
 """
     command = [sys.executable, "-X", "faulthandler", "-c", code, str(model), SHAPES.model_dump_json()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2])
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
     assert (ended.returncode, ended.stdout) == (0, "heard\n"), ended.stderr
 
 
@@ -139,7 +134,7 @@ def test_openvino_runs_several_batches_at_the_same_time(model: Path) -> None:
 
 
 def test_a_runtime_without_streams_says_so(model: Path) -> None:
-    with pytest.raises(UserError, match="one batch at a time, got num_streams 2; set it to 1"):
+    with pytest.raises(UserError, match="num_streams 2"):
         OnnxRuntimeRunner(model, SHAPES).measure(1, **TIMES, num_streams=2)
 
 
@@ -233,14 +228,20 @@ def test_rows_of_real_runners(model: Path) -> None:
 
 
 def test_rows_of_older_reports_are_read() -> None:
-    old = {"precision": "int8", "runtime": "openvino", "batch_size": 1, "images_per_s": 9.0, "num_iterations": 7}
-    row = BenchmarkRow.model_validate({**old, "p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0})
-    assert row.is_plain
-    report = BenchmarkReport.model_validate({"bundle_digest": "b", "rows": [row.model_dump()]})
+    old = {"runtime": "openvino", "batch_size": 1, "p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "num_iterations": 7}
+    report = BenchmarkReport.model_validate(
+        {
+            "bundle_digest": "b",
+            "rows": [
+                {**old, "precision": "int8", "images_per_s": 9.0},
+                {**old, "precision": "fp32", "images_per_s": 6},
+            ],
+        }
+    )
     assert report.latency_budget is None
-    assert report.speedup("int8", "fp32", 1) is None
-    both = report.model_copy(update={"rows": (row, row.model_copy(update={"precision": "fp32", "images_per_s": 6.0}))})
-    assert both.speedup("int8", "fp32", 1) == Speedup(median=1.5, low=1.5, high=1.5)
+    assert report.plain_rows == report.rows
+    assert report.speedup("int8", "fp32", 1) == Speedup(median=1.5, low=1.5, high=1.5)
+    assert report.speedup("int8", "fp32", 2) is None
 
 
 FP32_TURNS = (500.0, 498.0, 503.0, 490.0, 510.0)
@@ -265,7 +266,7 @@ def test_recorded_turns_lead_to_a_speedup_or_to_none(
     own: tuple[float, ...], reference: tuple[float, ...], load: dict[str, float], expected: Any, doubt: str
 ) -> None:
     rows = [
-        row(name, 8, turns[0], 1).model_copy(update={"turns_images_per_s": turns, **load})
+        benchmark_row(name, turns[0], 8, turns_images_per_s=turns, **load)
         for name, turns in (("int8", own), ("fp32", reference))
     ]
     found = speedup(*rows)
@@ -306,61 +307,71 @@ def test_a_budget_is_read(typed: object, milliseconds: float) -> None:
 def test_nonsense_is_no_budget(typed: object) -> None:
     with pytest.raises(UserError) as refused:
         resolve(ValidateConfig, "validate", {"latency_budget": typed})
-    assert str(refused.value).startswith(f"validate.latency_budget: can't read {typed!r} as a latency; write a number")
-    assert "such as 7ms, 0.5s or 700us" in str(refused.value)
-
-
-def row(
-    precision: str, batch: int, rate: float, p99_ms: float, *, streams: int = 1, copies: bool = True
-) -> BenchmarkRow:
-    return BenchmarkRow(
-        precision=precision,
-        runtime="tensorrt",
-        batch_size=batch,
-        num_streams=streams,
-        with_transfers=copies,
-        images_per_s=rate,
-        p50_ms=p99_ms / 2,
-        p90_ms=p99_ms / 2,
-        p99_ms=p99_ms,
-        num_iterations=9,
-    )
+    assert (refused.value.code, refused.value.setting) == ("invalid-setting", "validate.latency_budget")
 
 
 ROWS = (
-    row("fp32", 1, 300, 4),
-    row("fp32", 8, 900, 9),
-    row("fp16", 8, 4000, 3),
-    row("int8", 8, 8000, 2),
-    row("int8", 64, 20_000, 7.5),
-    row("int8", 64, 40_000, 5, copies=False),
-    row("int8", 8, 12_000, 7, streams=2),
+    benchmark_row("fp32", 300, 1, p99_ms=4),
+    benchmark_row("fp32", 900, 8, p99_ms=9),
+    benchmark_row("fp16", 4000, 8, p99_ms=3),
+    benchmark_row("int8", 8000, 8, p99_ms=2),
+    benchmark_row("int8", 20_000, 64, p99_ms=7.5),
+    benchmark_row("int8", 40_000, 64, p99_ms=5, with_transfers=False),
+    benchmark_row("int8", 12_000, 8, p99_ms=7, num_streams=2),
 )
 
 
 def budget(
     budget_ms: float, *, int8_pct: float = 79.9, fp16_pct: float | None = 80.0, min_top1_pct: float = 0
 ) -> LatencyBudget:
-    measured = {"fp32": 80.0, "fp16": fp16_pct, "int8": int8_pct}
-    accuracy = AccuracyReport(
-        dataset_digest="d",
-        split_digest="s",
-        bundle_digest="b",
-        rows=tuple(
-            AccuracyRow(precision=name, runtime="tensorrt", num_images=1000, top1_pct=pct)
-            for name, pct in measured.items()
+    measured = (("fp32", 80.0), ("fp16", fp16_pct), ("int8", int8_pct))
+    accuracy = accuracy_report(*(accuracy_row(name, pct) for name, pct in measured))
+    return within_budget(budget_ms, ROWS, accuracy, Thresholds(confident=False, min_top1_pct=min_top1_pct))
+
+
+LEFT_OUT = "left out: do not pass the checks on accuracy"
+INT8_LEFT_OUT = "INT8 left out: does not pass the checks on accuracy"
+
+
+@pytest.mark.parametrize(
+    ("budget_ms", "settings", "left_out", "said"),
+    [
+        (7, {}, (), "within 7 ms: INT8, batch 8, 2 streams, 12,000 images/s (p99 7.00 ms)"),
+        (8, {}, (), "within 8 ms: INT8, batch 64, 20,000 images/s (p99 7.50 ms)"),
+        (0.5, {}, (), "nothing within 0.5 ms: nearest is INT8, batch 8, 8,000 images/s (p99 2.00 ms), 1.5 ms too long"),
+        (
+            7,
+            {"int8_pct": 79.49},
+            ("int8",),
+            f"within 7 ms: FP16, batch 8, 4,000 images/s (p99 3.00 ms); {INT8_LEFT_OUT}",
         ),
-        most_frequent_pct=1.0,
-    )
-    limits = {"max_top1_drop_points": 0.5, "min_relative_top1_pct": 99, "min_top1_pct": min_top1_pct}
-    thresholds = Thresholds(confident=False, **limits)
-    return within_budget(budget_ms, ROWS, accuracy, thresholds)
+        (7, {"int8_pct": 79.5}, (), "within 7 ms: INT8, batch 8, 2 streams, 12,000 images/s (p99 7.00 ms)"),  # allowed
+        (
+            7,
+            {"int8_pct": 10.0, "fp16_pct": None},
+            ("fp16", "int8"),
+            f"within 7 ms: FP32, batch 1, 300 images/s (p99 4.00 ms); FP16 and INT8 {LEFT_OUT}",
+        ),
+        (
+            0.5,
+            {"min_top1_pct": 80.5},
+            ("fp32", "fp16", "int8"),
+            f"nothing within 0.5 ms; FP32 and FP16 and INT8 {LEFT_OUT}",
+        ),
+    ],
+)
+def test_the_fastest_accurate_way_within_the_budget_is_chosen(
+    budget_ms: float, settings: dict[str, Any], left_out: tuple[str, ...], said: str
+) -> None:
+    found = budget(budget_ms, **settings)
+    assert budget_text(found) == said
+    assert found.left_out == left_out
+    assert (found.chosen is None) == said.startswith("nothing")
+    assert found.chosen is None or found.nearest is None
 
 
-def test_the_fastest_within_the_budget_is_chosen() -> None:
+def test_the_budget_in_mlflow_and_where_nothing_is_sure() -> None:
     found = budget(7)
-    assert budget_text(found) == "within 7 ms: INT8, batch 8, 2 streams, 12,000 images/s (p99 7.00 ms)"
-    assert (found.nearest, found.left_out) == (None, ())
     assert budget_metrics(found) == {
         "latency_budget_ms": 7,
         "budget_images_per_s": 12_000,
@@ -368,44 +379,12 @@ def test_the_fastest_within_the_budget_is_chosen() -> None:
         "budget_batch_size": 8,
         "budget_num_streams": 2,
     }
-    assert budget_text(budget(8)) == "within 8 ms: INT8, batch 64, 20,000 images/s (p99 7.50 ms)"
     unsure = found.model_copy(update={"doubt": "other processes took 50 % of the cores' time"})
     assert budget_text(unsure) == "within 7 ms: unsure, other processes took 50 % of the cores' time"
     assert budget_metrics(unsure) == {"latency_budget_ms": 7}
-
-
-def test_nothing_within_the_budget_tells_how_far_the_best_is() -> None:
-    found = budget(0.5)
-    assert found.chosen is None
-    assert budget_text(found) == (
-        "nothing within 0.5 ms: nearest is INT8, batch 8, 8,000 images/s (p99 2.00 ms), 1.5 ms too long"
-    )
-    assert budget_metrics(found) == {"latency_budget_ms": 0.5}
-
-
-def test_only_accurate_precisions_are_recommended() -> None:
-    left_out = "; INT8 left out: does not pass the checks on accuracy"
-    chosen = "within 7 ms: FP16, batch 8, 4,000 images/s (p99 3.00 ms)"
-    assert budget_text(budget(7, int8_pct=79.49)) == chosen + left_out
-    assert budget_text(budget(7, int8_pct=79.5)).startswith("within 7 ms: INT8")  # exactly what is allowed
-    found = budget(7, int8_pct=10.0, fp16_pct=None)
-    assert found.left_out == ("fp16", "int8")
-    assert budget_text(found).endswith("; FP16 and INT8 left out: do not pass the checks on accuracy")
-    assert budget_text(found).startswith("within 7 ms: FP32, batch 1, 300 images/s")
-
-
-def test_without_speed_there_is_nothing_to_choose() -> None:
-    accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=())
-    found = within_budget(7, (), accuracy, Thresholds())
-    assert budget_text(found) == "nothing within 7 ms: no speed was measured"
-
-
-@pytest.mark.parametrize(("least", "left_out"), [(80.0, ()), (80.5, ("fp32", "fp16", "int8"))])
-def test_fp32_needs_the_least_top1_too(least: float, left_out: tuple[str, ...]) -> None:
-    found = budget(0.5, min_top1_pct=least, int8_pct=80.0)
-    assert found.left_out == left_out
-    said = "; FP32 and FP16 and INT8 left out: do not pass the checks on accuracy"
-    assert budget_text(found).endswith("1.5 ms too long" if not left_out else f"nothing within 0.5 ms{said}")
+    assert budget_metrics(budget(0.5)) == {"latency_budget_ms": 0.5}
+    nothing = within_budget(7, (), accuracy_report(accuracy_row("fp32", 80.0)), Thresholds())
+    assert budget_text(nothing) == "nothing within 7 ms: no speed was measured"
 
 
 @pytest.mark.parametrize(
@@ -422,7 +401,7 @@ def test_what_is_not_measured(
     config = resolve(ValidateConfig, "validate", settings)
     serving = RuntimeSelection(precision="fp32", file=model, runner=kind(model, SHAPES), note="")
     bundle: Any = SimpleNamespace(digest="b", manifest=SimpleNamespace(shapes=SHAPES))
-    accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=())
+    accuracy = accuracy_report(accuracy_row("fp32", 80.0))
     found = _benchmark(config, [serving], bundle, accuracy, StepLog("validate"))
     assert {entry.batch_size for entry in found.rows} == measured
     told = capsys.readouterr().err

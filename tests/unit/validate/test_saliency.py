@@ -189,13 +189,6 @@ def test_rounding_passes_the_gradient_and_saturation_stops_it():
     inside = (x >= -128 * scale) & (x <= 127 * scale)
     assert 0 < int(inside.sum()) < len(x)
     assert torch.equal(x.grad, inside.float())
-    # PyTorch's own has the same gradient, but for values that are beyond the last code by less than half a step.
-    other = x.detach().clone().requires_grad_()
-    torch.fake_quantize_per_tensor_affine(other, float(scale), 0, -128, 127).sum().backward()
-    assert other.grad is not None
-    differing = x.detach()[other.grad != x.grad]
-    assert len(differing) <= 4
-    assert (differing.abs() / scale - 127.5).abs().max() <= 1.01
 
 
 def test_scales_per_channel_pass_the_gradient_too():
@@ -255,15 +248,14 @@ def test_layers_are_called_by_short_name_module_or_node(model):
     layers = feature_layers(TorchGraph(model), SHAPES)
     down = next(layer for layer in layers if layer.name == "down Conv")
     assert chosen_layers(layers, ["down Conv", down.id, "down"]) == [down]
-    for asked, said in (
-        ("dwn Conv", "there is no layer 'dwn Conv' among the .* the nearest are 'down Conv'"),
-        ("last.rellu", "the nearest are 'last.relu Relu'"),
-        ("§§§", "they go from 'stem.0 Conv' to 'pool MaxPool'"),
-    ):
-        with pytest.raises(UserError, match=said):
-            chosen_layers(layers, [asked])
     ambiguous = [Layer(name=f"a {op}", id=op, op_type=op, height=2, width=2) for op in ("Add", "Relu")]
-    with pytest.raises(UserError, match=r"2 layers are called 'a': 'a Add', 'a Relu'\. Name one of them in full"):
-        chosen_layers(ambiguous, ["a"])
-    with pytest.raises(UserError, match="no feature maps"):
-        chosen_layers([], [])
+    for among, asked, code, said in (
+        (layers, "dwn Conv", "no-layer", "the nearest are 'down Conv'"),
+        (layers, "last.rellu", "no-layer", "the nearest are 'last.relu Relu'"),
+        (layers, "§§§", "no-layer", "they go from 'stem.0 Conv' to 'pool MaxPool'"),
+        (ambiguous, "a", "ambiguous-layer", "'a Add', 'a Relu'"),
+        ([], "", "no-feature-maps", ""),
+    ):
+        with pytest.raises(UserError, match=said) as refused:
+            chosen_layers(among, [asked])
+        assert refused.value.code == code

@@ -1,7 +1,6 @@
-"""A regression made by hand: two classes swapped in the INT8 graph. The real steps must catch it and name both."""
+"""Classes against FP32, and two that are swapped in the INT8 graph: the real steps catch and name both."""
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,63 @@ from torch import nn
 from components.common.contracts.errors import GateFailed
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, VerdictManifest, load, seal
 from components.common.contracts.settings import resolve
-from components.common.contracts.transforms import transform_for
+from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.data.evaluation import Predictions
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
+from components.export.onnx_export import export_onnx
 from components.gate.config import GateConfig
 from components.validate.config import ValidateConfig
+from components.validate.report import _confusion, change, class_changes, class_losses
+from components.validate.run import _undefined_note
 from components.validate.schema import Report
+from tests.unit.measurements import predictions
 
 GATE: dict[str, Any] = {"max_top1_drop_points": 9.0, "min_relative_top1_pct": 90.0, "max_class_drop_points": 30.0}
+
+
+CLASSES = ("ant", "bee", "cat", "dog")
+
+
+def test_classes_against_fp32_counted() -> None:
+    """6 of 6 lost is p = 2 / 2^6, times the 2 classes that differ; 1 gained is p = 1."""
+    fp32 = predictions({"ant": [True] * 10, "bee": [True] * 10, "cat": [False, True], "dog": [True]})
+    own = predictions({"ant": [True] * 10, "bee": [True] * 4 + [False] * 6, "cat": [True, True], "dog": [True]})
+    changes = {entry.name: entry for entry in class_changes(CLASSES, fp32, own)}
+    assert list(changes) == ["bee", "ant", "dog", "cat"]
+    bee = changes["bee"]
+    assert (bee.num_lost, bee.num_gained, bee.delta_points, bee.significant) == (6, 0, -60.0, False)
+    assert bee.p_corrected == pytest.approx(2 * 2 / 64)
+    assert (changes["cat"].num_gained, changes["cat"].p_corrected, changes["dog"].p_corrected) == (1, 1.0, 1.0)
+    worse, largest = class_losses(tuple(changes.values()))
+    assert worse == ()
+    assert largest is not None
+    assert largest.name == "bee"
+    found = change(fp32, own)
+    assert (found.num_images, found.num_lost, found.num_gained, found.num_differing) == (23, 6, 1, 7)
+    assert found.delta_top1_points == pytest.approx(-500 / 23)
+
+
+def test_a_class_that_gets_better_is_no_loss() -> None:
+    right, wrong = ({"ant": [value] * 100, "bee": [True] * 100} for value in (True, False))
+    changes = class_changes(CLASSES[:2], predictions(wrong), predictions(right))
+    assert [(entry.name, entry.significant) for entry in changes] == [("bee", False), ("ant", True)]
+    assert class_losses(changes) == ((), None)
+    worse, largest = class_losses(class_changes(CLASSES[:2], predictions(right), predictions(wrong)))
+    assert worse == (largest,)
+
+
+def test_images_without_a_prediction_are_confused_with_nothing() -> None:
+    labels = np.array([0, 0, 1, 2], np.int32)
+    fp32 = Predictions(top=labels[:, None].astype(np.int16), labels=labels)
+    own = Predictions(top=np.array([[0], [-1], [-1], [1]], np.int16), labels=labels)
+    found = _confusion(("a", "b", "c"), fp32, own)
+    assert found.matrix == ((1, 0, 0), (0, 0, 0), (0, 1, 0))
+    pairs = [(pair.label, pair.predicted, pair.num_images) for pair in found.pairs]
+    assert pairs == [("a", "nothing (NaN)", 1), ("b", "nothing (NaN)", 1), ("c", "b", 1)]
+    assert _undefined_note(own) == "the logits of 2 of 4 images hold NaN, which counts as wrong"
+    assert _undefined_note(fp32) == ""
 
 
 def fitted(dataset: Artifact[DatasetManifest]) -> nn.Module:
@@ -51,18 +98,7 @@ def bundle(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.T
     from components.export.run import run
 
     root = tmp_path_factory.mktemp("swapped")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            fitted(digits_dataset),
-            (torch.zeros(2, 3, 32, 32),),
-            root / "small.onnx",
-            dynamo=False,
-            opset_version=17,
-            input_names=["x"],
-            output_names=["y"],
-            dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
-        )
+    export_onnx(fitted(digits_dataset), root / "small.onnx", ShapeSpec(height=32, width=32))
     settings = {"num_calibration_images": 64, "calibration_method": "max", "fallback": False, "resize_ratio": 1.0}
     config = resolve(ExportConfig, "export", {**settings, "tensorrt": "off"})
     run(config, StepLog("export"), model=root / "small.onnx", dataset=digits_dataset.path, output=root / "bundle")
@@ -70,7 +106,7 @@ def bundle(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.T
 
 
 def swap(source: Path, output: Path, first: int, second: int) -> Path:
-    """The bundle, sealed anew, with two rows of the last layer of all INT8 files exchanged: weights, scales, bias."""
+    """The bundle, sealed again, with two rows of the last layer of all INT8 files exchanged: weights, scales, bias."""
     shutil.copytree(source, output, ignore=shutil.ignore_patterns("manifest.json"))
     manifest = load(source, BundleManifest).manifest
     names = {manifest.models["int8"], manifest.models["int8_fp16"], *(entry.file for entry in manifest.cpu_models)}

@@ -26,7 +26,7 @@ from components.common.contracts.records import (
     Trial,
 )
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
-from components.common.contracts.verdict import Thresholds
+from components.common.contracts.verdict import Thresholds, Verdict
 from components.common.data.evaluation import Predictions
 from components.validate import report as gathering
 from components.validate.report import class_changes, class_losses, compare
@@ -39,7 +39,6 @@ from components.validate.schema import (
     Provenance,
     Report,
     SplitSummary,
-    Verdict,
 )
 from components.validate.speed import speedup
 
@@ -149,21 +148,9 @@ def with_speedups(rows: list[BenchmarkRow]) -> list[BenchmarkRow]:
 
 def cpu_rows() -> tuple[BenchmarkRow, ...]:
     """As a CPU has them, and as reports of version 0.1 have them all."""
-    unknown = {"power_w", "images_per_s_per_w", "memory_bytes", "sm_clock_mhz", "temperature_c", "num_repeats"}
-    unknown |= {
-        "turns_images_per_s",
-        "over",
-        "others_pct",
-        "steal_pct",
-        "mean_ms",
-        "p95_ms",
-        "lowest_images_per_s",
-        "highest_images_per_s",
-        "num_streams",
-        "with_transfers",
-    }
+    known = {"precision", "batch_size", "images_per_s", "p50_ms", "p90_ms", "p99_ms", "num_iterations"}
     return tuple(
-        BenchmarkRow(**row.model_dump(exclude=unknown) | {"runtime": "openvino"})
+        BenchmarkRow(runtime="openvino", **row.model_dump(include=known))
         for row in benchmark_rows()
         if row.is_plain and row.batch_size in (1, 16) and row.precision != "fp16"
     )

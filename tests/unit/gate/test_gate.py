@@ -1,0 +1,201 @@
+"""The gate's step: what is written before it fails, what it says, and what it refuses."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from components.common.contracts.digests import canonical_json
+from components.common.contracts.errors import GateFailed, UserError
+from components.common.contracts.instruction_sets import instruction_set
+from components.common.contracts.manifests import ReportManifest, VerdictManifest, load, seal, seal_of
+from components.common.contracts.records import AccuracyRow, BenchmarkReport, CpuModel, Recommendation
+from components.common.contracts.transforms import ShapeSpec
+from components.common.contracts.verdict import Thresholds, run_checks
+from components.common.data.evaluation import Predictions, top_classes
+from components.common.process.steplog import StepLog
+from components.common.runtimes import openvino
+from components.common.runtimes.architectures import build_model
+from components.common.runtimes.openvino import OpenVINORunner
+from components.export.onnx_export import export_onnx
+from components.gate.config import GateConfig
+from components.gate.run import run
+from components.validate.config import ValidateConfig
+from enginery.local.rendering import _print_recommendation
+from enginery.local.summary import SummaryBuilder
+from tests.unit.measurements import accuracy_report, accuracy_row, compared_row, speeds
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+GPU = {"fp32": 1000.0, "fp16": 3000.0, "int8": 4000.0}
+
+
+def report(path: Path, *rows: AccuracyRow, benchmark: BenchmarkReport | None = None, **gate: Any) -> Path:
+    """A sealed Report with the verdict of these thresholds."""
+    path.mkdir()
+    config = ValidateConfig(gate=Thresholds(**gate))
+    facts = {"accuracy": accuracy_report(*rows), "benchmark": benchmark or speeds(GPU)}
+    seal(path, ReportManifest, inputs={}, config=config, **facts)
+    return path
+
+
+def judged(source: Path, **settings: Any) -> tuple[str, VerdictManifest]:
+    """What the gate says, passed or not, and its verdict."""
+    output = source.with_name(f"verdict of {source.name}")
+    try:
+        said = run(GateConfig(**settings), StepLog("gate"), report=source, output=output)
+    except GateFailed as error:
+        said = f"{error.code}: {error}"
+    return said, load(output, VerdictManifest).manifest
+
+
+def test_a_pass_says_what_was_measured_and_how_int8_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
+    manifest = SimpleNamespace(models={"int8": "int8.onnx"}, int8_on_cpus=(model,), shapes=None)
+    monkeypatch.setattr(openvino, "OpenVINORunner", lambda file, shapes: None)
+    (note,) = openvino.open_model(SimpleNamespace(file=Path, manifest=manifest), "int8").notes  # type: ignore[arg-type]
+    assert note == f"7-bit weights, unsigned activations, on {instruction_set()}"
+    row = compared_row(25, num_images=10_000, fp32_pct=80.0, note=note)
+    source = report(tmp_path / "report", accuracy_row("fp32", 80.0, num_images=10_000), row)
+    said, verdict = judged(source)
+    assert said == (
+        "INT8 passed: top-1 drop 0.25, allowed 0.5 points; with 95 % confidence at most 0.35 points; "
+        "share of FP32's top-1 99.69, at least 99 %; with 95 % confidence a drop of at most 0.35 points; "
+        "top-1 of INT8 79.75, above the 10.00 % of always answering 'ant', the most frequent class; "
+        f"10,000 validation images, at least 100 ({note})"
+    )
+    assert (verdict.passed, verdict.precision, verdict.note, verdict.word) == (True, "int8", note, "pass")
+    assert verdict.inputs == {"report": load(source, ReportManifest).digest, "bundle": "sha256:b"}
+    assert verdict.checks[0].model_dump() == {
+        "name": "top1_drop_points",
+        "measured": 0.25,
+        "threshold": 0.5,
+        "verdict": "pass",
+        "explanation": "top-1 drop 0.25, allowed 0.5 points; with 95 % confidence at most 0.35 points",
+    }
+
+
+def test_what_failed_and_what_could_not_be_told_are_said_apart(tmp_path: Path) -> None:
+    said, verdict = judged(report(tmp_path / "report", compared_row(5, num_images=50)))
+    assert said == (
+        "gate-failed: INT8 did not pass: "
+        "top-1 drop 10.00, allowed 0.5 points; with 95 % confidence at least 3.41 points; "
+        "share of FP32's top-1 90.00, at least 99 %; with 95 % confidence a drop of at least 3.41 points; "
+        "not enough evidence: 50 validation images, at least 100 (one of 50 validation images is 2.00 points)"
+    )
+    assert (verdict.passed, verdict.word) == (False, "fail")
+    assert verdict.note == "one of 50 validation images is 2.00 points"
+
+
+def test_too_little_evidence_and_slow_int8_fail_with_advice(tmp_path: Path) -> None:
+    said, verdict = judged(report(tmp_path / "few", compared_row(3)))
+    assert said.startswith("gate-failed: INT8 did not pass: not enough evidence: top-1 drop 0.30, ")
+    assert said.endswith(" (--set gate.confident=false)")
+    assert (verdict.passed, verdict.checks[0].verdict, verdict.recommendation) == (False, "not enough evidence", None)
+    rows = compared_row(0), compared_row(0, precision="fp16")
+    source = report(tmp_path / "slow", *rows, benchmark=speeds({**GPU, "int8": 2700.0}), min_speedup_fp16=1.2)
+    said, verdict = judged(source, min_speedup_fp16=1.2)
+    assert said.endswith(
+        ". Recommended: FP16, since INT8 is accurate enough, but not fast enough: INT8 runs at 0.90 x the throughput "
+        "of FP16 at batch 128"
+    )
+    assert verdict.served_precision == "fp16"
+    said, verdict = judged(report(tmp_path / "unproved", compared_row(0), confident=False), confident=False)
+    assert verdict.word == "pass, not proved"
+    assert "not proved: gate.confident is false" in verdict.note
+    assert verdict.note in said
+
+
+@pytest.mark.parametrize(("fp32", "int8"), [(80.0, None), (None, 80.0)])
+def test_what_was_not_measured_fails_with_a_verdict(tmp_path: Path, fp32: float | None, int8: float | None) -> None:
+    said, verdict = judged(report(tmp_path / "report", accuracy_row("fp32", fp32), accuracy_row("int8", int8)))
+    assert "was not measured here: needs TensorRT" in said
+    assert not verdict.passed
+
+
+def test_a_verdict_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Without the settings and fields that came later, and with "not measured" as a verdict."""
+    judged(report(tmp_path / "report", compared_row(0)))
+    file = tmp_path / "verdict of report" / "manifest.json"
+    old = json.loads(file.read_text())
+    del old["recommendation"]
+    old["passed"], old["checks"] = False, [{**old["checks"][0], "measured": None, "verdict": "not measured"}]
+    old["config"] = {"precision": "int8", "max_top1_drop_points": 0.5, "min_relative_top1_pct": 99.0}
+    file.write_bytes(canonical_json({**old, "seal": seal_of(old)}))
+    verdict = load(file.parent, VerdictManifest).manifest
+    assert (verdict.checks[0].verdict, verdict.recommendation) == ("not enough evidence", None)
+    assert verdict.word == "fail"
+    assert Thresholds.recorded(old["config"]) == Thresholds(confident=False, require_above_chance=False)
+
+
+def test_a_report_of_other_thresholds_is_refused_with_both_ways_out(tmp_path: Path) -> None:
+    # validate's setting replaces all thresholds, so those that agree must be named too.
+    source = report(tmp_path / "report", compared_row(0), max_top1_drop_points=2.0, min_top1_pct=60.0)
+    with pytest.raises(UserError) as caught:
+        run(GateConfig(min_top1_pct=60.0), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    assert (caught.value.code, caught.value.setting) == ("other-thresholds", "max_top1_drop_points")
+    assert "max_top1_drop_points 2.0 there, 0.5 here" in str(caught.value)
+    assert "(--max-top1-drop-points 2.0)" in str(caught.value)
+    assert "(--gate '{max_top1_drop_points: 0.5, min_top1_pct: 60.0}')" in str(caught.value)
+    assert not (tmp_path / "verdict").exists()
+
+
+def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:
+    def gate(name: str, *arguments: str) -> tuple[int, str]:
+        output = tmp_path / f"verdict of {name}"
+        command = [sys.executable, "-m", "components.gate", "--output", str(output), "--report", str(tmp_path / name)]
+        done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+        failure = json.loads((output / "failure.json").read_text())
+        assert "Traceback" not in done.stderr
+        assert done.returncode == failure["exit_code"]
+        assert failure["message"] in done.stderr
+        return done.returncode, done.stderr
+
+    report(tmp_path / "bad", compared_row(100))
+    code, text = gate("bad")
+    assert code == 3
+    assert text.startswith("gate: INT8 did not pass: top-1 drop 10.00, allowed 0.5 points")
+    report(tmp_path / "good", compared_row(0))
+    assert gate("good", "--max-top1-drop-points", "3")[0] == 2
+    manifest = tmp_path / "good" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"top1_pct":100.0', '"top1_pct":99.0'))
+    assert gate("good")[0] == 1
+
+
+def test_the_summary_of_a_run_says_what_to_ship() -> None:
+    found = Recommendation(precision="fp16", reason="INT8 is [slow]")
+    builder = SummaryBuilder(0.0)
+    event = {"event": "verdict", "step": "gate", "word": "fail", "precision": "int8", "checks": []}
+    builder.handle({**event, "recommendation": found.model_dump()})
+    assert builder.recommendation == found
+    for verdict, expected in (("fail", "recommended: FP16, since INT8 is [slow]\n"), ("pass", "")):
+        console = Console(file=io.StringIO())
+        rows = [SimpleNamespace(precision="fp16" if verdict == "pass" else "int8", verdict=verdict)]
+        _print_recommendation(console, SimpleNamespace(recommendation=builder.recommendation, rows=rows))  # type: ignore[arg-type]
+        assert console.file.getvalue() == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("architecture", ["shufflenet_v2_x0_5", "mobilenet_v3_small"])
+def test_a_network_with_random_weights_fails(architecture: str, tmp_path: Path) -> None:
+    """It answers one class whatever it sees: right on a third of three classes, in every precision."""
+    torch.manual_seed(0)
+    shapes = ShapeSpec(height=32, width=32, max_batch=90)
+    export_onnx(build_model(architecture, 3).eval(), tmp_path / "fp32.onnx", shapes)
+    images = torch.randn(90, 3, 32, 32).numpy()
+    runner = OpenVINORunner(tmp_path / "fp32.onnx", shapes)
+    top = np.concatenate([top_classes(runner.infer(images[start : start + 30])) for start in range(0, 90, 30)])
+    runner.close()
+    own = Predictions(top=top, labels=np.repeat(np.arange(3, dtype=np.int32), 30))
+    fp32 = accuracy_row("fp32", own.top1_pct, num_images=90)
+    row = compared_row(0, num_images=90, fp32_pct=own.top1_pct)
+    thresholds = Thresholds(max_top1_drop_points=5, min_relative_top1_pct=0, min_validation_images=0)
+    drop, chance = run_checks(thresholds, accuracy_report(fp32, row, most_frequent_pct=100 / 3), speeds({}))
+    assert (drop.verdict, chance.name, chance.verdict) == ("pass", "above_chance", "fail")
+    assert f"top-1 of FP32 {own.top1_pct:.2f} is not above the 33.33 % of always answering 'ant'" in chance.explanation

@@ -1,0 +1,68 @@
+"""Builders of what validate measures, for tests of what is judged by it, shown of it or chosen after it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from components.common.contracts.records import (
+    AccuracyReport,
+    AccuracyRow,
+    BenchmarkReport,
+    BenchmarkRow,
+    PairedComparison,
+    Precision,
+)
+from components.common.data.evaluation import Predictions
+
+SIZE_BYTES = {"fp32": 108_000_000, "fp16": 48_000_000, "int8": 26_500_000}
+
+
+def accuracy_row(precision: Precision, top1_pct: float | None, **fields: Any) -> AccuracyRow:
+    """Of 1,000 images; None is a top-1 that was not measured."""
+    if top1_pct is None:
+        return AccuracyRow(precision=precision, runtime="n/a", note="needs TensorRT", **fields)
+    known = {"runtime": "tensorrt", "num_images": 1000, "size_bytes": SIZE_BYTES[precision]}
+    return AccuracyRow(precision=precision, top1_pct=top1_pct, **{**known, **fields})
+
+
+def compared_row(lost: int, gained: int = 0, *, precision: Precision = "int8", **fields: Any) -> AccuracyRow:
+    """Of a precision that loses and gains so many images of FP32, which is right on all of them or on `fp32_pct`."""
+    num_images, fp32_pct = fields.setdefault("num_images", 1000), fields.pop("fp32_pct", 100.0)
+    comparison = PairedComparison.of(num_images, lost, gained)
+    return accuracy_row(precision, fp32_pct + comparison.delta_top1_points, comparison=comparison, **fields)
+
+
+def accuracy_report(*rows: AccuracyRow, **fields: Any) -> AccuracyReport:
+    """These rows, below FP32 that is right on all images where it is not among them."""
+    if rows[0].precision != "fp32":
+        rows = (accuracy_row("fp32", 100.0, num_images=rows[-1].num_images), *rows)
+    digests = {"dataset_digest": "d", "split_digest": "s", "bundle_digest": "sha256:b"}
+    always = {"most_frequent_class": "ant", "most_frequent_pct": 10.0}
+    return AccuracyReport(rows=rows, **{**digests, **always, **fields})
+
+
+def benchmark_row(precision: Precision, images_per_s: float, batch_size: int = 1, **fields: Any) -> BenchmarkRow:
+    """Plain, unless `fields` say otherwise; p99 is 2.5 ms."""
+    known = {"runtime": "tensorrt", "p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 2.5, "num_iterations": 9}
+    values = {"precision": precision, "images_per_s": images_per_s, "batch_size": batch_size}
+    return BenchmarkRow(**{**known, **values, **fields})
+
+
+def benchmark_report(*rows: BenchmarkRow) -> BenchmarkReport:
+    """Of the same bundle as `accuracy_report`."""
+    return BenchmarkReport(bundle_digest="sha256:b", rows=rows)
+
+
+def speeds(images_per_s: Mapping[Precision, float], **fields: Any) -> BenchmarkReport:
+    """The same throughput at batch 1 and 128."""
+    rows = (benchmark_row(name, rate, size, **fields) for size in (1, 128) for name, rate in images_per_s.items())
+    return benchmark_report(*rows)
+
+
+def predictions(right: Mapping[str, list[bool]]) -> Predictions:
+    """By class, on which of its images they are right; where they are wrong they say the next class."""
+    labels = np.repeat(np.arange(len(right)), [len(images) for images in right.values()])
+    wrong = ~np.concatenate(list(right.values()))
+    top = np.where(wrong, (labels + 1) % len(right), labels)
+    return Predictions(top=top[:, None].astype(np.int16), labels=labels.astype(np.int32))
