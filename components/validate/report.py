@@ -72,7 +72,7 @@ def class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions)
 
     def images_of(which: np.ndarray) -> list[int]:
         """Number of images by class, of those that a mask leaves."""
-        return np.bincount(own.labels[which], minlength=len(classes)).tolist()  # type: ignore[no-any-return]
+        return np.bincount(own.labels[which], minlength=len(classes)).tolist()
 
     counts, right_fp32, right_own = (images_of(mask) for mask in (own.labels >= 0, fp32.right, own.right))
     lost, gained = images_of(fp32.right & ~own.right), images_of(~fp32.right & own.right)

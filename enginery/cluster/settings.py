@@ -1,17 +1,16 @@
 """The settings file of a cluster: where the images are, and what each step gets."""
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from components.common.contracts.container_images import IMAGE_OF, REGISTRY, TAG, reference
 from components.common.contracts.errors import UserError, holds_secret
-from components.common.contracts.settings import load_yaml, show_value
+from components.common.contracts.settings import inner_model, load_yaml, show_value, translate_errors
 
 GPU_STEPS = ("train", "export", "validate")
 PRODUCT_LABEL = "nvidia.com/gpu.product"
@@ -330,58 +329,16 @@ def load_settings(path: Path | None, *, num_nodes: int | None = None) -> Cluster
         return ClusterSettings.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         where = path or "--num-nodes"
-        text = "\n".join(f"{where}: {_explain(problem)}" for problem in error.errors())
-        raise UserError(text, code="bad-cluster-settings", setting=_key_of(error.errors()[0])) from None
-
-
-def _key_of(problem: Any) -> str:
-    """The key at fault, such as every_step.secrets[0].name; "" for the whole file."""
-    location = [part for part in problem["loc"] if part != "[key]"]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)[1:]
-
-
-def _explain(problem: Any) -> str:
-    name, location = _key_of(problem), [part for part in problem["loc"] if part != "[key]"]
-    message = re.sub(r"^(Value error, |(Input|String|Tuple|Dictionary) should )", "", problem["msg"])
-    if problem["type"] == "extra_forbidden":
-        model = _model_at(location[:-1])
-        valid = sorted(field.alias or key for key, field in model.model_fields.items())
-        close = difflib.get_close_matches(str(location[-1]), valid, n=1)
-        return f"unknown key {name}; " + (f"did you mean {close[0]}?" if close else f"valid: {', '.join(valid)}")
-    if problem["type"] == "value_error":
-        return f"{name}: {message}" if name else message
-    if problem["type"] == "missing":
-        return f"{name} is required; `enginery submit --settings-help` lists all keys"
-    field = _model_at(location[:-1]).model_fields.get(str(location[-1])) if location else None
-    meaning = f". {field.description}" if field is not None else ""
-    return f"{name}: got {problem['input']!r}, must {message[0].lower()}{message[1:]}{meaning}"
-
-
-def _model_at(location: list[Any]) -> type[BaseModel]:
-    """The model that holds what a path of keys leads to."""
-    model: type[BaseModel] = ClusterSettings
-    for part in location:
-        field = next((field for key, field in model.model_fields.items() if field.alias or key == part), None)
-        if field is not None and (inner := _inner_model(field.annotation)):
-            model = inner
-    return model
-
-
-def _inner_model(annotation: Any) -> type[BaseModel] | None:
-    """The model in `Model`, `Model | None`, `tuple[Model, ...]`; None where there is none."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for part in get_args(annotation) if get_origin(annotation) is not dict else ():
-        if found := _inner_model(part):
-            return found
-    return None
+        problems = translate_errors(error, ClusterSettings)
+        text = "\n".join(f"{where}: {message}" for _, message in problems)
+        raise UserError(text, code="bad-cluster-settings", setting=problems[0][0]) from None
 
 
 def settings_rows(model: type[BaseModel] = ClusterSettings, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Every key of a settings file: (key, default, meaning). What all steps have is told once, under `every_step`."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        inner = _inner_model(field.annotation)
+        inner = inner_model(field.annotation)
         if inner is None:
             default = "" if field.is_required() else show_value(field.default)
             yield (

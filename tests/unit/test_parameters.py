@@ -146,8 +146,8 @@ def test_all_errors_of_all_steps_come_at_once(arguments: Callable[..., dict[str,
         arguments("", "gate.precision=int4", "export.mean=[0.5]", epochs="0")
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
         "train.epochs",
-        "export.mean",
-        "export.mean",
+        "export.mean[1]",
+        "export.mean[2]",
         "gate.precision",
     ]
 

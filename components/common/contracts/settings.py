@@ -1,6 +1,7 @@
 """Step configuration: one frozen pydantic model per step, merged from layers, with errors a person can act on."""
 
 import difflib
+import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from components.common.contracts.errors import UserError, without_secrets
 
@@ -51,50 +53,67 @@ def resolve(config: type[Config], step: str, *layers: Mapping[str, Any]) -> Conf
     try:
         return config.model_validate(merged)
     except ValidationError as error:
-        settings = [".".join((step, *map(str, problem["loc"]))) for problem in error.errors()]
-        raise UserError(_explain(error, config, step), code="invalid-setting", setting=settings[0]) from None
+        problems = translate_errors(error, config, step)
+        text = "\n".join(message for _, message in problems)
+        raise UserError(text, code="invalid-setting", setting=problems[0][0]) from None
 
 
-def _explain(error: ValidationError, config: type[BaseModel], step: str) -> str:
-    lines = []
-    for problem in error.errors():
-        owner, field = _locate(config, problem["loc"])
-        name = ".".join((step, *(part for part in problem["loc"] if isinstance(part, str))))
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {name}; {_nearest(name, owner)}")
-        elif problem["type"] == "missing" and field is not None and field.is_required():
-            lines.append(f"{name} is required: {field.description or allowed_values(field)}")
-        elif problem["type"] == "value_error" or field is None:
-            message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{name}: {message[0].lower()}{message[1:]}")
-        else:
-            default = "" if field.is_required() else f" (default {show_value(field.get_default())})"
-            lines.append(f"{name}: got {problem['input']!r}, needs {allowed_values(field)}{default}")
-    return "\n".join(lines)
+def translate_errors(error: ValidationError, config: type[BaseModel], prefix: str = "") -> list[tuple[str, str]]:
+    """The setting at fault in each problem, as the user writes it, and a message on it."""
+    return [_translate(problem, config, prefix) for problem in error.errors()]
 
 
-def _locate(config: type[BaseModel], location: tuple[int | str, ...]) -> tuple[type[BaseModel], FieldInfo | None]:
-    """The model that holds what a validation error is about, and its field; None for one that it lacks."""
+def _translate(problem: ErrorDetails, config: type[BaseModel], prefix: str) -> tuple[str, str]:
+    location = [part for part in problem["loc"] if part != "[key]"]
+    owner, field = _locate(config, location)
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    name = f"{prefix}{''.join(parts)}".removeprefix(".")
+    message = re.sub(r"^(Value error, |(Input|String|Tuple|Dictionary) should )", "", problem["msg"])
+    if problem["type"] == "extra_forbidden":
+        return name, f"unknown setting {name}; {_nearest(name, owner)}"
+    if problem["type"] == "missing" and field is not None and field.is_required():
+        return name, f"{name} is required: {field.description or allowed_values(field)}"
+    if problem["type"] == "value_error":
+        return name, f"{name}: {message}" if name else message
+    if field is None or field.annotation is str:
+        meaning = f". {field.description}" if field else ""
+        return name, f"{name}: got {problem['input']!r}, must {message[0].lower()}{message[1:]}{meaning}"
+    default = "" if field.is_required() else f" (default {show_value(field.get_default())})"
+    return name, f"{name}: got {problem['input']!r}, needs {allowed_values(field)}{default}"
+
+
+def _locate(config: type[BaseModel], location: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The model that holds what a path of keys leads to, and its field; None for one that it lacks."""
     field = None
     for part in location:
-        field = config.model_fields.get(str(part))
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        if isinstance(part, int):
+            continue  # an entry of the field
+        config = (field and inner_model(field.annotation)) or config
+        field = next((entry for key, entry in config.model_fields.items() if (entry.alias or key) == part), None)
+        if field is None:
             break
-        if part != location[-1]:
-            config = inner
     return config, field
+
+
+def inner_model(annotation: Any) -> type[BaseModel] | None:
+    """The model in `Model`, `Model | None`, `tuple[Model, ...]`; None where there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    parts = get_args(annotation) if get_origin(annotation) is not dict else ()
+    return next(filter(None, map(inner_model, parts)), None)
 
 
 def _nearest(name: str, owner: type[BaseModel]) -> str:
     """The nearest valid key to one that `owner` lacks, or all of them."""
     prefix, _, key = name.rpartition(".")
-    close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.5)
+    valid = [field.alias or name for name, field in owner.model_fields.items()]
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     outer = prefix.rpartition(".")[2]
-    inner = owner.model_fields[outer].annotation if outer in owner.model_fields else None
-    if isinstance(inner, type) and issubclass(inner, BaseModel):  # "augmentation.min_area" as one key
+    if outer in owner.model_fields and inner_model(
+        owner.model_fields[outer].annotation
+    ):  # "augmentation.min_area" as one key
         return f"{prefix} is a mapping, set as a whole: --set '{prefix}={{{key}: VALUE}}'"
-    return f"did you mean {prefix}.{close[0]}?" if close else f"valid keys: {', '.join(owner.model_fields)}"
+    return f"did you mean {'.'.join(filter(None, (prefix, *close)))}?" if close else f"valid keys: {', '.join(valid)}"
 
 
 def how_to_set(step: str, setting: str, value: str) -> str:

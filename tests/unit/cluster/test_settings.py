@@ -16,8 +16,8 @@ from tests.pipelines.running import CLUSTER_YAML, compiled
     ("text", "setting", "words"),
     [
         ("trian: {}", "trian", "did you mean train?"),
-        ("train: {gpu: {number: 1}}", "train.gpu.number", "valid: count, product, resource"),
-        ("validate: {gpu: {count: -1}}", "validate.gpu.count", "got -1, must be greater than or equal to 0. GPUs; 0"),
+        ("train: {gpu: {number: 1}}", "train.gpu.number", "valid keys: count, resource, product"),
+        ("validate: {gpu: {count: -1}}", "validate.gpu.count", "got -1, needs an integer of at least 0 and at most 16"),
         ("every_step: {secrets: [{env: {A: b}}]}", "every_step.secrets[0].name", "is required"),
         ("train: {num_nodes: 2}", "", "train.num_nodes above 1 needs train_job.volume"),
         ("train: {memory: 8Gi}", "", "train: its memory 8Gi must be more than its shm 8Gi"),
@@ -68,7 +68,7 @@ from tests.pipelines.running import CLUSTER_YAML, compiled
         ("train: {gpu: {product: NVIDIA H200}}", "train.gpu.product", "must match pattern"),
         ("every_step: {node_selector: {zone: a b}}", "every_step.node_selector.zone", "must match pattern"),
         ("every_step: {secrets: [{name: s, env: {A: a b}}]}", "every_step.secrets[0].env.A", "must match"),
-        ("train: {num_nodes: 2000}", "train.num_nodes", "less than or equal to 1024"),
+        ("train: {num_nodes: 2000}", "train.num_nodes", "at most 1024"),
     ],
 )
 def test_settings_that_can_not_be(tmp_path: Path, text: str, setting: str, words: str) -> None:

@@ -16,7 +16,6 @@ import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
-from components.common.contracts.errors import GateFailed
 from components.common.contracts.manifests import (
     Artifact,
     BundleManifest,
@@ -30,8 +29,6 @@ from components.common.process.steplog import StepLog
 from components.common.registry.tracking import step_run
 from components.export.config import ExportConfig
 from components.export.run import run as export
-from components.gate.config import GateConfig
-from components.gate.run import run as gate
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.run import run as preprocess
 from components.train.config import TrainConfig
@@ -41,7 +38,6 @@ from components.validate.report import thumbnails
 from components.validate.report_text import class_sentences, number, outcome
 from components.validate.run import run
 from components.validate.schema import Report, report_schema
-from components.validate.speed import budget_text
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 HOSTILE = '<b>"x"&'
@@ -151,29 +147,6 @@ def test_numbers_are_those_that_were_measured(written: Written) -> None:
     assert (benchmark["latency_budget"], "Latency budget" in written.text) == (None, False)
 
 
-def test_the_gate_says_the_same(written: Written, chain: Chain, tmp_path: Path) -> None:
-    with pytest.raises(GateFailed) as failed:
-        gate(GateConfig(), StepLog("gate"), report=written.path, output=tmp_path / "verdict")
-    not_passed = [check for check in written.report.verdict.checks if check.verdict != "pass"]
-    assert not_passed
-    assert all(check.explanation in str(failed.value) for check in not_passed)
-
-
-def test_a_pass_is_said_first_too(chain: Chain, tmp_path: Path) -> None:
-    lenient = {"max_top1_drop_points": 100, "min_relative_top1_pct": 0, "require_above_chance": False}
-    written = validate(chain, tmp_path / "report", gate=lenient, latency_budget="5 s")
-    assert written.report.verdict.passed
-    assert written.text.startswith("INT8 passed")
-    budget = written.report.benchmark.latency_budget
-    assert budget is not None
-    assert budget.chosen is not None
-    assert budget.chosen.images_per_s == max(row.images_per_s for row in written.report.benchmark.rows)
-    sentence = f"Latency budget: {budget_text(budget)}."
-    assert sentence in written.text
-    assert sentence in written.card
-    assert sentence.startswith("Latency budget: within 5000 ms: ")
-
-
 def test_nothing_is_fetched(written: Written) -> None:
     assert "http://" not in written.page
     assert "https://" not in written.page
@@ -196,16 +169,11 @@ def test_names_are_text_and_not_markup(written: Written) -> None:
         assert len({len(re.split(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
 
 
-def test_the_published_schema_is_up_to_date() -> None:
+def test_the_published_schema_is_that_of_the_report(written: Written) -> None:
     published = json.loads((REPOSITORY / "docs/schemas/report.schema.json").read_text())
     assert published == report_schema(), "python -m components.validate.schema > docs/schemas/report.schema.json"
-
-
-def test_report_json_has_the_keys_of_the_schema(written: Written) -> None:
-    schema = report_schema()
     dumped = json.loads((written.path / "report.json").read_text())
-    assert set(dumped) == set(schema["required"]) | {"schema_version"}
-    assert Report.model_validate(dumped) == written.report  # unknown keys and wrong types are refused
+    assert set(dumped) == set(published["required"]) | {"schema_version"}
 
 
 def test_disagreements_are_shown_with_their_images(written: Written, chain: Chain) -> None:
@@ -223,18 +191,14 @@ def test_disagreements_are_shown_with_their_images(written: Written, chain: Chai
         assert entry.label == classes[labels[entry.index]]
         assert (entry.fp32, entry.own) == (classes[fp32[entry.index]], classes[int8[entry.index]])
     assert written.page.count("<img ") == len(shown)
+    keys = [entry["key"] for entry in listing]
+    assert sorted(thumbnails(chain.dataset, keys)) == sorted(keys)
     # The very pixels of the source file: digits are small enough to stay exact.
     source = Path(chain.dataset.manifest.config["data"]) / shown[0].path
     data = re.search(r'<img src="data:image/png;base64,([^"]+)"', written.page)
     assert data is not None
     image = Image.open(io.BytesIO(base64.b64decode(data[1])))
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(source).convert("RGB")))
-
-
-def test_every_validation_image_has_a_thumbnail(chain: Chain) -> None:
-    keys = [json.loads(line)["key"] for line in (chain.dataset.path / "val.jsonl").open(encoding="utf-8")]
-    assert sorted(thumbnails(chain.dataset, keys)) == sorted(keys)
-    assert thumbnails(chain.dataset, []) == {}
 
 
 def test_thumbnails_are_upright_small_and_8_bit(tmp_path: Path, run_preprocess: Any) -> None:

@@ -409,37 +409,25 @@ def test_what_is_not_measured(
     assert ("is not measured" in told) == bool(said)
 
 
-def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on() -> None:
-    def printed(*measured: tuple[str, Speedup | None, float | None]) -> str:
-        lines = [
-            SimpleNamespace(
-                precision=precision,
-                runtime="openvino",
-                device="CPU",
-                num_images=120,
-                top1_pct=top1_pct,
-                delta_top1_points=0.0,
-                p50_ms=1.0,
-                images_per_s=1000.0,
-                throughput_batch_size=16 if ratio else None,
-                speedup=ratio,
-                size_bytes=1,
-                verdict="",
-                note="needs TensorRT" if top1_pct is None else "",
-            )
-            for precision, ratio, top1_pct in measured
-        ]
-        console = Console(file=io.StringIO(), width=120)
-        print_summary(console, SimpleNamespace(rows=lines, recommendation=None))  # type: ignore[arg-type]
-        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-    known = Speedup(median=2.13, low=2.06, high=2.23)
-    text = printed(("fp32", None, 90.0), ("fp16", None, None), ("int8", known, 90.0))
-    assert "2.13x" in text
-    assert "2.06x to 2.23x" in text
-    assert "n/a" not in text
-    assert "FP16 was not measured: needs TensorRT" in text
-    text = printed(("fp32", None, 90.0), ("int8", known.model_copy(update={"doubt": "it was busy"}), 90.0))
-    assert "2.13" not in text
-    assert "unsure: it was busy" in text
-    assert "no speed was measured" in printed(("fp32", None, 90.0))
+@pytest.mark.parametrize(
+    ("top1_pct", "ratio", "shown", "hidden"),
+    [
+        (90.0, (2.13, ""), ("2.13x", "2.06x to 2.23x"), ("n/a",)),
+        (90.0, (2.13, "it was busy"), ("unsure: it was busy",), ("2.13",)),
+        (90.0, None, ("no speed was measured",), ()),
+        (None, None, ("INT8 was not measured: needs TensorRT",), ("n/a",)),
+    ],
+)
+def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
+    top1_pct: float | None, ratio: tuple[float, str] | None, shown: tuple[str, ...], hidden: tuple[str, ...]
+) -> None:
+    found = Speedup(median=ratio[0], low=2.06, high=2.23, doubt=ratio[1]) if ratio else None
+    common = {"runtime": "openvino", "device": "CPU", "num_images": 120, "delta_top1_points": 0.0, "p50_ms": 1.0}
+    common |= {"images_per_s": 1000.0, "throughput_batch_size": 16 if ratio else None, "size_bytes": 1, "verdict": ""}
+    fp32 = SimpleNamespace(precision="fp32", top1_pct=90.0, speedup=None, note="", **common)
+    int8 = SimpleNamespace(precision="int8", top1_pct=top1_pct, speedup=found, note="needs TensorRT", **common)
+    console = Console(file=io.StringIO(), width=120)
+    print_summary(console, SimpleNamespace(rows=[fp32, int8], recommendation=None))  # type: ignore[arg-type]
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(part in text for part in shown)
+    assert not any(part in text for part in hidden)

@@ -1,0 +1,105 @@
+"""Settings: what is refused, the setting at fault, and what a message allows instead."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from components.common.contracts.errors import UserError
+from components.common.contracts.settings import load_yaml, parse_value, resolve
+from components.export.config import ExportConfig
+from components.preprocess.config import PreprocessConfig
+from components.train.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "setting", "allowed"),
+    [
+        ("train", {"weigth_decay": 1}, "train.weigth_decay", "did you mean train.weight_decay?"),
+        ("train", {"zzz": 1}, "train.zzz", "valid keys: architecture, image_size"),
+        ("train", {"epochs": "many"}, "train.epochs", "got 'many', needs an integer of at least 1 (default 90)"),
+        ("train", {"epochs": "1.5"}, "train.epochs", "got '1.5', needs an integer"),
+        ("train", {"epochs": 5.5}, "train.epochs", "got 5.5, needs an integer of at least 1 (default 90)"),
+        ("train", {"global_batch_size": "-8"}, "train.global_batch_size", "needs an integer of at least 2"),
+        ("train", {"learning_rate": "nan"}, "train.learning_rate", "needs a number"),
+        ("train", {"learning_rate": "inf"}, "train.learning_rate", "needs a number"),
+        ("train", {"image_size": "7"}, "train.image_size", "of at least 32 and at most 1024 (default 224)"),
+        ("train", {"verify": "maybe"}, "train.verify", "got 'maybe', needs true or false (default false)"),
+        (
+            "train",
+            {"augmentation": {"min_aera": 0.5}},
+            "train.augmentation.min_aera",
+            "did you mean train.augmentation.min_area?",
+        ),
+        (
+            "train",
+            {"augmentation": {"min_area": 2}},
+            "train.augmentation.min_area",
+            "got 2, needs a number above 0 and at most 1",
+        ),
+        (
+            "train",
+            {"augmentation.min_area": 1},
+            "train.augmentation.min_area",
+            "set as a whole: --set 'train.augmentation={min_area: VALUE}'",
+        ),
+        (
+            "train",
+            {"augmentation": "1"},
+            "train.augmentation",
+            "got '1', needs a mapping of min_area, max_aspect_ratio",
+        ),
+        ("export", {"calibration_method": "magic"}, "export.calibration_method", "got 'magic', needs one of "),
+        ("export", {"mean": "3"}, "export.mean", "needs a list of 3 numbers, such as [0.485, 0.456, 0.406]"),
+        ("export", {"std": [1, 1]}, "export.std[2]", "got [1, 1], needs a list of 3 numbers, such as [0.229, 0.224, "),
+        ("export", {"gate": {"precision": "int4"}}, "export.gate.precision", "got 'int4', needs one of fp16, int8"),
+        ("preprocess", {}, "preprocess.data", "preprocess.data is required: "),
+        ("preprocess", {"data": ""}, "preprocess.data", ""),
+        ("preprocess", {"data": "https://me:pw@host/images.tar"}, "preprocess.data", "credentials come from the"),
+    ],
+)
+def test_what_is_refused_and_what_is_allowed(step: str, values: dict[str, Any], setting: str, allowed: str) -> None:
+    configs: dict[str, type[BaseModel]] = {
+        "preprocess": PreprocessConfig,
+        "train": TrainConfig,
+        "export": ExportConfig,
+    }
+    with pytest.raises(UserError) as refused:
+        resolve(configs[step], step, values)
+    assert (refused.value.code, refused.value.setting) == ("invalid-setting", setting)
+    assert allowed in str(refused.value)
+
+
+def test_all_problems_come_at_once_and_later_layers_win() -> None:
+    with pytest.raises(UserError) as refused:
+        resolve(TrainConfig, "train", {"momentum": 2, "weigth_decay": 1}, {"epochs": 0})
+    assert len(str(refused.value).splitlines()) == 3
+    # KFP hands integers over as floats.
+    config = resolve(TrainConfig, "train", {"epochs": 3, "seed": 0.0}, {"epochs": 5.0})
+    assert (config.epochs, type(config.epochs), config.seed) == (5, int, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("- a\n", "invalid-yaml"),
+        ("a: [\n", "invalid-yaml"),
+        (b"\xff\xfe\x00", "invalid-yaml"),
+        (None, "no-config-file"),
+    ],
+)
+def test_files_that_hold_no_settings(text: str | bytes | None, code: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as refused:
+        load_yaml(file)
+    assert refused.value.code == code
+
+
+def test_typed_values() -> None:
+    assert [parse_value(text) for text in ("5", "[1, 2]", "{a: b}")] == ["5", [1, 2], {"a": "b"}]
+    with pytest.raises(UserError) as refused:
+        parse_value("{a")
+    assert refused.value.code == "invalid-yaml"
