@@ -34,7 +34,7 @@ def run(
         pipeline: a pipeline file, or the name of one that is part of enginery, such as "resnet50".
         config: YAML file of inputs and settings.
         settings: "STEP.KEY=VALUE", as for --set.
-        reuse: take finished steps of earlier runs whose inputs, settings, code and machine are the same.
+        reuse: reuse finished steps of earlier runs whose inputs, settings, code and machine are the same.
         in_containers: run each step in its image.
         **inputs: the pipeline's inputs, such as data="DIR" or epochs=10; they win over `settings` and `config`.
 
@@ -42,13 +42,11 @@ def run(
         The run's summary. A run that failed, or whose model did not pass, returns one too: see `exit_code`.
 
     Raises:
-        components.common.contracts.errors.UserError: an input or setting can't be used.
+        components.common.contracts.errors.UserError: an input or setting can't be used, or memory can't suffice.
         components.common.contracts.errors.EngineryError: MLflow can't be reached.
     """
-    from enginery.formats import new_console
-    from enginery.local.execution import run_locally
     from enginery.local.parameters import load_pipeline, resolve_arguments
-    from enginery.local.preflight import check_inputs
+    from enginery.local.run import run_locally
 
     file = load_pipeline(Path(pipeline))
     arguments = resolve_arguments(
@@ -57,16 +55,7 @@ def run(
         flags={name: str(value) for name, value in inputs.items()},
         assignments=settings,
     )
-    check_inputs(arguments)
-    return run_locally(
-        file,
-        arguments,
-        experiment=file.name,
-        console=new_console(),
-        summary_path=None,
-        reuse=reuse,
-        in_containers=in_containers,
-    )
+    return run_locally(file, arguments, reuse=reuse, in_containers=in_containers)
 
 
 def load_summary(file: str | Path) -> "RunSummary":
@@ -75,9 +64,10 @@ def load_summary(file: str | Path) -> "RunSummary":
     Raises:
         components.common.contracts.errors.UserError: the file is not there, or is no summary.
     """
+    from enginery.local.runs import read_json
     from enginery.local.summary import RunSummary
 
-    return _read(Path(file), RunSummary)
+    return read_json(Path(file), RunSummary)
 
 
 def load_bundle(folder: str | Path) -> "Artifact[BundleManifest]":
@@ -101,21 +91,9 @@ def load_report(folder: str | Path) -> "Report":
     """
     from components.common.contracts.manifests import ReportManifest, load
     from components.validate.schema import Report
+    from enginery.local.runs import read_json
 
-    return _read(load(Path(folder), ReportManifest, verify=("report.json",)).file("report.json"), Report)
-
-
-def _read(file: Path, model: Any) -> Any:
-    from pydantic import ValidationError
-
-    from components.common.contracts.errors import UserError
-
-    try:
-        return model.model_validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise UserError(
-            f"{file} can't be read as a {model.__name__}: {error}; name the file that a run wrote"
-        ) from error
+    return read_json(load(Path(folder), ReportManifest, verify=("report.json",)).file("report.json"), Report, "report")
 
 
 def __getattr__(name: str) -> Any:

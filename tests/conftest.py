@@ -44,7 +44,7 @@ Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="Write the folders golden/ anew.")
+    parser.addoption("--update-golden", action="store_true", help="Write the folders golden/ again.")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -47,7 +47,8 @@ def gc(older_than: str | None, keep: int | None, max_size: str | None, dry_run: 
         return
     if not yes:
         if not sys.stdin.isatty():
-            raise UserError("gc asks before it removes, and there is no terminal to ask on; add --yes or --dry-run")
+            text = "gc asks before it removes, and there is no terminal to ask on; add --yes or --dry-run"
+            raise UserError(text, code="no-terminal", setting="--yes")
         click.confirm(f"Remove {_runs(len(decided.remove))}?", abort=True)
     freed_bytes = 0
     for run, _ in decided.remove:

@@ -44,7 +44,7 @@ def _fail(message: str, exit_code: int, code: str = "") -> NoReturn:
 
 
 def run_this(file: str) -> None:
-    """What `python pipelines/NAME.py` does: `enginery run` on itself."""
+    """Run a pipeline file as `enginery run` does, for `python pipelines/NAME.py`."""
     main(["run", str(Path(file)), *sys.argv[1:]])
 
 

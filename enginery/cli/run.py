@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from components.common.contracts.errors import UserError
+from enginery.cli.options import FILE
 from enginery.local.parameters import PipelineFile, load_pipeline, options_of, resolve_arguments, settings_help
 
-# What follows FILE.py is for the command line that the file itself defines.
+# Options after FILE.py are for the command line that the file itself defines.
 FILE_FIRST: dict[str, Any] = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
@@ -19,7 +19,7 @@ FILE_FIRST: dict[str, Any] = {
 
 
 @click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.py [OPTIONS]")
+@click.argument("file", type=FILE, metavar="FILE.py [OPTIONS]")
 @click.pass_context
 def run(ctx: click.Context, file: Path) -> None:
     """Run a pipeline file on this machine.
@@ -56,7 +56,7 @@ def pipeline_command(
     Args:
         file: the pipeline.
         execute: called with the resolved arguments, and the values of `options` by name.
-        options: what the verb adds.
+        options: further ones, of the command.
         local: whether paths among the arguments are this machine's.
     """
 
@@ -68,7 +68,7 @@ def pipeline_command(
 
     own: list[click.Parameter] = [
         *options_of(file),
-        click.Option(["--config"], type=click.Path(path_type=Path), metavar="FILE.yaml", help="Inputs and settings."),
+        click.Option(["--config"], type=FILE, metavar="FILE.yaml", help="Inputs and settings."),
         click.Option(
             ["--set", "assignments"],
             multiple=True,
@@ -98,25 +98,12 @@ def command_for(path: Path) -> click.Command:
     def execute(
         arguments: dict[str, Any], summary: Path | None, experiment: str | None, reuse: bool, in_containers: bool
     ) -> None:
-        if summary is not None and not summary.absolute().parent.is_dir():
-            raise UserError(f"--summary {summary}: the folder {summary.absolute().parent} does not exist; make it")
-        if summary is not None and summary.is_dir():
-            raise UserError(f"--summary {summary} is a folder; name a file in it, such as {summary / 'summary.json'}")
-        from enginery.local.preflight import check_inputs, check_memory
-
-        if note := check_inputs(arguments):
-            click.echo(f"note: {note}", err=True)
-        if warning := check_memory(arguments):
-            click.secho("warning: ", fg="yellow", nl=False, err=True)
-            click.echo(warning, err=True)
-        from enginery.formats import new_console
-        from enginery.local.execution import run_locally
+        from enginery.local.run import run_locally
 
         result = run_locally(
             file,
             arguments,
-            experiment=experiment or file.name,
-            console=new_console(),
+            experiment=experiment or "",
             summary_path=summary,
             reuse=reuse,
             in_containers=in_containers,
@@ -124,18 +111,16 @@ def command_for(path: Path) -> click.Command:
         sys.exit(result.exit_code)
 
     options = [
-        click.Option(
-            ["--summary"], type=click.Path(path_type=Path), metavar="FILE.json", help="Write the result as JSON."
-        ),
+        click.Option(["--summary"], type=FILE, metavar="FILE.json", help="Write the result as JSON."),
         click.Option(
             ["--reuse/--no-reuse"],
             default=True,
-            help="Take over finished steps that nothing changed for.  [default: reuse]",
+            help="Reuse finished steps that nothing changed for.  [default: reuse]",
         ),
         click.Option(
             ["--in-containers"],
             is_flag=True,
-            help="Run each step in its image by this machine's Docker engine; nothing is taken over.",
+            help="Run each step in its image by this machine's Docker engine; nothing is reused.",
         ),
         click.Option(["--experiment"], metavar="NAME", help="MLflow experiment.  [default: the pipeline's name]"),
     ]

@@ -179,7 +179,7 @@ class Placement(_Part):
     timeout_s: int = Field(0, ge=0, description="Seconds after which a step is ended, in each try; 0 for no limit.")
     caching: bool = Field(
         False,
-        description="Let KFP take over a finished step of the same image, inputs and settings. It does not look "
+        description="Let KFP reuse a finished step of the same image, inputs and settings. It does not look "
         "behind a URI or a path: changed images in the same place go unseen.",
     )
 
@@ -335,7 +335,7 @@ def load_settings(path: Path | None, *, num_nodes: int | None = None) -> Cluster
 
 
 def settings_rows(model: type[BaseModel] = ClusterSettings, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Every key of a settings file: (key, default, meaning). What all steps have is told once, under `every_step`."""
+    """Every key of a settings file: (key, default, meaning). Keys of all steps come once, under `every_step`."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         inner = inner_model(field.annotation)

@@ -135,7 +135,7 @@ def _has_begun(pod: Any) -> bool:
 _ENDED = {"SUCCEEDED": 0, "SKIPPED": 0, "FAILED": EXIT_FAILURE, "CANCELED": EXIT_FAILURE}
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.5, 15.0
 _MAX_LOST_POLLS = 20  # in a row, before the server counts as gone
-# What Argo has beside the steps, where a run does not say which its steps are.
+# Names that Argo has beside the steps, where a run does not say which its steps are.
 _NO_STEPS = ("root", "executor", "iteration")
 
 

@@ -1,1 +1,1 @@
-"""What this machine or a cluster can do, and the exact fix for each thing missing."""
+"""Checks of what this machine or a cluster can do, with the exact fix for each thing missing."""

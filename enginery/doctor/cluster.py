@@ -237,7 +237,7 @@ def secrets(cluster: ClusterAccess) -> Finding:
 
 _TYPE = "kubernetes.io/dockerconfigjson"
 _KEY = ".dockerconfigjson"
-# What a registry may answer with: one image, or one per architecture.
+# Media types of a registry's answer: one image, or one per architecture.
 _ACCEPT = ", ".join(
     f"application/vnd.{kind}+json"
     for kind in (

@@ -205,7 +205,7 @@ def _why_none(step: str, placed: GpuPlacement, nodes: list[Any]) -> Finding:
     )
 
 
-# What components/train/train_job.py does: (group, resource, subresource, verbs).
+# Rights that components/train/train_job.py uses: (group, resource, subresource, verbs).
 RIGHTS = (
     (GROUP, PLURAL, "", ("create", "get", "delete")),
     ("", "pods", "", ("get", "list")),

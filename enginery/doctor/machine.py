@@ -109,7 +109,7 @@ def memory() -> Finding:
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
-    """Containers get 64 MB unless told otherwise; NCCL and workers need more."""
+    """Containers get 64 MB by default; NCCL and workers need more."""
     fix = (
         "docker run --shm-size=8g; in Kubernetes mount an emptyDir with medium: Memory and sizeLimit: 8Gi at "
         "/dev/shm (the pipelines of enginery ask for it); on a machine of your own: "
@@ -249,7 +249,7 @@ def _applicable(requirements: Iterable[str]) -> Iterator[Requirement]:
             try:
                 of_package = metadata.requires(requirement.name) or []
             except metadata.PackageNotFoundError:
-                continue  # told already
+                continue  # reported above
             for inner in map(Requirement, of_package):
                 marker = inner.marker
                 if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):

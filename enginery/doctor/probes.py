@@ -46,7 +46,7 @@ class Probes:
         }
 
     def ask(self, name: str, key: str) -> Any:
-        """What a probe said about `key`.
+        """The value that a probe printed for `key`.
 
         Raises:
             ProbeError: the probe ended before it said that.

@@ -28,7 +28,6 @@ from enginery.local.state import LOCK, StateDirectory
 
 RUN_LABEL = "enginery.run"
 _SHARED_MEMORY = "8g"  # as on a cluster (enginery/cluster/resources.py); Docker's own 64 MB is too small
-_GRACE_S = 10
 # Of the caller's variables those that say where things are and who asks.
 _PASSED_ON = (
     "AWS_",
@@ -51,7 +50,9 @@ def _engine() -> Iterator[Any]:
     except DockerException as error:
         raise UserError(
             f"--in-containers needs a Docker engine, and none answers ({_reason(error)}). Start one (systemctl start "
-            "docker), name another in DOCKER_HOST, or run without --in-containers"
+            "docker), name another in DOCKER_HOST, or run without --in-containers",
+            code="no-docker",
+            setting="--in-containers",
         ) from error
     try:
         yield client
@@ -65,12 +66,12 @@ def images_of(file: PipelineFile) -> list[str]:
     return sorted({str(executor["container"]["image"]) for executor in executors.values()})
 
 
-def check_images(file: PipelineFile, tell: Callable[[str], None]) -> None:
+def check_images(file: PipelineFile, show: Callable[[str], None]) -> None:
     """See that every image is here, or fetch it, before the first step runs.
 
     Args:
         file: the pipeline.
-        tell: shows a line to a person, before something that takes minutes.
+        show: shows a line to a person, before something that takes minutes.
 
     Raises:
         UserError: no Docker engine answers, or an image is neither here nor to be had.
@@ -80,7 +81,7 @@ def check_images(file: PipelineFile, tell: Callable[[str], None]) -> None:
             try:
                 client.images.get(image)
             except ImageNotFound:
-                tell(f"fetching {image}")
+                show(f"fetching {image}")
                 _pull(client, image)
 
 
@@ -90,7 +91,8 @@ def _pull(client: Any, image: str) -> None:
     except APIError as error:
         raise UserError(
             f"the image {image} is not on this machine and can't be pulled ({_reason(error)}). Build it with `make "
-            "images`, log in to its registry, or name others in ENGINERY_IMAGE_REGISTRY and ENGINERY_IMAGE_TAG"
+            "images`, log in to its registry, or name others in ENGINERY_IMAGE_REGISTRY and ENGINERY_IMAGE_TAG",
+            code="no-image",
         ) from error
 
 
@@ -131,7 +133,7 @@ class Containers:
         return {**passed, **variables, EVENTS_VARIABLE: "1", PARENT_LOCK_VARIABLE: lock}
 
     def _mounts(self) -> Iterator[Mount]:
-        """What the steps read and write, at the same paths as outside."""
+        """Folders that the steps read and write, at the same paths as outside."""
         yield _bind(self.state.path, read_only=False)
         for path in self._inputs():
             if path.exists() and not path.is_relative_to(self.state.path):
@@ -144,7 +146,7 @@ class Containers:
         # A table names images beside and below it.
         return sorted({path.parent if path.is_file() else path for path in named})
 
-    def stop(self, grace_s: int = _GRACE_S) -> None:
+    def stop(self, grace_s: int) -> None:
         """Stop what still runs: an interrupt of this process does not reach the containers."""
         with contextlib.suppress(UserError), _engine() as client:
             for container in client.containers.list(filters={"label": f"{RUN_LABEL}={self.run_directory.name}"}):
@@ -166,7 +168,8 @@ class Containers:
             if not outputs or not all((path / MANIFEST).is_file() for path in outputs):
                 raise EngineryError(
                     f"the container of {name} ended without a manifest in {artifacts}, so it failed, whatever Docker "
-                    f"said of it; {self.run_directory / 'run.log'} holds its output"
+                    f"said of it; {self.run_directory / 'run.log'} holds its output",
+                    code="no-manifest",
                 )
 
 

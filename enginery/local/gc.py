@@ -28,14 +28,15 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.older_than_s is None and self.keep is None and self.max_size_bytes is None:
-            raise UserError("gc needs a rule: --older-than 30d, --keep 10 or --max-size 50GB, or several of them")
+            text = "gc needs a rule: --older-than 30d, --keep 10 or --max-size 50GB, or several of them"
+            raise UserError(text, code="no-rule")
         if self.keep is not None and self.keep < 0:
-            raise UserError(f"--keep must be 0 or more runs; got {self.keep}")
+            raise UserError(f"--keep must be 0 or more runs; got {self.keep}", code="invalid-rule", setting="--keep")
 
 
 @dataclass(frozen=True)
 class InUse:
-    """What registered model aliases point to."""
+    """Runs that aliases of registered models point to."""
 
     runs: dict[str, str] = field(default_factory=dict)  # MLflow run's id and name -> "model@alias (version 3)"
     versions: dict[str, str] = field(default_factory=dict)  # "model/3" -> the same
@@ -57,7 +58,7 @@ class InUse:
 
 @dataclass(frozen=True)
 class Plan:
-    """What gc would do."""
+    """Runs to remove and to keep."""
 
     remove: list[tuple[PastRun, str]]  # with the rule that says so
     keep: list[tuple[PastRun, str]]  # a rule says remove, and this is why not
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def freed_bytes(self) -> int:
-        """What the removal frees."""
+        """Space that the removal frees."""
         return sum(run.size_bytes for run, _ in self.remove)
 
 
@@ -78,7 +79,9 @@ def parse_age(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)", text.strip().lower())
     if match is None:
         raise UserError(
-            f"--older-than takes a number and a unit (min, h, d, w), such as 30d, 12h or 90min; got {text!r}"
+            f"--older-than takes a number and a unit (min, h, d, w), such as 30d, 12h or 90min; got {text!r}",
+            code="invalid-rule",
+            setting="--older-than",
         )
     return float(match[1]) * _SECONDS[match[2]]
 
@@ -92,7 +95,9 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?", text.strip().upper())
     if match is None or (not match[2] and match[1] != "0" and not text.strip().upper().endswith("B")):
         raise UserError(
-            f"--max-size takes a number and a unit (MB, GB, TB, or MiB, GiB, TiB), such as 50GB; got {text!r}"
+            f"--max-size takes a number and a unit (MB, GB, TB, or MiB, GiB, TiB), such as 50GB; got {text!r}",
+            code="invalid-rule",
+            setting="--max-size",
         )
     return int(float(match[1]) * _BYTES[match[2]])
 
@@ -129,7 +134,9 @@ def in_use(state: StateDirectory, past: Sequence[PastRun] = ()) -> InUse:
         except Exception as error:  # MLflow raises its own, SQLAlchemy's and requests' exceptions
             raise EngineryError(
                 f"MLflow at {without_credentials(uri)} can't be asked which runs its aliases point to, so nothing is "
-                f"removed: {str(error).splitlines()[0]}. Start the server, or set MLFLOW_TRACKING_URI to where it is"
+                f"removed: {str(error).splitlines()[0]}. Start the server, or set MLFLOW_TRACKING_URI to where it is",
+                code="tracking-unreachable",
+                setting="MLFLOW_TRACKING_URI",
             ) from error
     return InUse(runs, versions, stores, frozenset(known))
 
@@ -167,12 +174,12 @@ def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, now: float) -> Pl
 
 
 def _why_kept(runs: Sequence[PastRun], needed: InUse, now: float) -> dict[str, str]:
-    """Why each run stays whatever a rule says; "" where nothing holds it."""
+    """Reasons for each run to stay whatever a rule says; "" where nothing holds it."""
     held = {run.name: "it is still going" if run.is_going(now) else needed.reason(run) for run in runs}
     for run in runs:
         if held[run.name]:
             for name in run.reused_runs & held.keys():
-                held[name] = held[name] or f"{run.name} took over its steps, and {held[run.name]}"
+                held[name] = held[name] or f"{run.name} reused its steps, and {held[run.name]}"
     if any(run.is_going(now) for run in runs):
         for run in runs:
             if not held[run.name] and any(run.path.glob(f"{CACHE}/*.digest")):
@@ -181,7 +188,7 @@ def _why_kept(runs: Sequence[PastRun], needed: InUse, now: float) -> dict[str, s
 
 
 def leftovers(runs: Path) -> list[Path]:
-    """What a killed gc left behind."""
+    """Hidden directories that a killed gc left behind."""
     return sorted(path for path in runs.glob(f"{_TRASH}*") if path.is_dir() and not path.is_symlink())
 
 
@@ -191,7 +198,7 @@ def remove(run: PastRun, on_kept: Callable[[PastRun, str], None]) -> bool:
     The lock is taken for as long as it has its name, so a run that began to use it since the plan keeps it.
 
     Returns:
-        Whether it went; if not, `on_kept` was told why.
+        True if it went; else `on_kept` was called with the reason.
 
     Raises:
         EngineryError: it may not be removed by this user.
@@ -211,7 +218,7 @@ def remove(run: PastRun, on_kept: Callable[[PastRun, str], None]) -> bool:
         on_kept(run, "it is gone already")
         return False
     except OSError as error:
-        raise EngineryError(_not_allowed(run.path, error)) from None
+        raise _not_allowed(run.path, error) from None
     delete(trash)
     return True
 
@@ -228,12 +235,12 @@ def delete(path: Path) -> None:
         except FileNotFoundError:
             continue  # another gc was faster at one file
         except OSError as error:
-            raise EngineryError(_not_allowed(path, error)) from None
+            raise _not_allowed(path, error) from None
 
 
-def _not_allowed(path: Path, error: OSError) -> str:
-    where = error.filename or path
-    return (
-        f"can't remove {where}: {error.strerror}. Steps run in containers as root leave root's files: "
-        "remove them as that user, or change their owner; then run gc again, which takes up what is left"
+def _not_allowed(path: Path, error: OSError) -> EngineryError:
+    return EngineryError(
+        f"can't remove {error.filename or path}: {error.strerror}. Steps run in containers as root leave root's files: "
+        "remove them as that user, or change their owner; then run gc again, which removes what is left",
+        code="not-removable",
     )

@@ -1,4 +1,4 @@
-"""What can be told before anything runs: data or a model that can't be used, too few images, too little memory."""
+"""Checks before anything runs: data or a model that can't be used, too few images, too little memory."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from components.preprocess.sources import (
 from enginery.doctor.machine import memory_limit
 from enginery.formats import size_text
 
-# What backward needs from forward in FP32, in bytes per image and pixel of image_size squared. Counted with
+# Activations that backward needs from forward in FP32, in bytes per image and pixel of image_size squared. Counted with
 # torch.autograd.graph.saved_tensors_hooks on meta tensors; ResNet-50: 86 MB per image at 224 px.
 _ACTIVATION_BYTES_PER_PIXEL = {
     "resnet18": 443,
@@ -88,7 +88,7 @@ def check_inputs(arguments: Mapping[str, Any]) -> str:
 
 
 def _listed(arguments: Mapping[str, Any], scratch: Path) -> Source | None:
-    """What the preprocess step will find; None where finding it takes longer than a moment."""
+    """The samples that the preprocess step will find; None where finding it takes longer than a moment."""
     data = str(arguments.get("data") or "")
     if "preprocess" not in arguments or not data or not _is_listed_soon(data):
         return None
@@ -128,7 +128,9 @@ def _check_for_images(source: Source, arguments: Mapping[str, Any]) -> None:
             reason = reason or f"{sample.path}: {error}"
     raise UserError(
         f"{arguments['data']} holds no image that can be used: {len(opened):,} of its {len(samples):,} files were "
-        f"opened, such as {reason}. Name a folder with images that open in a viewer"
+        f"opened, such as {reason}. Name a folder with images that open in a viewer",
+        code="no-usable-image",
+        setting="--data",
     )
 
 
@@ -164,7 +166,9 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, num_images: i
     fixes = ", ".join(filter(None, ("more images" if needed < math.inf else "", more)))
     raise UserError(
         f"{num_images:,} of the {total:,} images validate, and {least}: {why}. "
-        f"Give {f'{fixes}, or ' if fixes else ''}{allow}"
+        f"Give {f'{fixes}, or ' if fixes else ''}{allow}",
+        code="too-few-validation-images",
+        setting="gate.min_validation_images",
     )
 
 
@@ -194,11 +198,14 @@ def _check_model(model: str, architecture: str, classes: tuple[str, ...] | None,
     )
     text = done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode in (EXIT_USER_ERROR, EXIT_FAILURE):
-        raise (UserError if done.returncode == EXIT_USER_ERROR else EngineryError)(text)
+        kind = UserError if done.returncode == EXIT_USER_ERROR else EngineryError
+        raise kind(text, code="model-unusable", setting="--model")
     if done.returncode:
         raise UserError(
             f"reading the model {model} ended the process that did it ({done.returncode}): the file is damaged, or it "
-            "needs more memory than there is. Export it again, or take a machine with more memory"
+            "needs more memory than there is. Export it again, or take a machine with more memory",
+            code="model-kills-reader",
+            setting="--model",
         )
 
 
@@ -215,7 +222,9 @@ def check_paths(arguments: Mapping[str, Any]) -> None:
     if model and "://" not in model and not path.is_file() and not (path / MANIFEST).is_file():
         raise UserError(
             f"there is no model at {path}; name a Checkpoint or Bundle directory, an .onnx file, or weights "
-            "(.safetensors, .pt, .pth) together with --architecture"
+            "(.safetensors, .pt, .pth) together with --architecture",
+            code="no-model",
+            setting="--model",
         )
 
 
@@ -263,7 +272,8 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
     smaller = f"--global-batch-size {fitting}, " if fitting >= _MIN_BATCH else ""
     fix = f"Try {smaller}a smaller --image-size than {image_size}, or a machine with an NVIDIA GPU"
     if needed_bytes > total_bytes:
-        raise UserError(f"{needs}, and this machine has {size_text(total_bytes)}. {fix}")
+        text = f"{needs}, and this machine has {size_text(total_bytes)}. {fix}"
+        raise UserError(text, code="too-little-memory", setting="--global-batch-size")
     return f"{needs}, and {size_text(available_bytes)} are available: it may be killed. {fix}"
 
 

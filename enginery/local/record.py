@@ -1,4 +1,4 @@
-"""What a run leaves: its directory, its run in MLflow, its summary. Opened before the first step, and always closed."""
+"""The record of a run: its directory, its run in MLflow, its summary. Opened before the first step, always closed."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ from components.common.contracts.manifests import write_atomically
 from components.common.process.disk import explain
 from components.common.registry.store import is_new, without_credentials
 from enginery.local.parameters import PipelineFile
-from enginery.local.state import MLFLOW_RUN_ID, SUMMARY, AbandonedRun, RunDirectory, StateDirectory
+from enginery.local.state import MLFLOW_RUN_ID, SUMMARY, RunDirectory, StateDirectory
 from enginery.local.summary import RunSummary
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class RunRecord:
     held: RunDirectory
     uri: str  # without credentials
     opening: "Future[PipelineRun]"
-    worker: ThreadPoolExecutor  # of one thread, so that MLflow is told in turn
+    worker: ThreadPoolExecutor  # of one thread, so that MLflow gets everything in turn
     problems: list[str] = field(default_factory=list)  # what could not be recorded
 
     @property
@@ -104,23 +104,19 @@ class RunRecord:
                 raise
         record = cls(held=held, uri=uri, opening=opening, worker=worker)
         file_of_id = held.path / MLFLOW_RUN_ID
-        record.tell("the run's id in MLflow", lambda run: write_atomically(file_of_id, run.run_id.encode()))
+        record.log("the run's id in MLflow", lambda run: write_atomically(file_of_id, run.run_id.encode()))
         for abandoned in state.abandoned_runs():
-            record.tell(f"the end of {abandoned.name} in MLflow", partial(_close_abandoned, abandoned))
+            record.log(f"the end of {abandoned.path.name} in MLflow", partial(_close_abandoned, abandoned))
         return record
 
-    def tell(self, what: str, act: "Callable[[PipelineRun], object]") -> None:
-        """Have MLflow told, after what it was told before, without waiting for it; a failure is noted."""
+    def log(self, subject: str, act: "Callable[[PipelineRun], object]") -> None:
+        """Log to MLflow, in the order of the calls, without waiting for it; a failure is noted."""
 
         def noted() -> None:
-            with self.noting(what):
+            with self.noting(subject):
                 act(self.tracked)
 
         self.worker.submit(noted)
-
-    def make_room(self) -> None:
-        """Give back what was kept for the end of the run, which has come."""
-        self.held.release_reserve()
 
     @property
     def directory(self) -> Path:
@@ -128,18 +124,18 @@ class RunRecord:
         return self.held.path
 
     def close(self, summary: RunSummary, copy: Path | None) -> RunSummary:
-        """Write the summary, and a copy where one is wanted, then tell MLflow how the run ended.
+        """Write the summary, and a copy where one is wanted, then close the run in MLflow.
 
         Returns:
             The summary; that of a run whose summary could not be written is no success.
         """
-        for place in filter(None, (self.directory / SUMMARY, copy)):
+        for file in filter(None, (self.directory / SUMMARY, copy)):
             num_problems = len(self.problems)
-            with self.noting(str(place)):
-                write_atomically(place, summary.model_dump_json(indent=1).encode())
+            with self.noting(str(file)):
+                write_atomically(file, summary.model_dump_json(indent=1).encode())
             if len(self.problems) > num_problems and summary.status == "done":
-                told = {"status": "failed", "exit_code": EXIT_FAILURE, "message": self.problems[-1]}
-                summary = summary.model_copy(update=told)
+                failure = {"status": "failed", "exit_code": EXIT_FAILURE, "message": self.problems[-1]}
+                summary = summary.model_copy(update=failure)
         message = summary.message or ("interrupted" if summary.status == "killed" else "")
         tags = {"enginery.status": summary.status, "enginery.message": message[:5000]}
         if summary.verdict:
@@ -157,27 +153,25 @@ class RunRecord:
         return summary
 
     @contextmanager
-    def noting(self, what: str) -> Iterator[None]:
-        """Go on where something can't be recorded: the rest must be."""
+    def noting(self, subject: str) -> Iterator[None]:
+        """Note that something can't be recorded, and let the rest be recorded."""
         try:
             yield
         except Exception as error:
             reason = explain(error, self.directory) or error
-            self.problems.append(f"{what} could not be recorded: {reason}")
+            self.problems.append(f"{subject} could not be recorded: {reason}")
 
 
-def _close_abandoned(abandoned: AbandonedRun, tracked: "PipelineRun") -> None:
-    tracked.close_abandoned(abandoned.name, *_end_of(abandoned))
-    abandoned.closed()
-
-
-def _end_of(run: AbandonedRun) -> tuple[str, str]:
-    """MLflow's status and message for a run that could not say so itself."""
+def _close_abandoned(run: RunDirectory, tracked: "PipelineRun") -> None:
+    """End a run in MLflow that could not do so itself."""
     try:
         summary = json.loads((run.path / SUMMARY).read_bytes())
-        return MLFLOW_STATUS[summary["status"]], str(summary["message"])
+        status, message = MLFLOW_STATUS[summary["status"]], str(summary["message"])
     except (OSError, ValueError, LookupError):
-        return "KILLED", "the run was killed"
+        status, message = "KILLED", "the run was killed"
+    tracked.close_abandoned(run.path.name, status, message)
+    run.release_reserve()
+    run.closed()
 
 
 @contextmanager
@@ -194,7 +188,8 @@ def _waiting_note(console: Console, uri: str) -> Iterator[None]:
         note.cancel()
 
 
-def as_error(error: Exception, place: Path) -> EngineryError:
+def as_error(error: Exception, directory: Path) -> EngineryError:
     """An error of this process as one line for a person."""
-    told = error if isinstance(error, EngineryError) else explain(error, place)
-    return told or EngineryError(f"{type(error).__name__}: {error} (enginery --debug shows the traceback)")
+    known = error if isinstance(error, EngineryError) else explain(error, directory)
+    text = f"{type(error).__name__}: {error} (enginery --debug shows the traceback)"
+    return known or EngineryError(text, code="unexpected")

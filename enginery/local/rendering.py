@@ -1,4 +1,4 @@
-"""What a person sees of a local run: progress bars, a line per finished step, and the table at the end."""
+"""Display of a local run: progress bars, a line per finished step, and the table at the end."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from components.common.contracts.records import Speedup
 from components.common.process.steplog import EVENT_PREFIX, LinePace, progress_text
-from enginery.formats import verdict_text
+from enginery.formats import number, verdict_text
 from enginery.local.summary import RunSummary
 
 _PLAIN_INTERVAL_S = 10.0  # between progress lines where the output is no terminal
@@ -92,7 +92,7 @@ def _event(text: str) -> dict[str, Any] | None:
 
 
 class Renderer:
-    """Turns events into what a person sees. Bars where the output is a terminal, occasional lines elsewhere."""
+    """Shows events. Bars where the output is a terminal, occasional lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -148,9 +148,9 @@ class Renderer:
         )
 
     def show_begun_elsewhere(self, step: str, run_id: str, machine: str) -> None:
-        """A step that begins anew, because what it would go on with was made by other hardware."""
-        told = f"begins anew: {run_id} began it on {machine}, and only that hardware goes on with it"
-        self._console.print(f"[bold]{step:>10}[/] {told}", highlight=False, soft_wrap=True)
+        """A step that begins again, because what it would resume was made by other hardware."""
+        text = f"begins again: {run_id} began it on {machine}, and only that hardware resumes it"
+        self._console.print(f"[bold]{step:>10}[/] {text}", highlight=False, soft_wrap=True)
 
     def _show_progress(self, step: str, phase: str, done: int, total: int, unit: str = "", detail: str = "") -> None:
         if not self._console.is_terminal:
@@ -199,12 +199,12 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         table.add_row(
             row.precision.upper(),
             row.runtime,
-            _number(row.top1_pct, ".2f"),
-            "" if is_reference else _number(row.delta_top1_points, "+.2f"),
-            _number(row.p50_ms, ".2f"),
-            "unsure" if row.images_per_s is None and row.throughput_batch_size else _number(row.images_per_s, ",.0f"),
+            number(row.top1_pct, ".2f"),
+            "" if is_reference else number(row.delta_top1_points, "+.2f"),
+            number(row.p50_ms, ".2f"),
+            "unsure" if row.images_per_s is None and row.throughput_batch_size else number(row.images_per_s, ",.0f"),
             "" if is_reference else _speedup(row.speedup),
-            _number(row.size_bytes / 1e6 if row.size_bytes else None, ".1f"),
+            number(row.size_bytes / 1e6 if row.size_bytes else None, ".1f"),
             verdict_text(row.verdict),
         )
     console.print()
@@ -218,7 +218,7 @@ def _speedup(found: Speedup | None) -> str:
 
 
 def _print_legend(console: Console, summary: RunSummary) -> None:
-    """What the table's numbers are, and what is missing in it."""
+    """The meaning of the table's numbers, and what is missing in it."""
     num_images = max(row.num_images for row in summary.rows)
     device = next((row.device for row in summary.rows if row.device), "nothing")
     batch_size = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
@@ -242,13 +242,9 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
 
 
 def _print_recommendation(console: Console, summary: RunSummary) -> None:
-    """What to ship, where that is not what was judged."""
+    """The precision to ship, where that is not the one that was judged."""
     advice = summary.recommendation
     passed = [row.precision for row in summary.rows if row.verdict.startswith("pass")]
     if advice is not None and advice.precision not in passed:
         text = f"[bold]recommended: {advice.precision.upper()}[/], since {escape(advice.reason)}"
         console.print(text, highlight=False, soft_wrap=True)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "n/a" if value is None else format(value, form)

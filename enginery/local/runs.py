@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import UserError
@@ -17,6 +17,7 @@ from enginery.local.state import MLFLOW_RUN_ID, SUMMARY, is_held
 from enginery.local.summary import RunSummary
 
 _NAME = re.compile(r"(?P<pipeline>.+)-(?P<stamp>\d{8}-\d{6})-[0-9a-f]{4}")
+Model = TypeVar("Model", bound=BaseModel)
 _STARTING_S = 60.0  # a run that young may not have its lock yet
 
 
@@ -50,13 +51,13 @@ class PastRun:
     def summary(self) -> RunSummary | None:
         """The result; None when the run did not get to one, or another version wrote it."""
         try:
-            return read_summary(self.path / SUMMARY)
+            return read_json(self.path / SUMMARY, RunSummary)
         except UserError:
             return None
 
     @cached_property
     def size_bytes(self) -> int:
-        """What the run takes on disk; files with several links count once."""
+        """Size of the run on disk; files with several links count once."""
         blocks: dict[tuple[int, int], int] = {}
         for directory, _, files in os.walk(self.path):
             for file in files:
@@ -79,18 +80,18 @@ class PastRun:
 
     @property
     def reused_runs(self) -> set[str]:
-        """Ids of the runs whose finished steps this one took over."""
+        """Ids of the runs whose finished steps this one reused."""
         steps = self.summary.steps if self.summary else []
         return {step.outcome.removeprefix("reused from ") for step in steps if step.status == "reused"}
 
     def is_going(self, now: float) -> bool:
-        """Whether its process lives: it holds the lock, or the run began a moment ago and may have none yet."""
+        """True if its process lives: it holds the lock, or the run began a moment ago and may have none yet."""
         if now - self.started < _STARTING_S and not (self.path / SUMMARY).exists():
             return True
         return is_held(self.path)
 
     def status(self, now: float) -> Literal["going", "done", "failed", "killed", "unreadable"]:
-        """What became of it; a run without a result that is not going was killed."""
+        """The state of the run; one without a result that is not going was killed."""
         if self.is_going(now):
             return "going"
         if self.summary is not None:
@@ -107,58 +108,66 @@ def past_runs(runs: Path) -> list[PastRun]:
     return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
 
 
-def read_summary(file: Path) -> RunSummary:
-    """Read a summary.json.
+def read_json(file: Path, model: type[Model], kind: str = "summary") -> Model:
+    """Read a file that a run wrote, such as its summary.json.
 
     Raises:
         UserError: there is none, or it is not one that this version reads.
     """
     try:
-        return RunSummary.model_validate_json(file.read_bytes())
+        return model.model_validate_json(file.read_bytes())
     except OSError as error:
-        raise UserError(f"{file} can't be read: {error.strerror}") from None
+        raise UserError(f"{file} can't be read: {error.strerror}", code="unreadable-file") from None
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
         text = f"{where}: {problem['msg']}" if where else problem["msg"]
         raise UserError(
-            f"{file} is not a summary that this version of enginery reads: {text}. "
-            "Name a file that `enginery run` wrote, or run the pipeline again"
+            f"{file} is not a {kind} that this version of enginery reads: {text}. "
+            "Name a file that `enginery run` wrote, or run the pipeline again",
+            code="unreadable-record",
         ) from None
 
 
 def find_summary(text: str, runs: Path) -> RunSummary:
-    """What a person calls RUN: an id, the start of one, `latest`, or the path of a summary.json.
+    """Find the run that a person calls RUN: an id, the start of one, `latest`, or the path of a summary.json.
 
     Raises:
         UserError: no such run, several that begin so, or one without a result.
     """
     path = Path(text).expanduser()
     if path.is_file() or "/" in text or text.endswith(".json"):
-        return read_summary(path / SUMMARY if path.is_dir() else path)
+        return read_json(path / SUMMARY if path.is_dir() else path, RunSummary)
     everything = past_runs(runs)
     if not everything:
-        raise UserError(f"there are no runs in {runs}; start one with `enginery run`, or set ENGINERY_HOME to theirs")
+        text = f"there are no runs in {runs}; start one with `enginery run`, or set ENGINERY_HOME to theirs"
+        raise UserError(text, code="no-runs", setting="ENGINERY_HOME")
     if text == "latest":
         finished = next((run for run in everything if (run.path / SUMMARY).exists()), None)
         if finished is None:
-            raise UserError(f"none of the runs in {runs} has come to its end yet; wait for one, or run again")
-        return read_summary(finished.path / SUMMARY)
+            text = f"none of the runs in {runs} has come to its end yet; wait for one, or run again"
+            raise UserError(text, code="no-finished-run")
+        return read_json(finished.path / SUMMARY, RunSummary)
     matching = [run for run in everything if run.name == text] or [r for r in everything if r.name.startswith(text)]
     if len(matching) > 1:
-        raise UserError(f"{len(matching)} runs begin with {text!r}: {_names(matching)}; type more of the one you mean")
+        message = f"{len(matching)} runs begin with {text!r}: {_names(matching)}; type more of the one you mean"
+        raise UserError(message, code="ambiguous-run", setting="RUN")
     if not matching:
         raise UserError(
             f"there is no run {text!r} in {runs}; the newest are {_names(everything)}. "
-            "RUN is an id of `enginery runs`, the start of one, latest, or the path of a summary.json"
+            "RUN is an id of `enginery runs`, the start of one, latest, or the path of a summary.json",
+            code="no-such-run",
+            setting="RUN",
         )
     (run,) = matching
     if not (run.path / SUMMARY).exists():
         raise UserError(
             f"the run {run.name} has no {SUMMARY}: it is still going, or it was killed. "
-            "Wait for it, or run its pipeline again; finished runs: see `enginery runs`"
+            "Wait for it, or run its pipeline again; finished runs: see `enginery runs`",
+            code="run-not-finished",
+            setting="RUN",
         )
-    return read_summary(run.path / SUMMARY)
+    return read_json(run.path / SUMMARY, RunSummary)
 
 
 def _names(runs: list[PastRun]) -> str:
@@ -167,7 +176,7 @@ def _names(runs: list[PastRun]) -> str:
 
 
 def bundle_of_run(name: str, runs: Path) -> Path:
-    """The bundle of the run that `name` means, see `history.find_summary`.
+    """The bundle of the run that `name` means, see `find_summary`.
 
     Raises:
         UserError: no such run, or it has no bundle.
@@ -176,7 +185,9 @@ def bundle_of_run(name: str, runs: Path) -> Path:
     if (found := _bundle(summary)) is None:
         raise UserError(
             f"the run {summary.run_id} ({summary.status}) has no bundle: it ended before export was done, or the "
-            "bundle was removed. Name another run with --run, see `enginery runs`, or a bundle with --bundle DIR"
+            "bundle was removed. Name another run with --run, see `enginery runs`, or a bundle with --bundle DIR",
+            code="no-bundle",
+            setting="--run",
         )
     return found
 
@@ -193,8 +204,9 @@ def latest_bundle(runs: Path) -> Path:
             return found
     start = "start one: enginery run pipelines/resnet50.py --data DIR, or name a bundle with --bundle DIR"
     if not everything:
-        raise UserError(f"there are no runs in {runs}; {start}")
-    raise UserError(f"none of the {len(everything)} runs in {runs} has come to its end with a bundle; {start}")
+        raise UserError(f"there are no runs in {runs}; {start}", code="no-runs", setting="ENGINERY_HOME")
+    text = f"none of the {len(everything)} runs in {runs} has come to its end with a bundle; {start}"
+    raise UserError(text, code="no-bundle", setting="--bundle")
 
 
 def _bundle(summary: RunSummary) -> Path | None:

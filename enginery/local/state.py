@@ -47,7 +47,9 @@ class StateDirectory:
         if "python3" in str(path):
             raise UserError(
                 f"the state directory {path} has 'python3' in its path, which KFP's local runner replaces by the "
-                "interpreter's; set ENGINERY_HOME to a directory without it"
+                "interpreter's; set ENGINERY_HOME to a directory without it",
+                code="state-directory-unusable",
+                setting="ENGINERY_HOME",
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -98,15 +100,15 @@ class StateDirectory:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def abandoned_runs(self) -> Iterator["AbandonedRun"]:
-        """Runs that ended before MLflow was told, tracked where this process tracks."""
+    def abandoned_runs(self) -> Iterator["RunDirectory"]:
+        """Runs whose process ended before it closed them in MLflow, tracked where this process tracks."""
         here = without_credentials(self.tracking_uri)
         for path in sorted(self.runs.glob("*/")):
             if path.name.startswith("."):  # what `enginery gc` is removing
                 continue
             with contextlib.suppress(OSError):  # removed, or closed by another run, in between
                 if (path / _OPEN).read_text(encoding="utf-8") == here and not is_held(path):
-                    yield AbandonedRun(path=path)
+                    yield RunDirectory(path=path)
 
     @property
     def tracking_uri(self) -> str:
@@ -119,7 +121,7 @@ class RunDirectory:
     """One run's directory. Its lock is held as long as the process lives, and no longer, however it ends."""
 
     path: Path
-    lock: int  # file descriptor
+    lock: int | None = None  # file descriptor; None of a run whose process is gone
 
     @classmethod
     def hold(cls, path: Path) -> "RunDirectory":
@@ -142,36 +144,19 @@ class RunDirectory:
             (self.path / _RESERVE).unlink()
 
     def closed(self) -> None:
-        """MLflow knows how the run ended."""
+        """MLflow knows how the run ended, or never knew the run. Another process may have closed it first."""
         with contextlib.suppress(OSError):
             (self.path / _OPEN).unlink()
 
     def discard(self) -> None:
         """Leave nothing of a run that could not begin."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self.lock)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AbandonedRun:
-    """A run whose process is gone and that MLflow may still show as running."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The run's id."""
-        return self.path.name
-
-    def closed(self) -> None:
-        """MLflow knows how the run ended, or never knew the run. Another process may have said so first."""
-        with contextlib.suppress(OSError):
-            (self.path / _RESERVE).unlink(missing_ok=True)
-            (self.path / _OPEN).unlink(missing_ok=True)
+        if self.lock is not None:
+            os.close(self.lock)
 
 
 def is_held(run_directory: Path) -> bool:
-    """Whether a living process works in a run directory."""
+    """True if a living process works in a run directory."""
     try:
         lock = os.open(run_directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -190,5 +175,7 @@ def _unusable(path: Path, error: OSError) -> EngineryError:
         return no_space(path)
     return UserError(
         f"can't write in the state directory {path}: {error.strerror}; make it writable, "
-        "or set ENGINERY_HOME to a writable directory"
+        "or set ENGINERY_HOME to a writable directory",
+        code="state-directory-unusable",
+        setting="ENGINERY_HOME",
     )

@@ -27,7 +27,7 @@ class StepSummary(_Record):
 
     @property
     def seconds_overhead(self) -> float:
-        """What is neither work nor imports nor tracking."""
+        """Time that is neither work nor imports nor tracking."""
         return self.seconds_total - self.seconds_work - self.seconds_imports - self.seconds_tracking
 
 
@@ -137,8 +137,8 @@ class SummaryBuilder:
             self.registered = f"{event['registered_model']}/{event['version']}"
             self.champion, self.promotion = event.get("champion", False), event.get("why", "")
 
-    def take_over(self, cached: CachedStep) -> None:
-        """Fill in a step that was not repeated, from the artifact that it left."""
+    def add_reused(self, cached: CachedStep) -> None:
+        """Add a step that was not repeated, from the artifact that it left."""
         outcome = f"reused from {cached.run_id}"
         self.steps.append(StepSummary(name=cached.step, status="reused", outcome=outcome, seconds_total=0.0))
         if isinstance(cached.manifest, ReportManifest):
@@ -150,12 +150,9 @@ class SummaryBuilder:
             self.recommendation = cached.manifest.recommendation
 
     def digests(self) -> dict[str, str]:
-        """What was measured on what, by the names that RunSummary has for it; empty if nothing was measured."""
-        report = self._accuracy
-        if report is None:
-            return {}
+        """Digests of what was measured, as RunSummary names them; empty if nothing was measured."""
         names = ("dataset_digest", "split_digest", "bundle_digest")
-        return {name: getattr(report, name) for name in names}
+        return {name: getattr(self._accuracy, name) for name in names} if self._accuracy else {}
 
     def _close_step(self, event: dict[str, Any]) -> None:
         seconds = event.get("seconds", {})

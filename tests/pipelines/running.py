@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -70,29 +71,52 @@ def start(home: Path, data: Path, *options: str, **variables: str) -> subprocess
 def finish(process: subprocess.Popen[str], seconds: float = 600) -> str:
     text = process.communicate(timeout=seconds)[0]
     assert "Traceback" not in text
+    assert "Exception ignored" not in text
     return text
 
 
-def query(home: Path, text: str) -> list[tuple[str, ...]]:
+def query(home: Path, text: str, timeout: float = 600) -> list[tuple[str, ...]] | None:
+    """Rows of the tracking store; None where it is not made yet, or locked for longer than the timeout."""
     try:
-        with closing(sqlite3.connect(f"file:{home / 'mlflow.db'}?mode=ro", uri=True, timeout=600)) as store:
+        with closing(sqlite3.connect(f"file:{home / 'mlflow.db'}?mode=ro", uri=True, timeout=timeout)) as store:
             return store.execute(text).fetchall()
-    except sqlite3.OperationalError:  # not made yet
-        return []
+    except sqlite3.OperationalError:
+        return None
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], object], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline, process.args
+        time.sleep(0.005)
+
+
+def worker_of(process: subprocess.Popen[str], step: str) -> psutil.Process:
+    """The process of a step. The first from the top: while it starts something, that has its command line, too."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, ValueError):  # a zombie, or another command
+            command = child.cmdline()
+            if "python" in child.name() and step in command[command.index("--function_to_execute") + 1]:
+                return child
+    raise AssertionError(f"{step} is not at work")
 
 
 def hold_in(process: subprocess.Popen[str], home: Path, step: str) -> psutil.Process:
-    """Wait until a step is at work and stop the clock for it."""
-    running = f"select name, status from runs where status = 'RUNNING' and name = '{step}'"
-    deadline = time.monotonic() + 300
-    while not query(home, running):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # a zombie
-            command = child.cmdline()
-            if "--function_to_execute" in command and "python" in child.name():
-                child.suspend()
-                return child
-    raise AssertionError(f"{step} was over before it could be stopped")
+    """Wait until a step is at work (its run in MLflow has begun) and stop the clock for it."""
+    begun_ms = int(psutil.Process(process.pid).create_time() * 1000)
+    running = (
+        "select name, runs.status from runs join tags on tags.run_uuid = runs.run_uuid "
+        f"where runs.status = 'RUNNING' and start_time > {begun_ms} and key = 'enginery.step' and value = '{step}'"
+    )
+    wait_for(process, lambda: query(home, running))
+    worker = worker_of(process, step)
+    # Not in the middle of a transaction, which would lock the store for everybody.
+    for _ in range(100):
+        worker.suspend()
+        if (rows := query(home, running, timeout=0.0)) is not None:
+            assert rows, f"{step} was over before it could be stopped"
+            return worker
+        worker.resume()
+        time.sleep(0.005)
+    raise AssertionError(f"{step} never lets go of the store")

@@ -1,15 +1,12 @@
-"""Real signals in every step: nothing is left running, nothing half-written is accepted, and the next run goes on."""
+"""Real signals in every step: nothing is left running, nothing half-written is accepted, and the next run resumes."""
 
 import json
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +16,7 @@ import pytest
 from components.common.contracts.digests import digest_file
 from components.common.contracts.manifests import MANIFEST, UNFINISHED
 
-from .running import ROOT, SETTINGS, STEPS
+from .running import ROOT, STEPS, finish, hold_in, query, start, wait_for, worker_of
 
 pytestmark = pytest.mark.slow
 
@@ -34,37 +31,16 @@ class Home:
     pending: dict[str, str] = field(default_factory=dict)  # local run -> status that the next run gives it in MLflow
 
     def start(self, seed: int = 0, *more: str) -> "Run":
-        command = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--data", str(self.data)]
         before = set(self.path.glob("runs/*"))
-        process = subprocess.Popen(
-            [*command, "--seed", str(seed), *SETTINGS, *more],
-            cwd=ROOT,
-            env={**os.environ, "ENGINERY_HOME": str(self.path), "OMP_NUM_THREADS": "2", "COLUMNS": "200"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        return Run(self, process, before)
-
-    def rows(self, query: str, timeout: float = 20.0) -> list[tuple[str, str]] | None:
-        """From the tracking store; None where it is locked or not there."""
-        try:
-            with closing(
-                sqlite3.connect(f"file:{self.path / 'mlflow.db'}?mode=rw", uri=True, timeout=timeout)
-            ) as store:
-                return store.execute(query).fetchall()
-        except sqlite3.OperationalError:
-            return None
+        return Run(self, start(self.path, self.data, "--seed", str(seed), *more, OMP_NUM_THREADS="2"), before)
 
     def statuses(self, run: str) -> dict[str, str]:
         """Status in MLflow of a pipeline's run, under its own name, and of the steps below it."""
-        found = self.rows(f"select run_uuid, status from runs where name = '{run}'")
-        assert found is not None
-        ((run_id, status),) = found
-        nested = self.rows(
+        ((run_id, status),) = query(self.path, f"select run_uuid, status from runs where name = '{run}'") or []
+        nested = query(
+            self.path,
             "select name, status from runs join tags on tags.run_uuid = runs.run_uuid "
-            f"where tags.key = 'mlflow.parentRunId' and tags.value = '{run_id}'"
+            f"where tags.key = 'mlflow.parentRunId' and tags.value = '{run_id}'",
         )
         return {run: status, **dict(nested or [])}
 
@@ -90,46 +66,16 @@ class Run:
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 300) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()[0][-3000:]
-            assert time.monotonic() < deadline, self.process.args
-            time.sleep(0.002)
-
     def hold_in(self, step: str) -> psutil.Process:
-        """Wait until a step is at work (its run in MLflow has begun) and stop the clock for it."""
-        begun_ms = int(psutil.Process(self.process.pid).create_time() * 1000)
-        query = (
-            "select name, runs.status from runs join tags on tags.run_uuid = runs.run_uuid "
-            f"where runs.status = 'RUNNING' and start_time > {begun_ms} and key = 'enginery.step' and value = '{step}'"
-        )
-        self.wait_for(lambda: bool(self.home.rows(query)))
-        # The first from the top: while the step starts something, that has the step's command line, too.
-        worker = next(child for child in self.family if "python" in child.name() and _runs(child, step))
-        # Not in the middle of a transaction, which would lock the store for everybody.
-        for _ in range(100):
-            worker.suspend()
-            if (rows := self.home.rows(query, timeout=0.0)) is not None:
-                assert rows, f"{step} was over before it could be stopped"
-                return worker
-            worker.resume()
-            time.sleep(0.005)
-        raise AssertionError(f"{step} never lets go of the store")
+        return hold_in(self.process, self.home.path, step)
+
+    def wait_for_any(self, pattern: str) -> None:
+        """Wait for a new file below the runs."""
+        seen = set(self.home.path.glob(f"runs/*/{pattern}"))
+        wait_for(self.process, lambda: set(self.home.path.glob(f"runs/*/{pattern}")) - seen)
 
     def end(self, seconds: float = 120) -> str:
-        text = self.process.communicate(timeout=seconds)[0]
-        assert "Traceback" not in text
-        assert "Exception ignored" not in text
-        return text
-
-
-def _runs(process: psutil.Process, step: str) -> bool:
-    try:
-        command = process.cmdline()
-    except psutil.NoSuchProcess:  # a zombie
-        return False
-    return "--function_to_execute" in command and step in command[command.index("--function_to_execute") + 1]
+        return finish(self.process, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +145,7 @@ def test_after_all_that_the_run_ends_well(home: Home) -> None:
     for reused in home.finished:
         assert re.search(rf"^ *{reused} reused ", text, re.MULTILINE), text
     assert set(home.statuses(run.directory.name).values()) == {"FINISHED"}
-    assert home.rows("select name, status from runs where status = 'RUNNING'") == []
+    assert query(home.path, "select name, status from runs where status = 'RUNNING'") == []
     for killed, status in home.pending.items():
         assert home.statuses(killed)[killed] == status
     home.finished = STEPS[:-1]
@@ -209,9 +155,7 @@ def test_after_all_that_the_run_ends_well(home: Home) -> None:
 def test_killed_while_the_end_is_recorded(home: Home, how: str) -> None:
     """MLflow ends up with what the summary says: the signal waits, or the next run tells it."""
     run = home.start()
-    run.wait_for(
-        lambda: any(set(home.path.glob("runs/*/summary.json")) - {path / "summary.json" for path in run.before})
-    )
+    run.wait_for_any("summary.json")
     run.process.send_signal(getattr(signal, how))
     text = run.end()
     name = run.directory.name
@@ -263,29 +207,28 @@ def test_two_runs_at_once(home: Home, seeds: tuple[int, int]) -> None:
     assert len({summary["registered"] for summary in found.values()}) == 2
     assert len({summary["bundle_digest"] for summary in found.values()}) == 2
     home.check_artifacts()
-    again = home.start(seeds[0])  # takes over what goes together
+    again = home.start(seeds[0])  # reuses what goes together
     assert again.end(600)
     assert again.process.returncode == 0
 
 
 def killed_in_packing(home: Home, how: str, seed: int, settings: list[str]) -> Path:
-    """End a run once its preprocess has finished a shard. Returns the unfinished output."""
+    """End a run once its preprocess has finished a shard. Returns the partial output."""
     run = home.start(seed, *settings)
     pattern = f"artifacts/*/preprocess/*/{UNFINISHED}"
-    seen = set(home.path.glob(f"runs/*/{pattern}/train-*.json"))
-    run.wait_for(lambda: bool(set(home.path.glob(f"runs/*/{pattern}/train-*.json")) - seen))
-    worker = next(child for child in run.family if "python" in child.name() and _runs(child, "preprocess"))
+    run.wait_for_any(f"{pattern}/train-*.json")
+    worker = worker_of(run.process, "preprocess")
     worker.suspend()
-    (unfinished,) = run.directory.glob(pattern)
+    (partial,) = run.directory.glob(pattern)
     kill(run, worker, how)
     text = run.end()
-    assert "going on where" not in text
-    assert list(unfinished.glob("*-*.json")), text
-    return unfinished.parent
+    assert not re.search("(going on|resuming) where", text)
+    assert list(partial.glob("*-*.json")), text
+    return partial.parent
 
 
 @pytest.mark.parametrize("how", ["SIGKILL the run", "SIGKILL the step", "Ctrl-C"])
-def test_the_next_run_goes_on_with_the_packing_of_a_killed_one(all_digits: Path, tmp_path: Path, how: str) -> None:
+def test_the_next_run_resumes_the_packing_of_a_killed_one(all_digits: Path, tmp_path: Path, how: str) -> None:
     home = Home(tmp_path / "home", all_digits)
     packing = ["--set", "preprocess.shard_bytes=1000000", "--set", "preprocess.num_workers=1"]
     other = killed_in_packing(home, "SIGKILL the run", 1, packing)  # another split, so other shards
@@ -293,10 +236,11 @@ def test_the_next_run_goes_on_with_the_packing_of_a_killed_one(all_digits: Path,
     done = {path.stem for path in killed.glob(f"{UNFINISHED}/*-*.json")}
     before = {name: (killed / f"{name}.tar").stat().st_mtime_ns for name in done}
     run = home.start(0, *packing)
-    run.wait_for(lambda: any(home.path.glob(f"runs/*/artifacts/*/preprocess/*/{MANIFEST}")))
+    run.wait_for_any(f"artifacts/*/preprocess/*/{MANIFEST}")
     (dataset,) = run.directory.glob("artifacts/*/preprocess/*")
     run.process.send_signal(signal.SIGINT)  # the other steps are of no interest here
-    assert f"going on where an earlier run stopped, with {len(done)} finished shards" in run.end()
+    expected = f"(going on|resuming) where an earlier run stopped, with {len(done)} finished shards"
+    assert re.search(expected, run.end())
     assert {name: (dataset / f"{name}.tar").stat().st_mtime_ns for name in done} == before
     unbroken = tmp_path / "unbroken"
     command = [sys.executable, "-m", "components.preprocess", "--data", str(all_digits), "--output", str(unbroken)]
@@ -308,18 +252,18 @@ def test_the_next_run_goes_on_with_the_packing_of_a_killed_one(all_digits: Path,
 
 
 @pytest.mark.parametrize("how", ["SIGKILL the run", "SIGKILL the step"])
-def test_the_next_run_goes_on_with_the_training_of_a_killed_one(all_digits: Path, tmp_path: Path, how: str) -> None:
+def test_the_next_run_resumes_the_training_of_a_killed_one(all_digits: Path, tmp_path: Path, how: str) -> None:
     home, settings = Home(tmp_path / "home", all_digits), ["--epochs", "3"]
     run = home.start(0, *settings)
     pattern = f"artifacts/*/train/*/{UNFINISHED}/*/step-*.safetensors"
-    run.wait_for(lambda: any(home.path.glob(f"runs/*/{pattern}")))
-    worker = next(child for child in run.family if "python" in child.name() and _runs(child, "train"))
+    run.wait_for_any(pattern)
+    worker = worker_of(run.process, "train")
     worker.suspend()
     kill(run, worker, how)
     assert "resuming after" not in run.end()
     checkpoints = list(run.directory.glob(pattern))
     again = home.start(0, *settings)
-    again.wait_for(lambda: any(home.path.glob(f"runs/*/artifacts/*/train/*/{MANIFEST}")))
+    again.wait_for_any(f"artifacts/*/train/*/{MANIFEST}")
     again.process.send_signal(signal.SIGINT)  # the other steps are of no interest here
     done = max(int(path.stem.removeprefix("step-")) for path in checkpoints)
     assert f"resuming after step {done} of" in again.end()

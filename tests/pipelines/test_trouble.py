@@ -10,10 +10,10 @@ import pytest
 from mlflow import MlflowClient
 
 from components.common.contracts.errors import UserError
-from enginery.cli.commands import cli
 from enginery.local.preflight import _MAX_UNPACKED_BYTES
 
-from .running import ROOT, finish, hold_in, load_once, start
+from .conftest import OpenRecord
+from .running import finish, hold_in, start
 
 
 @pytest.mark.slow  # test_two_first_runs_make_one_store in test_tracking.py has what both do before their first step
@@ -53,22 +53,16 @@ def test_a_killed_step_is_explained(tmp_path: Path, empty_store: Path) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["home is a file", "runs is a file"])
-def test_state_directory_that_cannot_be_used(
-    tmp_path: Path, few_digits: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
-) -> None:
+def test_state_directory_that_cannot_be_used(tmp_path: Path, open_record: OpenRecord, obstacle: str) -> None:
     home = tmp_path / "home"
     if obstacle == "home is a file":
         home.write_text("")
     else:
         home.mkdir()
         (home / "runs").write_text("")
-    monkeypatch.setenv("ENGINERY_HOME", str(home))
-    monkeypatch.setattr("enginery.cli.run.load_pipeline", load_once)
-    with pytest.raises(UserError, match=rf"{home}.*set ENGINERY_HOME"):
-        cli(
-            ["run", str(ROOT / "pipelines/resnet50.py"), "--data", str(few_digits), "--set", "gate.confident=false"],
-            standalone_mode=False,
-        )
+    with pytest.raises(UserError) as caught:
+        open_record(home)
+    assert (caught.value.code, caught.value.setting) == ("state-directory-unusable", "ENGINERY_HOME")
 
 
 def test_too_few_validation_images_that_could_not_be_counted_before(
@@ -78,7 +72,7 @@ def test_too_few_validation_images_that_could_not_be_counted_before(
     (home := tmp_path / "home").mkdir()
     shutil.copy(empty_store, home / "mlflow.db")
     (tmp_path / "padding").write_bytes(os.urandom(_MAX_UNPACKED_BYTES))
-    with tarfile.open(tmp_path / "digits.tar.gz", "w:gz", compresslevel=1) as archive:
+    with tarfile.open(tmp_path / "digits.tar.gz", "w:gz", compresslevel=0) as archive:
         archive.add(few_digits, "digits")
         archive.add(tmp_path / "padding", "digits/.padding")
     process = start(home, tmp_path / "digits.tar.gz", "--set", "gate.min_validation_images=1000")

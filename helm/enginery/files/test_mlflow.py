@@ -1,6 +1,6 @@
-"""Whether the tracking server takes a run with a file, and gives the same back. Leaves nothing but a deleted run.
+"""Check that the tracking server takes a run with a file, and gives the same back. Leaves nothing but a deleted run.
 
-With a password: whether it lets nobody in without one.
+With a password: that it lets nobody in without one.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Whether Triton answers a known image with its label, over the KServe protocol. Needs Python alone."""
+"""Check that Triton answers a known image with its label, over the KServe protocol. Needs Python alone."""
 
 import base64
 import json
@@ -56,8 +56,8 @@ def main() -> None:
         "outputs": [{"name": target["name"], "parameters": {"binary_data": False}}],
     }
     header = json.dumps(request).encode()
-    told = {"Inference-Header-Content-Length": str(len(header)), "Content-Type": "application/octet-stream"}
-    answer = json.loads(ask(f"/v2/models/{MODEL}/infer", header + body, told))
+    headers = {"Inference-Header-Content-Length": str(len(header)), "Content-Type": "application/octet-stream"}
+    answer = json.loads(ask(f"/v2/models/{MODEL}/infer", header + body, headers))
     (output,) = (tensor for tensor in answer["outputs"] if tensor["name"] == target["name"])
     label, wanted = str(output["data"][0]), os.environ["LABEL"]
     if label != wanted:

@@ -11,6 +11,9 @@ from enginery.cli.commands import cli
 from enginery.cluster.settings import ClusterSettings, load_settings, settings_rows
 from tests.pipelines.running import CLUSTER_YAML, compiled
 
+VOLUME = "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: %s}]}"
+OTHER_VOLUME = "train_job: {volume: {claim: b, mount_path: /s}}"
+
 
 @pytest.mark.parametrize(
     ("text", "setting", "words"),
@@ -24,47 +27,18 @@ from tests.pipelines.running import CLUSTER_YAML, compiled
         ("promote: {caching: true}", "", "promote.caching"),
         ("images: {digests: {train: latest}}", "images.digests.train", "must match pattern"),
         ("train: {memory: 64}", "train.memory", "write its unit, such as 64Gi"),
-        (
-            "{every_step: {volumes: [{claim: a, mount_path: /mnt}]}, gate: {volumes: [{claim: b, mount_path: /mnt/}]}}",
-            "",
-            "gate: 2 volumes have the mount_path /mnt",
-        ),
+        ("gate: {volumes: [{claim: a, mount_path: /m}, {claim: b, mount_path: /m/}]}", "", "2 volumes have the mount"),
         ("train: {volumes: [{claim: a, mount_path: /dev/shm}]}", "", "train: 2 volumes have the mount_path /dev/shm"),
-        (
-            "{train: {num_nodes: 2, volumes: [{claim: a, mount_path: /s}]}, "
-            "train_job: {volume: {claim: b, mount_path: /s}}}",
-            "",
-            "train: 2 volumes have the mount_path /s",
-        ),
-        (
-            "{every_step: {env: {KEY: a}}, export: {secrets: [{name: s, env: {KEY: k}}]}}",
-            "",
-            "export: the variable KEY is set 2 times",
-        ),
-        (
-            "validate: {gpu: {product: A}, node_selector: {nvidia.com/gpu.product: B}}",
-            "",
-            "validate: gpu.product is A, and node_selector has nvidia.com/gpu.product B",
-        ),
+        (f"{{train: {{num_nodes: 2, volumes: [{{claim: a, mount_path: /s}}]}}, {OTHER_VOLUME}}}", "", "mount_path /s"),
+        ("{every_step: {env: {KEY: a}}, export: {secrets: [{name: s, env: {KEY: k}}]}}", "", "KEY is set 2 times"),
+        ("export: {gpu: {product: A}, node_selector: {nvidia.com/gpu.product: B}}", "", "export: gpu.product is A"),
         ("every_step: {env: {HF_TOKEN: hf_1}}", "every_step.env", "HF_TOKEN holds a secret in the clear"),
         ("every_step: {env: {MLFLOW_TRACKING_URI: 'http://a:b@mlflow:5000'}}", "every_step.env", "holds a secret"),
         ("namespace: Team Vision", "namespace", "must match pattern"),
         ("service_account: a/b", "service_account", "must match pattern"),
-        (
-            "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: /a}]}",
-            "every_step.volumes[0].sub_path",
-            "must match",
-        ),
-        (
-            "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: ../a}]}",
-            "every_step.volumes[0].sub_path",
-            "must match",
-        ),
-        (
-            "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: a/../b}]}",
-            "every_step.volumes[0].sub_path",
-            "must match",
-        ),
+        (VOLUME % "/a", "every_step.volumes[0].sub_path", "must match"),
+        (VOLUME % "../a", "every_step.volumes[0].sub_path", "must match"),
+        (VOLUME % "a/../b", "every_step.volumes[0].sub_path", "must match"),
         ("train: {gpu: {product: NVIDIA H200}}", "train.gpu.product", "must match pattern"),
         ("every_step: {node_selector: {zone: a b}}", "every_step.node_selector.zone", "must match pattern"),
         ("every_step: {secrets: [{name: s, env: {A: a b}}]}", "every_step.secrets[0].env.A", "must match"),

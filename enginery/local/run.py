@@ -1,4 +1,4 @@
-"""Run a pipeline on this machine by kfp.local's SubprocessRunner, and stop it on Ctrl-C or SIGTERM."""
+"""`enginery run`: a pipeline on this machine by kfp.local's SubprocessRunner, stopped by Ctrl-C or SIGTERM."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from components.common.contracts.environment import environment
-from components.common.contracts.errors import EXIT_FAILURE, UserError
+from components.common.contracts.errors import EXIT_FAILURE, EXIT_INTERRUPTED, UserError
 from components.common.contracts.manifests import FAILURE, MANIFEST, DatasetManifest, load_manifest
 from components.common.process.disk import full
 from components.common.process.lifetime import PARENT_VARIABLE, adopt_orphans, end_children, end_orphans_of
@@ -28,20 +28,11 @@ from components.common.process.partial_output import EARLIER_VARIABLE
 from components.common.process.step import DEBUG_VARIABLE
 from components.common.process.steplog import EVENTS_VARIABLE, RELAY_VARIABLE
 from components.export.config import CACHE_VARIABLE
-from enginery.local.caching import (
-    CachedStep,
-    begun_elsewhere,
-    confirm,
-    enable,
-    finished_steps,
-    note_begun,
-    offer,
-    step_keys,
-    unfinished_outputs,
-)
+from enginery.formats import echo, new_console
+from enginery.local.caching import CachedStep, StepCache, offer
 from enginery.local.containers import Containers, check_images
 from enginery.local.parameters import STEP_ORDER, PipelineFile
-from enginery.local.preflight import check_validation
+from enginery.local.preflight import check_inputs, check_memory, check_validation
 from enginery.local.record import RUN_LOG, RunRecord, as_error
 from enginery.local.rendering import EventStream, Renderer, RunLog, print_summary
 from enginery.local.state import CACHE, StateDirectory
@@ -99,8 +90,6 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-EXIT_INTERRUPTED = 130
-
 _GRACE_S = 10.0  # for steps to end by themselves after an interrupt
 
 Status = Literal["done", "failed", "killed"]
@@ -110,51 +99,59 @@ def run_locally(
     file: PipelineFile,
     arguments: Mapping[str, Any],
     *,
-    experiment: str,
-    console: Console,
-    summary_path: Path | None,
+    experiment: str = "",
+    summary_path: Path | None = None,
     reuse: bool = True,
     in_containers: bool = False,
 ) -> RunSummary:
-    """Run the whole pipeline, show it, record it.
+    """Check the inputs, run the whole pipeline, show it, record it.
 
     Args:
         file: the pipeline.
         arguments: its resolved arguments.
-        experiment: name of the MLflow experiment.
-        console: where a person reads.
+        experiment: name of the MLflow experiment; empty for the pipeline's.
         summary_path: where to write the summary as JSON, too.
-        reuse: take over finished steps whose inputs, settings, code and machine are the same.
-        in_containers: run each step in its image. Nothing is taken over there: what an image holds is in no key.
+        reuse: reuse finished steps whose inputs, settings, code and machine are the same.
+        in_containers: run each step in its image. Nothing is reused there: what an image holds is in no key.
 
     Returns:
         The summary; its exit_code is what the process should end with.
 
     Raises:
-        UserError: the state directory or a parameter can't be used here.
-        EngineryError: MLflow can't be reached.
+        UserError: data, model, a parameter or the state directory can't be used here, or memory can't suffice.
+        EngineryError: MLflow can't be reached, or the model is damaged.
         SystemExit: interrupted before there was a run.
     """
     _refuse_python3(arguments)
+    if summary_path is not None and not summary_path.absolute().parent.is_dir():
+        text = f"--summary {summary_path}: the folder {summary_path.absolute().parent} does not exist; make it"
+        raise UserError(text, code="no-folder", setting="--summary")
+    if summary_path is not None and summary_path.is_dir():
+        text = f"--summary {summary_path} is a folder; name a file in it, such as {summary_path / 'summary.json'}"
+        raise UserError(text, code="is-folder", setting="--summary")
+    for kind, note in (("note", check_inputs(arguments)), ("warning", check_memory(arguments))):
+        if note:
+            echo(f"{kind}: {note}", err=True)
+    console = new_console()
     if in_containers:
         check_images(file, lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True))
     state = StateDirectory.current()
     started = time.time()
     with Interrupts(on_second=end_children) as interrupts:
         try:
-            record = RunRecord.open(state, file, arguments, experiment, console, interrupts.raising)
+            record = RunRecord.open(state, file, arguments, experiment or file.name, console, interrupts.raising)
         except KeyboardInterrupt:
             console.print("\n[yellow]interrupted[/] before the first step")
             raise SystemExit(EXIT_INTERRUPTED) from None
-        chain = _Chain(file=file, arguments=arguments, state=state, record=record, console=console)
+        cache = StepCache(file=file, arguments=arguments, runs=state.runs)
+        chain = _Chain(file=file, arguments=arguments, state=state, record=record, console=console, cache=cache)
         if in_containers:
             chain.containers = Containers(run_directory=record.directory, state=state, arguments=arguments)
-            reuse = False
         try:
-            status = chain.run(interrupts, reuse=reuse)
+            status = chain.run(interrupts, reuse=reuse and not in_containers)
         except OSError:  # of the terminal: nobody reads any more
             status = "failed"
-        record.make_room()
+        record.held.release_reserve()
         summary = record.close(chain.summary(status, time.time() - started), summary_path)
         print_summary(console, summary)
         _print_pointers(summary, console)
@@ -172,8 +169,8 @@ class _Chain:
     state: StateDirectory
     record: RunRecord
     console: Console
+    cache: StepCache
     containers: Containers | None = None  # None: each step is a process here
-    keys: dict[str, str] = field(default_factory=dict)
     reused: list[CachedStep] = field(default_factory=list)
     builder: SummaryBuilder = field(default_factory=lambda: SummaryBuilder(time.time()))
 
@@ -191,7 +188,7 @@ class _Chain:
             def on_step_event(event: dict[str, Any]) -> None:
                 interrupts.check()
                 if event["event"] in ("track", "finished", "failed"):
-                    self.record.tell(f"what {event['step']} found, in MLflow", lambda run: run.relay(event))
+                    self.record.log(f"what {event['step']} found, in MLflow", lambda run: run.relay(event))
                 if event["event"] == "track":
                     return
                 # The run in MLflow may have opened since the start. The step behind preprocess does not ask for it.
@@ -200,8 +197,7 @@ class _Chain:
                 if event["event"] == "started" and self.containers is None:
                     end_orphans_of(event["pid"])
                 elif event["event"] == "finished" and event["digest"]:
-                    root = self.record.directory / CACHE
-                    confirm(self.file, self.keys, self.arguments, event["step"], event["digest"], root)
+                    self.cache.confirm(event["step"], event["digest"], self.record.directory / CACHE)
                 on_event(event)
                 if event["event"] == "finished" and event["step"] == "preprocess":
                     self._check_validation()
@@ -228,9 +224,8 @@ class _Chain:
                 return "failed"
 
     def _run_steps(self, stream: EventStream, log: RunLog, renderer: Renderer, *, reuse: bool) -> None:
-        self.keys = step_keys(self.file, self.arguments) if reuse else {}
-        enable(self.file, self.keys)
-        self.reused = finished_steps(self.file, self.keys, self.state.runs)
+        self.cache.enable(reuse)
+        self.reused = self.cache.finished()
         for cached in self.reused:
             renderer.show_reused(cached.step, cached.run_id)
         variables = {CACHE_VARIABLE: str(self.state.export_cache), "MLFLOW_TRACKING_URI": self.state.tracking_uri}
@@ -241,12 +236,11 @@ class _Chain:
             variables |= self.record.tracked.environment()
         if own := os.environ.get(CACHE_VARIABLE):
             variables[CACHE_VARIABLE] = own
-        unfinished = unfinished_outputs(self.file, self.keys, self.state.runs)
-        variables[EARLIER_VARIABLE] = json.dumps([str(path) for path in unfinished])
-        cache = offer(self.reused, self.record.directory)
-        for begun in begun_elsewhere(self.file, self.keys, self.arguments, self.state.runs):
+        variables[EARLIER_VARIABLE] = json.dumps([str(path) for path in self.cache.partial_outputs()])
+        cache_root = offer(self.reused, self.record.directory)
+        for begun in self.cache.begun_elsewhere():
             renderer.show_begun_elsewhere(*begun)
-        note_begun(self.file, self.keys, self.arguments, cache)
+        self.cache.note_begun(cache_root)
         with contextlib.ExitStack() as stack:
             if self.containers is None:  # KFP makes a temporary folder for each step and leaves it
                 # A step that was killed may still write there.
@@ -265,14 +259,14 @@ class _Chain:
                 pipeline_root=str(self.record.directory / "artifacts"),
                 workspace_root=str(self.record.directory / "workspace"),
                 enable_caching=True,
-                cache_root=str(cache),
+                cache_root=str(cache_root),
             )
             self.file.pipeline(**self.arguments)
             if self.containers:
                 self.containers.check_manifests(self.file)
 
     def _check_validation(self) -> None:
-        """Refuse a data set that can't give the proof that the gate asks for, which could not be counted before."""
+        """Refuse a dataset that can't give the proof that the gate asks for, which could not be counted before."""
         for file in self.record.directory.glob(f"artifacts/*/preprocess/*/{MANIFEST}"):
             splits = load_manifest(file, DatasetManifest).manifest.splits
             check_validation(self.arguments, splits["train"].num_images, splits["val"].num_images)
@@ -284,13 +278,15 @@ class _Chain:
         found = sorted(directory.glob(f"artifacts/**/{FAILURE}"), key=lambda path: path.stat().st_mtime)
         with contextlib.suppress(IndexError, OSError, ValueError):  # none, or cut short by what it tells of
             return {**json.loads(found[-1].read_text(encoding="utf-8")), **event}
-        told = full(directory)
-        if told is None and not (isinstance(error, RuntimeError) and "finished with status" in str(error)):  # not KFP's
-            told = as_error(error, directory)
+        cause = full(directory)
+        if cause is None and not (
+            isinstance(error, RuntimeError) and "finished with status" in str(error)
+        ):  # not KFP's
+            cause = as_error(error, directory)
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 traceback.print_exception(error)
-        if told is not None:
-            return {**event, "message": str(told), "exit_code": told.exit_code}
+        if cause is not None:
+            return {**event, "message": str(cause), "exit_code": cause.exit_code}
         message = (
             "ended without a word, so it was killed, most often because memory ran out. Try a smaller "
             f"--global-batch-size or --image-size; {directory / RUN_LOG} holds its output"
@@ -298,12 +294,12 @@ class _Chain:
         return {**event, "message": message, "exit_code": EXIT_FAILURE}
 
     def summary(self, status: Status, seconds: float) -> RunSummary:
-        """The result, with what steps that KFP served from its cache would have told."""
+        """The result, with the steps that KFP served from its cache, which sent no events."""
         builder, failure = self.builder, self.builder.failure
-        told = {step.name for step in builder.steps}
+        known = {step.name for step in builder.steps}
         for cached in self.reused:
-            if cached.step not in told:
-                builder.take_over(cached)
+            if cached.step not in known:
+                builder.add_reused(cached)
         builder.steps.sort(key=lambda step: STEP_ORDER.index(step.name) if step.name in STEP_ORDER else -1)
         return RunSummary(
             pipeline=self.file.name,
@@ -342,7 +338,9 @@ def _refuse_python3(arguments: Mapping[str, Any]) -> None:
         if "python3" in str(value):
             raise UserError(
                 f"--{name.replace('_', '-')} has 'python3' in its value ({value}), which KFP's local runner replaces "
-                "by the interpreter's path; use a link or a copy under another name"
+                "by the interpreter's path; use a link or a copy under another name",
+                code="python3-in-value",
+                setting=f"--{name.replace('_', '-')}",
             )
 
 
@@ -367,7 +365,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _print_pointers(summary: RunSummary, console: Console) -> None:
-    """Where to look next."""
+    """Print where the report, the files and the tracking are."""
     if summary.status == "killed":
         console.print("\n[yellow]interrupted[/]; nothing was promoted")
     console.print()

@@ -1,0 +1,283 @@
+"""Values on their way from flags, files and defaults into a pipeline."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from components.common.contracts.errors import UserError
+from components.common.contracts.settings import resolve
+from components.train.config import TrainConfig
+from enginery.cli.commands import cli
+from enginery.cli.run import command_for
+from enginery.local.parameters import STEP_CONFIGS, PipelineFile, load_pipeline, resolve_arguments
+from enginery.local.run import StateDirectory, run_locally
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+Arguments = Callable[..., dict[str, Any]]
+OWN_PIPELINE = """
+from kfp import dsl
+
+@dsl.component(base_image="python:3.11", packages_to_install=[])
+def show(number: int, share: float, text: str, yes: bool, numbers: list):
+    print(number)
+
+@dsl.pipeline(name="own")
+def own(number: int = 3, share: float = 0.5, text: str = "a", yes: bool = False, numbers: list = [1]):
+    show(number=number, share=share, text=text, yes=yes, numbers=numbers)
+"""
+
+
+@pytest.fixture(scope="module")
+def resnet50() -> PipelineFile:
+    return load_pipeline(REPOSITORY / "pipelines/resnet50.py")
+
+
+@pytest.fixture(scope="module")
+def quantize() -> PipelineFile:
+    return load_pipeline(REPOSITORY / "pipelines/quantize.py")
+
+
+@pytest.fixture
+def arguments(resnet50: PipelineFile, tmp_path: Path) -> Arguments:
+    """`arguments(yaml, "--set"s, flags)` of resnet50; `data` is given."""
+
+    def resolved(text: str = "", *assignments: str, **flags: str) -> dict[str, Any]:
+        config = tmp_path / "config.yaml"
+        config.write_text(text)
+        flags = {"data": "images", **flags}
+        return resolve_arguments(resnet50, config_file=config, flags=flags, assignments=assignments)
+
+    return resolved
+
+
+def test_defaults_are_the_pipelines(arguments: Arguments) -> None:
+    values = arguments()
+    assert (values["epochs"], values["learning_rate"], values["architecture"]) == (90, 0.2, "resnet50")
+    assert [values[step] for step in STEP_CONFIGS] == [{}] * 6
+
+
+@pytest.mark.parametrize(
+    ("text", "assignments", "flags", "expected"),
+    [
+        (
+            "epochs: 7\nglobal_batch_size: 64\n",  # a flag wins over the file, and that over the default
+            [],
+            {"epochs": "5"},
+            {"epochs": 5, "global_batch_size": 64, "image_size": 224},
+        ),
+        (
+            "train:\n  weight_decay: 1e-3\n  momentum: 0.8\n",  # --set wins over the file, and leaves the rest
+            ["train.weight_decay=1e-4", "gate.min_speedup=1.5"],
+            {},
+            {"train": {"weight_decay": 1e-4, "momentum": 0.8}, "gate": {"min_speedup": 1.5}},
+        ),
+        ("", [], {}, {"latency_budget": ""}),
+        ("", [], {"latency_budget": "7 ms"}, {"latency_budget": "7ms"}),  # one setting, however it is typed
+        ("latency_budget: 7\n", [], {}, {"latency_budget": "7ms"}),
+        ("", ["validate.latency_budget=0.007s"], {}, {"latency_budget": "7ms"}),
+        (
+            "train:\n  epochs: 4\n",  # the long name of a plain input sets it
+            ["export.num_calibration_images=64"],
+            {},
+            {"epochs": 4, "num_calibration_images": 64, "train": {}, "export": {}},
+        ),
+        ("", [], {"epochs": "5", "learning_rate": "0.1"}, {"epochs": 5, "learning_rate": 0.1}),
+    ],
+)
+def test_what_wins(
+    arguments: Arguments, text: str, assignments: list[str], flags: dict[str, str], expected: dict[str, Any]
+) -> None:
+    values = arguments(text, *assignments, **flags)
+    assert {name: values[name] for name in expected} == expected
+    assert [type(values[name]) for name in expected] == [type(value) for value in expected.values()]
+
+
+def test_a_mapping_can_be_set(arguments: Arguments) -> None:
+    values = arguments("", "train.augmentation={min_area: 0.5, flip_probability: 0}")
+    expected = {"min_area": 0.5, "flip_probability": 0.0, "max_aspect_ratio": 4 / 3}
+    assert expected.items() <= values["train"]["augmentation"].items()
+
+
+INVALID = [
+    ("--set train.weigth_decay=1", "train.weigth_decay", "did you mean train.weight_decay?"),
+    ("--set train.zzz=1", "train.zzz", "valid keys: architecture, image_size"),
+    ("train:\n  momentun: 1\n", "train.momentun", "did you mean train.momentum?"),
+    ("--epochs many", "train.epochs", "an integer of at least 1 (default 90)"),
+    ("--epochs 1.5", "train.epochs", "an integer"),
+    ("--global_batch_size -8", "train.global_batch_size", "an integer of at least 2"),
+    ("--learning_rate nan", "train.learning_rate", ""),
+    ("--learning_rate inf", "train.learning_rate", ""),
+    ("--calibration_method magic", "export.calibration_method", "needs one of "),
+    ("--latency_budget soon", "validate.latency_budget", "such as 7ms"),
+    ("--data ", "preprocess.data", ""),
+    ("--set train.augmentation={min_aera: 0.5}", "train.augmentation.min_aera", "train.augmentation.min_area?"),
+    ("--set train.augmentation={min_area: 2}", "train.augmentation.min_area", "a number above 0 and at most 1"),
+    (
+        "--set train.augmentation.min_area=1",
+        "train.augmentation.min_area",
+        "'train.augmentation={min_area: VALUE}'",
+    ),
+    ("--set train.augmentation=1", "train.augmentation", "a mapping of min_area, max_aspect_ratio, flip_prob"),
+    ("--set train.image_size=7", "train.image_size", "at least 32 and at most 1024 (default 224)"),
+    ("--set train.verify=maybe", "train.verify", "true or false (default false)"),
+    ("--set export.mean=3", "export.mean", "a list of 3 numbers, such as [0.485, 0.456, 0.406]"),
+    ("--set export.std=[1, 1]", "export.std", "a list of 3 numbers, such as [0.229, 0.224, 0.225]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "setting", "words"),
+    [
+        *(("invalid-setting", *row) for row in INVALID),
+        ("unknown-input", "epoch: 3\n", "epoch", "did you mean epochs?"),
+        ("unknown-input", "zzz: 3\n", "zzz", "valid: data, architecture"),
+        ("unknown-input", "--set tain.momentum=1", "tain", "did you mean train?"),
+        ("set-not-key-value", "--set momentum=1", "--set", ""),
+        ("set-not-key-value", "--set train.momentum", "--set", ""),
+        ("set-the-gate", "--set export.gate={min_top1_pct: 1}", "export.gate", ""),
+        ("not-a-mapping", "train: 3\n", "train", ""),
+        ("invalid-yaml", "--set train.augmentation={a", "", ""),
+        ("invalid-yaml", "- a\n", "", ""),
+        ("invalid-yaml", "a: [\n", "", ""),
+    ],
+)
+def test_what_is_refused_and_how(arguments: Arguments, code: str, given: str, setting: str, words: str) -> None:
+    """`given` is an option with its value, or the text of a file."""
+    option, _, value = given.partition(" ")
+    text = "" if option.startswith("--") else given
+    flags = {option[2:]: value} if option.startswith("--") and option != "--set" else {}
+    with pytest.raises(UserError) as caught:
+        arguments(text, *([value] if option == "--set" else []), **flags)
+    assert (caught.value.exit_code, caught.value.code) == (2, code)
+    assert caught.value.setting.startswith(setting)
+    assert words in str(caught.value)
+
+
+def test_all_errors_of_all_steps_come_at_once(arguments: Arguments) -> None:
+    with pytest.raises(UserError) as caught:
+        arguments("", "train.momentum=2", "gate.precision=int4", "export.mean=[0.5]", epochs="0")
+    expected = ["train.epochs", "train.momentum", "export.mean[1]", "export.mean[2]", "gate.precision"]
+    assert sorted(line.partition(":")[0] for line in str(caught.value).splitlines()) == sorted(expected)
+
+
+def test_what_a_run_needs_is_asked_for(resnet50: PipelineFile, quantize: PipelineFile, tmp_path: Path) -> None:
+    for file, flags, setting in ((resnet50, {}, "--data"), (quantize, {"data": "a"}, "--model")):
+        with pytest.raises(UserError) as caught:
+            resolve_arguments(file, config_file=None, flags=flags, assignments=[])
+        assert (caught.value.code, caught.value.setting) == ("missing-input", setting)
+    with pytest.raises(UserError) as caught:
+        resolve_arguments(resnet50, config_file=tmp_path / "absent.yaml", flags={"data": "a"}, assignments=[])
+    assert caught.value.code == "no-config-file"
+
+
+def test_kfp_hands_integers_over_as_floats() -> None:
+    config = resolve(TrainConfig, "train", {"epochs": 5.0, "seed": 0.0, "global_batch_size": 64.0})
+    assert (config.epochs, config.seed, config.global_batch_size) == (5, 0, 64)
+    assert type(config.epochs) is int
+    with pytest.raises(UserError) as caught:
+        resolve(TrainConfig, "train", {"epochs": 5.5})
+    assert caught.value.setting == "train.epochs"
+
+
+def test_paths_become_absolute_and_uris_stay(
+    quantize: PipelineFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    def paths(data: str, model: str, *, local: bool = True) -> tuple[str, str]:
+        flags = {"data": data, "model": model}
+        values = resolve_arguments(quantize, config_file=None, flags=flags, assignments=[], local=local)
+        return values["data"], values["model"]
+
+    assert paths("images", "~/model.onnx") == (str(tmp_path / "images"), "/home/somebody/model.onnx")
+    assert paths("s3://bucket/images", "/abs/m.onnx") == ("s3://bucket/images", "/abs/m.onnx")
+    assert paths("file:/images", "/abs/m.onnx")[0] == "file:/images"
+    assert paths("images", "mnt/model.onnx", local=False) == ("images", "mnt/model.onnx")
+
+
+def test_python3_in_a_value_is_refused_before_anything_runs(
+    resnet50: PipelineFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    values = resolve_arguments(
+        resnet50, config_file=None, flags={"data": "/data/python3/images"}, assignments=["gate.min_speedup=1"]
+    )
+    with pytest.raises(UserError) as caught:
+        run_locally(resnet50, values)
+    assert (caught.value.code, caught.value.setting) == ("python3-in-value", "--data")
+    assert not (tmp_path / "home").exists()
+
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "python3.11"))
+    with pytest.raises(UserError) as caught:
+        StateDirectory.current()
+    assert (caught.value.code, caught.value.setting) == ("state-directory-unusable", "ENGINERY_HOME")
+
+
+@pytest.mark.parametrize("name", ["resnet50", "quantize"])
+def test_help_lists_every_input_and_every_setting_with_its_default(name: str) -> None:
+    path = REPOSITORY / f"pipelines/{name}.py"
+    file = load_pipeline(path)
+    result = CliRunner().invoke(command_for(path), ["--help"], terminal_width=200)
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    plain = file.plain_inputs()
+    assert len(plain) >= 9
+    for name_ in plain:
+        spec = file.inputs[name_]
+        assert f"--{name_.replace('_', '-')} " in text
+        expected = "[required]" if not spec.optional else f"[default: {spec.default}]"
+        assert expected in text or spec.default == ""
+    settings = 0
+    for step in file.steps:
+        for key, field in STEP_CONFIGS[step].model_fields.items():
+            if step in file.owners(key) or (step, key) in (
+                ("export", "gate"),
+                ("validate", "gate"),
+            ):  # comes from the gate
+                assert f"{step}.{key} " not in text
+                continue
+            position = text.index(f"{step}.{key} (")
+            assert "[default:" in text[position : position + 400], key
+            assert (field.description or "?")[:30] in text[position : position + 400]
+            settings += 1
+    assert settings > 25
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "code"),
+    [
+        ("absent.py", None, "no-pipeline-file"),
+        ("empty.py", "x = 1\n", "no-pipeline-in-file"),
+        ("broken.py", "import nothing_of_that_name\n", "pipeline-not-importable"),
+        ("text.md", "# Text\n", "pipeline-not-python"),
+    ],
+)
+def test_files_that_are_no_pipeline(tmp_path: Path, name: str, source: str | None, code: str) -> None:
+    if source is not None:
+        (tmp_path / name).write_text(source)
+    with pytest.raises(UserError) as caught:
+        load_pipeline(tmp_path / name)
+    assert caught.value.code == code
+
+
+def test_inputs_of_a_pipeline_of_ones_own_get_the_type_they_declare(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_PIPELINE)
+    file = load_pipeline(tmp_path / "own.py")
+    flags = {"number": "5", "share": "1", "yes": "true", "numbers": "[1, 2]"}
+    values = resolve_arguments(file, config_file=None, flags=flags, assignments=[])
+    assert values == {"number": 5, "share": 1.0, "text": "a", "yes": True, "numbers": [1, 2]}
+    assert type(values["share"]) is float
+    with pytest.raises(UserError) as caught:
+        resolve_arguments(file, config_file=None, flags={"number": "five"}, assignments=[])
+    assert (caught.value.code, caught.value.setting) == ("invalid-input", "number")
+
+
+def test_the_file_comes_first() -> None:
+    """Which options there are, only the file says."""
+    result = CliRunner().invoke(cli, ["run", "--in-containers", "pipelines/resnet50.py"])
+    assert result.exit_code == 2
+    assert "FILE.py comes first, before --in-containers: enginery run FILE.py --in-containers" in result.output
