@@ -139,7 +139,6 @@ _HIT, _MISS = (22 / 255, 163 / 255, 74 / 255), (220 / 255, 38 / 255, 38 / 255)  
 _MAX_MARKERS = 30  # points of a curve, above which only its line is drawn
 _MAX_BATCHES = 4  # batch sizes written at their points
 _MAX_NAMED = 20  # classes named beside a picture of a confusion matrix
-_MAX_NAME = 18  # characters
 _MAX_RATIO = 20  # of costs, above which the small ones could not be seen on a linear scale
 _WIDTH_INCHES = 9.2  # the page's full width, at which the text has the size of the page's
 _ROW_INCHES = 0.23  # of a chart with a row for each trial or layer
@@ -223,7 +222,7 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
         axes = figure.add_subplot()
         axes.imshow(np.dstack([cells, opacity]), interpolation="none")
         named = np.unique(np.linspace(0, len(classes) - 1, _MAX_NAMED).round().astype(int)).tolist()
-        axes.set_yticks(named, [_shortened(classes[index]) for index in named], fontsize=8.5)
+        axes.set_yticks(named, [shortened(classes[index]) for index in named], fontsize=8.5)
         axes.set_xticks([])
         axes.set_xlabel("prediction, in the same order")
         axes.set_ylabel("label")
@@ -345,8 +344,9 @@ def _point(
     axes.plot([x], [y], color=color, marker=marker, markerfacecolor=face, linestyle="", markersize=6, label=label)
 
 
-def _shortened(name: str) -> str:
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
+def shortened(name: str, max_length: int = 18) -> str:
+    """A name cut to a number of characters."""
+    return name if len(name) <= max_length else f"{name[: max_length - 1]}…"
 
 
 def _scientific(value: float) -> str:

@@ -28,6 +28,7 @@ from components.common.runtimes import RuntimeOption
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.selection import RuntimeSelection, select_runtimes
 from components.common.runtimes.torch import TorchGraph, UnsupportedOperators
+from components.validate.charts import shortened
 from components.validate.saliency import Layer, MapKind, chosen_layers, feature_layers, layer_maps, similarity
 
 
@@ -256,7 +257,7 @@ def picture(explanations: Sequence[Explanation], classes: Sequence[str], kind: M
         title: one line above everything, such as the model's name.
     """
     num_layers = len(explanations[0].layers)
-    longest = max(len(_shortened(classes[index])) for entry in explanations for index in _top_classes(entry))
+    longest = max(len(shortened(classes[index], _MAX_NAME)) for entry in explanations for index in _top_classes(entry))
     names = 0.3 + _CHARACTER_INCHES * longest
     widths = [2 * _MAP_INCHES, names + _BARS_INCHES, *([_MAP_INCHES] * num_layers)]
     size = (sum(widths) + 1.3, _HEAD_INCHES + _BLOCK_INCHES * len(explanations))
@@ -319,7 +320,7 @@ def _draw_bars(
         axes.barh(rows, values, 0.86 * height, color=_COLORS[entry.precision], label=entry.precision.upper())
         for row, value in zip(rows, values, strict=True):
             axes.text(value + 0.02, row, _percent(value), va="center", fontsize=7.5, color=_TEXT)
-    axes.set_yticks(range(len(shown)), [_shortened(classes[index]) for index in shown])
+    axes.set_yticks(range(len(shown)), [shortened(classes[index], _MAX_NAME) for index in shown])
     axes.set_ylim(len(shown) - 0.45, -0.55)
     axes.set_xlim(0, 1.32)
     axes.set_xticks([0, 0.5, 1])
@@ -391,7 +392,3 @@ def _wrapped(text: str, width: int) -> str:
 
 def _percent(value: float) -> str:
     return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"

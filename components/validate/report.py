@@ -21,6 +21,7 @@ from markupsafe import Markup
 from PIL import Image, ImageOps
 from pydantic import BaseModel
 
+from components.common.contracts.digests import short
 from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, write_atomically
@@ -421,7 +422,7 @@ def _templates() -> Environment:
         "probability": report_text.probability,
         "count": "{:,}".format,
         "megabytes": report_text.megabytes,
-        "short": report_text.short,
+        "short": short,
         "yaml": _yaml,
         "markdown": _markdown,
         "markdown_code": _markdown_code,

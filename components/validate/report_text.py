@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from components.common.contracts.digests import short
 from components.common.contracts.environment import Environment
 from components.common.contracts.records import (
     FP16_MANTISSA_BITS,
@@ -45,11 +46,6 @@ def probability(value: float) -> str:
 def megabytes(value: int) -> str:
     """Bytes in units of 1,000,000."""
     return f"{value / 1e6:,.1f}"
-
-
-def short(digest: str) -> str:
-    """The start of a digest, enough to tell it from the others of a report."""
-    return digest.removeprefix("sha256:")[:12]
 
 
 _FEW_CLASSES = 3  # that lose so much that the rest does not matter

@@ -37,7 +37,7 @@ _MAX_SPREAD = 0.25  # of a speed-up: the width of its interval over its median
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Load:
+class Workload:
     """One way to run a model. In the order in which they are measured: contexts of further streams stay in memory."""
 
     num_streams: int
@@ -103,25 +103,25 @@ def measure_speed(
     """
     on_gpu = any(runs_plans(runner.runtime) for _, runner in runners)
     ways = [
-        (load, precision, runner)
-        for load in planned_loads(config, on_gpu, max_batch)
+        (workload, precision, runner)
+        for workload in planned_workloads(config, on_gpu, max_batch)
         for precision, runner in runners
-        if runs(RUNTIMES[runner.runtime], load)
+        if runs(RUNTIMES[runner.runtime], workload)
     ]
     gpu = monitor_of(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
-    cpus = {} if on_gpu else {(load, precision): CpuMonitor() for load, precision, _ in ways}
-    measured: dict[tuple[Load, Precision], list[_Turn]] = {}
+    cpus = {} if on_gpu else {(workload, precision): CpuMonitor() for workload, precision, _ in ways}
+    measured: dict[tuple[Workload, Precision], list[_Turn]] = {}
     for turn in range(config.benchmark_repeats):
-        for index, (load, precision, runner) in enumerate(ways):
-            progress(turn * len(ways) + index, config.benchmark_repeats * len(ways), f"{precision}, {load}")
-            timing = _measure(config, runner, load, gpu or cpus.get((load, precision)))
+        for index, (workload, precision, runner) in enumerate(ways):
+            progress(turn * len(ways) + index, config.benchmark_repeats * len(ways), f"{precision}, {workload}")
+            timing = _measure(config, runner, workload, gpu or cpus.get((workload, precision)))
             reading = gpu.reading() if gpu is not None else None
             found = _Turn(timing=timing, reading=reading, memory_bytes=runner.memory_bytes)
-            measured.setdefault((load, precision), []).append(found)
+            measured.setdefault((workload, precision), []).append(found)
     progress(config.benchmark_repeats * len(ways), config.benchmark_repeats * len(ways), "")
     rows = [
-        _row(precision, runner, load, measured[load, precision], cpus.get((load, precision)))
-        for load, precision, runner in ways
+        _row(precision, runner, workload, measured[workload, precision], cpus.get((workload, precision)))
+        for workload, precision, runner in ways
     ]
     return tuple(row.model_copy(update={"over": _speedups(row, rows)}) for row in rows)
 
@@ -155,45 +155,45 @@ def speedup(own: BenchmarkRow, reference: BenchmarkRow) -> Speedup:
     return Speedup(median=median, low=low, high=high, doubt=doubt)
 
 
-def planned_loads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> list[Load]:
+def planned_workloads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> list[Workload]:
     """Ways in which each precision is measured, in order: one stream first, then with the copies, then by batch."""
     on_cpu = (_CPU_BUDGET_BATCHES, _CPU_BUDGET_STREAMS) if config.latency_budget else (_CPU_BATCHES, _CPU_STREAMS)
     default_sizes, default_streams = (_GPU_BATCHES, _GPU_STREAMS) if on_gpu else on_cpu
     sizes = {size for size in config.benchmark_batch_sizes or default_sizes if size <= max_batch}
     streams = set(config.benchmark_streams or default_streams) - {1}
-    loads = [Load(num_streams=1, without_transfers=False, batch_size=size) for size in sizes]
-    loads += [
-        Load(num_streams=1, without_transfers=True, batch_size=size)
+    workloads = [Workload(num_streams=1, without_transfers=False, batch_size=size) for size in sizes]
+    workloads += [
+        Workload(num_streams=1, without_transfers=True, batch_size=size)
         for size in sizes & set(config.benchmark_no_transfer_batch_sizes)
     ]
-    loads += [
-        Load(num_streams=number, without_transfers=False, batch_size=size)
+    workloads += [
+        Workload(num_streams=number, without_transfers=False, batch_size=size)
         for size in sizes & set(config.benchmark_stream_batch_sizes)
         for number in streams
     ]
-    return sorted(loads)
+    return sorted(workloads)
 
 
-def runs(runtime: Runtime, load: Load) -> bool:
+def runs(runtime: Runtime, workload: Workload) -> bool:
     """True if a runtime can be measured in this way."""
-    streams = load.num_streams == 1 or runtime.measures_streams
-    return streams and (not load.without_transfers or runtime.measures_without_transfers)
+    streams = workload.num_streams == 1 or runtime.measures_streams
+    return streams and (not workload.without_transfers or runtime.measures_without_transfers)
 
 
-def _measure(config: ValidateConfig, runner: Runner, load: Load, monitor: PowerMonitor | None) -> Timing:
+def _measure(config: ValidateConfig, runner: Runner, workload: Workload, monitor: PowerMonitor | None) -> Timing:
     return runner.measure(
-        load.batch_size,
+        workload.batch_size,
         warmup_s=config.benchmark_warmup_seconds,
         duration_s=config.benchmark_seconds / config.benchmark_repeats,
         min_iterations=config.min_iterations,
-        with_transfers=not load.without_transfers,
-        num_streams=load.num_streams,
+        with_transfers=not workload.without_transfers,
+        num_streams=workload.num_streams,
         monitor=monitor,
     )
 
 
 def _row(
-    precision: Precision, runner: Runner, load: Load, turns: Sequence[_Turn], cpu: CpuMonitor | None
+    precision: Precision, runner: Runner, workload: Workload, turns: Sequence[_Turn], cpu: CpuMonitor | None
 ) -> BenchmarkRow:
     readings = [turn.reading for turn in turns if turn.reading is not None]
     rates = tuple(turn.timing.images_per_s for turn in turns)
@@ -206,9 +206,9 @@ def _row(
     return BenchmarkRow(
         precision=precision,
         runtime=runner.runtime,
-        batch_size=load.batch_size,
-        num_streams=load.num_streams,
-        with_transfers=not load.without_transfers,
+        batch_size=workload.batch_size,
+        num_streams=workload.num_streams,
+        with_transfers=not workload.without_transfers,
         num_repeats=len(turns),
         images_per_s=images_per_s,
         turns_images_per_s=rates,

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from components.common.contracts.digests import short
 from enginery.formats import new_console
-from enginery.registry.compare import short
 from enginery.registry.models import open_registry
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from components.common.contracts.container_images import IMAGE_OF, REGISTRY, TAG, reference
 from components.common.contracts.errors import UserError, holds_secret
-from components.common.contracts.settings import inner_model, load_yaml, show_value, translate_errors
+from components.common.contracts.settings import format_errors, inner_model, load_yaml, show_value
 
 GPU_STEPS = ("train", "export", "validate")
 PRODUCT_LABEL = "nvidia.com/gpu.product"
@@ -329,7 +329,7 @@ def load_settings(path: Path | None, *, num_nodes: int | None = None) -> Cluster
         return ClusterSettings.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         where = path or "--num-nodes"
-        problems = translate_errors(error, ClusterSettings)
+        problems = format_errors(error, ClusterSettings)
         text = "\n".join(f"{where}: {message}" for _, message in problems)
         raise UserError(text, code="bad-cluster-settings", setting=problems[0][0]) from None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from components.common.contracts.digests import short
 from components.common.contracts.records import PRECISIONS
 from enginery.local.summary import PrecisionRow, RunSummary
 
@@ -86,11 +87,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
     return flat
-
-
-def short(digest: str) -> str:
-    """The start of a digest, enough to tell two apart."""
-    return digest.removeprefix("sha256:")[:12]
 
 
 def _differences(labels: Sequence[str], entries: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:

@@ -22,6 +22,11 @@ def digest_file(path: Path) -> str:
     return "sha256:" + sha.hexdigest()
 
 
+def short(digest: str) -> str:
+    """The start of a digest, enough to tell it from others beside it."""
+    return digest.removeprefix("sha256:")[:12]
+
+
 def canonical_json(value: Any) -> bytes:
     """The one serialization of a JSON value that digests are taken of: sorted keys, no spaces, UTF-8."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()

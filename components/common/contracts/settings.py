@@ -53,17 +53,17 @@ def resolve(config: type[Config], step: str, *layers: Mapping[str, Any]) -> Conf
     try:
         return config.model_validate(merged)
     except ValidationError as error:
-        problems = translate_errors(error, config, step)
+        problems = format_errors(error, config, step)
         text = "\n".join(message for _, message in problems)
         raise UserError(text, code="invalid-setting", setting=problems[0][0]) from None
 
 
-def translate_errors(error: ValidationError, config: type[BaseModel], prefix: str = "") -> list[tuple[str, str]]:
+def format_errors(error: ValidationError, config: type[BaseModel], prefix: str = "") -> list[tuple[str, str]]:
     """The setting at fault in each problem, as the user writes it, and a message on it."""
-    return [_translate(problem, config, prefix) for problem in error.errors()]
+    return [_format_error(problem, config, prefix) for problem in error.errors()]
 
 
-def _translate(problem: ErrorDetails, config: type[BaseModel], prefix: str) -> tuple[str, str]:
+def _format_error(problem: ErrorDetails, config: type[BaseModel], prefix: str) -> tuple[str, str]:
     location = [part for part in problem["loc"] if part != "[key]"]
     owner, field = _locate(config, location)
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]

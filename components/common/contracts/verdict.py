@@ -115,7 +115,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class CheckSpec:
     """One check of the gate.
 
     Attributes:
@@ -132,7 +132,7 @@ class Check:
     name: str
     unit: str
     setting: str
-    measure: Callable[["Check", Evidence, float], GateCheck]
+    measure: Callable[["CheckSpec", Evidence, float], GateCheck]
     kind: Literal["drop", "accuracy", "speedup", "latency", "size"]
     reference: Precision = "fp32"
     is_limit: bool = False
@@ -170,12 +170,12 @@ def _text(measured: float, threshold: float) -> str:
     return f"{measured:.{decimals}f}"
 
 
-def _top1_drop(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
+def _top1_drop(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
     fp32_pct, own_pct = evidence.top1_pct
     return _proved(check.at_most(allowed, "top-1 drop", fp32_pct - own_pct), evidence, allowed)
 
 
-def _relative_top1(check: Check, evidence: Evidence, threshold: float) -> GateCheck:
+def _relative_top1(check: CheckSpec, evidence: Evidence, threshold: float) -> GateCheck:
     """The share that remains is the drop in other words: FP32's top-1 counts as it was measured."""
     fp32_pct, own_pct = evidence.top1_pct
     if fp32_pct == 0:
@@ -207,7 +207,7 @@ def _proved(check: GateCheck, evidence: Evidence, allowed_points: float, of: str
     return check.model_copy(update={"verdict": verdict, "explanation": text})
 
 
-def _above_chance(check: Check, evidence: Evidence, _: float) -> GateCheck:
+def _above_chance(check: CheckSpec, evidence: Evidence, _: float) -> GateCheck:
     """FP32 and the precision against a model that always answers the most frequent class: exact binomial test."""
     share_pct = evidence.accuracy.most_frequent_pct
     if share_pct is None:
@@ -225,7 +225,7 @@ def _above_chance(check: Check, evidence: Evidence, _: float) -> GateCheck:
     return check.found("fail", share_pct, text, top1)
 
 
-def _classes(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
+def _classes(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
     """Fail for classes that significantly lose more than is allowed.
 
     A loss that is larger but may be chance is neither: it is what was measured, and says too little.
@@ -255,13 +255,13 @@ def _class_text(entry: ClassLoss, allowed: float) -> str:
     return f"{entry.name} by {_text(-entry.delta_points, allowed)} points ({entry.num_images} images)"
 
 
-def _images(check: Check, evidence: Evidence, least: float) -> GateCheck:
+def _images(check: CheckSpec, evidence: Evidence, least: float) -> GateCheck:
     num_images = evidence.own.num_images
     text = f"{num_images:,} validation {check.unit}, at least {least:,}"
     return check.found("pass" if num_images >= least else "not enough evidence", least, text, num_images)
 
 
-def _speedup(check: Check, evidence: Evidence, threshold: float) -> GateCheck:
+def _speedup(check: CheckSpec, evidence: Evidence, threshold: float) -> GateCheck:
     """Judge by the whole interval of the turns: where it holds the threshold, or is in doubt, nothing is proved."""
     benchmark, own, reference = evidence.benchmark, evidence.own.precision, check.reference
     largest = largest_batch(benchmark)
@@ -282,7 +282,7 @@ def _speedup(check: Check, evidence: Evidence, threshold: float) -> GateCheck:
     return judged
 
 
-def _p99(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
+def _p99(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
     benchmark, precision, batch_size = evidence.benchmark, evidence.own.precision, evidence.thresholds.p99_batch_size
     row = benchmark.row(precision, batch_size)
     if row is None:
@@ -295,16 +295,16 @@ def _p99(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
     return judged
 
 
-def _least_top1(check: Check, evidence: Evidence, threshold: float) -> GateCheck:
+def _least_top1(check: CheckSpec, evidence: Evidence, threshold: float) -> GateCheck:
     return check.at_least(threshold, "top-1", evidence.top1_pct[1])
 
 
-def _size(check: Check, evidence: Evidence, allowed: float) -> GateCheck:
+def _size(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
     return check.at_most(allowed, "file size", evidence.own.size_bytes / 1e6)
 
 
 _TABLE = (
-    Check(
+    CheckSpec(
         name="top1_drop_points",
         unit="points",
         setting="max_top1_drop_points",
@@ -312,17 +312,21 @@ _TABLE = (
         kind="drop",
         is_always_asked=True,
     ),
-    Check(name="relative_top1_pct", unit="%", setting="min_relative_top1_pct", measure=_relative_top1, kind="drop"),
-    Check(name="above_chance", unit="%", setting="require_above_chance", measure=_above_chance, kind="accuracy"),
-    Check(name="top1_pct", unit="%", setting="min_top1_pct", measure=_least_top1, kind="accuracy", is_limit=True),
-    Check(name="class_drop_points", unit="points", setting="max_class_drop_points", measure=_classes, kind="accuracy"),
-    Check(name="validation_images", unit="images", setting="min_validation_images", measure=_images, kind="accuracy"),
-    Check(name="speedup", unit="x", setting="min_speedup", measure=_speedup, kind="speedup"),
-    Check(
+    CheckSpec(name="relative_top1_pct", unit="%", setting="min_relative_top1_pct", measure=_relative_top1, kind="drop"),
+    CheckSpec(name="above_chance", unit="%", setting="require_above_chance", measure=_above_chance, kind="accuracy"),
+    CheckSpec(name="top1_pct", unit="%", setting="min_top1_pct", measure=_least_top1, kind="accuracy", is_limit=True),
+    CheckSpec(
+        name="class_drop_points", unit="points", setting="max_class_drop_points", measure=_classes, kind="accuracy"
+    ),
+    CheckSpec(
+        name="validation_images", unit="images", setting="min_validation_images", measure=_images, kind="accuracy"
+    ),
+    CheckSpec(name="speedup", unit="x", setting="min_speedup", measure=_speedup, kind="speedup"),
+    CheckSpec(
         name="speedup_fp16", unit="x", setting="min_speedup_fp16", measure=_speedup, kind="speedup", reference="fp16"
     ),
-    Check(name="p99_ms", unit="ms", setting="max_p99_ms", measure=_p99, kind="latency", is_limit=True),
-    Check(name="size_mb", unit="MB", setting="max_size_mb", measure=_size, kind="size", is_limit=True),
+    CheckSpec(name="p99_ms", unit="ms", setting="max_p99_ms", measure=_p99, kind="latency", is_limit=True),
+    CheckSpec(name="size_mb", unit="MB", setting="max_size_mb", measure=_size, kind="size", is_limit=True),
 )
 CHECKS = {check.name: check for check in _TABLE}  # in the order in which they are shown
 
@@ -353,7 +357,7 @@ def accuracy_checks(thresholds: Thresholds, accuracy: AccuracyReport, own: Accur
     return _run(evidence, [check for check in _TABLE if check.kind in ("drop", "accuracy")])
 
 
-def _run(evidence: Evidence, checks: Iterable[Check]) -> list[GateCheck]:
+def _run(evidence: Evidence, checks: Iterable[CheckSpec]) -> list[GateCheck]:
     """Those of the checks that are asked for; the first one alone where there is no top-1 to judge."""
     for row in (evidence.own, evidence.accuracy.row("fp32")):
         if row.top1_pct is None:

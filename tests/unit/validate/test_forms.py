@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from components.common.contracts.digests import short
 from components.common.contracts.records import ClassLoss, Recommendation
 from components.common.contracts.verdict import Thresholds
 from components.validate.report import write_report
@@ -22,7 +23,6 @@ from components.validate.report_text import (
     probability,
     provenance_facts,
     selection_facts,
-    short,
     signed,
 )
 from components.validate.schema import Report

@@ -32,7 +32,7 @@ from components.validate.speed import (
     budget_metrics,
     budget_text,
     measure_speed,
-    planned_loads,
+    planned_workloads,
     runs,
     speedup,
     within_budget,
@@ -139,7 +139,7 @@ def test_a_runtime_without_streams_says_so(model: Path) -> None:
 
 
 def as_text(config: ValidateConfig, *, on_gpu: bool, max_batch: int = 128) -> list[str]:
-    return [str(load) for load in planned_loads(config, on_gpu, max_batch)]
+    return [str(load) for load in planned_workloads(config, on_gpu, max_batch)]
 
 
 def test_defaults_measure_much_on_gpus_and_little_on_cpus() -> None:
@@ -164,9 +164,9 @@ def test_defaults_measure_much_on_gpus_and_little_on_cpus() -> None:
         *(f"batch {size}" for size in (1, 2, 4, 8, 16)),
         *(f"batch {size}, {number} streams" for number in (2, 4) for size in (1, 8)),
     ]
-    loads = planned_loads(ValidateConfig(), False, 128)
+    loads = planned_workloads(ValidateConfig(), False, 128)
     assert [runs(RUNTIMES["openvino"], load) for load in loads] == [True, True, False]
-    assert all(runs(RUNTIMES["tensorrt"], load) for load in planned_loads(ValidateConfig(), True, 128))
+    assert all(runs(RUNTIMES["tensorrt"], load) for load in planned_workloads(ValidateConfig(), True, 128))
 
 
 def test_every_part_is_a_setting() -> None:
