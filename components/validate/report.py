@@ -78,7 +78,7 @@ def class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions)
     counts, right_fp32, right_own = (images_of(mask) for mask in (own.labels >= 0, fp32.right, own.right))
     lost, gained = images_of(fp32.right & ~own.right), images_of(~fp32.right & own.right)
     tested = [index for index in range(len(classes)) if lost[index] + gained[index]]
-    corrected = dict(zip(tested, holm([mcnemar(lost[index], gained[index]).p_value for index in tested]), strict=True))
+    corrected = dict(zip(tested, holm([mcnemar(lost[index], gained[index])[0] for index in tested]), strict=True))
     changes = [
         ClassChange(
             name=name,

@@ -267,8 +267,8 @@ def class_sentences(report: Report) -> list[str]:
     """Which classes each precision recognizes surely less often than FP32, or which loses most."""
     sentences = [_classes(row) for row in report.accuracy.rows if row.comparison is not None]
     sentences += _unseen_classes(report) if sentences else []
-    explained = f"p is McNemar's, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
-    return [*sentences, explained] if sentences else []
+    meaning = f"p is McNemar's, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
+    return [*sentences, meaning] if sentences else []
 
 
 def _classes(row: AccuracyRow) -> str:

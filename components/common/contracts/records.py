@@ -258,7 +258,7 @@ class PairedComparison(Record):
     def of(cls, num_images: int, num_lost: int, num_gained: int) -> Self:
         """All that follows from the counts."""
         counts = num_images, num_lost, num_gained
-        test = mcnemar(num_lost, num_gained)
+        p_value, test = mcnemar(num_lost, num_gained)
         return cls(
             num_images=num_images,
             num_lost=num_lost,
@@ -266,8 +266,8 @@ class PairedComparison(Record):
             delta_top1_points=100 * (num_gained - num_lost) / max(num_images, 1),
             drop_lower_points=drop_lower(*counts),
             drop_upper_points=drop_upper(*counts),
-            mcnemar_p=test.p_value,
-            mcnemar_test=test.test,
+            mcnemar_p=p_value,
+            mcnemar_test=test,
         )
 
     @model_validator(mode="before")

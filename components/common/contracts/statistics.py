@@ -175,28 +175,20 @@ def chance_of(num_correct: int, num_images: int, share: float) -> float:
     return beta_cdf(share, num_correct, num_images - num_correct + 1) if num_correct > 0 else 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class McNemar:
-    """Test of whether two models that saw the same images differ by more than chance."""
+def mcnemar(num_lost: int, num_gained: int) -> tuple[float, Literal["exact binomial", "chi-square"]]:
+    """Two-sided p-value of McNemar's test, and how it was computed.
 
-    p_value: float  # two-sided
-    test: Literal["exact binomial", "chi-square"]
-
-
-def mcnemar(num_lost: int, num_gained: int) -> McNemar:
-    """McNemar's test: if the models were equally good, an image that they differ on is as often lost as gained.
-
-    Below 25 such images the exact binomial test; from there the chi-square approximation with Edwards' continuity
-    correction (McNemar, "Note on the sampling error of the difference between correlated proportions", 1947;
-    Edwards, 1948). Without any, p is 1.
+    If two models were equally good, an image that they differ on is as often lost as gained. Below 25 such images the
+    exact binomial test; from there the chi-square approximation with Edwards' continuity correction (McNemar, "Note on
+    the sampling error of the difference between correlated proportions", 1947; Edwards, 1948). Without any, p is 1.
     """
     total, smaller = num_lost + num_gained, min(num_lost, num_gained)
     if total < _MIN_CHI_SQUARE:
         tail = sum(math.comb(total, count) for count in range(smaller + 1))
-        return McNemar(p_value=min(1.0, 2 * tail / 2**total), test="exact binomial")
+        return min(1.0, 2 * tail / 2**total), "exact binomial"
     statistic = max(0, abs(num_lost - num_gained) - 1) ** 2 / total
     # Of a chi-square variable with one degree of freedom, which is the square of a normal one.
-    return McNemar(p_value=math.erfc(math.sqrt(statistic / 2)), test="chi-square")
+    return math.erfc(math.sqrt(statistic / 2)), "chi-square"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

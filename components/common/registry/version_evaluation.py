@@ -123,7 +123,7 @@ def compare_versions(
             num_gained=difference.num_gained,
             low_points=difference.low_points,
             high_points=difference.high_points,
-            mcnemar_p=mcnemar(difference.num_lost, difference.num_gained).p_value,
+            mcnemar_p=mcnemar(difference.num_lost, difference.num_gained)[0],
         )
     return ChampionComparison(
         champion_version=champion_version,
