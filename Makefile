@@ -101,14 +101,14 @@ smoke-images: $(INSTALLED_DEV) ## Build all images on stand-in bases and run the
 typecheck: $(INSTALLED_DEV) ## Type checker
 	$(BIN)/mypy
 
-lock: $(INSTALLED) ## Write constraints.txt anew from pyproject.toml, with the newest versions it allows
+lock: $(INSTALLED) ## Write constraints.txt again from pyproject.toml, with the newest versions it allows
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --fork-strategy fewest --all-extras \
 		--annotation-style line --no-header --output-file constraints.txt pyproject.toml
 	UV=$(BIN)/uv containers/lock
 	sed -i '1i # Pins for `pip install -c`: one set for Python 3.11 to 3.13, all extras. Written by `make lock`.' constraints.txt
 
-golden: $(INSTALLED_DEV) ## Write the golden files of the tests anew; read the diff before you commit it
+golden: $(INSTALLED_DEV) ## Write the golden files of the tests again; read the diff before you commit it
 	$(PYTEST) tests/pipelines tests/unit/serving/test_model_config.py --update-golden $(ARGS)
 	$(PYTEST) tests/helm -m "not cluster and not slow" --update-golden
 	$(BIN)/python -m components.validate.schema > docs/schemas/report.schema.json

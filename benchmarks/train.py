@@ -273,7 +273,7 @@ def is_single(cell: dict[str, Any]) -> bool:
 
 
 def measures_of(cells: list[dict[str, Any]]) -> dict[str, float]:
-    """What the documents may quote."""
+    """Return the measures that documents may quote."""
     measures: dict[str, float] = {}
     single = [cell for cell in cells if is_single(cell)]
     rates = {cell["label"]: cell["synthetic"]["images_per_s"] for cell in single}

@@ -38,11 +38,11 @@ from components.train.trainer import Trainer
 
 PREFIX = "@cell "
 _NUM_CLASSES = 1000  # ImageNet's, whatever the images are
-_ENOUGH = 1 << 30  # images that a data set without an end has
+_ENOUGH = 1 << 30  # images that a dataset without an end has
 
 
 class Cell(BaseModel):
-    """What to measure."""
+    """The settings of one measurement."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -133,7 +133,7 @@ def main(cell: Cell) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """What results call it."""
+    """Return the name of a device in results."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
@@ -212,7 +212,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def profiled(trainer: Trainer, stream: Stream, folder: Path) -> dict[str, Any]:
-    """What three more steps spend their time on."""
+    """Profile three more steps."""
     trainer.profiler = StepProfiler(3, trainer.world.device, folder)
     turn(trainer, stream, 16)
     return trainer.profiler.record.model_dump() if trainer.profiler.record else {}

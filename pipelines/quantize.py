@@ -2,7 +2,7 @@
 
     enginery run pipelines/quantize.py --model FILE --data DIR
 
-The data set gives the images to calibrate with (its training split) and to validate with.
+The dataset gives the images to calibrate with (its training split) and to validate with.
 """
 
 from typing import Any

@@ -59,7 +59,7 @@ def _missing_for_triton() -> str:
 
 
 def compiled(function: Callable[..., _Result], mode: str) -> Callable[..., _Result]:
-    """The function through torch.compile, for sizes that are few and known. Unchanged for an empty mode."""
+    """Return the function through torch.compile, for sizes that are few and known. Unchanged for an empty mode."""
     if not mode:
         return function
     if mode == "tuned":
@@ -80,7 +80,7 @@ def set_arithmetic(config: TrainConfig, device: torch.device, num_local_processe
 
 
 def threads_per_process(num_local_processes: int) -> int:
-    """A process's share of the cores."""
+    """Return a process's share of the cores."""
     return max(1, num_cores() // num_local_processes)
 
 

@@ -32,14 +32,14 @@ _TEMPORARY = ".writing"
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a checkpoint holds. Tensors are named GROUP/NAME, such as model/conv1.weight."""
+    """The content of a checkpoint. Tensors are named GROUP/NAME, such as model/conv1.weight."""
 
     num_steps: int  # optimizer steps that were done
     state: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
     def group(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of one group, by their names in it."""
+        """Return the tensors of one group, by their names in it."""
         return {key.partition("/")[2]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
 
     def of_rank(self, rank: int) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class CheckpointFolder:
             path.unlink()
 
     def steps(self) -> list[int]:
-        """Of each checkpoint the number of steps done, in their order."""
+        """Return the number of steps done of each checkpoint, in their order."""
         return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.safetensors"))
 
     def newest(self, log: StepLog) -> bytes | None:
-        """The content of the newest checkpoint that can be read; None where there is none.
+        """Return the content of the newest checkpoint that can be read; None where there is none.
 
         Raises:
             EngineryError: there are some, and none can be read.
@@ -102,7 +102,7 @@ class CheckpointFolder:
         return None
 
     def at(self, num_steps: int) -> Saved:
-        """The checkpoint after that many steps."""
+        """Return the checkpoint after that many steps."""
         return parse(self._path(num_steps).read_bytes())
 
     def _path(self, num_steps: int) -> Path:
@@ -110,7 +110,7 @@ class CheckpointFolder:
 
 
 def parse(content: bytes) -> Saved:
-    """A checkpoint from a file's content.
+    """Return the checkpoint in a file's content.
 
     Raises:
         EngineryError: it is not one, or damaged.

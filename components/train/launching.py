@@ -43,7 +43,7 @@ _WAITED = r"Timed out waiting \d+ ?ms|collective operation timeout"
 
 
 class Task(BaseModel):
-    """What all processes are to do, in a file."""
+    """The work of all processes, in a file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -63,7 +63,7 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
 
 
 def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_classes: int) -> int | None:
-    """By halving the list, which is in order: what fits leaves room for all that are smaller."""
+    """Halve the list, which is in order: what fits leaves room for all that are smaller."""
     # Each trial would measure the algorithms of every convolution again, and speed is not what is asked for.
     torch.backends.cudnn.benchmark = False
     best, low, high = None, 0, len(sizes) - 1

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from components.common.contracts.digests import digest_json
+from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.common.contracts.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, UserError
 from components.common.contracts.manifests import (
     ALL_FILES,
@@ -83,7 +84,6 @@ def _listen(file: Path, log: StepLog, silence_s: float) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-_RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"
 _POLL_S = 5.0
 _DELETE_S = 20.0  # to wait for pods when this one is asked to go: Kubernetes gives it 30 seconds
 
@@ -108,7 +108,7 @@ def train_on_nodes(
     prepare_directory(output)
     api = connect()
     pod = this_pod(api)
-    run_id = os.environ.get(_RUN_VARIABLE) or pod.uid
+    run_id = os.environ.get(KFP_RUN_VARIABLE) or pod.uid
     key = digest_json([run_id, data.digest, config.model_dump(mode="json")]).removeprefix("sha256:")[:10]
     own = _own_folder(request, f"{run_id}-{key}")
     shared = _share(data, Path(request.shared), own, log)
@@ -205,7 +205,7 @@ def _start(job: Job, body: dict[str, Any], log: StepLog) -> None:
 
 
 def _remove(job: Job, log: StepLog) -> None:
-    """Whatever happened. Where it can't be done, the job goes with this pod, to which it belongs."""
+    """Remove the job, whatever happened. Where that fails it goes with this pod, to which it belongs."""
     try:
         if not job.delete(_DELETE_S):
             log.warning(f"the pods of the TrainJob {job.name} are still there")
@@ -221,7 +221,9 @@ def _format_failure(failed: JobFailed, checkpoint: Path) -> EngineryError:
     text = f"{failure['message']} ({failed})" if failure["message"] else str(failed)
     if failed.last_words and failure["exit_code"] in (EXIT_FAILURE, EXIT_PREEMPTED):
         text += f". What the pods wrote last:\n{failed.last_words}"
-    error = EngineryError(text, code=failure.get("code") or failed.code, setting=failure.get("setting", ""))
+    code = failure.get("code", "")  # an unexpected error may be the consequence of another node's end
+    known = code if code not in ("", "unexpected") else failed.code
+    error = EngineryError(text, code=known, setting=failure.get("setting", ""))
     error.exit_code = int(failure["exit_code"])
     return error
 

@@ -1,11 +1,11 @@
 """Speed of training: images/s, waiting, GPU utilization, FLOPs, and a profile of a few steps."""
 
+import re
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +46,10 @@ def flops_per_image(model: nn.Module, height: int, width: int) -> float | None:
     Counts convolutions and matrix products, as torch's flop counter does, on tensors without data. Layers that are
     frozen count only what training needs of them. None for a model that can't run without data.
     """
-    weights = {name: _without_data(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    weights = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
     images = torch.empty(2, 3, height, width, device="meta")  # BatchNorm wants more than one
     was_training = model.training
     model.train()
@@ -62,7 +65,9 @@ def flops_per_image(model: nn.Module, height: int, width: int) -> float | None:
 
 def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
     """TFLOP/s of a GPU for products of `dtype`, by its data sheet; None where it is not known here."""
-    row = next((row for name, row in _PEAKS if _is_named(name, gpu_name)), None)
+    words = gpu_name.replace("NVIDIA ", "").replace("Tesla ", "")
+    # Whole words of it: "L4" is not "L40", nor is "A100" "A1000".
+    row = next((row for name, row in _PEAKS if re.match(rf"{name}($|[ -])", words)), None)
     if row is None or (dtype == torch.bfloat16 and any(name in gpu_name for name in _NO_BF16)):
         return None
     fp16, tensor32, plain = row
@@ -71,22 +76,12 @@ def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | Non
     return tensor32 if tf32 and tensor32 is not None else plain
 
 
-def _is_named(name: str, gpu_name: str) -> bool:
-    """Whether the words of a name are among those of the GPU's: "L4" is not "L40", nor is "A100" "A1000"."""
-    words = gpu_name.replace("NVIDIA ", "").replace("Tesla ", "")
-    return words == name or words.startswith((f"{name} ", f"{name}-"))
-
-
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-
-
 _INTERVAL_S = 0.05  # between two readings of the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochSpeed:
-    """What an epoch of training took. None is what can't be told here. Over all processes, on rank 0."""
+    """The speed of an epoch of training, over all processes, on rank 0. None where it is not known here."""
 
     train_images_per_s: float
     data_wait_pct: float  # of the time, mean
@@ -122,7 +117,7 @@ class Waits:
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def next(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch."""
+        """Return the next batch."""
         if not self._on_gpu:
             before = time.perf_counter()
             batch = next(batches)
@@ -171,7 +166,7 @@ class SpeedMeter:
         self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """An epoch, or what is left of one, begins."""
+        """Begin an epoch, or what is left of one."""
         self._waits.take_seconds()
         self._num_images = 0
         self._began = time.perf_counter()
@@ -179,7 +174,7 @@ class SpeedMeter:
             self._monitor.start()
 
     def next(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch, and note how long it took."""
+        """Return the next batch, and note how long it took."""
         batch = self._waits.next(batches)
         self._num_images += len(batch.images)
         self._size = (batch.images.shape[2], batch.images.shape[3])
@@ -190,12 +185,12 @@ class SpeedMeter:
         return self._world.world_size * self._num_images / (time.perf_counter() - self._began)
 
     def stop(self) -> None:
-        """The epoch was left: nobody looks at the GPU any more."""
+        """Stop watching the GPU: the epoch was left."""
         if self._monitor is not None:
             self._monitor.stop()
 
     def end(self, num_images: int, seconds: float) -> EpochSpeed:
-        """The epoch is over, and the GPU has finished. By all processes.
+        """Return the speed of an epoch that is over and that the GPU has finished. By all processes.
 
         Args:
             num_images: of the whole epoch, over all processes.
@@ -292,40 +287,31 @@ class StepProfiler:
 
 
 def summarize(recorded: profile, num_steps: int, *, on_gpu: bool) -> ProfileRecord:
-    """The costliest operations: kernels on a GPU, torch's operators on a CPU."""
-    times: dict[str, float] = defaultdict(float)  # microseconds
+    """Return the costliest operations: kernels on a GPU, torch's operators on a CPU."""
+    times_us: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in recorded.key_averages():
-        time_us = _self_time_us(event, on_gpu=on_gpu)
+        if on_gpu:
+            is_kernel = event.device_type.name == "CUDA" and not event.is_user_annotation
+            time_us = event.self_device_time_total if is_kernel else 0
+        else:
+            time_us = event.self_cpu_time_total
         if time_us > 0:
-            times[event.key] += time_us
+            times_us[event.key] += time_us
             calls[event.key] += event.count
-    total = sum(times.values()) or 1.0
-    families: dict[str, float] = defaultdict(float)
-    for name, time_us in times.items():
-        families[_family(name)] += time_us
+    total_us = times_us.total() or 1
+    families_us: Counter[str] = Counter()
+    for name, time_us in times_us.items():
+        families = (family for signs, family in _FAMILIES if any(sign in name.lower() for sign in signs))
+        families_us[next(families, "the rest")] += time_us
     return ProfileRecord(
         num_steps=num_steps,
-        ms_per_step=total / num_steps / 1e3,
-        families_pct={name: 100 * time_us / total for name, time_us in _largest_first(families)},
+        ms_per_step=total_us / num_steps / 1e3,
+        families_pct={name: 100 * time_us / total_us for name, time_us in families_us.most_common()},
         operations=tuple(
-            ProfiledOperation(name=name[:120], calls_per_step=calls[name] / num_steps, share_pct=100 * time_us / total)
-            for name, time_us in _largest_first(times)[:_NUM_SHOWN]
+            ProfiledOperation(
+                name=name[:120], calls_per_step=calls[name] / num_steps, share_pct=100 * time_us / total_us
+            )
+            for name, time_us in times_us.most_common(_NUM_SHOWN)
         ),
     )
-
-
-def _self_time_us(event: Any, *, on_gpu: bool) -> float:
-    if not on_gpu:
-        return float(event.self_cpu_time_total)
-    is_kernel = event.device_type.name == "CUDA" and not event.is_user_annotation
-    return float(event.self_device_time_total) if is_kernel else 0.0
-
-
-def _largest_first(times: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(times.items(), key=lambda item: -item[1])
-
-
-def _family(name: str) -> str:
-    lower = name.lower()
-    return next((family for signs, family in _FAMILIES if any(sign in lower for sign in signs)), "the rest")

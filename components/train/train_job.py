@@ -61,7 +61,7 @@ def train_job(
     owner: Mapping[str, Any],
     run_id: str,
 ) -> dict[str, Any]:
-    """The TrainJob, as the API takes it.
+    """Return the TrainJob, as the API takes it.
 
     Args:
         request: from the settings.
@@ -207,7 +207,7 @@ def _message_of(error: Any) -> str:
 
 
 def this_pod(api: Any) -> Pod:
-    """The pod that this runs in.
+    """Return the pod that this runs in.
 
     Raises:
         UserError: it is not known, or may not be read.

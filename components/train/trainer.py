@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters, at its peak learning rate.
+    """Return the optimizer of the trainable parameters, at its peak learning rate.
 
     Weight decay is on matrices and filters only (Goyal et al., 2017; He et al., 2019).
     """
@@ -83,7 +83,7 @@ def build_schedule(
 
 
 def build_ema(model: nn.Module, config: TrainConfig) -> "ModelEmaV3 | None":
-    """A moving average of weights and BatchNorm statistics; None where it is off.
+    """Return a moving average of weights and BatchNorm statistics; None where it is off.
 
     The decay grows from 0 to ema_decay, so that the average of a short run forgets its random start.
     """
@@ -188,21 +188,27 @@ class Trainer:
             Preempted: SIGTERM came, and all is saved.
         """
         while len(self.history) < self.config.epochs:
-            number = {"epoch_num": len(self.history) + 1}
+            done = len(self.history) + 1
+            number, is_last = {"epoch_num": done}, done == self.config.epochs
             self.mllog.start("epoch_start", **number)
             train_loss, speed = self.train_epoch()
             self.mllog.end("epoch_stop", **number)
             self.mllog.event("tracked_stats", {"throughput": speed.train_images_per_s}, **number)
             val_loss = val_top1_pct = None
-            if number["epoch_num"] == self.config.epochs or number["epoch_num"] % self.config.validation_epochs == 0:
+            if is_last or done % self.config.validation_epochs == 0:
                 self.mllog.start("eval_start", **number)
                 val_loss, val_top1_pct = self.evaluate()
                 self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
                 self.mllog.end("eval_stop", **number)
             self._last_load = f"; the epoch before: {speed.load_text()}"
-            self._close_epoch(
-                EpochRecord(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
-            )
+            epoch = EpochRecord(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
+            self.history.append(epoch)
+            self.log.metrics(epoch.model_dump(exclude_none=True), position=done - 1)
+            if not math.isfinite(train_loss):
+                raise self._diverged(done - 1)
+            # The best so far too, whatever is to be published: a run that resumes may ask for it.
+            if self.best_epoch == done - 1 or is_last or done % self.config.checkpoint_epochs == 0:
+                self.save()
         result = self.history[self.published_epoch]
         if result.val_loss is None or not math.isfinite(result.val_loss):
             raise EngineryError(
@@ -288,7 +294,7 @@ class Trainer:
         del self._parallel, self._objective, self._meter, self._watch
 
     def published(self) -> nn.Module:
-        """The model that is validated and becomes the result: the average of the weights where there is one."""
+        """Return the model that is validated and becomes the result: the average of the weights where there is one."""
         return self.model if self.ema is None else self.ema.module
 
     def _in_parallel(self) -> nn.Module:
@@ -316,15 +322,15 @@ class Trainer:
                 loss: torch.Tensor = self._loss(self._parallel(images), labels)
             return loss
 
-        # Beyond its limit of graphs per function torch would go on without compiling; each image size is one, and with
-        # several processes and accumulated batches two: one of them leaves out the all-reduce.
+        # Beyond its limit of graphs per function torch stops compiling; each image size is one, and with several
+        # processes and accumulated batches two: one of them leaves out the all-reduce.
         torch._dynamo.config.recompile_limit = 8 + 2 * len(set(self.config.image_sizes))
         torch._dynamo.config.optimize_ddp = self.config.split_graph
         # Model and loss together: as one graph they take fewer kernels.
         return compiled(objective, pick_compile_mode(self.config, self.world.device, self.log))
 
     def train_epoch(self) -> tuple[float, EpochSpeed]:
-        """The steps that are left of this epoch. Returns the mean loss over all processes, and how fast it went."""
+        """Train the steps that are left of this epoch. Returns the mean loss over all processes, and the speed."""
         epoch = len(self.history)
         done = self.num_steps_done - epoch * self.steps_per_epoch
         if not done:
@@ -405,17 +411,6 @@ class Trainer:
                 f"stopped by SIGTERM after step {self.num_steps_done} of {self.num_steps}, and saved; the same command "
                 f"resumes there{again}"
             )
-
-    def _close_epoch(self, result: EpochRecord) -> None:
-        epoch = len(self.history)
-        self.history.append(result)
-        self.log.metrics(result.model_dump(exclude_none=True), position=epoch)
-        if not math.isfinite(result.train_loss):
-            raise self._diverged(epoch)
-        done = len(self.history)
-        # The best so far too, whatever is to be published: a run that resumes may ask for it.
-        if epoch == self.best_epoch or done == self.config.epochs or done % self.config.checkpoint_epochs == 0:
-            self.save()
 
     def _diverged(self, epoch: int) -> EngineryError:
         """Return the error of the first rank that saw the trouble; all processes take part and raise the same."""

@@ -279,7 +279,7 @@ def _published_before(config: TrainConfig, data: Artifact[DatasetManifest], outp
 
 
 def _finite(epoch: EpochRecord) -> EpochRecord:
-    """An early epoch may overflow on validation images and the next ones recover; JSON has no infinities."""
+    """Return the record without an infinite loss, which JSON has not: an early epoch may overflow."""
     is_finite = epoch.val_loss is not None and math.isfinite(epoch.val_loss)
     return epoch if is_finite else epoch.model_copy(update={"val_loss": None})
 

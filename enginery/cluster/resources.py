@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from kfp import dsl, kubernetes
 
 from components.common.contracts.container_images import image_for
+from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, TrainJobRequest
 from enginery.cluster.settings import (
     PRODUCT_LABEL,
@@ -17,7 +18,6 @@ from enginery.cluster.settings import (
     gpu_of,
 )
 
-RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"  # read by components.common.registry.tracking, whose import would bring MLflow
 _GPU_TAINT = Toleration(key="nvidia.com/gpu", effect="NoSchedule")
 # A pod that only waits for a TrainJob: it imports torch and copies files.
 _WAITING_CPU, _WAITING_MEMORY = "1", "4Gi"
@@ -81,7 +81,7 @@ def _apply_image(task: dsl.PipelineTask, step: str, settings: ClusterSettings) -
     if settings.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, list(settings.image_pull_secrets))
     # The step's run in MLflow is tagged with it.
-    kubernetes.use_field_path_as_env(task, RUN_VARIABLE, "metadata.labels['pipeline/runid']")
+    kubernetes.use_field_path_as_env(task, KFP_RUN_VARIABLE, "metadata.labels['pipeline/runid']")
 
 
 def _apply_environment(task: dsl.PipelineTask, placed: Placement) -> None:

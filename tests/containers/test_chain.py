@@ -80,8 +80,8 @@ def test_no_container_outlives_its_run(number: signal.Signals, home: Path, digit
             time.sleep(0.5)
         assert containers_of(runs[0]) or process.poll() is None
         process.send_signal(number)
-        told, _ = process.communicate(timeout=120)
-    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130), told
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130), said
     deadline = time.monotonic() + 60
     while containers_of(runs[0]) and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -58,8 +58,8 @@ class Stack:
 
     def logs(self) -> str:
         found = docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={self.name}").stdout
-        told = (docker("logs", "--tail", "30", container, check=False) for container in found.split())
-        return "".join(one.stdout[-2000:] + one.stderr[-2000:] for one in told)
+        logs = (docker("logs", "--tail", "30", container, check=False) for container in found.split())
+        return "".join(one.stdout[-2000:] + one.stderr[-2000:] for one in logs)
 
     def up(self, *services: str) -> None:
         self.compose("up", "--detach", "--wait", *services)

@@ -1,4 +1,4 @@
-"""The image of the tracking server: healthy, guarded, and gone when it is told to go."""
+"""The image of the tracking server: healthy, guarded, and ended by SIGTERM."""
 
 import json
 import os

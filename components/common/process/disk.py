@@ -28,7 +28,7 @@ def explain(error: BaseException, place: Path) -> EngineryError | None:
 
 
 def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
-    """The error of a full disk, if that is what an error says; see `explain`."""
+    """Return the error of a full disk, if that is what an error says; see `explain`."""
     for cause in _causes(error):
         if (isinstance(cause, OSError) and cause.errno in _NO_SPACE) or _NO_SPACE_WORDS.search(str(cause)):
             places = [place, Path(tempfile.gettempdir())]
@@ -40,7 +40,7 @@ def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
 
 
 def _refused(error: BaseException) -> EngineryError | None:
-    """The error of a file that this user may not use."""
+    """Return the error of a file that this user may not use."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in _NOT_ALLOWED and isinstance(cause.filename, str | bytes):
             return UserError(
@@ -52,13 +52,13 @@ def _refused(error: BaseException) -> EngineryError | None:
 
 
 def full(place: Path) -> EngineryError | None:
-    """The error of a disk without room, for failures that don't tell: of `place`, or of temporary files."""
+    """Return the error of a disk without room, for failures that don't tell: of `place`, or of temporary files."""
     tight = [path for path in (place, Path(tempfile.gettempdir())) if _free_bytes(path) < _FULL_BYTES]
     return no_space(tight[0]) if tight else None
 
 
 def no_space(place: Path) -> EngineryError:
-    """The error of a full disk."""
+    """Return the error of a full disk."""
     return EngineryError(
         f"no space left on {_mount_point(place)}: {_free_bytes(place) / 1e6:.1f} MB free; free space or set "
         "ENGINERY_HOME to a directory on a larger disk, then run the same command again (finished steps are kept)",
@@ -67,7 +67,7 @@ def no_space(place: Path) -> EngineryError:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and what it was raised from or in place of."""
+    """Yield an error, and what it was raised from or in place of."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

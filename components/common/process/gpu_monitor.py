@@ -1,7 +1,10 @@
-"""What a GPU draws and how it runs while something else is timed, through NVML: energy, clock, use and the like."""
+"""Power, clock, temperature, utilization and memory of a GPU while something else is timed, through NVML."""
 
+import itertools
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
@@ -9,11 +12,17 @@ from typing import Any
 import pynvml
 import torch
 
-_INTERVAL_S = 0.02  # between two looks; the driver itself counts energy some ten times a second
+_INTERVAL_S = 0.02  # between two samples; the driver itself counts energy some ten times a second
 # A step is seen late by up to an interval: a span of this length is off by 8 % at most, and speeds are the median of
-# several spans. Of a shorter one the power would be a guess.
+# several spans. Of a shorter one the power would be wrong.
 _MIN_SPAN_S = 0.25
-_LOOKS_PER_STATE = 5  # all but the energy is asked for every so many looks
+_SAMPLES_PER_STATE = 5  # all but the energy is asked for every so many samples
+_STATE: dict[str, Callable[[Any], int]] = {
+    "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    "temperature_c": lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+    "utilization_pct": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    "memory_bytes": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,33 +37,30 @@ class GpuReading:
 
 
 @dataclass
-class _Seen:
-    """What the looks of one span saw."""
+class _Span:
+    """The samples between `start` and `stop`."""
 
     energy: list[tuple[float, int]] = field(default_factory=list)  # (seconds, millijoules), whenever it has changed
-    clocks_mhz: list[int] = field(default_factory=list)
-    temperatures_c: list[int] = field(default_factory=list)
-    utilizations_pct: list[int] = field(default_factory=list)
-    memory_bytes: list[int] = field(default_factory=list)
+    state: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in _STATE})
 
 
 class GpuMonitor:
-    """Watches one GPU between `start` and `stop`, from a thread of its own. A `Meter` for runners."""
+    """Watches one GPU between `start` and `stop`, from a thread of its own. A `PowerMonitor` for runners."""
 
     def __init__(self, handle: Any, *, interval_s: float = _INTERVAL_S) -> None:
-        """`handle` is NVML's of the GPU; it is looked at every `interval_s` seconds."""
+        """`handle` is NVML's of the GPU; it is asked every `interval_s` seconds."""
         self._handle = handle
         self._interval_s = interval_s
-        self._seen = _Seen()
+        self._span = _Span()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin a new span. One that was not stopped is dropped."""
         self._end()
-        self._seen, self._stop = _Seen(), threading.Event()
-        self._look(self._seen, with_state=True)
-        arguments = (self._seen, self._stop)
+        self._span, self._stop = _Span(), threading.Event()
+        self._sample(self._span, with_state=True)
+        arguments = (self._span, self._stop)
         self._thread = threading.Thread(target=self._watch, args=arguments, name="gpu-monitor", daemon=True)
         self._thread.start()
 
@@ -62,17 +68,17 @@ class GpuMonitor:
         """End the span, while the load is still on."""
         if self._thread is not None:
             self._end()
-            self._look(self._seen, with_state=True)
+            self._sample(self._span, with_state=True)
 
     def reading(self) -> GpuReading:
-        """What the last span saw."""
-        seen = self._seen
+        """Return what was measured in the last span."""
+        state = self._span.state
         return GpuReading(
-            power_w=_power_w(seen.energy),
-            sm_clock_mhz=round(median(seen.clocks_mhz)) if seen.clocks_mhz else None,
-            temperature_c=round(median(seen.temperatures_c)) if seen.temperatures_c else None,
-            utilization_pct=mean(seen.utilizations_pct) if seen.utilizations_pct else None,
-            memory_bytes=max(seen.memory_bytes, default=None),
+            power_w=_power_w(self._span.energy),
+            sm_clock_mhz=round(median(state["sm_clock_mhz"])) if state["sm_clock_mhz"] else None,
+            temperature_c=round(median(state["temperature_c"])) if state["temperature_c"] else None,
+            utilization_pct=mean(state["utilization_pct"]) if state["utilization_pct"] else None,
+            memory_bytes=max(state["memory_bytes"], default=None),
         )
 
     def _end(self) -> None:
@@ -81,29 +87,24 @@ class GpuMonitor:
             self._thread.join()
             self._thread = None
 
-    def _watch(self, seen: _Seen, stop: threading.Event) -> None:
-        looks = 0
-        while not stop.wait(self._interval_s):
-            looks += 1
-            self._look(seen, with_state=looks % _LOOKS_PER_STATE == 0)
+    def _watch(self, span: _Span, stop: threading.Event) -> None:
+        for number in itertools.count(1):
+            if stop.wait(self._interval_s):
+                return
+            self._sample(span, with_state=number % _SAMPLES_PER_STATE == 0)
 
-    def _look(self, seen: _Seen, *, with_state: bool) -> None:
-        energy_mj = _ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, self._handle)
-        if energy_mj is not None and (not seen.energy or energy_mj != seen.energy[-1][1]):
-            seen.energy.append((time.perf_counter(), energy_mj))
-        if with_state:
-            clock_mhz = _ask(pynvml.nvmlDeviceGetClockInfo, self._handle, pynvml.NVML_CLOCK_SM)
-            temperature_c = _ask(pynvml.nvmlDeviceGetTemperature, self._handle, pynvml.NVML_TEMPERATURE_GPU)
-            seen.clocks_mhz += [] if clock_mhz is None else [clock_mhz]
-            seen.temperatures_c += [] if temperature_c is None else [temperature_c]
-            busy_pct = _ask(lambda handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu, self._handle)
-            seen.utilizations_pct += [] if busy_pct is None else [busy_pct]
-            used_bytes = _ask(lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle).used, self._handle)
-            seen.memory_bytes += [] if used_bytes is None else [used_bytes]
+    def _sample(self, span: _Span, *, with_state: bool) -> None:
+        with suppress(pynvml.NVMLError):
+            energy_mj = int(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+            if not span.energy or energy_mj != span.energy[-1][1]:
+                span.energy.append((time.perf_counter(), energy_mj))
+        for name, ask in _STATE.items() if with_state else ():
+            with suppress(pynvml.NVMLError):
+                span.state[name].append(int(ask(self._handle)))
 
 
 def monitor_of(device: torch.device, *, interval_s: float = _INTERVAL_S) -> GpuMonitor | None:
-    """A monitor of a CUDA device that looks every `interval_s` seconds.
+    """Return a monitor of a CUDA device that asks every `interval_s` seconds.
 
     None where NVML can't be reached, as in some sandboxes, or does not know the GPU. The GPU is found by its UUID:
     CUDA and NVML number GPUs each in their own way.
@@ -114,13 +115,6 @@ def monitor_of(device: torch.device, *, interval_s: float = _INTERVAL_S) -> GpuM
     except pynvml.NVMLError:
         return None
     return GpuMonitor(handle, interval_s=interval_s)
-
-
-def _ask(question: Any, *arguments: Any) -> int | None:
-    try:
-        return int(question(*arguments))
-    except pynvml.NVMLError:
-        return None
 
 
 def _power_w(energy: list[tuple[float, int]]) -> float | None:

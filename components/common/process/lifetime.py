@@ -61,7 +61,7 @@ def end_with_creator() -> None:
 def adopt_orphans() -> None:
     """Let this process inherit what its children leave behind, so that `end_children` finds it.
 
-    A killed step can't end its own workers, which would else belong to init and go on writing.
+    A killed step can't end its own workers, which would else belong to init and continue to write.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

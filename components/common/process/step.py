@@ -106,7 +106,7 @@ class Step:
         _succeeded.set()
 
     def command(self) -> click.Command:
-        """The command line of the step, its options made from the config's fields."""
+        """Return the command line of the step, its options made from the config's fields."""
         folder: dict[str, Any] = {"required": True, "type": click.Path(path_type=Path), "metavar": "DIR"}
         options = [click.Option([f"--{name}"], help=text, **folder) for name, text in self.inputs.items()]
         options.append(click.Option(["--output"], help="Empty or new directory.", **folder))
@@ -153,7 +153,7 @@ def _tracked(log: StepLog, *, relayed: bool) -> Iterator[None]:
 
 
 def _format_error(error: Exception, output: Path) -> EngineryError:
-    """An error as one line for a person."""
+    """Return an error as one line for a person."""
     if isinstance(error, EngineryError):
         return out_of_space(error, output) or error
     unknown = EngineryError(
@@ -163,7 +163,7 @@ def _format_error(error: Exception, output: Path) -> EngineryError:
 
 
 def config_option(name: str, config: type[StepConfig]) -> click.Option:
-    """A command-line option for one config field; the config itself converts and checks the value."""
+    """Return a command-line option for one config field; the config itself converts and checks the value."""
     field = config.model_fields[name]
     default = "" if field.is_required() else f"  [default: {show_value(field.get_default(call_default_factory=True))}]"
     return click.Option(

@@ -21,6 +21,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, 
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.utils.time import get_current_time_millis
 
+from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.common.contracts.errors import EXIT_INTERRUPTED, EngineryError
 from components.common.contracts.records import AccuracyRow, BenchmarkRow
 from components.common.process.disk import explain
@@ -35,7 +36,6 @@ from components.common.registry.store import (
 )
 
 PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
-KFP_RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"  # on a cluster
 RUN_TAG = "enginery.run"  # the local or KFP run's id, by which its runs in MLflow are found again
 _STEP_TAG, _ADOPTED_TAG = "enginery.step", "enginery.adopted"
 _MAX_PARAM_LENGTH = 500

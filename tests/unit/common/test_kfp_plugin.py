@@ -9,13 +9,13 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Param, Run
 
+from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.process.steplog import StepLog
 from components.common.registry.store import prepare_sqlite
-from components.common.registry.tracking import KFP_RUN_VARIABLE, step_run
+from components.common.registry.tracking import step_run
 from components.train.__main__ import STEP
-from enginery.cluster import resources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INPUTS = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "seed": 0, "settings": {"tf32": True}}
@@ -97,7 +97,6 @@ def test_a_step_that_fails_says_why_and_leaves_the_end_to_the_plugin(
 def test_without_the_plugin_a_step_has_a_run_of_its_own_with_the_kfp_runs_id(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resources.RUN_VARIABLE == KFP_RUN_VARIABLE
     monkeypatch.setenv("MLFLOW_TRACKING_URI", plugin.uri)
     monkeypatch.setenv(KFP_RUN_VARIABLE, "0f5c4a1e")
     with step_run("train") as own:

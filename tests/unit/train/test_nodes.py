@@ -373,12 +373,6 @@ def test_the_pods_log_in_as_this_one_does_without_seeing_its_secrets(cluster: Tr
     ]
 
 
-def test_the_names_that_both_sides_use() -> None:
-    from enginery.cluster import resources
-
-    assert nodes._RUN_VARIABLE == resources.RUN_VARIABLE
-
-
 def wait_for(stop: StopRequest) -> None:
     deadline = time.monotonic() + 600
     while not stop.requested:
