@@ -164,7 +164,7 @@ def _build_all(
             print(error, flush=True)
             failures.append(f"{precision}: {error}")
     if not entries:
-        raise EngineryError("no engine was built")
+        raise EngineryError("no engine was built", code="build-failed")
     return entries, measures, failures
 
 

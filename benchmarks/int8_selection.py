@@ -22,8 +22,7 @@ from components.common.data.loader import Loader
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
-
-METHODS = ("max", "percentile", "entropy", "mse")
+from components.export.config import CALIBRATION_METHODS
 
 
 @click.command()
@@ -46,7 +45,7 @@ def main(
     assignments: tuple[str, ...],
 ) -> None:
     variants: dict[str, list[str]] = {
-        method: ["--calibration-method", method, "--fallback", "false"] for method in METHODS
+        method: ["--calibration-method", method, "--fallback", "false"] for method in CALIBRATION_METHODS
     }
     variants["auto"] = ["--calibration-method", "auto"]
     own = [f"--{key.replace('_', '-')}={value}" for key, value in (text.split("=", 1) for text in assignments)]

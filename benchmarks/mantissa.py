@@ -118,7 +118,7 @@ def _speeds(runners: dict[int, Runner]) -> list[dict[str, Any]]:
     for turn in range(_TURNS):
         for streams in (1, 2):
             for bits in sorted(runners, reverse=turn % 2 == 0):  # none is always the one after a pause
-                timing = runners[bits].measure(_BATCH, **_TIMES, num_streams=streams, meter=monitor)
+                timing = runners[bits].measure(_BATCH, **_TIMES, num_streams=streams, monitor=monitor)
                 reading = monitor.reading() if monitor else None
                 run = {"turn": turn, "streams": streams, "bits": bits, "images_per_s": timing.images_per_s}
                 if reading is not None:

@@ -4,7 +4,6 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -103,15 +102,6 @@ _NUM_INT8_LEVELS = 128  # magnitudes of a symmetric INT8 code, and the smallest 
 _MSE_STRIDE = 8  # bins between the ranges that `mse` tries
 
 
-class CalibrationMethod(StrEnum):
-    """How a histogram becomes a scale. None wins on every network: measure, then choose."""
-
-    MAX = "max"
-    PERCENTILE = "percentile"
-    ENTROPY = "entropy"
-    MSE = "mse"
-
-
 @dataclass
 class Histogram:
     """Magnitudes of one tensor over all samples: bin i counts |x| in [i, i + 1) * `bin_width`."""
@@ -174,7 +164,8 @@ class Histogram:
         if not (np.isfinite(low) and np.isfinite(high)):
             raise EngineryError(
                 f"calibration: tensor '{self.name}' holds a NaN or infinite value (range [{low}, {high}]). "
-                "Check the checkpoint and the calibration images: the FP32 model must be finite on them."
+                "Check the checkpoint and the calibration images: the FP32 model must be finite on them.",
+                code="activation-not-finite",
             )
         self.max_abs = max(self.max_abs, -low, high)
         exponent = max(int(np.frexp(self.max_abs)[1]), _MIN_EXPONENT)
@@ -187,42 +178,35 @@ class Histogram:
         self.counts, self.exponent = merged, exponent
 
 
-def compute_scale(histogram: Histogram, method: CalibrationMethod, percentile: float = 99.99) -> float:
+def compute_scale(histogram: Histogram, method: str, percentile: float = 99.99) -> float:
     """The symmetric INT8 scale (real value of code 1) of a tensor.
 
     Args:
         histogram: the tensor's magnitudes over the calibration samples.
-        method: `max` keeps the largest magnitude; `percentile` clips above that percentile of magnitudes; `mse`
-            minimizes the squared rounding and clipping error; `entropy` minimizes the Kullback-Leibler divergence
-            between the tensor's distribution and its INT8 image (S. Migacz, "8-bit Inference with TensorRT",
-            GTC 2017).
-        percentile: in (0, 100], for `percentile` only.
+        method: one of `RANGES`. None wins on every network: measure, then choose.
+        percentile: in (0, 100], for the method of this name only.
 
     Raises:
         EngineryError: no samples, or `percentile` out of range.
     """
     if histogram.num_values == 0:
         raise EngineryError(
-            f"calibration: tensor '{histogram.name}' saw no samples. Give at least one batch of images."
+            f"calibration: tensor '{histogram.name}' saw no samples. Give at least one batch of images.",
+            code="no-calibration-images",
         )
     if histogram.max_abs == 0.0:
         return ZERO_TENSOR_SCALE
-    match method:
-        case CalibrationMethod.MAX:
-            amax = histogram.max_abs
-        case CalibrationMethod.PERCENTILE:
-            amax = _percentile_amax(histogram, percentile)
-        case CalibrationMethod.ENTROPY:
-            amax = _entropy_amax(histogram)
-        case CalibrationMethod.MSE:
-            amax = _mse_amax(histogram)
-    return min(amax, histogram.max_abs) / INT8_MAX
+    return min(RANGES[method](histogram, percentile), histogram.max_abs) / INT8_MAX
 
 
 def _percentile_amax(histogram: Histogram, percentile: float) -> float:
     """The magnitude below which `percentile` % of all values (zeros included) lie, linear inside a bin."""
     if not 0.0 < percentile <= 100.0:
-        raise EngineryError(f"calibration: percentile is {percentile}, expected 0 < percentile <= 100 (usual: 99.99).")
+        raise EngineryError(
+            f"calibration: percentile is {percentile}, expected 0 < percentile <= 100 (usual: 99.99).",
+            code="wrong-percentile",
+            setting="calibration_percentile",
+        )
     below = np.cumsum(histogram.counts)
     target = percentile / 100.0 * below[-1]
     index = int(np.searchsorted(below, target))
@@ -234,6 +218,8 @@ def _percentile_amax(histogram: Histogram, percentile: float) -> float:
 def _entropy_amax(histogram: Histogram) -> float:
     """The range whose 128-level quantization loses least information.
 
+    It minimizes the Kullback-Leibler divergence between the tensor's distribution and its INT8 image (S. Migacz, "8-bit
+    Inference with TensorRT", GTC 2017).
     For a range of i bins, P is the histogram with everything above clipped into bin i - 1, and Q spreads each of
     the 128 levels evenly over its non-empty bins. KL(P, Q) needs only sums over levels, which are differences of
     cumulative sums, so that all ranges are evaluated at once: 5 ms a tensor where the loop takes a second.
@@ -282,6 +268,15 @@ def _xlogy(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(x > 0, x * np.log(np.where(y > 0, y, 1.0)), 0.0)
 
 
+# The largest magnitude that stays in range, by each method of `config.CALIBRATION_METHODS`.
+RANGES: dict[str, Callable[[Histogram, float], float]] = {
+    "max": lambda histogram, percentile: histogram.max_abs,
+    "percentile": _percentile_amax,
+    "entropy": lambda histogram, percentile: _entropy_amax(histogram),
+    "mse": lambda histogram, percentile: _mse_amax(histogram),
+}
+
+
 # Images per run of ONNX Runtime, whatever the batch. All intermediate tensors of a run are held at once: 90 MB for
 # ResNet-50 at 224 px, which the allocator reuses; with 8 images it returns them to the system, at half the speed.
 _IMAGES_PER_RUN = 2
@@ -320,7 +315,7 @@ def collect_with_torch(
         if progress is not None:
             progress(num_images)
     if num_images == 0:
-        raise EngineryError(_NO_IMAGES)
+        raise EngineryError(_NO_IMAGES, code="no-calibration-images")
     return histograms
 
 
@@ -367,14 +362,17 @@ def collect_with_onnxruntime(
             if progress is not None:
                 progress(num_images)
     if num_images == 0:
-        raise EngineryError(_NO_IMAGES)
+        raise EngineryError(_NO_IMAGES, code="no-calibration-images")
     return histograms
 
 
 def _check_known(model: onnx.ModelProto, tensors: Sequence[str], source: str) -> None:
     known = {name for node in model.graph.node for name in node.output} | {model.graph.input[0].name}
     if missing := [name for name in tensors if name not in known]:
-        raise EngineryError(f"calibration: {source} has no tensor named {missing[:3]}. Was it exported anew since?")
+        raise EngineryError(
+            f"calibration: {source} has no tensor named {missing[:3]}. Was it exported anew since?",
+            code="unknown-tensor",
+        )
 
 
 Histograms = dict[str, Histogram]

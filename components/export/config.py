@@ -1,6 +1,6 @@
 """Settings of export."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -13,16 +13,30 @@ WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory
 TIMING_CACHES = "tensorrt"  # folder in it
 
+# How a tensor's histogram becomes its range, by name: `calibration.RANGES` has a function for each.
+CALIBRATION_METHODS = {
+    "max": "keeps the largest magnitude",
+    "percentile": "clips above calibration_percentile",
+    "entropy": "loses the least information",
+    "mse": "has the least squared error of rounding and clipping",
+}
+if TYPE_CHECKING:
+    CalibrationOption = str
+else:
+    CalibrationOption = Literal["auto", *CALIBRATION_METHODS]
+
 EngineOption = Literal["tf32", "version_compatible", "hardware_compatible", "refittable", "stripped"]
 
 
 class ExportConfig(StepConfig):
     """How the model is exported, calibrated and compiled."""
 
-    calibration_method: Literal["auto", "max", "percentile", "entropy", "mse"] = Field(
+    calibration_method: CalibrationOption = Field(
         "auto",
-        description="How a tensor's INT8 range follows from its histogram; auto measures all and takes the one that "
-        "agrees most with FP32, of those within the gate's top-1 limits where there are any.",
+        description="How a tensor's INT8 range follows from its histogram: "
+        + ", ".join(f"{name} {text}" for name, text in CALIBRATION_METHODS.items())
+        + "; auto measures all and takes the one that agrees most with FP32, of those within the gate's top-1 limits "
+        "where there are any.",
     )
     num_calibration_images: int = Field(
         512, ge=1, description="Training images to calibrate with, or all where there are fewer."

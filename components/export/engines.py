@@ -5,9 +5,10 @@ networks are strongly typed (10 and 11) precision is a property of the ONNX file
 """
 
 import logging
+import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,21 +18,26 @@ import onnx
 import torch
 
 from components.common.contracts.digests import digest_file
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import (
     FP16_MANTISSA_BITS,
     HARDWARE_COMPATIBLE,
+    PRECISIONS,
     STRIPPED,
     VERSION_COMPATIBLE,
     EngineEntry,
+    EngineLayers,
     Precision,
 )
 from components.common.contracts.transforms import ShapeSpec
-from components.common.runtimes.onnx_files import onnx_content, parse_onnx
+from components.common.process.steplog import StepLog
+from components.common.runtimes import tensorrt
+from components.common.runtimes.onnx_files import onnx_content, parse_onnx, read_onnx
 from components.common.runtimes.tensorrt import driver_version, load_tensorrt, start, tensorrt_logger
-from components.export.config import EngineOption
-from components.export.placement import keep_apart
+from components.export.config import CACHE_VARIABLE, TIMING_CACHES, EngineOption, ExportConfig
+from components.export.inspection import UnreadableLayers, inspect_engine
+from components.export.placement import keep_apart, node_id
 from components.export.precision import round_weights, scaled_convolutions
 
 _log = logging.getLogger(__name__)
@@ -104,9 +110,13 @@ def build_engine(
     """
     _check_precision(precision)
     if not 0 <= optimization_level <= 5:
-        raise UserError(f"optimization_level must be 0 (quick build) to 5 (fastest engine), got {optimization_level}")
+        raise UserError(
+            f"optimization_level must be 0 (quick build) to 5 (fastest engine), got {optimization_level}",
+            code="wrong-optimization-level",
+            setting="optimization_level",
+        )
     if not onnx_path.is_file():
-        raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from")
+        raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from", code="onnx-missing")
     trt = load_tensorrt()
     cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt, precision, options)
     bits = mantissa_bits if precision == "fp16" else FP16_MANTISSA_BITS
@@ -153,7 +163,10 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...], int | N
             plan, flags = _try_to_build(trt, order, model.SerializeToString())
             reasons = "" if plan is not None else logger.take_errors()
     if plan is None:
-        raise EngineryError(f"TensorRT {trt.__version__} can't build {order.onnx_path} as {order.precision}: {reasons}")
+        raise EngineryError(
+            f"TensorRT {trt.__version__} can't build {order.onnx_path} as {order.precision}: {reasons}",
+            code="build-failed",
+        )
     return plan, flags, kept_bits
 
 
@@ -197,7 +210,10 @@ def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tu
 
 def _check_precision(precision: str) -> None:
     if precision not in _STRONGLY_TYPED_FILES:
-        raise UserError(f"unknown precision {precision!r}; engines exist in {', '.join(_STRONGLY_TYPED_FILES)}")
+        raise UserError(
+            f"unknown precision {precision!r}; engines exist in {', '.join(_STRONGLY_TYPED_FILES)}",
+            code="unknown-precision",
+        )
 
 
 def _is_strongly_typed(trt: ModuleType) -> bool:
@@ -222,7 +238,8 @@ def _parse(trt: ModuleType, network: Any, model: bytes, onnx_path: Path) -> None
     listed = "".join(f"\n  {number}. {reason}" for number, reason in enumerate(reasons, start=1))
     raise EngineryError(
         f"TensorRT {trt.__version__} can't parse {onnx_path}:{listed or ' ' + tensorrt_logger().take_errors()}\n"
-        "Usual causes: an operator this version lacks, or a newer ONNX opset than it reads (8.6: opset 17)"
+        "Usual causes: an operator this version lacks, or a newer ONNX opset than it reads (8.6: opset 17)",
+        code="onnx-not-parsed",
     )
 
 
@@ -232,7 +249,8 @@ def _check_tensors(network: Any, onnx_path: Path, shapes: ShapeSpec) -> None:
     if inputs != [shapes.input_name] or outputs != [shapes.output_name]:
         raise UserError(
             f"{onnx_path} has inputs {inputs} and outputs {outputs}, expected one input {shapes.input_name!r} and one "
-            f"output {shapes.output_name!r}: export it with these names, or name the model's own in its shapes"
+            f"output {shapes.output_name!r}: export it with these names, or name the model's own in its shapes",
+            code="wrong-tensors",
         )
 
 
@@ -311,7 +329,9 @@ def _check_options(trt: ModuleType, options: Collection[EngineOption]) -> None:
         if not has.get(option, True):
             raise UserError(
                 f"TensorRT {trt.__version__} builds no {option} plans: take {option} out of export.engine_options, or "
-                "use a newer TensorRT"
+                "use a newer TensorRT",
+                code="option-unsupported",
+                setting="engine_options",
             )
 
 
@@ -365,3 +385,88 @@ def _save_timing_cache(config: Any, cache_file: Path | None) -> None:
         write_atomically(cache_file, memoryview(cache.serialize()).tobytes())
     except OSError as error:
         _log.warning("can't keep the timing cache %s, so the next build takes as long: %s", cache_file, error.strerror)
+
+
+def cache_folder(settings: ExportConfig) -> Path | None:
+    """Where calibration results and timing caches are kept; None for nowhere."""
+    folder = settings.cache or os.environ.get(CACHE_VARIABLE)
+    return Path(folder).expanduser() if folder else None
+
+
+def build_plans(
+    settings: ExportConfig, shapes: ShapeSpec, output: Path, cache: Path | None, log: StepLog
+) -> tuple[tuple[EngineEntry, ...], str]:
+    """Build the plans of all precisions beside the ONNX files in `output`. Returns them, and why there are none.
+
+    Raises:
+        RuntimeUnavailable: TensorRT can't be used here, and `settings.tensorrt` is "on".
+        EngineryError: a plan can't be built, and `settings.tensorrt` is "on".
+        UserError: the TensorRT here lacks one of `settings.engine_options`.
+    """
+    if settings.tensorrt == "off":
+        return (), "export.tensorrt is off"
+    if missing := tensorrt.why_unavailable():
+        if settings.tensorrt == "on":
+            raise RuntimeUnavailable(
+                f"export.tensorrt is on, but {missing}", code="tensorrt-unavailable", setting="tensorrt"
+            )
+        log.note(f"no TensorRT engines: {missing}")
+        return (), missing
+    check_options(settings.engine_options)  # asked for by name: with auto, too, it is no reason to go on without
+    graph = read_onnx(output / "fp32.onnx").graph
+    convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
+    entries: list[EngineEntry] = []
+    for number, precision in enumerate(PRECISIONS):
+        log.progress("building engines", number, len(PRECISIONS), precision)
+        try:
+            entry = _build_plan(settings, precision, shapes, output, cache)
+            layers = _layers(output / entry.file, entry, shapes, convolutions, log)
+        except EngineryError as error:
+            # A plan that no entry tells of would be shipped, and nobody would measure it.
+            (output / f"{precision}.plan").unlink(missing_ok=True)
+            if settings.tensorrt == "on":
+                raise
+            log.warning(f"no {precision} engine: {error}")
+            return tuple(entries), str(error)
+        log.metrics({f"engine_build_seconds_{precision}": entry.build_seconds})
+        entries.append(entry.model_copy(update={"layers": layers}))
+    log.progress("building engines", len(PRECISIONS), len(PRECISIONS))
+    return tuple(entries), ""
+
+
+def _build_plan(
+    settings: ExportConfig, precision: Precision, shapes: ShapeSpec, output: Path, cache: Path | None
+) -> EngineEntry:
+    return build_engine(
+        output / onnx_file_for(precision),
+        output / f"{precision}.plan",
+        precision=precision,
+        shapes=shapes,
+        timing_cache_path=cache / TIMING_CACHES if cache else None,
+        optimization_level=settings.optimization_level,
+        workspace_bytes=settings.workspace_bytes,
+        options=settings.engine_options,
+        mantissa_bits=settings.fp16_mantissa_bits,
+    )
+
+
+def _layers(
+    plan: Path, entry: EngineEntry, shapes: ShapeSpec, convolutions: Sequence[str], log: StepLog
+) -> EngineLayers | None:
+    try:
+        return inspect_engine(plan, entry, shapes, convolutions)
+    except UnreadableLayers as error:
+        log.warning(f"the report says nothing of the layers of {plan.name}: {error}")
+        return None
+
+
+def describe_plans(entries: Sequence[EngineEntry]) -> str:
+    """In a few words, what was built, and how much of the INT8 engine is INT8."""
+    if not entries:
+        return "no TensorRT engines here"
+    text = f"{len(entries)} TensorRT engines"
+    for entry in entries:
+        if entry.precision == "int8" and entry.layers is not None:
+            total = sum(entry.layers.convolutions.values())
+            text += f", {entry.layers.convolutions.get('INT8', 0)} of {total} convolutions in INT8"
+    return text

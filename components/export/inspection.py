@@ -66,7 +66,9 @@ def _ask(plan_path: Path, entry: EngineEntry, shapes: ShapeSpec) -> str:
     runtime, engine = load_engine(plan_path, entry)
     context = engine.create_execution_context()
     if context is None:
-        raise EngineryError(f"the plan {plan_path} can't be run here: {tensorrt_logger().take_errors()}")
+        raise EngineryError(
+            f"the plan {plan_path} can't be run here: {tensorrt_logger().take_errors()}", code="no-execution-context"
+        )
     context.set_input_shape(shapes.input_name, shapes.input_shape(shapes.opt_batch))
     inspector = engine.create_engine_inspector()
     inspector.execution_context = context  # without one, all formats are "N/A due to dynamic shapes"
@@ -88,7 +90,9 @@ def parse_layers(told: str) -> list[EngineLayer]:
         entries = json.loads(told, strict=False)["Layers"]  # 8.6 separates ONNX nodes by a raw control character
         return [_layer(entry) for entry in entries if isinstance(entry, dict)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UnreadableLayers(f"what the engine inspector says can't be read ({error!r}): {told[:100]!r}") from error
+        raise UnreadableLayers(
+            f"what the engine inspector says can't be read ({error!r}): {told[:100]!r}", code="layers-unreadable"
+        ) from error
 
 
 def _layer(entry: dict[str, Any]) -> EngineLayer:

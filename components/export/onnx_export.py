@@ -95,7 +95,8 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
     except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
         raise EngineryError(
             f"export: torch can't write {type(model).__name__} as ONNX opset {OPSET} at {shapes.height} x "
-            f"{shapes.width} pixels: {_first_line(error)}"
+            f"{shapes.width} pixels: {_first_line(error)}",
+            code="exporter-failed",
         ) from error
     proto.ir_version = IR_VERSION
     _verify_export(proto, shapes)
@@ -120,7 +121,8 @@ def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, i
     if images.shape[1:] != shapes.input_shape(1)[1:] or len(images) == 0:
         raise EngineryError(
             f"export check: images have shape {list(images.shape)}, expected [B, {shapes.channels}, "
-            f"{shapes.height}, {shapes.width}] with B >= 1."
+            f"{shapes.height}, {shapes.width}] with B >= 1.",
+            code="wrong-image-shape",
         )
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     worst = 0.0
@@ -132,7 +134,8 @@ def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, i
     if not worst <= MAX_RELATIVE_ERROR:
         raise EngineryError(
             f"export check: logits of {path.name} differ from torch by {worst:.2e} of the largest logit, allowed "
-            f"{MAX_RELATIVE_ERROR:.0e}. Does the forward pass depend on Python values, randomness or the batch size?"
+            f"{MAX_RELATIVE_ERROR:.0e}. Does the forward pass depend on Python values, randomness or the batch size?",
+            code="export-differs",
         )
     return worst
 
@@ -175,7 +178,8 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     opset = model_opset(proto)
     if opset not in _USER_OPSETS:
         raise UserError(
-            f"{source}: opset {opset}, supported are {_USER_OPSETS.start} to {_USER_OPSETS.stop - 1}. {_fix(proto)}"
+            f"{source}: opset {opset}, supported are {_USER_OPSETS.start} to {_USER_OPSETS.stop - 1}. {_fix(proto)}",
+            code="unsupported-opset",
         )
     classifier = _describe(proto, source)
     initializers = {tensor.name for tensor in proto.graph.initializer}
@@ -186,7 +190,10 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     expected = _probe(original, classifier, source)
     actual = _probe(content, classifier, source)
     if not _relative_error(actual, expected) <= MAX_RELATIVE_ERROR:
-        raise UserError(f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}")
+        raise UserError(
+            f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}",
+            code="conversion-differs",
+        )
     last = _last_operator(proto.graph)
     are_shares = last is not None and last.op_type not in _LINEAR and bool(((expected >= 0) & (expected <= 1)).all())
     sums_to_one = bool(np.allclose(expected.sum(axis=1), 1, atol=_SUM_TOLERANCE))
@@ -194,7 +201,8 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
         raise UserError(
             f"{source}: ends in a sigmoid or the like: all answers are between 0 and 1, so it says yes or no for each "
             "output by itself (multi-label). Supported are classifiers of which each image has one class. If yours is "
-            "one, export it without the sigmoid, with logits as its output"
+            "one, export it without the sigmoid, with logits as its output",
+            code="multi-label",
         )
     if are_shares and sums_to_one:
         content = _without_softmax(proto, last)
@@ -204,7 +212,8 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
         ):
             raise UserError(
                 f"{source}: its outputs are probabilities, and not of one softmax at its end, which could be left out. "
-                "Export it with logits as its output"
+                "Export it with logits as its output",
+                code="probabilities",
             )
         classifier = replace(classifier, had_softmax=True)
     return classifier, content
@@ -213,29 +222,42 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
 def _parse(content: bytes, path: Path) -> onnx.ModelProto:
     proto = parse_onnx(content, path)
     if proto.functions:
-        raise UserError(f"{path}: defines functions of its own, supported are plain graphs. {_REEXPORT}")
+        raise UserError(
+            f"{path}: defines functions of its own, supported are plain graphs. {_REEXPORT}", code="unsupported-graph"
+        )
     foreign = sorted(
         {f"{node.domain}.{node.op_type}" for node in proto.graph.node if node.domain not in ("", "ai.onnx")}
     )
     if foreign:
         raise UserError(
             f"{path}: uses the operators {', '.join(foreign)}, which are not ONNX's own and which TensorRT can't read. "
-            "Give the model as exported, before any optimizer of another runtime."
+            "Give the model as exported, before any optimizer of another runtime.",
+            code="unsupported-operators",
         )
     operators = {node.op_type for node in proto.graph.node}
     if found := operators & {"If", "Loop", "Scan"}:
-        raise UserError(f"{path}: holds control flow ({sorted(found)}), supported are plain graphs. {_REEXPORT}")
+        raise UserError(
+            f"{path}: holds control flow ({sorted(found)}), supported are plain graphs. {_REEXPORT}",
+            code="unsupported-graph",
+        )
     if found := operators & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "ConvInteger"}:
-        raise UserError(f"{path}: is already quantized ({sorted(found)}). Give the FP32 model.")
+        raise UserError(
+            f"{path}: is already quantized ({sorted(found)}). Give the FP32 model.", code="already-quantized"
+        )
     for tensor in inline_constants(proto).graph.initializer:
         if tensor.data_type != TensorProto.FLOAT:
             continue
         try:
             is_finite = np.isfinite(onnx.numpy_helper.to_array(tensor)).all()
         except ValueError as error:
-            raise UserError(f"{path}: the weights '{tensor.name}' are damaged ({error}). {_REEXPORT}") from None
+            raise UserError(
+                f"{path}: the weights '{tensor.name}' are damaged ({error}). {_REEXPORT}", code="weights-damaged"
+            ) from None
         if not is_finite:
-            raise UserError(f"{path}: the weights '{tensor.name}' hold NaN or infinity. Take an earlier checkpoint.")
+            raise UserError(
+                f"{path}: the weights '{tensor.name}' hold NaN or infinity. Take an earlier checkpoint.",
+                code="weights-not-finite",
+            )
     return proto
 
 
@@ -247,7 +269,8 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
         raise UserError(
             f"{path}: has inputs {[value.name for value in inputs]} and outputs "
             f"{[value.name for value in proto.graph.output]}, expected one image input and one logits output. "
-            "Export the classifier alone, without auxiliary heads."
+            "Export the classifier alone, without auxiliary heads.",
+            code="not-a-classifier",
         )
     image, logits = inputs[0], proto.graph.output[0]
     _check_type(image, path, "input", "[N, 3, H, W]")
@@ -256,33 +279,43 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
     if len(size) == 4 and size[3] == 3 != size[1]:
         raise UserError(
             f"{path}: input '{image.name}' has shape {size}, channels last, as tf2onnx and Keras write models of "
-            f"TensorFlow; expected [N, 3, H, W]. {fix}"
+            f"TensorFlow; expected [N, 3, H, W]. {fix}",
+            code="channels-last",
         )
     if len(size) != 4 or size[1] != 3:
-        raise UserError(f"{path}: input '{image.name}' has shape {size}, expected [N, 3, H, W]. {fix}")
+        raise UserError(
+            f"{path}: input '{image.name}' has shape {size}, expected [N, 3, H, W]. {fix}", code="wrong-input-shape"
+        )
     if isinstance(size[0], int):
         raise UserError(
             f"{path}: input '{image.name}' has the fixed batch {size[0]} (shape {size}), expected a dynamic batch "
-            f"axis. {fix}"
+            f"axis. {fix}",
+            code="fixed-batch",
         )
     height, width = size[2:]
     if not (isinstance(height, int) and isinstance(width, int)):
         raise UserError(
             f"{path}: input '{image.name}' has shape {size}, expected a fixed height and width with only the batch "
-            f"dynamic. {fix}"
+            f"dynamic. {fix}",
+            code="dynamic-size",
         )
     if max(height, width) > _MAX_SIDE:
-        raise UserError(f"{path}: input '{image.name}' has shape {size}, supported are sides of at most {_MAX_SIDE:,}")
+        raise UserError(
+            f"{path}: input '{image.name}' has shape {size}, supported are sides of at most {_MAX_SIDE:,}",
+            code="image-too-large",
+        )
     output_size = _dims(logits) or _dims(onnx.shape_inference.infer_shapes(proto).graph.output[0])
     if len(output_size) != 2 or not isinstance(output_size[1], int) or isinstance(output_size[0], int):
         raise UserError(
             f"{path}: output '{logits.name}' has shape {output_size}, expected [N, classes] with a dynamic N and a "
-            f"fixed number of classes. {fix}"
+            f"fixed number of classes. {fix}",
+            code="wrong-output-shape",
         )
     if output_size[1] < _MIN_CLASSES:
         raise UserError(
             f"{path}: output '{logits.name}' has shape {output_size}, one number for each image, as of a binary "
-            "classifier. Supported are classifiers with one output per class: give it two, the logits of no and of yes"
+            "classifier. Supported are classifiers with one output per class: give it two, the logits of no and of yes",
+            code="one-output",
         )
     shapes = ShapeSpec(input_name=image.name, output_name=logits.name, channels=3, height=height, width=width)
     return OnnxClassifier(shapes, output_size[1])
@@ -327,7 +360,8 @@ def _check_type(value: ValueInfoProto, path: Path, role: str, shape: str) -> Non
         names = {number: name for name, number in TensorProto.DataType.items()}
         raise UserError(
             f"{path}: {role} '{value.name}' has type {names.get(element, element)}, expected FLOAT {shape}. "
-            "Export the FP32 model; lower precisions are made from it."
+            "Export the FP32 model; lower precisions are made from it.",
+            code="wrong-type",
         )
 
 
@@ -352,7 +386,8 @@ def _converted(proto: onnx.ModelProto, source: Path) -> onnx.ModelProto:
     except (RuntimeError, version_converter.ConvertError, onnx.checker.ValidationError) as error:
         raise UserError(
             f"{source}: can't be converted from opset {model_opset(proto)} to {OPSET}: "
-            f"{_first_line(error)}. {_REEXPORT}"
+            f"{_first_line(error)}. {_REEXPORT}",
+            code="conversion-failed",
         ) from error
     return proto
 
@@ -369,12 +404,14 @@ def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarr
     except Exception as error:  # onnxruntime's exceptions share no public base class
         raise UserError(
             f"{source}: ONNX Runtime can't run it on two images of {shapes.height} x {shapes.width} pixels: "
-            f"{_first_line(error)} {_REEXPORT}"
+            f"{_first_line(error)} {_REEXPORT}",
+            code="onnx-does-not-run",
         ) from error
     if logits.shape != (2, classifier.num_classes):
         raise UserError(
             f"{source}: two images give output shape {list(logits.shape)}, expected [2, {classifier.num_classes}]. "
-            f"{_REEXPORT}"
+            f"{_REEXPORT}",
+            code="wrong-output-shape",
         )
     return logits
 
@@ -388,7 +425,7 @@ def _verify_export(proto: onnx.ModelProto, shapes: ShapeSpec) -> None:
     try:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise EngineryError(f"export: torch wrote an invalid ONNX model: {error}") from error
+        raise EngineryError(f"export: torch wrote an invalid ONNX model: {error}", code="exporter-failed") from error
     seen = {
         "opset": model_opset(proto),
         "IR": proto.ir_version,
@@ -406,7 +443,9 @@ def _verify_export(proto: onnx.ModelProto, shapes: ShapeSpec) -> None:
         "output rank": [2],
     }
     if wrong := [f"{key} {seen[key]} (expected {expected[key]})" for key in expected if seen[key] != expected[key]]:
-        raise EngineryError(f"export: torch {torch.__version__} wrote an ONNX model with {', '.join(wrong)}.")
+        raise EngineryError(
+            f"export: torch {torch.__version__} wrote an ONNX model with {', '.join(wrong)}.", code="exporter-failed"
+        )
 
 
 def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

@@ -226,7 +226,9 @@ def inline_constants(model: onnx.ModelProto) -> onnx.ModelProto:
 def float_graph(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy with plain constants, after checking that it holds no Q/DQ yet."""
     if any(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.node):
-        raise EngineryError("quantization: the model already holds Q/DQ nodes. Give the float model instead.")
+        raise EngineryError(
+            "quantization: the model already holds Q/DQ nodes. Give the float model instead.", code="already-quantized"
+        )
     return inline_constants(model)
 
 

@@ -32,7 +32,8 @@ def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
         if not largest <= FP16_MAX:
             raise EngineryError(
                 f"FP16: initializer '{tensor.name}' holds {largest:g}, beyond float16's largest number {FP16_MAX:g}. "
-                "No FP16 file can be made of it: train with weight decay, or rescale this layer and the next."
+                "No FP16 file can be made of it: train with weight decay, or rescale this layer and the next.",
+                code="weights-exceed-fp16",
             )
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -52,7 +53,7 @@ def raise_opset(model: onnx.ModelProto, opset: int = FP16_QDQ_OPSET) -> onnx.Mod
         raised = version_converter.convert_version(model, max(opset, model_opset(model)))
     except (RuntimeError, version_converter.ConvertError) as error:
         raise EngineryError(
-            f"opset {opset}: ONNX can't convert this model from {model_opset(model)}: {error}"
+            f"opset {opset}: ONNX can't convert this model from {model_opset(model)}: {error}", code="conversion-failed"
         ) from error
     raised.ir_version = max(model.ir_version, onnx.helper.find_min_ir_version_for(raised.opset_import))
     _check(raised, f"opset {opset}")
@@ -71,7 +72,9 @@ def _check(model: onnx.ModelProto, what: str) -> None:
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise EngineryError(f"{what}: the converted model is not valid ONNX: {error}") from error
+        raise EngineryError(
+            f"{what}: the converted model is not valid ONNX: {error}", code="conversion-failed"
+        ) from error
 
 
 _MULTIPLYING = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -80,7 +80,7 @@ def insert_qdq(
     quantized = float_graph(model)
     graph = Graph(quantized.graph)
     if unknown := set(exclude) - {node_id(node) for node in graph.nodes}:
-        raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.")
+        raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.", code="unknown-layer")
     reads = quantized_reads(quantized.graph, exclude)
     float_type = _float_type(quantized, graph)
     inserter = _Inserter(quantized.graph, float_type, weights, arithmetic)
@@ -104,14 +104,16 @@ def _float_type(model: onnx.ModelProto, graph: Graph) -> int:
         names = [TensorProto.DataType.Name(data_type) for data_type in sorted(types)]
         raise EngineryError(
             f"quantization: the weights of Conv, Gemm and MatMul nodes have types {names}, "
-            "expected all FLOAT or all FLOAT16. Give the FP32 file, or the typed FP16 file made from it."
+            "expected all FLOAT or all FLOAT16. Give the FP32 file, or the typed FP16 file made from it.",
+            code="wrong-type",
         )
     opset = model_opset(model)
     needed = 13 if types == {TensorProto.FLOAT} else 19
     if opset < needed:
         raise EngineryError(
             f"quantization: the model has opset {opset}, but Q/DQ on these types needs {needed}. "
-            f"Raise it first (precision.raise_opset(model, {needed}))."
+            f"Raise it first (precision.raise_opset(model, {needed})).",
+            code="unsupported-opset",
         )
     return int(types.pop())
 
@@ -119,9 +121,13 @@ def _float_type(model: onnx.ModelProto, graph: Graph) -> int:
 def _checked_scale(scales: Mapping[str, float], tensor: str) -> float:
     scale = scales.get(tensor)
     if scale is None:
-        raise EngineryError(f"quantization: no scale for tensor '{tensor}'. Calibrate with activation_tensors().")
+        raise EngineryError(
+            f"quantization: no scale for tensor '{tensor}'. Calibrate with activation_tensors().", code="scale-missing"
+        )
     if not (np.isfinite(scale) and scale > 0):
-        raise EngineryError(f"quantization: the scale of '{tensor}' is {scale}, expected a finite positive number.")
+        raise EngineryError(
+            f"quantization: the scale of '{tensor}' is {scale}, expected a finite positive number.", code="wrong-scale"
+        )
     return scale
 
 

@@ -1,26 +1,28 @@
-"""From the FP32 model to INT8 scales and the layers that use them: calibrate, compare, rank, leave out."""
+"""INT8 chosen by measurement: the calibration, the layers that stay in float, and how CPUs' files write it."""
 
+import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import onnx
 import torch
 
 from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.errors import EngineryError
+from components.common.contracts.instruction_sets import SATURATING, instruction_set
 from components.common.contracts.records import CalibrationEntry, CpuModel, CpuTrial, SelectionEntry
 from components.common.process.steplog import StepLog
 from components.common.runtimes.onnx_files import read_onnx
+from components.common.runtimes.onnxruntime import new_session
 from components.common.runtimes.runner import to_numpy
 from components.common.runtimes.torch import TorchGraph
-from components.export.arithmetic import NUM_IMAGES, ArithmeticSearch, cpu_models, first_arithmetic
 from components.export.calibration import (
     MIN_SELECTION_IMAGES,
     NUM_BINS,
-    CalibrationMethod,
     Histograms,
     Samples,
     cached_histograms,
@@ -28,12 +30,130 @@ from components.export.calibration import (
     collect_with_torch,
     compute_scale,
 )
-from components.export.config import ExportConfig
-from components.export.placement import activation_tensors
+from components.export.config import CALIBRATION_METHODS, ExportConfig
+from components.export.placement import activation_tensors, has_unsigned_activations
 from components.export.precision import FP16_MAX
-from components.export.qdq import TENSORRT, Arithmetic, scales_below_fp16
+from components.export.qdq import TENSORRT, Arithmetic, insert_qdq, scales_below_fp16
 from components.export.selection import Budget, Candidates, Ranking, Selection, rank_layers
 from components.export.sources import SourceModel
+
+NUM_IMAGES = 64
+# Rounding in another order moves the error of a whole network by some per cent: 0.2 % and 2 % on two networks. Sums
+# that saturate make it twice as large and more.
+_EXCESS = 1.25
+_CLOSE = 1.1  # errors this near each other: the faster file is taken
+_TURNS, _TURN_S, _BATCH = 3, 0.2, 16
+
+
+def first_arithmetic(fp32: onnx.ModelProto) -> Arithmetic:
+    """What calibrations are compared with on this CPU: never saturating, unsigned where the network allows it."""
+    return Arithmetic(
+        weight_bits=7 if instruction_set() in SATURATING else 8,
+        activations="unsigned" if has_unsigned_activations(fp32) else "signed",
+    )
+
+
+def cpu_models(activations: Literal["signed", "unsigned"], weight_bits: int | None) -> tuple[CpuModel, ...]:
+    """The files for CPUs: one with 8-bit weights, and one that is exact on every CPU.
+
+    Args:
+        activations: of both.
+        weight_bits: chosen by measurement on this CPU; None where nothing was measured on it.
+    """
+    here = instruction_set()
+    unfit = tuple(name for name in SATURATING if weight_bits is None or name != here)
+    unfit += (here,) if weight_bits == 7 else ()
+    return (
+        CpuModel(file="int8_cpu.onnx", weight_bits=8, activations=activations, saturates_on=unfit),
+        CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations=activations, saturates_on=()),
+    )
+
+
+@dataclass(kw_only=True)
+class ArithmeticSearch:
+    """Writes one calibration in several ways and compares OpenVINO's logits with FP32's and with a simulation.
+
+    A simulation in floating point can't saturate: where OpenVINO is further from FP32 than the simulation is, sums
+    did. That needs no labels, and shows on few images.
+    """
+
+    fp32: onnx.ModelProto
+    scales: Mapping[str, float]
+    batches: list[torch.Tensor]  # [B, 3, H, W] float32 each, normalized; `NUM_IMAGES` in all
+    candidates: Candidates
+    trials: list[CpuTrial] = field(default_factory=list)
+
+    def choose(self) -> Arithmetic:
+        """The activations that are more accurate or faster, and 8-bit weights unless they saturate here."""
+        self._images = np.concatenate([to_numpy(images) for images in self.batches])
+        self._expected = self.candidates.logits(self.fp32, self.batches)
+        first = first_arithmetic(self.fp32)
+        chosen = first
+        if first.activations == "unsigned":
+            signed = Arithmetic(weight_bits=first.weight_bits)
+            own, other = self._trial(first), self._trial(signed)
+            close = max(own.logits_error, other.logits_error) <= _CLOSE * min(own.logits_error, other.logits_error)
+            if close:
+                own, other = self._time(first, signed)
+                chosen = first if (own.images_per_s or 0) >= (other.images_per_s or 0) else signed
+            elif other.logits_error < own.logits_error:
+                chosen = signed
+        eight, seven = (Arithmetic(weight_bits=bits, activations=chosen.activations) for bits in (8, 7))
+        eight_bits = self._trial(eight)
+        if first.weight_bits == 8 and not eight_bits.saturates:
+            return eight
+        seven_bits = self._trial(seven)
+        better = not eight_bits.saturates and eight_bits.logits_error <= seven_bits.logits_error
+        return eight if better else seven
+
+    def _trial(self, arithmetic: Arithmetic) -> CpuTrial:
+        wanted = arithmetic.weight_bits, arithmetic.activations
+        if known := [trial for trial in self.trials if (trial.weight_bits, trial.activations) == wanted]:
+            return known[0]
+        model = insert_qdq(self.fp32, self.scales, arithmetic=arithmetic)
+        error = self._error(self.candidates.logits(model, self.batches))
+        session = new_session(model.SerializeToString(), optimize=False)
+        shapes = self.candidates.shapes
+        (simulated,) = session.run([shapes.output_name], {shapes.input_name: self._images})
+        simulated_error = self._error(simulated)
+        self.trials.append(
+            CpuTrial(
+                weight_bits=arithmetic.weight_bits,
+                activations=arithmetic.activations,
+                instruction_set=instruction_set(),
+                logits_error=error,
+                simulated_error=simulated_error,
+                saturates=error > _EXCESS * simulated_error,
+            )
+        )
+        return self.trials[-1]
+
+    def _error(self, logits: np.ndarray) -> float:
+        """RMS of the difference to FP32, over the RMS of FP32. logits: [N, classes]."""
+        return float(np.linalg.norm(logits - self._expected) / (np.linalg.norm(self._expected) or 1.0))
+
+    def _time(self, *ways: Arithmetic) -> list[CpuTrial]:
+        """The speed of each, measured by turns, added to what is known of it."""
+        models = {way: insert_qdq(self.fp32, self.scales, arithmetic=way) for way in ways}
+        names = {way: f"{way.weight_bits}-{way.activations}" for way in ways}
+        speeds: dict[Arithmetic, list[float]] = {way: [] for way in ways}
+        with self.candidates.runners({names[way]: model for way, model in models.items()}) as runners:
+            for _ in range(_TURNS):
+                for way in ways:
+                    timing = runners[names[way]].measure(
+                        min(_BATCH, self.candidates.shapes.max_batch),
+                        warmup_s=_TURN_S / 4,
+                        duration_s=_TURN_S,
+                        min_iterations=2,
+                    )
+                    speeds[way].append(timing.images_per_s)
+        timed = []
+        for index, trial in enumerate(self.trials):
+            way = Arithmetic(weight_bits=trial.weight_bits, activations=trial.activations)
+            if way in speeds:
+                self.trials[index] = trial.model_copy(update={"images_per_s": statistics.median(speeds[way])})
+                timed.append(self.trials[index])
+        return timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +202,7 @@ def quantize(
     calibrated = _calibrate(fp32, fp32_file, calibration, device, cache, log)
     _warn_about_ranges(calibrated.histograms, log)
     automatic = config.calibration_method == "auto"
-    methods = list(CalibrationMethod) if automatic else [CalibrationMethod(config.calibration_method)]
+    methods = list(CALIBRATION_METHODS) if automatic else [config.calibration_method]
     scales = {method: _scales(calibrated.histograms, method, config) for method in methods}
     method, entry = methods[0], None
     excluded: tuple[str, ...] = ()
@@ -94,25 +214,24 @@ def quantize(
         chooser.choose_arithmetic(scales[method])
     if selection is None and config.num_selection_images and (automatic or config.fallback):
         log.note(
-            f"fewer than {MIN_SELECTION_IMAGES} training images are left to measure INT8 on: {method.value} is taken "
-            "as it is"
+            f"fewer than {MIN_SELECTION_IMAGES} training images are left to measure INT8 on: {method} is taken as it is"
         )
     if tiny := scales_below_fp16(scales[method]):
         log.warning(f"{len(tiny)} INT8 scales are too small for FP16, such as that of {tiny[0]}: int8_fp16.onnx loses")
-    parameters = {"percentile": config.calibration_percentile} if method == CalibrationMethod.PERCENTILE else {}
+    parameters = {"percentile": config.calibration_percentile} if method == "percentile" else {}
     activations = chooser.arithmetic.activations if chooser.on_cpu else first_arithmetic(fp32).activations
     return Quantization(
         scales=scales[method],
         excluded=excluded,
         cpu_models=cpu_models(activations, chooser.arithmetic.weight_bits if chooser.on_cpu else None),
         calibration=CalibrationEntry(
-            method=method.value,
+            method=method,
             num_images=calibration.num_images,
             split="train",
             seconds=calibrated.seconds,
             ids=calibration.ids(),
             images_digest=str(calibrated.address["images"]),
-            digest=digest_json({**calibrated.address, "method": method.value, "parameters": parameters}),
+            digest=digest_json({**calibrated.address, "method": method, "parameters": parameters}),
             cached=calibrated.cached,
             excluded=excluded,
             selection=entry,
@@ -177,7 +296,7 @@ def _warn_about_ranges(histograms: Histograms, log: StepLog) -> None:
         log.warning(f"{len(overflowing)} activations exceed FP16's range, such as {overflowing[0]}: FP16 will be wrong")
 
 
-def _scales(histograms: Histograms, method: CalibrationMethod, config: ExportConfig) -> dict[str, float]:
+def _scales(histograms: Histograms, method: str, config: ExportConfig) -> dict[str, float]:
     return {
         name: compute_scale(histogram, method, config.calibration_percentile) for name, histogram in histograms.items()
     }
@@ -185,10 +304,10 @@ def _scales(histograms: Histograms, method: CalibrationMethod, config: ExportCon
 
 def _select(
     config: ExportConfig,
-    scales: dict[CalibrationMethod, dict[str, float]],
+    scales: dict[str, dict[str, float]],
     samples: Samples,
     chooser: "_Chooser",
-) -> tuple[CalibrationMethod, tuple[str, ...], SelectionEntry]:
+) -> tuple[str, tuple[str, ...], SelectionEntry]:
     """The method, the layers that stay in float, and the record of all that was tried."""
     started = time.monotonic()
     budget = Budget(
@@ -245,7 +364,7 @@ class _Chooser:
     ) -> None:
         self.config, self.fp32, self.calibration = config, fp32, calibration
         self.candidates, self.log = candidates, candidates.log
-        self.on_cpu = candidates.runtime == "openvino"
+        self.on_cpu = candidates.device.type == "cpu"
         self.arithmetic = first_arithmetic(fp32) if self.on_cpu else TENSORRT
         self.trials: tuple[CpuTrial, ...] = ()
 

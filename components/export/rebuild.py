@@ -19,7 +19,7 @@ from components.common.process.steplog import StepLog
 from components.common.runtimes import tensorrt
 from components.export.calibration import Samples
 from components.export.config import ExportConfig
-from components.export.plans import build_plans, cache_folder, describe_plans
+from components.export.engines import build_plans, cache_folder, describe_plans
 from components.export.sources import compare_classes
 
 _MODELS = ("fp32.onnx", "fp16.onnx", "int8.onnx", "int8_fp16.onnx")  # what plans are built from; see `engines`
@@ -68,18 +68,25 @@ def rebuild(
     if bundle.manifest.classes != data.manifest.classes:
         raise UserError(
             f"the bundle {bundle.path} has other classes than the data set {data.path}: "
-            f"{compare_classes(bundle.manifest.classes, data.manifest.classes)}. Name the images that it was made with"
+            f"{compare_classes(bundle.manifest.classes, data.manifest.classes)}. Name the images that it was made with",
+            code="other-classes",
         )
     if config.tensorrt == "off":
         raise UserError(
-            f"{bundle.path} is a bundle, of which only plans are built, but export.tensorrt is off: set it to auto"
+            f"{bundle.path} is a bundle, of which only plans are built, but export.tensorrt is off: set it to auto",
+            code="nothing-to-build",
+            setting="tensorrt",
         )
     on_cpus = (model.file for model in bundle.manifest.cpu_models)
     names = {*_MODELS, "scales.json", *bundle.manifest.models.values(), *on_cpus}
     if absent := sorted(names - set(bundle.manifest.files)):
-        raise UserError(f"the bundle {bundle.path} has no {', '.join(absent)}, so export the model again")
+        raise UserError(
+            f"the bundle {bundle.path} has no {', '.join(absent)}, so export the model again", code="bundle-incomplete"
+        )
     if missing := tensorrt.why_unavailable():
-        raise RuntimeUnavailable(f"no plans can be built of the bundle {bundle.path}: {missing}")
+        raise RuntimeUnavailable(
+            f"no plans can be built of the bundle {bundle.path}: {missing}", code="tensorrt-unavailable"
+        )
     if not _has_the_calibration_images(bundle.manifest, data):
         log.note(
             "the training split here does not begin with the images that calibrated the bundle: with other images, or "

@@ -21,9 +21,9 @@ from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.runner import to_numpy
 from components.export.calibration import Samples, split_samples
 from components.export.config import ExportConfig
+from components.export.engines import build_plans, cache_folder, describe_plans
 from components.export.onnx_export import check_against_torch
 from components.export.placement import quantizable_layers, with_names
-from components.export.plans import build_plans, cache_folder, describe_plans
 from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, insert_qdq
 from components.export.quantization import Quantization, quantize

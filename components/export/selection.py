@@ -18,7 +18,7 @@ from components.common.data.evaluation import Predictions, predict
 from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
-from components.export.calibration import CalibrationMethod, Samples
+from components.export.calibration import Samples
 from components.export.placement import Graph, float_graph, node_id, quantized_reads
 from components.export.qdq import Arithmetic, insert_qdq
 
@@ -179,7 +179,7 @@ class Selection:
     """Measures candidates against FP32 on the same images and remembers all of them."""
 
     model: onnx.ModelProto  # FP32
-    scales: dict[CalibrationMethod, Scales]
+    scales: dict[str, Scales]
     measure: Measure
     budget: Budget
     deadline: float  # on the clock of time.monotonic(): nothing new is tried after it
@@ -188,23 +188,23 @@ class Selection:
     out_of_time: bool = False
     _fp32: Predictions | None = None
 
-    def choose_method(self) -> CalibrationMethod:
+    def choose_method(self) -> str:
         """Measure every method with all layers in INT8, and take the one that predicts FP32's class most often.
 
         Those within the budget come first. Top-1 itself tells too little: of the images whose class changes, about as
         many are gained as are lost, so that most differences are noise. Of equals `max` is taken, which clips nothing
         that it has seen.
         """
-        models = {method.value: self._quantized(method, ()) for method in self.scales}
+        models = {method: self._quantized(method, ()) for method in self.scales}
         predictions = self.measure({"fp32": self.model, **models}, "comparing calibrations")
         self._fp32 = fp32 = predictions["fp32"]
         for method in self.scales:
-            self._remember(method, (), predictions[method.value])
+            self._remember(method, (), predictions[method])
         inside = [method for method in self.scales if self._held(method, ())]
-        candidates = sorted(inside or self.scales, key=lambda method: method != CalibrationMethod.MAX)
-        return max(candidates, key=lambda method: predictions[method.value].agreement_pct(fp32))  # of equals the first
+        candidates = sorted(inside or self.scales, key=lambda method: method != "max")
+        return max(candidates, key=lambda method: predictions[method].agreement_pct(fp32))  # of equals the first
 
-    def exclude_layers(self, method: CalibrationMethod, rank: Callable[[], Ranking]) -> tuple[str, ...]:
+    def exclude_layers(self, method: str, rank: Callable[[], Ranking]) -> tuple[str, ...]:
         """The fewest layers that must stay out of INT8 for the budget to hold, in the order of what they cost.
 
         Layers are ranked only if the budget does not hold with all of them in INT8. First the shortest beginning of
@@ -242,31 +242,31 @@ class Selection:
         assert self._fp32 is not None  # choose_method comes first
         return self._fp32.top1_pct
 
-    def trial(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> Trial | None:
+    def trial(self, method: str, excluded: tuple[str, ...]) -> Trial | None:
         """What was measured of a candidate; None if it was not."""
-        wanted = (method.value, excluded, self.arithmetic.weight_bits, self.arithmetic.activations)
+        wanted = (method, excluded, self.arithmetic.weight_bits, self.arithmetic.activations)
         found = (t for t in self.trials if (t.method, t.excluded, t.weight_bits, t.activations) == wanted)
         return next(found, None)
 
-    def _held(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> bool:
+    def _held(self, method: str, excluded: tuple[str, ...]) -> bool:
         trial = self.trial(method, excluded)
         return trial is not None and trial.within_budget
 
-    def _holds(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> bool:
+    def _holds(self, method: str, excluded: tuple[str, ...]) -> bool:
         if self.trial(method, excluded) is None:
             text = f"{len(excluded)} layer{'' if len(excluded) == 1 else 's'} out of INT8"
             self._remember(method, excluded, self.measure({"int8": self._quantized(method, excluded)}, text)["int8"])
         return self._held(method, excluded)
 
-    def _quantized(self, method: CalibrationMethod, excluded: tuple[str, ...]) -> onnx.ModelProto:
+    def _quantized(self, method: str, excluded: tuple[str, ...]) -> onnx.ModelProto:
         return insert_qdq(self.model, self.scales[method], exclude=excluded, arithmetic=self.arithmetic)
 
-    def _remember(self, method: CalibrationMethod, excluded: tuple[str, ...], own: Predictions) -> None:
+    def _remember(self, method: str, excluded: tuple[str, ...], own: Predictions) -> None:
         assert self._fp32 is not None  # choose_method comes first
         difference = paired_difference(self._fp32.right, own.right)
         self.trials.append(
             Trial(
-                method=method.value,
+                method=method,
                 excluded=excluded,
                 top1_pct=own.top1_pct,
                 delta_top1_points=difference.delta_points,

@@ -1,5 +1,12 @@
-"""Where the model comes from: a Checkpoint of the train step, or a file of the user's own."""
+"""Where the model comes from: a Checkpoint of the train step, or a file of the user's own.
 
+`python -m components.export.sources ARGUMENTS` checks a model in a process of its own, before a run begins. The model
+may be anybody's file: whatever reading it does to memory or to a library's code, the run's process lives on, and it
+need not import the libraries.
+"""
+
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from components.common.contracts.digests import digest_file
-from components.common.contracts.errors import UserError
+from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import (
     ALL_FILES,
     MANIFEST,
@@ -71,12 +78,22 @@ def check_file(model: Path, architecture: str) -> None:
     if not model.is_file():
         raise UserError(
             f"there is no model at {model}; name a Checkpoint or Bundle directory, an .onnx file, or weights "
-            f"({', '.join(WEIGHT_SUFFIXES)}) together with export.architecture"
+            f"({', '.join(WEIGHT_SUFFIXES)}) together with export.architecture",
+            code="model-missing",
+            setting="model",
         )
     if model.suffix in WEIGHT_SUFFIXES and not architecture:
-        raise UserError(f"{model} holds weights only: name their architecture, such as --architecture resnet50")
+        raise UserError(
+            f"{model} holds weights only: name their architecture, such as --architecture resnet50",
+            code="architecture-missing",
+            setting="architecture",
+        )
     if model.suffix not in (".onnx", *WEIGHT_SUFFIXES):
-        raise UserError(f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)})")
+        raise UserError(
+            f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)})",
+            code="unknown-model-format",
+            setting="model",
+        )
 
 
 def check_model(model: Path, architecture: str, classes: Sequence[str] | None, image_size: int) -> None:
@@ -99,7 +116,8 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None, i
             own = load(model, CheckpointManifest, verify=(".safetensors",)).manifest.classes
         if classes is not None and own != tuple(classes):
             raise UserError(
-                f"the model {model} has other classes than the data: {compare_classes(own, tuple(classes))}"
+                f"the model {model} has other classes than the data: {compare_classes(own, tuple(classes))}",
+                code="other-classes",
             )
         return
     check_file(model, architecture)
@@ -120,7 +138,8 @@ def _from_checkpoint(
     if record.classes != dataset.manifest.classes:
         raise UserError(
             f"the checkpoint {path} was trained on other classes than the data set has: "
-            f"{compare_classes(record.classes, dataset.manifest.classes)}"
+            f"{compare_classes(record.classes, dataset.manifest.classes)}",
+            code="other-classes",
         )
     module = build_model(record.architecture, len(record.classes))
     load_weights(module, load_file(checkpoint.file("weights.safetensors")), str(path))
@@ -172,11 +191,14 @@ def _check_fits(path: Path, classifier: OnnxClassifier, num_classes: int) -> Non
     if classifier.num_classes != num_classes:
         raise UserError(
             f"{path} has {classifier.num_classes} outputs but the data set has {num_classes} classes. For a folder "
-            "that holds only some of the model's classes, or in another order, give preprocess.class_names_file"
+            "that holds only some of the model's classes, or in another order, give preprocess.class_names_file",
+            code="other-classes",
         )
     shapes = classifier.shapes
     if shapes.height != shapes.width:
-        raise UserError(f"{path} takes {shapes.height} x {shapes.width} pixels; only square inputs are supported")
+        raise UserError(
+            f"{path} takes {shapes.height} x {shapes.width} pixels; only square inputs are supported", code="not-square"
+        )
 
 
 def _from_onnx(path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path) -> SourceModel:
@@ -218,3 +240,17 @@ def compare_classes(first: tuple[str, ...], second: tuple[str, ...]) -> str:
         return f"{len(first)} against {len(second)}"
     index = next(index for index, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
     return f"class {index} is {first[index]!r} against {second[index]!r}"
+
+
+def main(arguments: str) -> None:
+    """Check what `check_model` checks, by its arguments as JSON; the refusal goes to standard output."""
+    given = json.loads(arguments)
+    try:
+        check_model(Path(given["model"]), given["architecture"], given["classes"], given["image_size"])
+    except EngineryError as error:
+        print(error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

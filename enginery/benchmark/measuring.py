@@ -20,7 +20,6 @@ from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.tensorrt import TensorRTRunner
 from components.export.calibration import (
-    CalibrationMethod,
     Histogram,
     collect_with_onnxruntime,
     collect_with_torch,
@@ -68,7 +67,9 @@ def check_precisions(precisions: Sequence[str]) -> None:
         UserError: it does not.
     """
     if set(precisions) == {"fp16"} and (missing := tensorrt.why_unavailable()):
-        raise UserError(f"FP16 is measured with TensorRT, and {missing}")
+        raise UserError(
+            f"FP16 is measured with TensorRT, and {missing}", code="tensorrt-unavailable", setting="precisions"
+        )
 
 
 def default_batches() -> tuple[int, ...]:
@@ -136,7 +137,9 @@ def _runners(settings: Settings, shapes: ShapeSpec, folder: Path, say: Say) -> I
             elif precision != "fp16":  # a CPU has no FP16 arithmetic
                 runners.append((precision, OpenVINORunner(folder / f"{precision}.onnx", shapes)))
         if not runners:
-            raise EngineryError("none of its engines could be built; what TensorRT said stands above")
+            raise EngineryError(
+                "none of its engines could be built; what TensorRT said stands above", code="build-failed"
+            )
         yield runners
     finally:
         for _, runner in runners:
@@ -206,7 +209,7 @@ def write_network(architecture: str, shapes: ShapeSpec, folder: Path) -> list[st
     export_onnx(model, folder / "fp32.onnx", shapes)
     fp32 = with_names(read_onnx(folder / "fp32.onnx"))
     histograms = _histograms(fp32, folder / "fp32.onnx", shapes)
-    scales = {tensor: compute_scale(values, CalibrationMethod.MAX) for tensor, values in histograms.items()}
+    scales = {tensor: compute_scale(values, "max") for tensor, values in histograms.items()}
     fp16 = to_fp16(fp32)
     onnx.save(fp16, folder / "fp16.onnx")
     onnx.save(insert_qdq(fp32, scales), folder / "int8.onnx")

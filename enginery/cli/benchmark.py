@@ -23,21 +23,32 @@ if TYPE_CHECKING:
 def _names(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
     if not names:
-        raise UserError(f"--{parameter.name} names nothing; write names with commas between, such as resnet50,vgg19")
+        raise UserError(
+            f"--{parameter.name} names nothing; write names with commas between, such as resnet50,vgg19",
+            code="nothing-named",
+        )
     return names
 
 
 def _precisions(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     names = _names(ctx, parameter, value)
     if unknown := [name for name in names if name not in PRECISIONS]:
-        raise UserError(f"--precisions {unknown[0]}: there is {', '.join(get_args(Precision))}")
+        raise UserError(
+            f"--precisions {unknown[0]}: there is {', '.join(get_args(Precision))}",
+            code="unknown-precision",
+            setting="precisions",
+        )
     return names
 
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     parts = [part.strip() for part in (value or "").split(",") if part.strip()]
     if any(not part.isdecimal() or not 1 <= int(part) <= 4096 for part in parts):
-        raise UserError(f"--batch-sizes {value}: write whole numbers of 1 to 4096 with commas between, such as 1,8,128")
+        raise UserError(
+            f"--batch-sizes {value}: write whole numbers of 1 to 4096 with commas between, such as 1,8,128",
+            code="wrong-batch-sizes",
+            setting="batch-sizes",
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 

@@ -51,5 +51,6 @@ def _check_machine(*, in_containers: bool) -> None:
     elif not gpus():
         raise RuntimeUnavailable(
             "no NVIDIA GPU is found here, and plans are built on the GPU that they are for: run this where one is, "
-            "with its driver and a CUDA_VISIBLE_DEVICES that does not hide it"
+            "with its driver and a CUDA_VISIBLE_DEVICES that does not hide it",
+            code="no-gpu",
         )

@@ -184,13 +184,13 @@ def images_to_prove(budget_points: float) -> float:
 
 
 def _check_model(model: str, architecture: str, classes: tuple[str, ...] | None, image_size: int) -> None:
-    """Have a model that lies on this machine read by a process of its own: see components.export.checking."""
+    """Have a model that lies on this machine read by a process of its own: see components.export.sources."""
     if "://" in model:
         return
     given = json.dumps({"model": model, "architecture": architecture, "classes": classes, "image_size": image_size})
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-m", "components.export.checking", given],
+        [sys.executable, "-m", "components.export.sources", given],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

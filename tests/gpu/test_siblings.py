@@ -10,7 +10,7 @@ from torchvision.models.googlenet import Inception
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
 from components.common.runtimes.tensorrt import TensorRTRunner
-from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
+from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
 from components.export.onnx_export import export_onnx
@@ -30,7 +30,7 @@ def test_a_network_of_siblings_is_built_in_int8(tmp_path: Path) -> None:
     fp32 = with_names(onnx.load(tmp_path / "fp32.onnx"))
     images = np.random.default_rng(0).standard_normal(SHAPES.input_shape(8), dtype=np.float32)
     histograms = collect_with_onnxruntime(tmp_path / "fp32.onnx", activation_tensors(fp32), [images])
-    scales = {name: compute_scale(seen, CalibrationMethod.MAX) for name, seen in histograms.items()}
+    scales = {name: compute_scale(seen, "max") for name, seen in histograms.items()}
     onnx.save(insert_qdq(fp32, scales), tmp_path / "int8.onnx")
     onnx.save(insert_qdq(to_fp16(raise_opset(fp32)), scales), tmp_path / "int8_fp16.onnx")
     entry = build_engine(

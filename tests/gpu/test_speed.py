@@ -64,7 +64,7 @@ class PowerMonitor:
 
 
 @pytest.mark.parametrize("num_streams", [1, 2])
-def test_the_meter_runs_with_the_clock(plan: Path, num_streams: int) -> None:
+def test_the_monitor_runs_with_the_clock(plan: Path, num_streams: int) -> None:
     runner, monitor = TensorRTRunner(plan, SHAPES), PowerMonitor()
     timing = runner.measure(4, **TIMES, num_streams=num_streams, monitor=monitor)
     assert monitor.calls == ["start", "stop"]

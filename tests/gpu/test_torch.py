@@ -9,7 +9,7 @@ import torchvision
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
 from components.common.runtimes.torch import TorchRunner
-from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, collect_with_torch, compute_scale
+from components.export.calibration import collect_with_onnxruntime, collect_with_torch, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
 from components.export.qdq import Arithmetic, insert_qdq
@@ -31,7 +31,7 @@ def files(request, tmp_path_factory):
     export_onnx(model.eval(), folder / "fp32.onnx", SHAPES)
     proto = onnx.load(folder / "fp32.onnx")
     histograms = collect_with_onnxruntime(folder / "fp32.onnx", activation_tensors(proto), [images])
-    scales = {name: compute_scale(entry, CalibrationMethod.MAX) for name, entry in histograms.items()}
+    scales = {name: compute_scale(entry, "max") for name, entry in histograms.items()}
     onnx.save(insert_qdq(proto, scales), folder / "int8.onnx")
     return folder, histograms, scales, images
 

@@ -1,7 +1,7 @@
 """What several areas share: a small network that was proved and promoted by the steps, into MLflow on SQLite."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
 from tests.conftest import Shared
 
-from .networks import digits_network
+from .networks import build, digits_network, shapes_of
 from .registered import NAME, promote_chain
 
 LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0, "require_above_chance": False}
@@ -98,3 +98,14 @@ def promoted(store: str, proved: Proved, tmp_path: Path) -> str:
     """The store, with the network as version 1."""
     promote_chain(store, {**proved.parts, "dataset": proved.dataset.path}, tmp_path / "promotion", NAME)
     return store
+
+
+@pytest.fixture(scope="session")
+def onnx_of(shared: Shared) -> Callable[[str], Path]:
+    """`onnx_of("resnet18")`: path of the model's FP32 ONNX file."""
+
+    def path_of(name: str) -> Path:
+        folder = shared(f"onnx_{name}", lambda folder: export_onnx(build(name), folder / "fp32.onnx", shapes_of(name)))
+        return folder / "fp32.onnx"
+
+    return path_of

@@ -1,10 +1,14 @@
-"""A network that is small enough to be trained in a test."""
+"""Networks for tests: one that is small enough to be trained, and torchvision's with random weights."""
 
+import warnings
+
+import numpy as np
 import torch
+import torchvision
 from torch import nn
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.common.contracts.transforms import TransformSpec
+from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.data.loader import Loader
 
 
@@ -32,3 +36,42 @@ def digits_network(dataset: Artifact[DatasetManifest]) -> nn.Module:
 
 def _stage(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+# Image size in pixels, where 64 won't do: adaptive pooling of alexnet and vgg can be exported at 224 only.
+SIZES = {"alexnet": 224, "vgg19": 224}
+
+
+def build(name: str) -> torch.nn.Module:
+    """A torchvision model with random weights and, where the original's is huge, a narrow classifier."""
+    torch.manual_seed(0)
+    options = {"googlenet": {"aux_logits": False, "init_weights": False}, "vgg19": {"init_weights": False}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # The wide classifiers of alexnet and vgg are replaced before any memory is touched.
+        with torch.device("meta" if name in SIZES else "cpu"):
+            model = torchvision.models.get_model(name, weights=None, num_classes=10, **options.get(name, {}))
+    if name in SIZES:
+        model.classifier = torch.nn.Sequential(
+            torch.nn.Dropout(),
+            torch.nn.Linear(model.classifier[1 if name == "alexnet" else 0].in_features, 32),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(),
+            torch.nn.Linear(32, 32),
+            torch.nn.ReLU(),
+            torch.nn.Linear(32, 10),
+        )
+        model = model.to_empty(device="cpu")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+                module.reset_parameters()
+    return model.eval()
+
+
+def shapes_of(name: str) -> ShapeSpec:
+    size = SIZES.get(name, 64)
+    return ShapeSpec(height=size, width=size)
+
+
+def random_images(shapes: ShapeSpec, batch: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shapes.input_shape(batch), dtype=np.float32)

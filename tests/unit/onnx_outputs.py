@@ -1,5 +1,6 @@
 """What a model answers in ONNX Runtime and in the PyTorch runner, for the tests that compare the two."""
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
@@ -29,3 +30,10 @@ def run_ort(model, images, every_tensor=False):
 
 def run_torch(model, images):
     return TorchGraph(model).run(torch.from_numpy(images))[0].numpy()
+
+
+def relative(actual, expected):
+    """Largest difference over the largest expected magnitude."""
+    assert actual.shape == expected.shape
+    expected = expected.astype(np.float64)
+    return float(np.abs(actual - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30))

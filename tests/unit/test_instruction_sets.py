@@ -55,20 +55,20 @@ import numpy as np
 import onnx
 import torch
 from components.common.contracts.transforms import ShapeSpec
-from components.export import arithmetic
+from components.export import quantization
 from components.export.selection import Candidates
 
-arithmetic.SATURATING = ()
+quantization.SATURATING = ()
 folder = Path(sys.argv[1])
 candidates = Candidates(shapes=ShapeSpec(height=8, width=8), device=torch.device("cpu"), directory=folder, log=None)
-search = arithmetic.ArithmeticSearch(
+search = quantization.ArithmeticSearch(
     fp32=onnx.load(folder / "fp32.onnx"),
     scales=json.loads(sys.argv[2]),
     batches=[torch.from_numpy(np.load(folder / "images.npy"))],
     candidates=candidates,
 )
 chosen = search.choose()
-eight, seven = arithmetic.cpu_models(chosen.activations, chosen.weight_bits)
+eight, seven = quantization.cpu_models(chosen.activations, chosen.weight_bits)
 print(json.dumps([chosen.weight_bits, eight.saturates_on, seven.saturates_on]))
 """
 

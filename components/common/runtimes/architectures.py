@@ -32,7 +32,9 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
         name = architecture.removeprefix("timm/")
         if not timm.is_model(name):
             raise UserError(
-                f"timm has no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them"
+                f"timm has no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them",
+                code="unknown-architecture",
+                setting="architecture",
             )
         return timm.create_model(name, num_classes=num_classes)
     if architecture not in known_architectures():
@@ -40,7 +42,11 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
 
         close = difflib.get_close_matches(architecture, known_architectures(), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else "such as resnet50, mobilenet_v2 or efficientnet_b0"
-        raise UserError(f"no model {architecture!r}; {hint} (any of torchvision's classifiers; timm's as timm/NAME)")
+        raise UserError(
+            f"no model {architecture!r}; {hint} (any of torchvision's classifiers; timm's as timm/NAME)",
+            code="unknown-architecture",
+            setting="architecture",
+        )
     options: dict[str, object] = {}
     if architecture in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
@@ -59,23 +65,28 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"there is no weights file {path}") from None
+        raise UserError(f"there is no weights file {path}", code="weights-missing") from None
     except Exception as error:  # whatever damaged files make the readers raise
         if path.suffix != ".safetensors" and not _is_from_torch(path):
             raise UserError(
-                f"can't read the weights in {path}: torch.save did not write it, or it is damaged"
+                f"can't read the weights in {path}: torch.save did not write it, or it is damaged", code="not-weights"
             ) from None
         if isinstance(error, pickle.UnpicklingError):
             raise UserError(
                 f"{path} holds more than weights, and loading it would run code from the file. "
-                "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors"
+                "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors",
+                code="weights-hold-code",
             ) from None
-        raise UserError(f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}") from None
+        raise UserError(
+            f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}", code="not-weights"
+        ) from None
     for key in ("state_dict", "model"):  # as timm and torchvision's training scripts save them, beside the optimizer's
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
             weights = weights[key]
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise UserError(f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)")
+        raise UserError(
+            f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)", code="not-weights"
+        )
     return {name.removeprefix("module."): value for name, value in weights.items()}
 
 
@@ -94,12 +105,17 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
     """
     for name, values in weights.items():
         if values.is_floating_point() and not bool(values.isfinite().all()):
-            raise UserError(f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint")
+            raise UserError(
+                f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint",
+                code="weights-not-finite",
+            )
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:
         problems = " ".join(str(error).split())[:400]
-        raise UserError(f"the weights in {source} don't fit this model: {problems}") from None
+        raise UserError(
+            f"the weights in {source} don't fit this model: {problems}", code="weights-do-not-fit"
+        ) from None
 
 
 def check_image_size(network: nn.Module, architecture: str, image_size: int) -> None:
@@ -132,5 +148,7 @@ def check_image_size(network: nn.Module, architecture: str, image_size: int) -> 
         reason = str(error).partition("\n")[0].rstrip(".")
         raise UserError(
             f"{architecture} can't run on images of {image_size} x {image_size} pixels: {reason}. Choose another "
-            "--image-size; most networks take 224"
+            "--image-size; most networks take 224",
+            code="image-size-unsupported",
+            setting="image_size",
         ) from None

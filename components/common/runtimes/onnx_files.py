@@ -30,11 +30,11 @@ def onnx_content(path: Path) -> bytes:
         with path.open("rb") as file:
             content = file.read(MAXIMUM_PROTOBUF + 1)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file. Give the path of an ONNX model.") from None
+        raise UserError(f"{path}: no such file. Give the path of an ONNX model.", code="onnx-missing") from None
     if not content:
-        raise UserError(f"{path}: not an ONNX file, it is empty. Export it again.")
+        raise UserError(f"{path}: not an ONNX file, it is empty. Export it again.", code="not-onnx")
     if len(content) > MAXIMUM_PROTOBUF:
-        raise UserError(f"{path}: not an ONNX file, which has at most {MAXIMUM_PROTOBUF:,} bytes.")
+        raise UserError(f"{path}: not an ONNX file, which has at most {MAXIMUM_PROTOBUF:,} bytes.", code="not-onnx")
     return content
 
 
@@ -53,11 +53,12 @@ def parse_onnx(content: bytes, path: Path) -> onnx.ModelProto:
     try:
         proto.ParseFromString(content)
     except DecodeError as error:
-        raise UserError(f"{path}: not an ONNX file ({error}).") from error
+        raise UserError(f"{path}: not an ONNX file ({error}).", code="not-onnx") from error
     if any(tensor.data_location == TensorProto.EXTERNAL or tensor.external_data for tensor in _tensors(proto)):
         raise UserError(
             f"{path}: keeps its weights in external data files. Write one file: "
-            f"onnx.save(onnx.load('{path.name}'), 'single.onnx', save_as_external_data=False)."
+            f"onnx.save(onnx.load('{path.name}'), 'single.onnx', save_as_external_data=False).",
+            code="external-data",
         )
     return proto
 

@@ -69,7 +69,7 @@ def load_tensorrt() -> ModuleType:
     """
     missing = why_unavailable()
     if missing is not None:
-        raise RuntimeUnavailable(missing)
+        raise RuntimeUnavailable(missing, code="tensorrt-unavailable")
     return importlib.import_module("tensorrt")
 
 
@@ -91,7 +91,8 @@ def start(make: Callable[[], Any]) -> Any:
         trt = load_tensorrt()
         raise RuntimeUnavailable(
             f"TensorRT {trt.__version__} can't start on {torch.cuda.get_device_name()}, driver {driver_version()}: "
-            f"{tensorrt_logger().take_errors()}; a newer driver is the usual fix"
+            f"{tensorrt_logger().take_errors()}; a newer driver is the usual fix",
+            code="tensorrt-does-not-start",
         ) from None
 
 
@@ -150,7 +151,9 @@ def load_engine(plan_path: Path, entry: EngineEntry | None) -> tuple[Any, Any]:
     flags = entry.flags if entry is not None else ()
     fix = "export again on this machine, or build plans for it with `enginery engines`"
     if entry is not None and (differences := plan_mismatches(entry)):
-        raise UserError(f"the plan {plan_path} was built elsewhere ({'; '.join(differences)}): {fix}")
+        raise UserError(
+            f"the plan {plan_path} was built elsewhere ({'; '.join(differences)}): {fix}", code="plan-built-elsewhere"
+        )
     other_driver = _other_driver(entry) if entry is not None else ""
     logger = tensorrt_logger()
     logger.take_errors()
@@ -162,7 +165,8 @@ def load_engine(plan_path: Path, entry: EngineEntry | None) -> tuple[Any, Any]:
         raise UserError(
             f"TensorRT {trt.__version__} on {torch.cuda.get_device_name()} can't load the plan {plan_path}: "
             f"{logger.take_errors()}. A plan runs only on the TensorRT version and GPU model it was built with"
-            f"{f' ({other_driver})' if other_driver else ''}: {fix}"
+            f"{f' ({other_driver})' if other_driver else ''}: {fix}",
+            code="plan-unreadable",
         )
     if other_driver:
         _log.warning("the plan %s, which runs here, was built with another driver (%s)", plan_path, other_driver)
@@ -177,7 +181,9 @@ def _refit(trt: ModuleType, engine: Any, onnx_path: Path) -> None:
     loaded = trt.OnnxParserRefitter(refitter, tensorrt_logger()).refit_from_file(str(onnx_path))
     if not (loaded and refitter.refit_cuda_engine()):
         reason = tensorrt_logger().take_errors()
-        raise EngineryError(f"the stripped plan can't take its weights from {onnx_path}: {reason}; export again")
+        raise EngineryError(
+            f"the stripped plan can't take its weights from {onnx_path}: {reason}; export again", code="refit-failed"
+        )
 
 
 def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenModel:
@@ -257,15 +263,17 @@ class TensorRTRunner:
         self._classes = tuple(self._engine.get_tensor_shape(shapes.output_name))[1]
         names = (shapes.input_name, shapes.output_name)
         self._dtypes = [_torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names]
-        self._lanes: list[_Lane] = []
+        self._streams: list[_InferenceStream] = []
         self._not_captured: set[int] = set()  # batches that made no CUDA graph: tried and told of once
-        self._open_lanes(1)
+        self._open_streams(1)
 
-    def _open_lanes(self, num_lanes: int) -> None:
+    def _open_streams(self, num_streams: int) -> None:
         with self._counting_memory():
-            while len(self._lanes) < num_lanes:
-                self._lanes.append(
-                    _Lane(self._engine, self._cuda, self._shapes, self._classes, self._dtypes, self._not_captured)
+            while len(self._streams) < num_streams:
+                self._streams.append(
+                    _InferenceStream(
+                        self._engine, self._cuda, self._shapes, self._classes, self._dtypes, self._not_captured
+                    )
                 )
             torch.cuda.synchronize(self._cuda)  # the buffers were zeroed on another stream than will use them
 
@@ -292,19 +300,22 @@ class TensorRTRunner:
         self._check_open()
         expected = self._shapes.input_shape(len(images))
         if images.shape != expected:
-            raise UserError(f"the engine takes images of shape [batch, {expected[1:]}], got {images.shape}")
+            raise UserError(
+                f"the engine takes images of shape [batch, {expected[1:]}], got {images.shape}",
+                code="wrong-image-shape",
+            )
         logits = np.empty((len(images), self._classes), np.float32)
         if isinstance(images, np.ndarray):
             images = torch.from_numpy(np.require(images, np.float32, ["C", "W"]))
         with torch.cuda.device(self._cuda):
             for start in range(0, len(images), self._shapes.max_batch):
                 chunk = images[start : start + self._shapes.max_batch]
-                logits[start : start + len(chunk)] = self._lanes[0].infer(chunk)
+                logits[start : start + len(chunk)] = self._streams[0].infer(chunk)
         return logits
 
     def _check_open(self) -> None:
         if self._engine is None:
-            raise EngineryError("this TensorRT runner was closed; load the plan again")
+            raise EngineryError("this TensorRT runner was closed; load the plan again", code="runner-closed")
 
     def measure(self, batch_size: int, **how: Unpack[BenchmarkOptions]) -> Timing:
         """Time random batches on trtexec's terms: one batch enqueued ahead, as CUDA graph where that can be captured.
@@ -320,32 +331,33 @@ class TensorRTRunner:
         self._check_open()
         if not self._shapes.min_batch <= batch_size <= self._shapes.max_batch:
             raise UserError(
-                f"the engine takes batches of {self._shapes.min_batch} to {self._shapes.max_batch}, got {batch_size}"
+                f"the engine takes batches of {self._shapes.min_batch} to {self._shapes.max_batch}, got {batch_size}",
+                code="wrong-batches",
             )
         if (num_streams := how.get("num_streams", 1)) < 1:
-            raise UserError(f"num_streams must be 1 or more, got {num_streams}")
+            raise UserError(f"num_streams must be 1 or more, got {num_streams}", code="wrong-streams")
         with torch.cuda.device(self._cuda):
-            self._open_lanes(num_streams)
-            lanes = self._lanes[:num_streams]
+            self._open_streams(num_streams)
+            streams = self._streams[:num_streams]
             with self._counting_memory():
-                for lane in lanes:
-                    lane.prepare(batch_size)
-            return self._time_steadily(lanes, batch_size, how)
+                for stream in streams:
+                    stream.prepare(batch_size)
+            return self._time_steadily(streams, batch_size, how)
 
-    def _time_steadily(self, lanes: "list[_Lane]", batch: int, how: BenchmarkOptions) -> Timing:
+    def _time_steadily(self, streams: "list[_InferenceStream]", batch: int, how: BenchmarkOptions) -> Timing:
         with_transfers, monitor = how.get("with_transfers", True), how.get("monitor")
-        turns = itertools.cycle(lanes)
+        turns = itertools.cycle(streams)
         # The clock starts and stops just after a batch has ended with one more in flight on every stream, so it
         # counts exactly the batches that ended in between.
-        for lane in lanes:
-            lane.start(batch, with_transfers)
+        for stream in streams:
+            stream.start(batch, with_transfers)
         warm = time.perf_counter() + how["warmup_s"]
         next(turns).next_ms(batch, with_transfers)
         while time.perf_counter() < warm:
             next(turns).next_ms(batch, with_transfers)
         if monitor is not None:
             monitor.start()
-            for _ in lanes:  # while the monitor started, batches may have ended: put every stream to work again
+            for _ in streams:  # while the monitor started, batches may have ended: put every stream to work again
                 next(turns).next_ms(batch, with_transfers)
         latencies_ms: list[float] = []
         started = now = time.perf_counter()
@@ -360,11 +372,11 @@ class TensorRTRunner:
     def close(self) -> None:
         """Free the engine's memory."""
         torch.cuda.synchronize(self._cuda)
-        self._lanes.clear()
+        self._streams.clear()
         self._engine = self._runtime = None  # in this order: each needs the next while it lives
 
 
-class _Lane:
+class _InferenceStream:
     """An execution context, its streams, and two sets of buffers: one batch is computed while another is copied.
 
     All contexts share the plan's one profile: TensorRT 8.6 is told so when it builds, 10 and 11 always can.
@@ -383,68 +395,73 @@ class _Lane:
         self._context = engine.create_execution_context()
         if self._context is None:
             name = torch.cuda.get_device_name(device)
-            raise EngineryError(f"no execution context on {name}: {tensorrt_logger().take_errors()}")
+            raise EngineryError(
+                f"no execution context on {name}: {tensorrt_logger().take_errors()}", code="no-execution-context"
+            )
         self._device, self._shapes = device, shapes
         self._compute, self._upload, self._download = (_new_stream(device) for _ in range(3))
-        self._behind, self._ahead = (_Slot(device, shapes, classes, dtypes) for _ in range(2))
+        self._behind, self._ahead = (_BufferSet(device, shapes, classes, dtypes) for _ in range(2))
 
     def infer(self, images: torch.Tensor) -> np.ndarray:
         """Logits of a batch of at most `max_batch` images, which lie on the host or on this GPU."""
         # A batch under the profile's minimum is filled up with what the buffer holds: images don't affect each other.
-        slot, batch = self._behind, max(len(images), self._shapes.min_batch)
-        if slot.last_batch == batch and batch not in slot.graphs:
-            slot.graphs[batch] = self._capture(slot, batch)
-        slot.last_batch = batch
+        buffers, batch = self._behind, max(len(images), self._shapes.min_batch)
+        if buffers.last_batch == batch and batch not in buffers.graphs:
+            buffers.graphs[batch] = self._capture(buffers, batch)
+        buffers.last_batch = batch
         if images.is_cuda:
             self._compute.wait_stream(torch.cuda.current_stream(self._device))  # which may still be writing them
             source = images
         else:
-            slot.host_in[: len(images)].copy_(images)
-            source = slot.host_in[: len(images)]
+            buffers.host_in[: len(images)].copy_(images)
+            source = buffers.host_in[: len(images)]
         with torch.cuda.stream(self._compute):
-            slot.device_in[: len(images)].copy_(source, non_blocking=True)
-            self._run(slot, batch)
-            slot.host_out[:batch].copy_(slot.device_out[:batch], non_blocking=True)
+            buffers.device_in[: len(images)].copy_(source, non_blocking=True)
+            self._run(buffers, batch)
+            buffers.host_out[:batch].copy_(buffers.device_out[:batch], non_blocking=True)
         self._compute.synchronize()
-        return slot.host_out[: len(images)].float().numpy()
+        return buffers.host_out[: len(images)].float().numpy()
 
-    def _run(self, slot: "_Slot", batch: int) -> None:
+    def _run(self, buffers: "_BufferSet", batch: int) -> None:
         """Put the computation of one batch, device buffer to device buffer, on the compute stream."""
-        graph = slot.graphs.get(batch)
+        graph = buffers.graphs.get(batch)
         if graph is not None:
             graph.replay()
         else:
-            self._enqueue(slot, batch)
+            self._enqueue(buffers, batch)
 
-    def _enqueue(self, slot: "_Slot", batch: int) -> None:
+    def _enqueue(self, buffers: "_BufferSet", batch: int) -> None:
         context = self._context
         context.set_input_shape(self._shapes.input_name, self._shapes.input_shape(batch))
-        context.set_tensor_address(self._shapes.input_name, slot.device_in.data_ptr())
-        context.set_tensor_address(self._shapes.output_name, slot.device_out.data_ptr())
+        context.set_tensor_address(self._shapes.input_name, buffers.device_in.data_ptr())
+        context.set_tensor_address(self._shapes.output_name, buffers.device_out.data_ptr())
         if not context.execute_async_v3(self._compute.cuda_stream):
-            raise EngineryError(f"TensorRT failed to enqueue a batch of {batch}: {tensorrt_logger().take_errors()}")
+            raise EngineryError(
+                f"TensorRT failed to enqueue a batch of {batch}: {tensorrt_logger().take_errors()}",
+                code="enqueue-failed",
+            )
 
     def prepare(self, batch: int) -> None:
         """Fill both sets of buffers with random numbers (zeros save power and run faster) and capture their graphs."""
-        for slot in (self._behind, self._ahead):
-            slot.host_in[:batch].copy_(torch.randn(self._shapes.input_shape(batch)))
+        for buffers in (self._behind, self._ahead):
+            buffers.host_in[:batch].copy_(torch.randn(self._shapes.input_shape(batch)))
             with torch.cuda.stream(self._compute):
-                slot.device_in[:batch].copy_(slot.host_in[:batch], non_blocking=True)
-                self._enqueue(slot, batch)  # TensorRT wants one run at a new shape before it can be captured
+                buffers.device_in[:batch].copy_(buffers.host_in[:batch], non_blocking=True)
+                self._enqueue(buffers, batch)  # TensorRT wants one run at a new shape before it can be captured
             self._compute.synchronize()
-            slot.last_batch = batch
-            if batch not in slot.graphs:
-                slot.graphs[batch] = self._capture(slot, batch)
+            buffers.last_batch = batch
+            if batch not in buffers.graphs:
+                buffers.graphs[batch] = self._capture(buffers, batch)
 
-    def _capture(self, slot: "_Slot", batch: int) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, buffers: "_BufferSet", batch: int) -> torch.cuda.CUDAGraph | None:
         """A CUDA graph of one computation; None where this engine can't be captured (it is then enqueued each time)."""
         if batch in self._not_captured:
             return None
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=self._compute, capture_error_mode="thread_local"):
-                self._enqueue(slot, batch)
-            slot.device_out.zero_()
+                self._enqueue(buffers, batch)
+            buffers.device_out.zero_()
             torch.cuda.synchronize(self._device)
             graph.replay()
             torch.cuda.synchronize(self._device)
@@ -452,7 +469,7 @@ class _Lane:
             _log.warning("no CUDA graph of a batch of %d, its kernels are launched one by one: %s", batch, error)
             self._not_captured.add(batch)
             return None
-        if not slot.device_out[:batch].any():  # nothing was recorded: the work went to a stream of the engine's own
+        if not buffers.device_out[:batch].any():  # nothing was recorded: the work went to a stream of the engine's own
             _log.warning("the CUDA graph of a batch of %d is empty, its kernels are launched one by one", batch)
             self._not_captured.add(batch)
             return None
@@ -468,27 +485,27 @@ class _Lane:
         self._submit(self._ahead, batch, with_transfers)
         return self._behind.wait_ms(with_transfers)
 
-    def _submit(self, slot: "_Slot", batch: int, with_transfers: bool) -> None:
+    def _submit(self, buffers: "_BufferSet", batch: int, with_transfers: bool) -> None:
         """Enqueue copy, computation and copy of one batch on their three streams. Returns at once."""
         if with_transfers:
             with torch.cuda.stream(self._upload):
-                slot.upload[0].record(self._upload)
-                slot.device_in[:batch].copy_(slot.host_in[:batch], non_blocking=True)
-                slot.upload[1].record(self._upload)
-            self._compute.wait_event(slot.upload[1])
+                buffers.upload[0].record(self._upload)
+                buffers.device_in[:batch].copy_(buffers.host_in[:batch], non_blocking=True)
+                buffers.upload[1].record(self._upload)
+            self._compute.wait_event(buffers.upload[1])
         with torch.cuda.stream(self._compute):
-            slot.compute[0].record(self._compute)
-            self._run(slot, batch)
-            slot.compute[1].record(self._compute)
+            buffers.compute[0].record(self._compute)
+            self._run(buffers, batch)
+            buffers.compute[1].record(self._compute)
         if with_transfers:
-            self._download.wait_event(slot.compute[1])
+            self._download.wait_event(buffers.compute[1])
             with torch.cuda.stream(self._download):
-                slot.download[0].record(self._download)
-                slot.host_out[:batch].copy_(slot.device_out[:batch], non_blocking=True)
-                slot.download[1].record(self._download)
+                buffers.download[0].record(self._download)
+                buffers.host_out[:batch].copy_(buffers.device_out[:batch], non_blocking=True)
+                buffers.download[1].record(self._download)
 
 
-class _Slot:
+class _BufferSet:
     """Buffers for one batch of the largest size, their CUDA graphs by batch size, and the events of a measurement."""
 
     def __init__(self, device: torch.device, shapes: ShapeSpec, classes: int, dtypes: list[torch.dtype]) -> None:
@@ -531,13 +548,15 @@ def _check_engine(engine: Any, plan_path: Path, shapes: ShapeSpec) -> None:
     if names != {shapes.input_name, shapes.output_name}:
         raise UserError(
             f"the plan {plan_path} has the tensors {sorted(names)}, expected {shapes.input_name!r} and "
-            f"{shapes.output_name!r}: name the model's own in its shapes"
+            f"{shapes.output_name!r}: name the model's own in its shapes",
+            code="wrong-tensors",
         )
     low, _, high = (tuple(shape) for shape in engine.get_tensor_profile_shape(shapes.input_name, 0))
     if low[0] > shapes.min_batch or high != shapes.input_shape(high[0]) or high[0] < shapes.max_batch:
         raise UserError(
             f"the plan {plan_path} takes inputs from {low} to {high}, expected {shapes.input_shape(shapes.min_batch)} "
-            f"to {shapes.input_shape(shapes.max_batch)}: export again with these shapes"
+            f"to {shapes.input_shape(shapes.max_batch)}: export again with these shapes",
+            code="wrong-batches",
         )
 
 

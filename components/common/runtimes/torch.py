@@ -72,11 +72,16 @@ class TorchGraph:
         """
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise RuntimeUnavailable(f"PyTorch {torch.__version__} finds no CUDA GPU here: use the device 'cpu'")
+            raise RuntimeUnavailable(
+                f"PyTorch {torch.__version__} finds no CUDA GPU here: use the device 'cpu'", code="no-gpu"
+            )
         self.input_name, self.output_name = _input_and_output(model)
         opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset not in _OPSETS:
-            raise EngineryError(f"PyTorch runner: opset {opset}, supported are {_OPSETS.start} to {_OPSETS.stop - 1}")
+            raise EngineryError(
+                f"PyTorch runner: opset {opset}, supported are {_OPSETS.start} to {_OPSETS.stop - 1}",
+                code="unsupported-opset",
+            )
         constants, nodes = _folded(model.graph)
         self.nodes = _with_fused_pairs(nodes, constants, self.output_name)
         read = {name for node in self.nodes for name in node.inputs}
@@ -99,7 +104,7 @@ class TorchGraph:
         """
         known = {self.input_name, *self.constants, *(name for node in self.nodes for name in node.outputs)}
         if unknown := sorted(set(keep) - known):
-            raise EngineryError(f"PyTorch runner: the graph has no tensors named {unknown[:3]}")
+            raise EngineryError(f"PyTorch runner: the graph has no tensors named {unknown[:3]}", code="unknown-tensor")
         values = {self.input_name: self._placed(images)}
         logits = self._execute(values, keep=keep)
         return logits, {name: values[name] if name in values else self.constants[name] for name in keep}
@@ -162,7 +167,8 @@ class TorchRunner:
         if names != (shapes.input_name, shapes.output_name):
             raise UserError(
                 f"{onnx_path} has the tensors {names}, expected {shapes.input_name!r} and {shapes.output_name!r}: "
-                "name the model's own in its shapes"
+                "name the model's own in its shapes",
+                code="wrong-tensors",
             )
         on_cpu = self._graph.device.type == "cpu"
         self.device = (
@@ -175,7 +181,9 @@ class TorchRunner:
         """See Runner. More than `max_batch` images are run in several batches."""
         expected = self._shapes.input_shape(len(images))
         if images.shape != expected:
-            raise UserError(f"the model takes images of shape [batch, {expected[1:]}], got {images.shape}")
+            raise UserError(
+                f"the model takes images of shape [batch, {expected[1:]}], got {images.shape}", code="wrong-image-shape"
+            )
         if isinstance(images, np.ndarray):
             images = torch.from_numpy(np.require(images, np.float32, ["C", "W"]))
         batches = torch.split(images, self._shapes.max_batch)
@@ -199,7 +207,8 @@ def _input_and_output(model: onnx.ModelProto) -> tuple[str, str]:
     outputs = [value.name for value in model.graph.output]
     if len(inputs) != 1 or len(outputs) != 1:
         raise EngineryError(
-            f"PyTorch runner: the model has inputs {inputs} and outputs {outputs}, expected one of each"
+            f"PyTorch runner: the model has inputs {inputs} and outputs {outputs}, expected one of each",
+            code="not-a-classifier",
         )
     return inputs[0], outputs[0]
 
@@ -225,7 +234,8 @@ def _folded(graph: onnx.GraphProto) -> tuple[dict[str, Tensor], list[TorchNode]]
     if unsupported:
         raise UnsupportedOperators(
             f"PyTorch runner: operators {', '.join(sorted(unsupported))} are not supported; "
-            "ONNX Runtime runs this model on the CPU"
+            "ONNX Runtime runs this model on the CPU",
+            code="unsupported-operators",
         )
     return constants, nodes
 
@@ -287,7 +297,8 @@ def _outputs(node: TorchNode, inputs: Sequence[Tensor | None]) -> dict[str, Tens
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         shapes = [None if tensor is None else list(tensor.shape) for tensor in inputs]
         raise EngineryError(
-            f"PyTorch runner: {node.op_type} '{node.id}' failed on inputs of shapes {shapes}: {error}"
+            f"PyTorch runner: {node.op_type} '{node.id}' failed on inputs of shapes {shapes}: {error}",
+            code="operator-failed",
         ) from error
     tensors = (result,) if isinstance(result, Tensor) else result
     return dict(zip((name for name in node.outputs if name), tensors, strict=False))

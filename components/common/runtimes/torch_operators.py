@@ -39,7 +39,9 @@ def as_tensor(proto: TensorProto) -> Tensor:
         return torch.from_numpy(np.array(numpy_helper.to_array(proto)))
     except TypeError as error:
         name = TensorProto.DataType.Name(proto.data_type)
-        raise EngineryError(f"PyTorch runner: constants of type {name} ('{proto.name}') are not supported") from error
+        raise EngineryError(
+            f"PyTorch runner: constants of type {name} ('{proto.name}') are not supported", code="unsupported-operators"
+        ) from error
 
 
 def why_unsupported(node: NodeProto, num_outputs: int) -> str | None:
@@ -168,7 +170,7 @@ def _dropout(
     x: Tensor, ratio: Tensor | None = None, training_mode: Tensor | None = None, /, *, seed: int = 0
 ) -> Tensor:
     if training_mode is not None and bool(training_mode):
-        raise EngineryError("PyTorch runner: Dropout in training mode is not supported")
+        raise EngineryError("PyTorch runner: Dropout in training mode is not supported", code="unsupported-operators")
     return x  # ratio and seed matter in training only
 
 
@@ -281,7 +283,9 @@ def _pad(
         return functional.pad(x, pad_arguments(begin, end), value=0.0 if value is None else value.item())
     # These modes of functional.pad take height and width alone.
     if any((*begin[:-2], *end[:-2])):
-        raise EngineryError(f"PyTorch runner: Pad with mode={mode} is supported on the last two axes only")
+        raise EngineryError(
+            f"PyTorch runner: Pad with mode={mode} is supported on the last two axes only", code="unsupported-operators"
+        )
     arguments = pad_arguments(begin[-2:], end[-2:])
     return functional.pad(x, arguments, mode="replicate" if mode == "edge" else "reflect")
 
@@ -424,7 +428,10 @@ def average_pool(
 def _pool_pads(x: Tensor, kernel: list[int], pads: list[int] | None) -> tuple[list[int], list[int]]:
     """Padding before and after, for height and width."""
     if x.dim() != 4 or len(kernel) != 2:
-        raise EngineryError(f"PyTorch runner: pooling takes [B, C, H, W], got a tensor of shape {list(x.shape)}")
+        raise EngineryError(
+            f"PyTorch runner: pooling takes [B, C, H, W], got a tensor of shape {list(x.shape)}",
+            code="unsupported-operators",
+        )
     return (list(pads[:2]), list(pads[2:])) if pads else ([0, 0], [0, 0])
 
 

@@ -1,37 +1,37 @@
-"""Typed FP16 graphs and FP16 graphs with Q/DQ, asserted on types and answers."""
+"""Typed FP16 graphs, Q/DQ in them, and weights of fewer mantissa bits, asserted on types, numbers and answers."""
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from components.common.contracts.errors import EngineryError
 from components.export.placement import model_opset
-from components.export.precision import FP16_QDQ_OPSET, raise_opset, to_fp16
+from components.export.precision import FP16_QDQ_OPSET, raise_opset, round_weights, to_fp16
 from components.export.qdq import insert_qdq
 
-
-def run(model, images):
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # its CPU provider says at length that it has no float16 kernels
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {session.get_inputs()[0].name: images})[0]
+from ..onnx_outputs import relative, run_ort
 
 
-def relative(actual, expected):
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+def logits(model, images):
+    return run_ort(model, images)["logits"]
 
 
-def float_types(model):
+def inner_float_types(model):
     """Element types of all inner float tensors, by full type inference."""
     inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True)
-    types = {value.name: value.type.tensor_type.elem_type for value in inferred.graph.value_info}
-    return {name: kind for name, kind in types.items() if kind in (TensorProto.FLOAT, TensorProto.FLOAT16)}
+    types = {value.type.tensor_type.elem_type for value in inferred.graph.value_info}
+    return types & {TensorProto.FLOAT, TensorProto.FLOAT16}
 
 
 def io_types(model):
     return [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)]
+
+
+def arrays_of(model):
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +44,17 @@ def int8_fp16(resnet18, fp16):
     return insert_qdq(raise_opset(fp16), resnet18[3])
 
 
-def test_fp16_is_typed_with_fp32_edges(resnet18, fp16):
+def test_fp16_is_typed_with_fp32_edges_and_answers_as_fp32(resnet18, fp16):
+    _, model, images, _ = resnet18
     onnx.checker.check_model(fp16, full_check=True)
     assert {tensor.data_type for tensor in fp16.graph.initializer} == {TensorProto.FLOAT16}
     assert io_types(fp16) == [TensorProto.FLOAT, TensorProto.FLOAT]
-    assert set(float_types(fp16).values()) == {TensorProto.FLOAT16}
+    assert inner_float_types(fp16) == {TensorProto.FLOAT16}
     assert [node.op_type for node in fp16.graph.node].count("Cast") == 2
     assert (model_opset(fp16), fp16.ir_version) == (17, 8)
-    assert fp16.ByteSize() < 0.52 * resnet18[1].ByteSize()
+    assert fp16.ByteSize() < 0.52 * model.ByteSize()
     assert fp16.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
-
-
-def test_fp16_answers_as_fp32(resnet18, fp16):
-    _, model, images, _ = resnet18
-    assert relative(run(fp16, images), run(model, images)) < 5e-3
+    assert relative(logits(fp16, images), logits(model, images)) < 5e-3
 
 
 def test_weights_beyond_fp16_are_an_error(resnet18):
@@ -65,8 +62,9 @@ def test_weights_beyond_fp16_are_an_error(resnet18):
     model.CopyFrom(resnet18[1])
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name.endswith("fc.bias"))
     tensor.CopyFrom(numpy_helper.from_array(np.full(10, 1e5, np.float32), tensor.name))
-    with pytest.raises(EngineryError, match=r"fc.bias' holds 100000, beyond float16's largest number 65504"):
+    with pytest.raises(EngineryError, match=r"fc.bias") as error:
         to_fp16(model)
+    assert error.value.code == "weights-exceed-fp16"
 
 
 def test_raise_opset(resnet18):
@@ -74,68 +72,151 @@ def test_raise_opset(resnet18):
     raised = raise_opset(model)
     assert (model_opset(raised), raised.ir_version) == (FP16_QDQ_OPSET, 9)
     assert model_opset(raise_opset(raised, 17)) == FP16_QDQ_OPSET  # never lowered
-    np.testing.assert_allclose(run(raised, images), run(model, images), rtol=1e-6)
-
-
-def test_raise_opset_error():
-    node = helper.make_node("Mystery", ["x"], ["y"])
-    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
-    model = helper.make_model(
-        helper.make_graph([node], "g", info[:1], info[1:]), opset_imports=[helper.make_opsetid("", 17)]
-    )
-    with pytest.raises(EngineryError, match="opset 19"):
-        raise_opset(model)
+    np.testing.assert_allclose(logits(raised, images), logits(model, images), rtol=1e-6)
+    unknown = helper.make_graph([helper.make_node("Mystery", ["x"], ["y"])], "g", [], [])
+    with pytest.raises(EngineryError) as error:
+        raise_opset(helper.make_model(unknown, opset_imports=[helper.make_opsetid("", 17)]))
+    assert error.value.code == "conversion-failed"
 
 
 def test_int8_fp16_is_typed_fp16_around_int8(int8_fp16):
     onnx.checker.check_model(int8_fp16, full_check=True)
     assert model_opset(int8_fp16) >= 19
     assert io_types(int8_fp16) == [TensorProto.FLOAT, TensorProto.FLOAT]
-    assert set(float_types(int8_fp16).values()) == {TensorProto.FLOAT16}
+    assert inner_float_types(int8_fp16) == {TensorProto.FLOAT16}
     kinds = {tensor.data_type for tensor in int8_fp16.graph.initializer}
     assert kinds == {TensorProto.FLOAT16, TensorProto.INT8}
-    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in int8_fp16.graph.initializer}
+    values = arrays_of(int8_fp16)
     for node in int8_fp16.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             assert values[node.input[2]].dtype == np.int8
             assert not values[node.input[2]].any()  # symmetric
 
 
-def test_int8_fp16_has_the_scales_of_int8(resnet18, int8_fp16):
-    _, model, _, scales = resnet18
+def test_int8_fp16_has_the_scales_of_int8_and_answers_as_it(resnet18, int8_fp16):
+    _, model, images, scales = resnet18
     int8 = insert_qdq(model, scales)
-    fp32 = {tensor.name: numpy_helper.to_array(tensor) for tensor in int8.graph.initializer}
-    fp16 = {tensor.name: numpy_helper.to_array(tensor) for tensor in int8_fp16.graph.initializer}
+    fp32, fp16 = arrays_of(int8), arrays_of(int8_fp16)
     names = [name.replace("graph_input_cast_0", "images") for name in fp16 if name.endswith("_scale")]
     assert sorted(names) == sorted(name for name in fp32 if name.endswith("_scale"))
     for name in names:
         stored = fp16[name.replace("images", "graph_input_cast_0")]
         assert stored.dtype == np.float16
         assert (stored >= np.finfo(np.float16).smallest_normal).all()
-        expected = np.maximum(fp32[name], 2.0**-14)
-        np.testing.assert_allclose(stored.astype(np.float32), expected, rtol=1e-3)
-
-    def pairs(quantized):
-        return sum(node.op_type == "QuantizeLinear" for node in quantized.graph.node)
-
-    assert pairs(int8) == pairs(int8_fp16)
-
-
-def test_int8_fp16_answers_as_int8(resnet18, int8_fp16):
-    _, model, images, scales = resnet18
-    expected = run(model, images)
-    assert relative(run(int8_fp16, images), expected) < 0.08
-    assert relative(run(insert_qdq(raise_opset(to_fp16(model)), scales, weights="qdq"), images), expected) < 0.08
+        np.testing.assert_allclose(stored.astype(np.float32), np.maximum(fp32[name], 2.0**-14), rtol=1e-3)
+    pairs, typed = ([node.op_type for node in m.graph.node].count("QuantizeLinear") for m in (int8, int8_fp16))
+    assert pairs == typed
+    expected = logits(model, images)
+    for storage in (int8_fp16, insert_qdq(raise_opset(to_fp16(model)), scales, weights="qdq")):
+        assert relative(logits(storage, images), expected) < 0.08
 
 
 def test_tiny_scales_are_raised_to_normal_numbers(resnet18, fp16):
     _, _, images, scales = resnet18
     quantized = insert_qdq(raise_opset(fp16), dict.fromkeys(scales, 1e-7))
-    stored = [numpy_helper.to_array(t) for t in quantized.graph.initializer if t.name.endswith("_scale")]
+    stored = [array for name, array in arrays_of(quantized).items() if name.endswith("_scale")]
     assert min(array.min() for array in stored) == np.finfo(np.float16).smallest_normal
-    assert np.isfinite(run(quantized, images)).all()
+    assert np.isfinite(logits(quantized, images)).all()
 
 
 def test_fp16_needs_opset_19(resnet18, fp16):
-    with pytest.raises(EngineryError, match="has opset 17, but Q/DQ on these types needs 19"):
+    with pytest.raises(EngineryError) as error:
         insert_qdq(fp16, resnet18[3])
+    assert error.value.code == "unsupported-opset"
+
+
+# --- weights of fewer mantissa bits
+
+
+def model_of(weights: np.ndarray) -> onnx.ModelProto:
+    """A convolution with a bias, then a matrix product."""
+    nodes = [
+        helper.make_node("Conv", ["x", "kernel", "bias"], ["y"]),
+        helper.make_node("Flatten", ["y"], ["z"]),
+        helper.make_node("Gemm", ["z", "matrix"], ["logits"]),
+    ]
+    bias = np.full(weights.shape[0], 1.3, weights.dtype)
+    tensors = {"kernel": weights, "bias": bias, "matrix": weights[:, :, 0, 0]}
+    shapes = {"x": [1, weights.shape[1], 1, 1], "logits": [1, weights.shape[1]]}
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    initializers = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
+    graph = helper.make_graph(nodes, "rounded", values[:1], values[1:], initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+def rounded(weights: np.ndarray, bits: int) -> dict[str, np.ndarray]:
+    model = model_of(weights)
+    assert round_weights(model, bits) == 2
+    return arrays_of(model)
+
+
+def as_kernel(*values: float) -> np.ndarray:
+    return np.asarray(values, np.float32).reshape(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("bits", [10, 7, 5, 4, 3, 2])
+def test_normal_numbers_are_off_by_half_a_bit_at_most(bits: int) -> None:
+    weights = np.random.default_rng(0).standard_normal((64, 64, 1, 1)).astype(np.float32)
+    weights = np.where(np.abs(weights) < 2**-14, 1, weights).astype(np.float32)  # subnormal in float16
+    tensors = rounded(weights, bits)
+    error = np.abs(tensors["kernel"] / weights - 1)
+    # float16 is rounded to first, so its own half bit comes on top.
+    assert 2.0 ** -(bits + 2) < error.max() <= 2.0 ** -(bits + 1) + 2.0**-11
+    np.testing.assert_array_equal(tensors["matrix"], tensors["kernel"][:, :, 0, 0])
+    mantissas = tensors["kernel"].astype(np.float16).view(np.uint16) & ((1 << (10 - bits)) - 1)
+    assert not mantissas.any()
+    np.testing.assert_array_equal(rounded(tensors["kernel"], bits)["kernel"], tensors["kernel"])
+
+
+def test_three_bits_are_those_of_float8() -> None:
+    weights = np.random.default_rng(1).uniform(0.02, 400, (64, 64, 1, 1)).astype(np.float16).astype(np.float32)
+    expected = torch.from_numpy(weights).to(torch.float8_e4m3fn).to(torch.float32).numpy()
+    np.testing.assert_array_equal(rounded(weights, 3)["kernel"], expected)
+
+
+UNIT = 2.0**-24  # of float16's subnormal numbers; with two bits fewer of every number these are units of 2**-22
+
+
+@pytest.mark.parametrize(
+    ("bits", "values", "expected"),
+    [
+        (2, [1.125, 1.375, -1.125], [1.0, 1.5, -1.0]),  # ties go to the even neighbour
+        # 65,504 is the largest float16, and with fewer bits the next number above it would be infinity.
+        (3, [65504, -65504, 1e6, np.inf, np.nan, 0], [65504, -65504, 1e6, np.inf, np.nan, 0]),
+        (8, [5 * UNIT, 6 * UNIT, 2 * UNIT, -3 * UNIT, 2.0**-15 + UNIT], [4 * UNIT, 8 * UNIT, 0, -4 * UNIT, 2.0**-15]),
+    ],
+)
+def test_ties_infinities_and_subnormal_numbers(bits, values, expected) -> None:
+    np.testing.assert_array_equal(rounded(as_kernel(*values), bits)["kernel"], as_kernel(*expected))
+
+
+def test_biases_and_types_stay() -> None:
+    typed = to_fp16(model_of(as_kernel(1.3, -1.3)))
+    assert round_weights(typed, 2) == 2
+    tensors = arrays_of(typed)
+    assert {str(values.dtype) for values in tensors.values()} == {"float16"}
+    assert tensors["kernel"].ravel().tolist() == [1.25, -1.25]
+    assert tensors["bias"].tolist() == [np.float16(1.3)]
+    del typed.graph.initializer[:]
+    assert round_weights(typed, 2) == 0
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("through", ["", "Identity", "Transpose"])
+def test_weights_are_found_wherever_they_are(stored: bool, left: bool, through: str) -> None:
+    """As initializer or Constant node, on either side of the product, directly or through a node that keeps values."""
+    values = numpy_helper.from_array(np.full((4, 4), 1.3, np.float32), "weights")
+    nodes = [] if stored else [helper.make_node("Constant", [], ["weights"], value=values)]
+    nodes += [helper.make_node(through, ["weights"], ["moved"])] if through else []
+    read = "moved" if through else "weights"
+    nodes.append(helper.make_node("MatMul", [read, "x"] if left else ["x", read], ["logits"]))
+    nodes.append(helper.make_node("MatMul", [read, "logits"] if left else ["logits", read], ["more"]))  # shared
+    nodes.append(helper.make_node("Add", ["more", "offset"], ["last"]))
+    square = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in ("x", "last")]
+    offset = numpy_helper.from_array(np.full(4, 1.3, np.float32), "offset")
+    graph = helper.make_graph(nodes, "one", square[:1], square[1:], [values, offset] if stored else [offset])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    assert round_weights(model, 2) == 1
+    result = ReferenceEvaluator(model).run(None, {"x": np.eye(4, dtype=np.float32)})[0]
+    np.testing.assert_array_equal(result, np.full((4, 4), np.float32(4 * 1.25**2) + np.float32(1.3)))

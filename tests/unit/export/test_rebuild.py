@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ConfigDict
 
-from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import (
     ALL_FILES,
     MANIFEST,
@@ -22,7 +22,7 @@ from components.common.contracts.records import CalibrationEntry, EngineEntry, E
 from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.process.steplog import StepLog
 from components.common.runtimes import tensorrt
-from components.export import plans, rebuild
+from components.export import engines, rebuild
 from components.export.calibration import Samples
 from components.export.config import ExportConfig
 from components.export.inspection import UnreadableLayers
@@ -73,6 +73,14 @@ def original(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> Artif
     )
 
 
+def sealed_again(bundle: Artifact[BundleManifest], config: ExportConfig | None = None, **changes: Any) -> Path:
+    """The bundle with another manifest."""
+    (bundle.path / MANIFEST).unlink()
+    left_out = {"schema_version", "seal", "kind", "files", "config", "environment"}
+    fields = bundle.manifest.model_dump(exclude=left_out) | changes
+    return seal(bundle.path, BundleManifest, config=config or ExportConfig(), **fields).path
+
+
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a GPU and TensorRT, whose plans are a few bytes."""
@@ -81,29 +89,34 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shapes == SHAPES
         assert onnx_path.exists()
         plan_path.write_bytes(f"{precision} here".encode())
-        told = {name: others[name] for name in ("optimization_level", "mantissa_bits")}
-        return entry("NVIDIA Orin", precision, **told)
+        return entry("NVIDIA Orin", precision, **{n: others[n] for n in ("optimization_level", "mantissa_bits")})
 
     def inspect(plan: Path, built: EngineEntry, shapes: ShapeSpec, convolutions: list[str]) -> EngineLayers:
         assert convolutions == ["/0/Conv"]
-        layers = EngineLayers(file="f", num_layers=1, num_reformats=0, convolutions={"INT8": 1}, exceptions={})
-        return layers
+        return EngineLayers(file="f", num_layers=1, num_reformats=0, convolutions={"INT8": 1}, exceptions={})
 
     monkeypatch.setattr(tensorrt, "why_unavailable", lambda: None)
-    monkeypatch.setattr(plans, "check_options", lambda options: None)
-    monkeypatch.setattr(plans, "onnx_file_for", lambda precision: "int8.onnx")
-    monkeypatch.setattr(plans, "build_engine", build)
-    monkeypatch.setattr(plans, "inspect_engine", inspect)
+    monkeypatch.setattr(engines, "check_options", lambda options: None)
+    monkeypatch.setattr(engines, "onnx_file_for", lambda precision: "int8.onnx")
+    monkeypatch.setattr(engines, "build_engine", build)
+    monkeypatch.setattr(engines, "inspect_engine", inspect)
 
 
-def export(bundle: Path, dataset: Path, output: Path, **settings: Any) -> str:
-    return run(ExportConfig(**settings), StepLog("export"), model=bundle, dataset=dataset, output=output)
+@pytest.fixture
+def export(digits_dataset, tmp_path):
+    """`export(bundle, **settings)`: the step into the folder `new`. Returns its closing sentence."""
+
+    def exported(bundle: Path, **settings: Any) -> str:
+        paths = {"model": bundle, "dataset": digits_dataset.path, "output": tmp_path / "new"}
+        return run(ExportConfig(**settings), StepLog("export"), **paths)
+
+    return exported
 
 
 @pytest.mark.usefixtures("here")
-def test_only_the_plans_are_new(original, digits_dataset, tmp_path):
+def test_only_the_plans_are_new(original, export, digits_dataset, tmp_path):
     settings = {"optimization_level": 5, "fp16_mantissa_bits": 7}
-    outcome = export(original.path, digits_dataset.path, tmp_path / "new", **settings)
+    outcome = export(original.path, **settings)
     assert outcome.startswith("3 TensorRT engines, 1 of 1 convolutions in INT8 from the bundle sha256:")
     new = load(tmp_path / "new", BundleManifest, verify=ALL_FILES)
     assert new.digest != original.digest
@@ -121,160 +134,119 @@ def test_only_the_plans_are_new(original, digits_dataset, tmp_path):
 
 
 @pytest.mark.usefixtures("here")
-def test_a_plan_that_cannot_be_built_ends_it(original, digits_dataset, tmp_path, monkeypatch):
-    """With auto, a new bundle gets by without engines; here there would be nothing new."""
-
-    def fail(*arguments: Any, **others: Any) -> EngineEntry:
-        raise EngineryError("no kernel")
-
-    monkeypatch.setattr(plans, "build_engine", fail)
-    with pytest.raises(EngineryError, match="no kernel"):
-        export(original.path, digits_dataset.path, tmp_path / "new")
-    assert not (tmp_path / "new" / "manifest.json").exists()
-
-
-@pytest.mark.usefixtures("here")
-def test_no_plan_stays_that_the_manifest_does_not_name(original, tmp_path, monkeypatch):
-    """A plan that can be built but not run goes again: nobody would measure it, but it would be shipped."""
+def test_a_plan_that_can_not_be_built_or_run(original, export, tmp_path, monkeypatch):
+    """Its file goes again: nobody would measure it. A new bundle gets by without; of a bundle, nothing would be new."""
 
     def fail(plan: Path, built: EngineEntry, *others: Any) -> EngineLayers:
         if built.precision == "int8":
-            raise EngineryError("no memory")
+            raise EngineryError("no memory", code="no-memory")
         return EngineLayers(file="f", num_layers=1, num_reformats=0, convolutions={}, exceptions={})
 
-    monkeypatch.setattr(plans, "inspect_engine", fail)
-    entries, missing = plans.build_plans(ExportConfig(), SHAPES, original.path, None, StepLog("export"))
-    assert [built.file for built in entries] == ["fp32.plan", "fp16.plan"]
-    assert missing == "no memory"
+    monkeypatch.setattr(engines, "inspect_engine", fail)
+    entries, missing = engines.build_plans(ExportConfig(), SHAPES, original.path, None, StepLog("export"))
+    assert ([built.file for built in entries], missing) == (["fp32.plan", "fp16.plan"], "no memory")
     assert sorted(file.name for file in original.path.glob("*.plan")) == ["fp16.plan", "fp32.plan"]
+    again = sealed_again(original, engines=())
+    with pytest.raises(EngineryError) as error:
+        export(again)
+    assert error.value.code == "no-memory"
+    assert not (tmp_path / "new" / MANIFEST).exists()
 
 
 @pytest.mark.usefixtures("here")
-def test_a_plan_is_as_good_without_its_layers(original, digits_dataset, tmp_path, monkeypatch, capsys):
+def test_a_plan_is_as_good_without_its_layers(original, export, tmp_path, monkeypatch, capsys):
     def fail(*arguments: Any) -> EngineLayers:
-        raise UnreadableLayers("what the engine inspector says can't be read")
+        raise UnreadableLayers("unreadable", code="layers-unreadable")
 
-    monkeypatch.setattr(plans, "inspect_engine", fail)
-    assert export(original.path, digits_dataset.path, tmp_path / "new").startswith("3 TensorRT engines from")
+    monkeypatch.setattr(engines, "inspect_engine", fail)
+    assert export(original.path).startswith("3 TensorRT engines from")
     assert [built.layers for built in load(tmp_path / "new", BundleManifest).manifest.engines] == [None] * 3
     assert "the report says nothing of the layers of int8.plan" in "".join(capsys.readouterr())
 
 
 @pytest.mark.usefixtures("here")
-def test_an_option_that_tensorrt_lacks_ends_it_with_auto_too(original, tmp_path, monkeypatch):
+def test_an_option_that_tensorrt_lacks_ends_it_with_auto_too(original, monkeypatch):
     def refuse(options: tuple[str, ...]) -> None:
-        raise UserError(f"builds no {options[0]} plans")
+        raise UserError("", code=options[0])
 
-    monkeypatch.setattr(plans, "check_options", refuse)
-    config = ExportConfig(engine_options=("stripped",))
-    with pytest.raises(UserError, match="builds no stripped plans"):
-        plans.build_plans(config, SHAPES, original.path, None, StepLog("export"))
+    monkeypatch.setattr(engines, "check_options", refuse)
+    with pytest.raises(UserError) as error:
+        engines.build_plans(ExportConfig(engine_options=("stripped",)), SHAPES, original.path, None, StepLog("export"))
+    assert error.value.code == "stripped"
 
 
 @pytest.mark.usefixtures("here")
-def test_settings_that_change_nothing_are_named(original, digits_dataset, tmp_path, capsys):
-    given = {"max_batch": 4, "opt_batch": 32, "optimization_level": 1}  # 32 is the default
-    export(original.path, digits_dataset.path, tmp_path / "new", **given)
-    said = "".join(capsys.readouterr())
-    assert "without effect here: export.max_batch. A bundle keeps its shapes" in said
+def test_settings_that_change_nothing_are_named(original, export, tmp_path, capsys):
+    export(original.path, max_batch=4, opt_batch=32, optimization_level=1)  # 32 is the default
+    assert "without effect here: export.max_batch. A bundle keeps its shapes" in "".join(capsys.readouterr())
     assert load(tmp_path / "new", BundleManifest).manifest.shapes == SHAPES
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("calibrated_with", ["the first seven", "others", "nothing said"])
-def test_images_of_another_split_are_noted(original, digits_dataset, tmp_path, capsys, calibrated_with):
+@pytest.mark.parametrize("calibrated_with", ["the first seven", "others", ""])
+def test_images_of_another_split_are_noted(original, export, digits_dataset, capsys, calibrated_with):
     """The data set is never the same file by file on another machine; its images can be."""
-    transform = original.manifest.transform
-    first = Samples(
-        dataset=digits_dataset, transform=transform, start=0, num_images=7, batch_size=1, device_id=None
-    ).digest()
-    digest = {"the first seven": first, "others": "sha256:others", "nothing said": ""}[calibrated_with]
-    elsewhere = original.manifest.model_copy(
-        update={
-            "inputs": {"model": "sha256:checkpoint", "dataset": "sha256:of the other machine"},
-            "calibration": original.manifest.calibration.model_copy(update={"images_digest": digest}),
-        }
-    )
-    (original.path / MANIFEST).unlink()
-    fields = elsewhere.model_dump(exclude={"schema_version", "seal", "kind", "files", "config", "environment"})
-    again = seal(original.path, BundleManifest, config=ExportConfig(), **fields)
-    export(again.path, digits_dataset.path, tmp_path / "new")
-    said = "".join(capsys.readouterr())
-    assert ("does not begin with the images that calibrated the bundle" in said) == (
-        calibrated_with != "the first seven"
-    )
+    first = {"start": 0, "num_images": 7, "batch_size": 1, "device_id": None}
+    samples = Samples(dataset=digits_dataset, transform=original.manifest.transform, **first)
+    digest = samples.digest() if calibrated_with == "the first seven" else calibrated_with
+    calibration = original.manifest.calibration.model_copy(update={"images_digest": digest}).model_dump()
+    export(sealed_again(original, calibration=calibration, inputs={"dataset": "sha256:of the other machine"}))
+    is_noted = "does not begin with the images that calibrated the bundle" in "".join(capsys.readouterr())
+    assert is_noted == (calibrated_with != "the first seven")
 
 
 @pytest.mark.usefixtures("here")
-def test_settings_of_another_version_stay(original, digits_dataset, tmp_path):
+def test_settings_of_another_version_stay(original, export, tmp_path):
     class Config(ExportConfig):
         model_config = ConfigDict(extra="allow")
 
-    older = tmp_path / "older"
-    older.mkdir()
-    for file in original.path.iterdir():
-        if file.name != "manifest.json":
-            (older / file.name).write_bytes(file.read_bytes())
-    left_out = {"schema_version", "seal", "kind", "files", "inputs", "config", "environment"}
-    fields = original.manifest.model_dump(exclude=left_out)
-    seal(older, BundleManifest, inputs={}, config=Config(seed=7, optimization_level=1), **fields)
-    export(older, digits_dataset.path, tmp_path / "new", optimization_level=4)
+    export(sealed_again(original, Config(seed=7, optimization_level=1)), optimization_level=4)
     config = load(tmp_path / "new", BundleManifest).manifest.config
     assert (config["seed"], config["optimization_level"]) == (7, 4)
 
 
-def test_without_tensorrt(original, digits_dataset, tmp_path):
-    with pytest.raises(RuntimeUnavailable, match=r"no plans can be built of the bundle .*CUDA GPU"):
-        export(original.path, digits_dataset.path, tmp_path / "new")
-
-
-@pytest.mark.usefixtures("here")
-def test_tensorrt_off(original, digits_dataset, tmp_path):
-    with pytest.raises(UserError, match=r"export\.tensorrt is off: set it to auto"):
-        export(original.path, digits_dataset.path, tmp_path / "new", tensorrt="off")
-
-
-def sealed_again(bundle: Artifact[BundleManifest], **changes: Any) -> Path:
-    """The bundle with another manifest."""
-    (bundle.path / MANIFEST).unlink()
-    left_out = {"schema_version", "seal", "kind", "files", "config", "environment"}
-    fields = bundle.manifest.model_dump(exclude=left_out) | changes
-    return seal(bundle.path, BundleManifest, config=ExportConfig(), **fields).path
-
-
-@pytest.mark.usefixtures("here")
-def test_other_classes(original, digits_dataset, tmp_path):
-    classes = digits_dataset.manifest.classes
-    bundle = sealed_again(original, classes=("nought", *classes[1:]))
-    with pytest.raises(UserError, match=r"other classes than .*: class 0 is 'nought' against '0'\. Name the images"):
-        export(bundle, digits_dataset.path, tmp_path / "new")
-    bundle = sealed_again(load(bundle, BundleManifest), classes=classes[:3])
-    with pytest.raises(UserError, match=r"other classes than .*: 3 against 10"):
-        export(bundle, digits_dataset.path, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(("gone", "named"), [("*.onnx", "fp16.onnx, fp32.onnx, int8"), ("scales.*", "scales.json")])
-def test_a_bundle_that_was_sealed_without_a_file(original, digits_dataset, tmp_path, gone, named):
-    for file in original.path.glob(gone):
+def without(bundle: Artifact[BundleManifest], pattern: str, **changes: Any) -> Path:
+    for file in bundle.path.glob(pattern):
         file.unlink()
-    bundle = sealed_again(original, models={} if gone == "*.onnx" else MODELS)
-    with pytest.raises(UserError, match=f"has no {named}.*, so export the model again"):
-        export(bundle, digits_dataset.path, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+    return sealed_again(bundle, **changes)
+
+
+def damaged(bundle: Artifact[BundleManifest]) -> Path:
+    bundle.file("int8.onnx").write_bytes(b"int8.onnx of the Original")
+    return bundle.path
 
 
 @pytest.mark.usefixtures("here")
-def test_a_damaged_bundle_is_refused(original, digits_dataset, tmp_path):
-    original.file("int8.onnx").write_bytes(b"int8.onnx of the Original")
-    with pytest.raises(EngineryError, match=r"int8\.onnx was changed after it was sealed"):
-        export(original.path, digits_dataset.path, tmp_path / "new")
+@pytest.mark.parametrize(
+    ("change", "settings", "said"),
+    [
+        (lambda bundle: bundle.path, {"tensorrt": "off"}, "export.tensorrt is off: set it to auto"),
+        (
+            lambda bundle: sealed_again(bundle, classes=("nought", *bundle.manifest.classes[1:])),
+            {},
+            "class 0 is 'nought' against '0'. Name the images",
+        ),
+        (lambda bundle: sealed_again(bundle, classes=bundle.manifest.classes[:3]), {}, "3 against 10"),
+        (lambda bundle: without(bundle, "*.onnx", models={}), {}, "has no fp16.onnx, fp32.onnx, int8.onnx, int8_fp16"),
+        (lambda bundle: without(bundle, "scales.*"), {}, "has no scales.json, so export the model again"),
+        (damaged, {}, "int8.onnx was changed after it was sealed"),
+    ],
+)
+def test_what_no_plans_are_built_of(original, export, tmp_path, change, settings, said):
+    with pytest.raises(EngineryError) as error:
+        export(change(original), **settings)
+    assert said in str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_tensorrt(original, export):
+    with pytest.raises(EngineryError) as error:
+        export(original.path)
+    assert error.value.code == "tensorrt-unavailable"
 
 
 def test_what_is_a_bundle(original, digits_dataset, tmp_path):
     assert rebuild.is_bundle(original.path)
-    assert not rebuild.is_bundle(digits_dataset.path)
-    assert not rebuild.is_bundle(tmp_path / "missing")
     np.save(tmp_path / "manifest.json", np.zeros(1))
-    assert not rebuild.is_bundle(tmp_path)
+    for folder in (digits_dataset.path, tmp_path / "missing", tmp_path):
+        assert not rebuild.is_bundle(folder)

@@ -10,7 +10,7 @@ import torch
 from torchvision.models.googlenet import Inception
 
 from components.common.contracts.transforms import ShapeSpec
-from components.export.calibration import CalibrationMethod, collect_with_onnxruntime, compute_scale
+from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, keep_apart, with_names
 from components.export.qdq import insert_qdq
@@ -28,7 +28,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
     export_onnx(model.eval(), file, SHAPES)
     fp32 = with_names(onnx.load(file))
     histograms = collect_with_onnxruntime(file, activation_tensors(fp32), [_images()])
-    return insert_qdq(fp32, {name: compute_scale(seen, CalibrationMethod.MAX) for name, seen in histograms.items()})
+    return insert_qdq(fp32, {name: compute_scale(seen, "max") for name, seen in histograms.items()})
 
 
 def _images() -> np.ndarray:

@@ -194,7 +194,7 @@ def test_a_model_whose_reading_kills_the_process_is_refused(
     (tmp_path / "components/export").mkdir(parents=True)
     for folder in ("components", "components/export"):
         (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "components/export/checking.py").write_text("import os; os.kill(os.getpid(), 9)")
+    (tmp_path / "components/export/sources.py").write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setattr(preflight, "_ROOT", tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)

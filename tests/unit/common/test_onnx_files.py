@@ -1,6 +1,5 @@
 """An ONNX file that has the weights read from another file, wherever in it that is said."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,8 +111,9 @@ def attack(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     ids=["onnx", "export", "onnxruntime", "openvino", "torch", "tensorrt"],
 )
 def test_weights_in_other_files_are_refused(attack: Path, read: Callable[[Path], object]) -> None:
-    with pytest.raises(UserError, match=r"keeps its weights in external data files\. Write one file"):
+    with pytest.raises(UserError) as error:
         read(attack)
+    assert error.value.code == "external-data"
 
 
 SHAPES = ShapeSpec(height=8, width=8, input_name="x", output_name="y")
@@ -122,5 +122,6 @@ SHAPES = ShapeSpec(height=8, width=8, input_name="x", output_name="y")
 def test_what_is_larger_than_protobuf_allows_is_not_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_files, "MAXIMUM_PROTOBUF", 100)
     (tmp_path / "large.onnx").write_bytes(bytes(101))
-    with pytest.raises(UserError, match=re.escape("not an ONNX file, which has at most 100 bytes")):
+    with pytest.raises(UserError) as error:
         read_onnx(tmp_path / "large.onnx")
+    assert error.value.code == "not-onnx"

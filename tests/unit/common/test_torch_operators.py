@@ -11,7 +11,7 @@ from components.common.runtimes.torch import TorchGraph, UnsupportedOperators
 from components.common.runtimes.torch_operators import fake_quantize
 from components.export.precision import FP16_QDQ_OPSET
 
-from .onnx_outputs import run_ort, run_torch
+from ..onnx_outputs import run_ort, run_torch
 
 
 def operator_model(op_type, arrays, attributes, num_outputs=1, opset=17):
@@ -188,26 +188,25 @@ def test_all_that_is_unsupported_is_named_at_once():
     weights = numpy_helper.from_array(normal(4, 3, 3, 3), "w")
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(helper.make_graph(nodes, "g", [value], [logits], [weights]), opset_imports=opsets)
-    with pytest.raises(
-        UnsupportedOperators,
-        match=r"operators Conv with auto_pad=SAME_UPPER, Einsum, GridSample, MaxPool with 2 outputs, "
-        r"com\.microsoft\.FusedConv are not supported",
-    ):
+    with pytest.raises(UnsupportedOperators) as error:
         TorchGraph(model)
+    named = "Conv with auto_pad=SAME_UPPER, Einsum, GridSample, MaxPool with 2 outputs, com.microsoft.FusedConv"
+    assert named in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("op_type", "arrays", "attributes", "opset", "message"),
+    ("op_type", "arrays", "attributes", "opset", "code"),
     [
-        ("BatchNormalization", [IMAGE, *[normal(4)] * 4], {"training_mode": 1}, 17, "training_mode=1"),
-        ("AveragePool", [IMAGE], {"kernel_shape": [2, 2], "dilations": [2, 2]}, 19, "AveragePool with dilations"),
-        ("Squeeze", [normal(3, 1)], {"axes": [1]}, 11, "opset 11, supported are 13 to 21"),
-        ("Cast", [IMAGE], {"to": TensorProto.BFLOAT16}, 17, "Cast with to=16"),
+        ("BatchNormalization", [IMAGE, *[normal(4)] * 4], {"training_mode": 1}, 17, "unsupported-operators"),
+        ("AveragePool", [IMAGE], {"kernel_shape": [2, 2], "dilations": [2, 2]}, 19, "unsupported-operators"),
+        ("Squeeze", [normal(3, 1)], {"axes": [1]}, 11, "unsupported-opset"),
+        ("Cast", [IMAGE], {"to": TensorProto.BFLOAT16}, 17, "unsupported-operators"),
     ],
 )
-def test_what_is_not_handled_is_refused_when_the_graph_is_loaded(op_type, arrays, attributes, opset, message):
-    with pytest.raises(EngineryError, match=message):
+def test_what_is_not_handled_is_refused_when_the_graph_is_loaded(op_type, arrays, attributes, opset, code):
+    with pytest.raises(EngineryError) as error:
         TorchGraph(operator_model(op_type, arrays, attributes, opset=opset))
+    assert error.value.code == code
 
 
 def test_a_failing_node_is_named():

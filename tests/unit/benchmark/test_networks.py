@@ -4,7 +4,6 @@ import numpy as np
 import onnx
 import pytest
 
-from components.common.contracts.errors import UserError
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
 from enginery.benchmark.measuring import check_networks, write_network
@@ -48,8 +47,3 @@ def test_no_convolution_is_all_zero(written):
 @pytest.mark.parametrize("architecture", ["googlenet", "regnet_y_400mf", "swin_t", "timm/efficientnet_b0"])
 def test_networks_of_every_kind_take_the_default_size(architecture):
     check_networks([architecture], 224)
-
-
-def test_unknown_network(tmp_path):
-    with pytest.raises(UserError, match="did you mean"):
-        write_network("resnet5O", SHAPES, tmp_path)

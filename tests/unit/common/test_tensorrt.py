@@ -1,0 +1,105 @@
+"""Why TensorRT can't be used, and how a plan is loaded. TensorRT is replaced by what it says; tests/gpu runs it."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from components.common.contracts.errors import RuntimeUnavailable, UserError
+from components.common.contracts.records import EngineEntry
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes import tensorrt
+
+SHAPES = ShapeSpec(height=4, width=4)
+
+
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [
+        (None, "not installed: run `pip install 'enginery[tensorrt]'"),
+        ("raise ImportError('libnvinfer.so.10: cannot open')", "(libnvinfer.so.10: cannot open): the package is a"),
+        ("import tensorrt_bindings_that_are_missing", "tensorrt_bindings_that_are_missing"),
+        ("", "does not load (the package has no Builder)"),
+        ("class Builder: pass", None),
+    ],
+)
+def test_why_tensorrt_can_not_be_used(monkeypatch, tmp_path, package, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt"]:
+        monkeypatch.delitem(sys.modules, name)
+    if package is None:
+        monkeypatch.setitem(sys.modules, "tensorrt", None)
+    else:
+        (tmp_path / "tensorrt").mkdir()
+        if package:
+            (tmp_path / "tensorrt" / "__init__.py").write_text(package)
+        monkeypatch.syspath_prepend(str(tmp_path))
+    reason = tensorrt.why_unavailable()
+    sys.modules.pop("tensorrt", None)
+    assert reason is None if said is None else said in reason
+
+
+@pytest.mark.parametrize("use", [tensorrt.load_tensorrt, lambda: tensorrt.TensorRTRunner(Path("x.plan"), SHAPES)])
+def test_without_a_gpu_nothing_is_loaded(monkeypatch, use):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeUnavailable) as error:
+        use()
+    assert error.value.code == "tensorrt-unavailable"
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    """A machine with TensorRT 10 on an H200 whose plans load as the given engine; None for those that don't."""
+
+    def give(engine):
+        runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
+        trt = SimpleNamespace(__version__="10.16.1", Runtime=lambda logger: runtime)
+        monkeypatch.setattr(tensorrt, "load_tensorrt", lambda: trt)
+
+    monkeypatch.setattr(tensorrt, "tensorrt_logger", lambda: SimpleNamespace(take_errors=lambda: "Magic tag"))
+    monkeypatch.setattr(tensorrt, "driver_version", lambda: "590")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    return give
+
+
+def test_there_but_the_driver_is_too_old(loading):
+    def make():
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    loading(None)
+    with pytest.raises(RuntimeUnavailable, match="on NVIDIA H200, driver 590: Magic tag; a newer driver") as error:
+        tensorrt.start(make)
+    assert error.value.code == "tensorrt-does-not-start"
+
+
+def entry(**changes: str) -> EngineEntry:
+    here = {"tensorrt_version": "10.16.1", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
+    told = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", "driver_version": "590"}
+    return EngineEntry.model_validate({**here, **told, "build_seconds": 1.0, **changes})
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "code", "said"),
+    [
+        ("an engine", {"gpu_name": "NVIDIA A100"}, "plan-built-elsewhere", "GPU NVIDIA A100 there, NVIDIA H200 here"),
+        (None, {}, "plan-unreadable", "it was built with: export again"),
+        (None, {"driver_version": "580"}, "plan-unreadable", "(driver 580 there, 590 here): export again"),
+    ],
+)
+def test_a_plan_that_does_not_load(loading, tmp_path, engine, changes, code, said):
+    loading(engine)
+    (tmp_path / "int8.plan").write_bytes(b"half a pl")
+    with pytest.raises(UserError) as error:
+        tensorrt.load_engine(tmp_path / "int8.plan", entry(**changes))
+    assert (error.value.code, said in str(error.value)) == (code, True)
+
+
+@pytest.mark.parametrize(("driver", "is_said"), [("590", False), ("580", True), ("unknown", False)])
+def test_a_plan_loads_with_another_driver(loading, tmp_path, caplog, driver, is_said):
+    loading("an engine")
+    (tmp_path / "int8.plan").write_bytes(b"a plan")
+    assert tensorrt.load_engine(tmp_path / "int8.plan", entry(driver_version=driver))[1] == "an engine"
+    assert ("was built with another driver (driver 580 there, 590 here)" in caplog.text) == is_said
