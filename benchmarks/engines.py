@@ -81,7 +81,7 @@ def main(
             measures=measures | _compared(measures, entries),
             runs=runs,
             versions={"tensorrt": next(iter(entries.values())).tensorrt_version},
-            notes=notes if complete else f"{notes} Incomplete: the run was cut here, or goes on.",
+            notes=notes if complete else f"{notes} Incomplete: the run was cut here, or is not finished.",
             directory=results,
         )
 
@@ -96,7 +96,7 @@ def main(
 
 
 def _compared(measures: dict[str, float], entries: dict[Precision, EngineEntry]) -> dict[str, float]:
-    """What follows from the measures so far: sums, ratios and shares."""
+    """Derived measures: sums, ratios and shares."""
     compared = {}
     for run in ("cold", "cached"):
         built = [measures.get(f"engine_build_seconds_{run}_{name}") for name in entries]

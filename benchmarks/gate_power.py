@@ -25,7 +25,7 @@ FP32_PCT = 90.0
 
 
 def verdict_of(num_images: int, lost: int, gained: int, budget_points: float) -> str:
-    """What the gate says of a drop."""
+    """The gate's verdict on a drop."""
     comparison = PairedComparison.of(num_images, lost, gained)
     facts: dict[str, Any] = {"runtime": "openvino", "num_images": num_images}
     fp32 = AccuracyRow(precision="fp32", top1_pct=FP32_PCT, **facts)

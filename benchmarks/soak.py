@@ -80,7 +80,7 @@ def main(source: str, machine: str, minutes: float, server_core: int, client_cor
 
 
 def _hold(pid: int, rate: float, seconds: float, core: int) -> tuple[Samples, list[tuple[float, float]], float]:
-    """What became of the requests, the server's memory by time, and when it began."""
+    """The outcome of the requests, the server's memory by time, and when it began."""
     about = asyncio.run(_about())
     spawn = multiprocessing.get_context("spawn")
     memory = []

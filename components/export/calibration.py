@@ -72,7 +72,7 @@ def split_samples(
     """
     available = dataset.manifest.splits["train"].num_images
     choosing = config.num_selection_images > 0 and (config.calibration_method == "auto" or config.fallback)
-    # Of a small data set calibration gets at most half, so that something is left to choose by.
+    # Of a small dataset calibration gets at most half, so that something is left to choose by.
     num_calibration = min(config.num_calibration_images, max(available // 2, 1) if choosing else available)
     num_selection = min(config.num_selection_images, available - num_calibration) if choosing else 0
     if num_selection < MIN_SELECTION_IMAGES:
@@ -280,7 +280,6 @@ RANGES: dict[str, Callable[[Histogram, float], float]] = {
 # Images per run of ONNX Runtime, whatever the batch. All intermediate tensors of a run are held at once: 90 MB for
 # ResNet-50 at 224 px, which the allocator reuses; with 8 images it returns them to the system, at half the speed.
 _IMAGES_PER_RUN = 2
-_NO_IMAGES = "calibration: no images. Give at least one batch; 512 images are usual."
 
 
 def collect_with_torch(
@@ -305,18 +304,7 @@ def collect_with_torch(
     """
     _check_known(model, tensors, "the model")
     graph = TorchGraph(model, device)
-    histograms = {name: Histogram(name) for name in tensors}
-    num_images = 0
-    for images in batches:
-        _, values = graph.run(images, keep=tensors)
-        for name, histogram in histograms.items():
-            histogram.add_tensor(values[name])
-        num_images += len(images)
-        if progress is not None:
-            progress(num_images)
-    if num_images == 0:
-        raise EngineryError(_NO_IMAGES, code="no-calibration-images")
-    return histograms
+    return _collected(tensors, batches, lambda images: graph.run(images, keep=tensors)[1], progress)
 
 
 def collect_with_onnxruntime(
@@ -348,21 +336,40 @@ def collect_with_onnxruntime(
     )
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     del model
+    # [b, C, H, W] float32 each
+    runs = (
+        np.ascontiguousarray(batch[start : start + _IMAGES_PER_RUN], dtype=np.float32)
+        for batch in batches
+        for start in range(0, len(batch), _IMAGES_PER_RUN)
+    )
 
+    def values_of(images: np.ndarray) -> dict[str, np.ndarray]:
+        return {input_name: images, **dict(zip(outputs, session.run(outputs, {input_name: images}), strict=True))}
+
+    return _collected(tensors, runs, values_of, progress)
+
+
+def _collected(
+    tensors: Sequence[str],
+    batches: Iterable[Any],
+    values_of: Callable[[Any], Mapping[str, Any]],
+    progress: Callable[[int], None] | None,
+) -> dict[str, Histogram]:
+    """Histograms of what a model computes from each batch; see the two functions above."""
     histograms = {name: Histogram(name) for name in tensors}
     num_images = 0
-    for batch in batches:
-        for start in range(0, len(batch), _IMAGES_PER_RUN):
-            images = np.ascontiguousarray(batch[start : start + _IMAGES_PER_RUN], dtype=np.float32)  # [b, C, H, W]
-            if input_name in histograms:
-                histograms[input_name].add(images)
-            for name, values in zip(outputs, session.run(outputs, {input_name: images}), strict=True):
-                histograms[name].add(values)
-            num_images += len(images)
-            if progress is not None:
-                progress(num_images)
+    for images in batches:
+        values = values_of(images)
+        for name, histogram in histograms.items():
+            add = histogram.add_tensor if isinstance(values[name], torch.Tensor) else histogram.add
+            add(values[name])
+        num_images += len(images)
+        if progress is not None:
+            progress(num_images)
     if num_images == 0:
-        raise EngineryError(_NO_IMAGES, code="no-calibration-images")
+        raise EngineryError(
+            "calibration: no images. Give at least one batch; 512 images are usual.", code="no-calibration-images"
+        )
     return histograms
 
 
@@ -370,7 +377,7 @@ def _check_known(model: onnx.ModelProto, tensors: Sequence[str], source: str) ->
     known = {name for node in model.graph.node for name in node.output} | {model.graph.input[0].name}
     if missing := [name for name in tensors if name not in known]:
         raise EngineryError(
-            f"calibration: {source} has no tensor named {missing[:3]}. Was it exported anew since?",
+            f"calibration: {source} has no tensor named {missing[:3]}. Was it exported again since?",
             code="unknown-tensor",
         )
 
@@ -390,7 +397,7 @@ def cached_histograms(
         folder: where files are kept; None for nowhere.
         address: what the histograms depend on: model, images, transform, kind of histogram. JSON values.
         collect: makes them.
-        warn: told about a damaged file, or a folder that can't be written.
+        warn: called with a damaged file, or a folder that can't be written.
     """
     if folder is None:
         return collect(), False
@@ -399,7 +406,7 @@ def cached_histograms(
         try:
             return _read(file, address), True
         except Exception as error:  # readers of archives raise anything on damaged bytes
-            warn(f"the calibration cache {file} is damaged ({error}): calibrating anew")
+            warn(f"the calibration cache {file} is damaged ({error}): calibrating again")
     histograms = collect()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ class ExportConfig(StepConfig):
     mean: tuple[float, float, float] = Field(IMAGENET_MEAN, description="Own model: mean per RGB channel, 0..1.")
     std: tuple[float, float, float] = Field(IMAGENET_STD, description="Own model: deviation per RGB channel, 0..1.")
     verify: bool = Field(
-        False, description="Check every shard's digest before reading it; takes one pass over the data set's files."
+        False, description="Check every shard's digest before reading it; takes one pass over the dataset's files."
     )
 
     @field_validator("max_batch")

@@ -60,7 +60,7 @@ def onnx_file_for(precision: str) -> str:
 
 @dataclass(frozen=True)
 class _Order:
-    """What is to be built; see `build_engine`."""
+    """A plan to be built; see `build_engine`."""
 
     onnx_path: Path
     precision: Precision
@@ -146,7 +146,7 @@ def build_engine(
 
 
 def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...], int | None]:
-    """A plan, what TensorRT was told, and the mantissa bits of weights that were rounded; see `EngineEntry`."""
+    """A plan, TensorRT's flags, and the mantissa bits of weights that were rounded; see `EngineEntry`."""
     logger = tensorrt_logger()
     logger.take_errors()
     content, kept_bits = _content(order)
@@ -171,7 +171,7 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...], int | N
 
 
 def _content(order: _Order) -> tuple[bytes, int | None]:
-    """What the ONNX file holds, with weights rounded where that is ordered, and to how many bits if any were."""
+    """The ONNX file's content, with weights rounded where that is ordered, and to how many bits if any were."""
     content = onnx_content(order.onnx_path)
     model = parse_onnx(content, order.onnx_path)
     if order.mantissa_bits >= FP16_MANTISSA_BITS:
@@ -190,7 +190,7 @@ def _content(order: _Order) -> tuple[bytes, int | None]:
 
 
 def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tuple[str, ...]]:
-    """A plan of the ONNX file's content, or None where TensorRT fails, and what it was told."""
+    """A plan of the ONNX file's content, or None where TensorRT fails, and the flags that it was given."""
     builder = start(lambda: trt.Builder(tensorrt_logger()))
     network = builder.create_network(_network_flags(trt))
     _parse(trt, network, model, order.onnx_path)
@@ -221,7 +221,7 @@ def _is_strongly_typed(trt: ModuleType) -> bool:
 
 
 def _network_flags(trt: ModuleType) -> int:
-    """Bits of `create_network`: 8.6 needs to be told of the batch axis, 10 to keep the types of the ONNX file."""
+    """Bits of `create_network`: 8.6 has to know of the batch axis, 10 to keep the types of the ONNX file."""
     flags = 0
     if hasattr(trt.NetworkDefinitionCreationFlag, "EXPLICIT_BATCH"):
         flags |= 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
@@ -272,7 +272,7 @@ def _profile(builder: Any, shapes: ShapeSpec) -> Any:
 
 
 def _set_precision(trt: ModuleType, config: Any, precision: str, options: Collection[EngineOption]) -> tuple[str, ...]:
-    """Ask for a precision. Returns what TensorRT was told, in its own words."""
+    """Ask for a precision. Returns the flags, in TensorRT's words."""
     flags: tuple[str, ...] = ()
     if precision == "fp32" and hasattr(trt.BuilderFlag, "TF32"):
         if "tf32" in options:
@@ -291,7 +291,7 @@ def _set_precision(trt: ModuleType, config: Any, precision: str, options: Collec
 
 
 def _set_options(trt: ModuleType, config: Any, options: Collection[EngineOption]) -> tuple[str, ...]:
-    """Ask for all options but tf32. Returns what TensorRT was told, in its own words."""
+    """Ask for all options but tf32. Returns the flags, in TensorRT's words."""
     _check_options(trt, options)
     flags: list[str] = []
     if "version_compatible" in options:
@@ -310,7 +310,7 @@ def _set_options(trt: ModuleType, config: Any, options: Collection[EngineOption]
 
 
 def check_options(options: Collection[EngineOption]) -> None:
-    """Look whether the TensorRT here has what is asked for.
+    """Check that the TensorRT here has these options.
 
     Raises:
         UserError: it lacks an option.
@@ -370,7 +370,7 @@ def _load_timing_cache(config: Any, cache_file: Path | None) -> None:
     cache = config.create_timing_cache(known)
     if cache is None or not config.set_timing_cache(cache, False):
         _log.warning(
-            "the timing cache %s is not usable and starts anew: %s", cache_file, tensorrt_logger().take_errors()
+            "the timing cache %s is not usable and starts again: %s", cache_file, tensorrt_logger().take_errors()
         )
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
@@ -412,15 +412,28 @@ def build_plans(
             )
         log.note(f"no TensorRT engines: {missing}")
         return (), missing
-    check_options(settings.engine_options)  # asked for by name: with auto, too, it is no reason to go on without
+    check_options(settings.engine_options)  # asked for by name: with auto, too, it is no reason to do without
     graph = read_onnx(output / "fp32.onnx").graph
     convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
     entries: list[EngineEntry] = []
     for number, precision in enumerate(PRECISIONS):
         log.progress("building engines", number, len(PRECISIONS), precision)
         try:
-            entry = _build_plan(settings, precision, shapes, output, cache)
-            layers = _layers(output / entry.file, entry, shapes, convolutions, log)
+            entry = build_engine(
+                output / onnx_file_for(precision),
+                output / f"{precision}.plan",
+                precision=precision,
+                shapes=shapes,
+                timing_cache_path=cache / TIMING_CACHES if cache else None,
+                optimization_level=settings.optimization_level,
+                workspace_bytes=settings.workspace_bytes,
+                options=settings.engine_options,
+                mantissa_bits=settings.fp16_mantissa_bits,
+            )
+            layers: EngineLayers | None = inspect_engine(output / entry.file, entry, shapes, convolutions)
+        except UnreadableLayers as error:
+            log.warning(f"the report says nothing of the layers of {precision}.plan: {error}")
+            layers = None
         except EngineryError as error:
             # A plan that no entry tells of would be shipped, and nobody would measure it.
             (output / f"{precision}.plan").unlink(missing_ok=True)
@@ -432,32 +445,6 @@ def build_plans(
         entries.append(entry.model_copy(update={"layers": layers}))
     log.progress("building engines", len(PRECISIONS), len(PRECISIONS))
     return tuple(entries), ""
-
-
-def _build_plan(
-    settings: ExportConfig, precision: Precision, shapes: ShapeSpec, output: Path, cache: Path | None
-) -> EngineEntry:
-    return build_engine(
-        output / onnx_file_for(precision),
-        output / f"{precision}.plan",
-        precision=precision,
-        shapes=shapes,
-        timing_cache_path=cache / TIMING_CACHES if cache else None,
-        optimization_level=settings.optimization_level,
-        workspace_bytes=settings.workspace_bytes,
-        options=settings.engine_options,
-        mantissa_bits=settings.fp16_mantissa_bits,
-    )
-
-
-def _layers(
-    plan: Path, entry: EngineEntry, shapes: ShapeSpec, convolutions: Sequence[str], log: StepLog
-) -> EngineLayers | None:
-    try:
-        return inspect_engine(plan, entry, shapes, convolutions)
-    except UnreadableLayers as error:
-        log.warning(f"the report says nothing of the layers of {plan.name}: {error}")
-        return None
 
 
 def describe_plans(entries: Sequence[EngineEntry]) -> str:

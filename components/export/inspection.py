@@ -1,8 +1,8 @@
-"""Which layers of a plan run in which precision and what was fused, as TensorRT's engine inspector tells it.
+"""The layers of a plan, their precision and what was fused, by TensorRT's engine inspector.
 
 What the inspector writes is not specified and differs by version: 8.6 says "Thirty-two wide channel vectorized row
 major Int8 format" where 10 says "Int8". Only what all of them share is relied on: a JSON list of layers with name,
-type, inputs, outputs, and the ONNX nodes in the metadata. Where no format is told, kernel and weights tell it.
+type, inputs, outputs, and the ONNX nodes in the metadata. Where no format is given, kernel and weights show it.
 """
 
 import json
@@ -72,26 +72,26 @@ def _ask(plan_path: Path, entry: EngineEntry, shapes: ShapeSpec) -> str:
     context.set_input_shape(shapes.input_name, shapes.input_shape(shapes.opt_batch))
     inspector = engine.create_engine_inspector()
     inspector.execution_context = context  # without one, all formats are "N/A due to dynamic shapes"
-    told = str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    text = str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
     del inspector, context, engine, runtime  # in this order: each needs the next while it lives
-    return told
+    return text
 
 
-def parse_layers(told: str) -> list[EngineLayer]:
+def parse_layers(text: str) -> list[EngineLayer]:
     """Layers of an engine in the order in which they run.
 
     Args:
-        told: JSON of `EngineInspector.get_engine_information`, of an engine built with detailed verbosity.
+        text: JSON of `EngineInspector.get_engine_information`, of an engine built with detailed verbosity.
 
     Raises:
         UnreadableLayers: it is not such JSON.
     """
     try:
-        entries = json.loads(told, strict=False)["Layers"]  # 8.6 separates ONNX nodes by a raw control character
+        entries = json.loads(text, strict=False)["Layers"]  # 8.6 separates ONNX nodes by a raw control character
         return [_layer(entry) for entry in entries if isinstance(entry, dict)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UnreadableLayers(
-            f"what the engine inspector says can't be read ({error!r}): {told[:100]!r}", code="layers-unreadable"
+            f"what the engine inspector says can't be read ({error!r}): {text[:100]!r}", code="layers-unreadable"
         ) from error
 
 
@@ -108,7 +108,7 @@ def _layer(entry: dict[str, Any]) -> EngineLayer:
 
 
 def _precision(entry: dict[str, Any]) -> str:
-    """What a layer computes in: the type of its first input, else as its kernel or its weights tell.
+    """The precision that a layer computes in: the type of its first input, else that of its kernel or its weights.
 
     8.6 tells no formats of an engine with a dynamic batch. FP32 may be rounded to TF32 by the kernel.
     """

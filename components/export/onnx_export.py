@@ -42,7 +42,7 @@ _REEXPORT = (
 
 
 def _fix(proto: onnx.ModelProto) -> str:
-    """How to export the model again, by what exported it."""
+    """The way to export the model again, by what exported it."""
     size = _dims(proto.graph.input[0]) if proto.graph.input else []
     if proto.producer_name == "tf2onnx" or (len(size) == 4 and size[3] == 3 != size[1]):
         return (
@@ -55,13 +55,13 @@ def _fix(proto: onnx.ModelProto) -> str:
 
 @dataclass(frozen=True)
 class OnnxClassifier:
-    """What a classifier's ONNX file says about itself."""
+    """Facts that a classifier's ONNX file states."""
 
     shapes: ShapeSpec
     """Names and image size from the file; batch range at its defaults."""
     num_classes: int
     had_softmax: bool = False
-    """Whether the file ends in a softmax, which is left out of what is taken over."""
+    """True if the file ends in a softmax, which is left out."""
 
 
 def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
@@ -322,7 +322,7 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
 
 
 def _last_operator(graph: onnx.GraphProto) -> onnx.NodeProto | None:
-    """What computes the output's numbers: the last node that does more than reshape or cast them."""
+    """The node that computes the output's numbers: the last one that does more than reshape or cast them."""
     producers = {name: node for node in graph.node for name in node.output}
     node = producers.get(graph.output[0].name)
     while node is not None and node.op_type in _SHAPE_ONLY:

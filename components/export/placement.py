@@ -111,7 +111,7 @@ class Graph:
         return self.producer[tensor].op_type if tensor in self.producer else ""
 
     def is_constant(self, tensor: str) -> bool:
-        """Whether `tensor` is known without any input."""
+        """True if `tensor` is known without any input."""
         return tensor in self.initializers or self.op_type(tensor) == "Constant"
 
     def scale_source(self, tensor: str) -> str:
@@ -154,7 +154,7 @@ def model_opset(model: onnx.ModelProto) -> int:
 
 
 def node_id(node: NodeProto) -> str:
-    """What `exclude` calls a node: its name, or the name of its first output if it has none."""
+    """A node's name in `exclude`: its own, or the name of its first output if it has none."""
     return str(node.name or node.output[0])
 
 
@@ -269,7 +269,7 @@ def weight_channel_axis(node: NodeProto, graph: Graph) -> int | None:
 
 
 def _is_spatial_mean(node: NodeProto, graph: Graph) -> bool:
-    """Whether the node is a ReduceMean over height and width, which some exporters write for global pooling."""
+    """True if the node is a ReduceMean over height and width, which some exporters write for global pooling."""
     if node.op_type != "ReduceMean":
         return False
     axes = _attribute(node, "axes", None)
@@ -279,7 +279,7 @@ def _is_spatial_mean(node: NodeProto, graph: Graph) -> bool:
 
 
 def _shortcut_index(node: NodeProto, graph: Graph, quantized_convs: set[str]) -> int | None:
-    """Which input of a residual Add is the shortcut, or None if the Add can't run inside an INT8 convolution.
+    """The index of a residual Add's shortcut among its inputs, or None if the Add can't run inside an INT8 convolution.
 
     The main branch ends in a Conv that feeds only this Add. If both inputs do (a downsampling shortcut), the main
     branch is the one behind more convolutions; equally deep branches leave the first input as the shortcut.

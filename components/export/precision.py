@@ -107,7 +107,7 @@ def round_weights(model: onnx.ModelProto, bits: int) -> int:
 
 
 def scaled_convolutions(model: onnx.ModelProto) -> int:
-    """How many convolutions a BatchNormalization of their own follows.
+    """Count the convolutions that a BatchNormalization of their own follows.
 
     TensorRT may multiply it into their weights, which have all bits then. PyTorch's exporter has done so in eval mode.
     """

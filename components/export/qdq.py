@@ -37,7 +37,7 @@ _MIN_SCALES = {TensorProto.FLOAT: MIN_SCALE, TensorProto.FLOAT16: 2.0**-14}
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """How a graph writes INT8: what its target multiplies fast, and without saturation."""
+    """The form in which a graph writes INT8: what its target multiplies fast, and without saturation."""
 
     weight_bits: Literal[7, 8] = 8  # +-63 or +-127
     activations: Literal["signed", "unsigned"] = "signed"  # unsigned: 0..255 where a tensor is never negative

@@ -46,7 +46,7 @@ _TURNS, _TURN_S, _BATCH = 3, 0.2, 16
 
 
 def first_arithmetic(fp32: onnx.ModelProto) -> Arithmetic:
-    """What calibrations are compared with on this CPU: never saturating, unsigned where the network allows it."""
+    """The arithmetic that calibrations are compared in on this CPU: never saturating, unsigned where possible."""
     return Arithmetic(
         weight_bits=7 if instruction_set() in SATURATING else 8,
         activations="unsigned" if has_unsigned_activations(fp32) else "signed",
@@ -158,7 +158,7 @@ class ArithmeticSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """What `placement` and `qdq` need, and how it came about."""
+    """Scales and layers for `placement` and `qdq`, and the record of how they were chosen."""
 
     scales: dict[str, float]  # by tensor
     excluded: tuple[str, ...]  # node ids
@@ -168,7 +168,7 @@ class Quantization:
 
 @dataclass(frozen=True, kw_only=True)
 class _Calibrated:
-    """What the model's activations were on the calibration set, whatever method makes scales of it."""
+    """The model's activations on the calibration set, from which every method reads its scales."""
 
     histograms: Histograms
     address: Mapping[str, Any]  # what the histograms depend on
@@ -357,7 +357,7 @@ def _select(
 
 
 class _Chooser:
-    """What is measured on a few calibration images, without labels: how INT8 is written, and what layers cost."""
+    """Choices by a few calibration images, without labels: how INT8 is written, and what layers cost."""
 
     def __init__(
         self, config: ExportConfig, fp32: onnx.ModelProto, calibration: Samples, candidates: Candidates
@@ -369,7 +369,7 @@ class _Chooser:
         self.trials: tuple[CpuTrial, ...] = ()
 
     def choose_arithmetic(self, scales: dict[str, float]) -> Arithmetic:
-        """How a CPU's file is written; on a GPU nothing is chosen, and nobody measures it."""
+        """Choose how a CPU's file is written; on a GPU nothing is chosen, and nobody measures it."""
         if self.on_cpu:
             self.log.progress("choosing how INT8 is written for CPUs", 0, 1)
             batches = self._images(NUM_IMAGES)
@@ -378,7 +378,7 @@ class _Chooser:
         return self.arithmetic
 
     def rank(self, scales: dict[str, float], deadline: float) -> Ranking:
-        """What each layer costs in INT8; nothing where no images are given to it."""
+        """The cost of each layer in INT8; nothing where no images are given to it."""
         if self.config.num_ranking_images == 0:
             return Ranking(layers=(), num_images=0)
         batches = self._images(self.config.num_ranking_images)

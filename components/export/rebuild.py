@@ -41,7 +41,7 @@ class _CarriedConfig(BaseModel):
 
 
 def is_bundle(model: Path) -> bool:
-    """Whether a directory says that it is a Bundle. Whether it is a sound one, `load` says."""
+    """True if a directory says that it is a Bundle; `load` says if it is a sound one."""
     try:
         return bool(json.loads((model / MANIFEST).read_bytes())["kind"] == "bundle")
     except (OSError, ValueError, LookupError, TypeError):
@@ -58,16 +58,16 @@ def rebuild(
 ) -> str:
     """Write a bundle that differs from `bundle` in its plans only, which are for the GPU here.
 
-    Nothing is calibrated or chosen anew: of the settings only those of TensorRT are read.
+    Nothing is calibrated or chosen again: of the settings only those of TensorRT are read.
 
     Raises:
         RuntimeUnavailable: TensorRT can't be used here: there would be nothing to build.
-        UserError: the data set has other classes, the bundle lacks a file, or `config.tensorrt` is "off".
+        UserError: the dataset has other classes, the bundle lacks a file, or `config.tensorrt` is "off".
         EngineryError: a plan can't be built.
     """
     if bundle.manifest.classes != data.manifest.classes:
         raise UserError(
-            f"the bundle {bundle.path} has other classes than the data set {data.path}: "
+            f"the bundle {bundle.path} has other classes than the dataset {data.path}: "
             f"{compare_classes(bundle.manifest.classes, data.manifest.classes)}. Name the images that it was made with",
             code="other-classes",
         )
@@ -120,7 +120,7 @@ def rebuild(
 
 
 def _has_the_calibration_images(bundle: BundleManifest, data: Artifact[DatasetManifest]) -> bool:
-    """Whether the training split begins with the images that calibrated the bundle, wherever it was made.
+    """True if the training split begins with the images that calibrated the bundle, wherever it was made.
 
     If so, they were split as for the bundle: how many images a class has for training, and the seed, order the split.
     """

@@ -157,14 +157,14 @@ Measure = Callable[[Mapping[str, onnx.ModelProto], str], dict[str, Predictions]]
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What INT8 may cost."""
+    """The most that INT8 may cost."""
 
     max_top1_drop_points: float
     min_relative_top1_pct: float
     num_validation_images: int = 0  # that the gate's proof will rest on; 0 where it judges the measured drop alone
 
     def holds(self, fp32: Predictions, own: Predictions) -> bool:
-        """Whether the gate would pass it, were as large a share of the validation images lost and gained as here."""
+        """True if the gate would pass it with as large a share of regressed and improved validation images as here."""
         found = paired_difference(fp32.right, own.right)
         drop = -found.delta_points
         allowed = min(self.max_top1_drop_points, (1 - self.min_relative_top1_pct / 100) * fp32.top1_pct)
@@ -192,7 +192,7 @@ class Selection:
         """Measure every method with all layers in INT8, and take the one that predicts FP32's class most often.
 
         Those within the budget come first. Top-1 itself tells too little: of the images whose class changes, about as
-        many are gained as are lost, so that most differences are noise. Of equals `max` is taken, which clips nothing
+        many improve as regress, so that most differences are noise. Of equals `max` is taken, which clips nothing
         that it has seen.
         """
         models = {method: self._quantized(method, ()) for method in self.scales}
@@ -243,7 +243,7 @@ class Selection:
         return self._fp32.top1_pct
 
     def trial(self, method: str, excluded: tuple[str, ...]) -> Trial | None:
-        """What was measured of a candidate; None if it was not."""
+        """The measurement of a candidate; None if there is none."""
         wanted = (method, excluded, self.arithmetic.weight_bits, self.arithmetic.activations)
         found = (t for t in self.trials if (t.method, t.excluded, t.weight_bits, t.activations) == wanted)
         return next(found, None)

@@ -59,7 +59,7 @@ def write_fp32_onnx(
         destination: the ONNX file to write.
 
     Raises:
-        UserError: there is no such model, or it doesn't fit the data set.
+        UserError: there is no such model, or it doesn't fit the dataset.
     """
     if model.is_dir() and (model / MANIFEST).exists():
         return _from_checkpoint(model, dataset, config, destination)
@@ -97,7 +97,7 @@ def check_file(model: Path, architecture: str) -> None:
 
 
 def check_model(model: Path, architecture: str, classes: Sequence[str] | None, image_size: int) -> None:
-    """Refuse a model of which `write_fp32_onnx` or a rebuild would not make a bundle, before there is a data set.
+    """Refuse a model of which `write_fp32_onnx` or a rebuild would not make a bundle, before there is a dataset.
 
     Args:
         model: as for `write_fp32_onnx`, or a Bundle directory.
@@ -137,7 +137,7 @@ def _from_checkpoint(
     record = checkpoint.manifest
     if record.classes != dataset.manifest.classes:
         raise UserError(
-            f"the checkpoint {path} was trained on other classes than the data set has: "
+            f"the checkpoint {path} was trained on other classes than the dataset has: "
             f"{compare_classes(record.classes, dataset.manifest.classes)}",
             code="other-classes",
         )
@@ -190,7 +190,7 @@ def _check_fits(path: Path, classifier: OnnxClassifier, num_classes: int) -> Non
     """See that a user's ONNX file can be fed with square images of so many classes."""
     if classifier.num_classes != num_classes:
         raise UserError(
-            f"{path} has {classifier.num_classes} outputs but the data set has {num_classes} classes. For a folder "
+            f"{path} has {classifier.num_classes} outputs but the dataset has {num_classes} classes. For a folder "
             "that holds only some of the model's classes, or in another order, give preprocess.class_names_file",
             code="other-classes",
         )

@@ -36,7 +36,7 @@ from enginery.benchmark.table import Row, cost_of_a_million, network_name
 
 _log = logging.getLogger(__name__)
 
-Say = Callable[[str], None]  # told what happens now
+Say = Callable[[str], None]  # called with what happens now
 
 GPU_BATCHES, CPU_BATCHES = (1, 2, 4, 8, 64, 128), (1, 2, 4, 8)
 _WORKSPACE_BYTES = 4 << 30
@@ -44,7 +44,7 @@ _WORKSPACE_BYTES = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured, and how."""
+    """The choice of what is measured, and how."""
 
     batches: tuple[int, ...]
     precisions: tuple[Precision, ...]

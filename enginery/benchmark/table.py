@@ -75,7 +75,7 @@ def published_rows(networks: Sequence[str], batches: Sequence[int]) -> list[Row]
 def cost_of_a_million(
     images_per_s: float, power_w: float | None, *, price_per_hour: float, price_per_kwh: float
 ) -> float:
-    """What a million images cost: the machine for as long as they take, and the energy of its GPU.
+    """The cost of a million images: the machine for as long as they take, and the energy of its GPU.
 
     Args:
         images_per_s: Throughput.

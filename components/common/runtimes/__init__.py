@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """What runs models, and what it can do. Imports nothing of the runtime itself."""
+    """An inference runtime and its abilities. Imports nothing of the runtime itself."""
 
     name: str
     """As in options and reports; also the name of its module."""

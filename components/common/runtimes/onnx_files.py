@@ -21,7 +21,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
 
 
 def onnx_content(path: Path) -> bytes:
-    """What is in a file.
+    """Read the content of a file.
 
     Raises:
         UserError: it is not there, empty, or larger than a protobuf message may be.

@@ -19,7 +19,7 @@ Images: TypeAlias = "np.ndarray | torch.Tensor"
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What a benchmark of one runner at one batch size saw, on trtexec's terms.
+    """The measurement of one runner at one batch size, on trtexec's terms.
 
     Throughput counts whole batches over host wall time; latency is one batch from input to output.
     """
@@ -51,12 +51,12 @@ class PowerMonitor(Protocol):
         ...
 
     def stop(self) -> None:
-        """The clock has stopped. Not called where the measurement failed; `start` then begins anew."""
+        """The clock has stopped. Not called where the measurement failed; `start` then begins again."""
         ...
 
 
 class BenchmarkOptions(TypedDict):
-    """How a runner is timed."""
+    """The way in which a runner is timed."""
 
     warmup_s: float  # before the clock starts
     duration_s: float  # least time measured
@@ -108,7 +108,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenModel:
-    """What a runtime's `open_model` returns."""
+    """A model that a runtime has loaded, as `open_model` returns it."""
 
     file: Path
     runner: Runner

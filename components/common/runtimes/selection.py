@@ -1,4 +1,4 @@
-"""Which runtime runs each precision of a bundle on this machine."""
+"""The runtime for each precision of a bundle on this machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def select_runtimes(bundle: Artifact[BundleManifest], option: RuntimeOption) -> 
 def select_runtime(
     bundle: Artifact[BundleManifest], precision: Precision, option: RuntimeOption, *, same_arithmetic: bool = False
 ) -> RuntimeSelection:
-    """What runs one precision here: its plan where it was made for this GPU, else the next runtime on its ONNX file.
+    """Select what runs one precision: its plan if that was made for this GPU, else the next runtime on its ONNX file.
 
     FP16 without TensorRT is the FP16 file in FP32 arithmetic, since CPUs have no other: the note says so.
 
@@ -161,7 +161,7 @@ def fit_model(models: Sequence[CpuModel]) -> CpuModel:
 
 
 def not_measured_here(precision: Precision, measured_on: Sequence[str]) -> str:
-    """What to tell somebody who runs a model on a CPU that its verdict does not speak of; empty where it does.
+    """A note for those who run a model on a CPU that its verdict does not cover; empty where it does.
 
     Args:
         precision: of the model. Only INT8 depends on the CPU.

@@ -97,7 +97,7 @@ def start(make: Callable[[], Any]) -> Any:
 
 
 def plan_mismatches(entry: EngineEntry) -> list[str]:
-    """How this machine differs from the one that a plan was built on, a phrase each; empty where the plan fits.
+    """The differences of this machine to the one that a plan was built on, a phrase each; empty where the plan fits.
 
     TensorRT itself says no more of a plan that does not fit than that it can't be read. A version-compatible plan also
     runs on later versions of the same major one, a hardware-compatible plan on every GPU of compute capability 8.0 or
@@ -124,13 +124,13 @@ def plan_mismatches(entry: EngineEntry) -> list[str]:
 
 
 def _other_driver(entry: EngineEntry) -> str:
-    """How the driver differs from the one that a plan was built with; empty where it does not, or nobody knows."""
+    """The difference of the driver to the one that a plan was built with; empty where there is none, or unknown."""
     there, here = entry.driver_version, driver_version()
     return "" if there == here or "unknown" in (there, here) else f"driver {there} there, {here} here"
 
 
 def _is_later(version: str, than: str) -> bool:
-    """Whether a version is of the same major one and not older."""
+    """True if a version is of the same major one and not older."""
     numbers, least = ([int(number) for number in re.findall(r"\d+", text)] for text in (version, than))
     return numbers[:1] == least[:1] and numbers >= least
 
@@ -264,7 +264,7 @@ class TensorRTRunner:
         names = (shapes.input_name, shapes.output_name)
         self._dtypes = [_torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names]
         self._streams: list[_InferenceStream] = []
-        self._not_captured: set[int] = set()  # batches that made no CUDA graph: tried and told of once
+        self._not_captured: set[int] = set()  # batches that made no CUDA graph: tried and reported once
         self._open_streams(1)
 
     def _open_streams(self, num_streams: int) -> None:
@@ -379,7 +379,7 @@ class TensorRTRunner:
 class _InferenceStream:
     """An execution context, its streams, and two sets of buffers: one batch is computed while another is copied.
 
-    All contexts share the plan's one profile: TensorRT 8.6 is told so when it builds, 10 and 11 always can.
+    All contexts share the plan's one profile: a flag says so to TensorRT 8.6 when it builds, 10 and 11 always can.
     """
 
     def __init__(

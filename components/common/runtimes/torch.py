@@ -264,7 +264,7 @@ def _with_fused_pairs(nodes: Sequence[TorchNode], constants: Mapping[str, Tensor
 
 
 def _same_codes(quantizer: TorchNode, dequantizer: TorchNode, constants: Mapping[str, Tensor]) -> bool:
-    """Whether both nodes have the same constant scale, zero point and axis."""
+    """True if both nodes have the same constant scale, zero point and axis."""
     if quantizer.function.keywords.get("axis", 1) != dequantizer.function.keywords.get("axis", 1):
         return False
     pairs = list(zip_longest(quantizer.inputs[1:], dequantizer.inputs[1:], fillvalue=""))

@@ -45,7 +45,7 @@ def as_tensor(proto: TensorProto) -> Tensor:
 
 
 def why_unsupported(node: NodeProto, num_outputs: int) -> str | None:
-    """What about `node` is not supported, such as "Einsum" or "Conv with auto_pad=SAME_UPPER"; None if all is.
+    """The part of `node` that is not supported, such as "Einsum" or "Conv with auto_pad=SAME_UPPER"; None if all is.
 
     Args:
         node: any node.
@@ -436,7 +436,7 @@ def _pool_pads(x: Tensor, kernel: list[int], pads: list[int] | None) -> tuple[li
 
 
 def _pads_natively(begin: list[int], end: list[int], kernel: list[int]) -> bool:
-    """Whether torch's pooling takes this padding: the same on both sides, at most half the kernel."""
+    """True if torch's pooling takes this padding: the same on both sides, at most half the kernel."""
     return begin == end and all(2 * pad <= size for pad, size in zip(begin, kernel, strict=True))
 
 
@@ -492,7 +492,7 @@ def reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, /, *, axis: int = 1) -> Tensor:
-    """What QuantizeLinear and DequantizeLinear make of `x`, bit for bit, without the integers in between.
+    """The result of QuantizeLinear and DequantizeLinear on `x`, bit for bit, without the integers in between.
 
     Not torch.fake_quantize_per_tensor_affine, which multiplies by the reciprocal of the scale: a value halfway
     between two codes can then fall to the other one.

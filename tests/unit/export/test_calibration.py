@@ -209,7 +209,7 @@ def test_collected_histograms_do_not_depend_on_the_batches_and_leave_the_file(re
 def test_what_can_not_be_collected(resnet18, tensor, value, num_images, code):
     batches = [np.full((1, 3, 64, 64), value, np.float32)] * num_images
     with pytest.raises(EngineryError) as error:
-        collect_with_onnxruntime(resnet18[0], [tensor], batches)
+        collect_with_onnxruntime(resnet18[0], [tensor, "logits"], batches)
     assert error.value.code == code
 
 

@@ -159,7 +159,7 @@ def test_timings_of_other_builds_are_not_read(monkeypatch):
     ("found", "first", "warnings"),
     [
         ("nothing", b"", []),
-        ("damaged", b"", ["a.timing is not usable and starts anew: unknown magic"]),
+        ("damaged", b"", ["a.timing is not usable and starts again: unknown magic"]),
         # The plan was built by then, which takes minutes.
         ("folder", b"", ["a.timing, so this build takes longer: ", "a.timing, so the next build takes as long: "]),
         ("blocked", b"", ["a.timing, so this build takes longer: ", "a.timing, so the next build takes as long: "]),

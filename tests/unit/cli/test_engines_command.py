@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from components.common.contracts.environment import Gpu
-from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
+from components.common.contracts.errors import EngineryError, RuntimeUnavailable
 from components.common.contracts.manifests import BundleManifest, CheckpointManifest, seal
 from components.common.contracts.records import CalibrationEntry
 from components.common.contracts.settings import StepConfig
@@ -64,21 +64,22 @@ def engines(*arguments: str | Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.usefixtures("started")
-def test_what_is_no_bundle(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing is no finished bundle: it has no manifest\.json"):
-        engines(tmp_path / "missing", "--data", tmp_path)
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("missing", "is no finished bundle: it has no manifest.json"),
+        ("checkpoint", "is a checkpoint, and a bundle is needed here"),
+        ("bundle", "fp32.onnx"),
+    ],
+)
+def test_what_is_no_bundle(tmp_path: Path, bundle: Path, started: list[list[str]], folder: str, said: str) -> None:
     (tmp_path / "checkpoint").mkdir()
     seal(tmp_path / "checkpoint", CheckpointManifest, inputs={}, config=StepConfig(), metrics={}, **FIELDS)
-    with pytest.raises(UserError, match="checkpoint is a checkpoint, and a bundle is needed here"):
-        engines(tmp_path / "checkpoint", "--data", tmp_path)
-
-
-@pytest.mark.usefixtures("started")
-def test_a_bundle_without_its_onnx_files(bundle: Path) -> None:
     (bundle / "fp32.onnx").unlink()
-    with pytest.raises(EngineryError, match=r"fp32\.onnx"):
-        engines(bundle, "--data", bundle)
+    with pytest.raises(EngineryError) as error:
+        engines(tmp_path / folder, "--data", tmp_path)
+    assert said in str(error.value)
+    assert not started
 
 
 def test_the_bundle_comes_first(bundle: Path, started: list[list[str]]) -> None:
@@ -89,8 +90,9 @@ def test_the_bundle_comes_first(bundle: Path, started: list[list[str]]) -> None:
 
 
 def test_without_tensorrt(bundle: Path, started: list[list[str]]) -> None:
-    with pytest.raises(RuntimeUnavailable, match="no CUDA GPU is usable here"):
+    with pytest.raises(RuntimeUnavailable) as error:
         engines(bundle, "--data", bundle)
+    assert error.value.code == "tensorrt-unavailable"
     assert not started
 
 
@@ -102,5 +104,6 @@ def test_in_containers_tensorrt_is_the_images(
     engines(bundle, "--data", bundle, "--in-containers")
     assert started == [["--model", str(bundle), "--data", str(bundle), "--in-containers"]]
     monkeypatch.setattr(command, "gpus", lambda: ())
-    with pytest.raises(RuntimeUnavailable, match="no NVIDIA GPU is found here"):
+    with pytest.raises(RuntimeUnavailable) as error:
         engines(bundle, "--data", bundle, "--in-containers")
+    assert error.value.code == "no-gpu"
