@@ -51,7 +51,7 @@ test: $(INSTALLED_DEV) ## Quick test suite, without a GPU (ARGS="-k gate" is pas
 
 test-all: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## The slow tests and those of the chart, too
 	@$(INSTALL_TRITON)
-	$(PYTEST) $(PARALLEL) tests/pipelines tests/helm tests/unit tests/fuzz -m "not postgresql and not cluster" $(ARGS)
+	$(PYTEST) $(PARALLEL) tests/pipelines tests/helm tests/unit tests/upgrade tests/fuzz -m "not postgresql and not cluster" $(ARGS)
 
 test-postgresql: $(INSTALLED_DEV) ## Tests that need PostgreSQL's server; they fail without it (apt-get install postgresql)
 	$(PYTEST) tests/pipelines/test_promotion_races.py -m postgresql $(ARGS)

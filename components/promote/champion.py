@@ -47,7 +47,7 @@ def remeasure(
         precision: which one to run.
         data: the images.
         progress: called with images done and images in all.
-        say: told that this machine has no trust policy.
+        say: called with a text if this machine has no trust policy.
 
     Raises:
         RuntimeUnavailable: nothing here runs it.
@@ -123,7 +123,7 @@ _MAX_LENGTH = 1500  # of a reason; what MLflow takes of a record must hold it
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Whether a version may become the champion, and why."""
+    """The decision on a version that could become the champion, and its reason."""
 
     champion: bool
     why: str
@@ -131,7 +131,7 @@ class Judgement:
 
 
 class Decision:
-    """Made anew for each situation, since other promotions may come first; what was measured is kept."""
+    """Made again for each situation, since other promotions may come first; what was measured is kept."""
 
     def __init__(
         self,

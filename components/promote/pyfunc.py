@@ -46,7 +46,7 @@ def encoded_images(sent: Any) -> list[bytes]:
 
 
 def image_name(index: int) -> str:
-    """What errors call one of the images that were sent."""
+    """Return the name of one of the images that were sent, for errors."""
     return f"image {index}"
 
 
@@ -143,7 +143,7 @@ DEFAULT_TOP_K = 5
 
 
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleModel":
-    """What `mlflow.pyfunc.load_model` calls.
+    """Load a bundle: `mlflow.pyfunc.load_model` calls this.
 
     Args:
         data_path: the bundle.
@@ -236,7 +236,7 @@ class BundleModel:
 
 
 def table(logits: np.ndarray, classes: Sequence[str], top_k: int) -> pd.DataFrame:
-    """What the model says of each image.
+    """Return the prediction for each image.
 
     Columns: `label` and its `probability` (0..1); `labels` and `probabilities`, lists of the `top_k` most likely
     classes, the likeliest first, ties in the order of the classes. Logits with NaN name no class, as in validation:

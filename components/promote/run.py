@@ -157,7 +157,7 @@ def _record(
 
 
 def _made_for(bundle: BundleManifest) -> dict[str, str]:
-    """What the plans run on, as tags: one model may have versions for several GPUs. Nothing where there are none."""
+    """Return GPU and TensorRT of the plans as tags: a model may have versions for several GPUs. Empty without plans."""
     if not bundle.engines:
         return {}
     return {"gpu": bundle.engines[0].gpu_name, "tensorrt": bundle.engines[0].tensorrt_version}

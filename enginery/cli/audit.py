@@ -115,7 +115,7 @@ def why_option(*, required: bool) -> Callable[[Any], Any]:
 
 
 def changed_text(entry: "Entry") -> str:
-    """What a change did, for the person who asked for it."""
+    """Return the result of a change, for the person who asked for it."""
     parts = [
         f"{entry.change.model}@{alias}: version {change.before or 'none'} -> {change.after or 'none'}"
         for alias, change in entry.change.changes.items()

@@ -6,15 +6,27 @@ from pathlib import Path
 import click
 
 from components.common.contracts.errors import UserError
+from components.common.registry.trust import check_chain, find_policy
 from enginery.registry.models import find_version, open_registry
-from enginery.release.deploy import ROLLBACK, Checkout, Environment, Pins, environment, environments, image_digests
+from enginery.release.deploy import (
+    ROLLBACK,
+    Checkout,
+    Environment,
+    Pins,
+    approve_pins,
+    approve_repository,
+    check_environments,
+    environment,
+    environments,
+    image_digests,
+)
 
 _Folder = click.Path(path_type=Path, file_okay=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Deployment:
-    """What is to be committed."""
+    """A change that is to be committed."""
 
     pins: Pins
     subject: str
@@ -80,8 +92,8 @@ def deploy(
     if not target.write(deployment.pins):
         click.echo(f"{target.name} runs {target.read().label} already; nothing to commit")
         return
-    told = (f"Why: {why}",) if why else ()
-    commit = checkout.commit(target.file, deployment.subject, (*told, *deployment.body))
+    reason = (f"Why: {why}",) if why else ()
+    commit = checkout.commit(target.file, deployment.subject, (*reason, *deployment.body))
     click.echo(f"{deployment.subject} ({commit} in {target.file})")
     click.echo("Push it, and Argo CD or Flux roll it out: git push")
 
@@ -101,8 +113,6 @@ def _new(target: Environment, model: str, images: dict[str, str], repository: Pa
             setting="--repository",
         )
     registry = open_registry()
-    from enginery.release.deploy import approve_repository
-
     with registry.reached("nothing was deployed"):
         version = find_version(registry, model)
         digest, own = approve_repository(registry, version, repository, target.name)
@@ -124,11 +134,7 @@ def _from(origin: Environment, target: Environment, checkout: Checkout) -> _Depl
     pins = origin.read()
     if not pins.is_deployed:
         raise UserError(f"{origin.name} serves no model, so there is nothing to take from it", code="nothing-deployed")
-    registry = open_registry()
-    from enginery.release.deploy import approve_pins
-
-    with registry.reached("nothing was deployed"):
-        approve_pins(registry, pins, origin.name, target.name)
+    _approve(pins, origin.name, target)
     return _Deployment(
         pins=replace(pins, images={**target.read().images, **pins.images}),
         subject=f"Deploy {pins.label} to {target.name}, as it runs in {origin.name}",
@@ -136,8 +142,18 @@ def _from(origin: Environment, target: Environment, checkout: Checkout) -> _Depl
     )
 
 
+def _approve(pins: Pins, where: str, target: Environment) -> None:
+    """See that what an environment's file names may run in another, or in this one again."""
+    registry = open_registry()
+    with registry.reached("nothing was deployed"):
+        approve_pins(registry, pins, where, target.name)
+
+
 def _back(target: Environment, checkout: Checkout) -> _Deployment:
-    """Without asking the registry: it was asked when this was committed, and may be what is down now."""
+    """Return what the environment ran before, if the trust policy still accepts it.
+
+    Without a policy the registry is not asked: it was when this was committed, and may be what is down now.
+    """
     past = [pins for pins in checkout.past(target.file) if pins.is_deployed]
     if len(past) < 2:
         whole = checkout.is_whole()
@@ -155,6 +171,10 @@ def _back(target: Environment, checkout: Checkout) -> _Deployment:
             f"Deploy it: enginery deploy --env {target.name} {pins.model}/{pins.version} --repository DIR",
             code="no-repository-digest",
         )
+    if find_policy() is None:
+        check_chain(pins.label, {"bundle": pins.digest}, {})
+    else:
+        _approve(pins, target.name, target)
     return _Deployment(
         pins=pins,
         subject=f"Roll back {target.name} to {pins.label}",
@@ -169,8 +189,6 @@ def _check(directory: Path, names: tuple[str, ...]) -> None:
             click.echo(f"{entry.name} serves no model")
         return
     registry = open_registry()
-    from enginery.release.deploy import check_environments
-
     with registry.reached("nothing was checked"):
         lines = check_environments(registry, found)
     for name, line in lines.items():

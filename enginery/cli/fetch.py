@@ -37,7 +37,7 @@ def fetch(source: str, directory: Path, digest: str) -> None:
     try:
         found = bring(source, directory, digest)
     except OSError as error:
-        if told := explain(error, directory.absolute().parent):
-            raise told from None
+        if known := explain(error, directory.absolute().parent):
+            raise known from None
         raise UserError(f"can't write {directory}: {error}", code="output-unwritable") from None
     click.echo(f"{directory}: {found.kind} {found.digest}, {len(found.files)} files, all as sealed")

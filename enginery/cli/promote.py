@@ -1,4 +1,4 @@
-"""`enginery promote`: point an alias to a version by hand."""
+"""`enginery promote`: point an alias to a version."""
 
 import click
 

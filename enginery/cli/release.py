@@ -75,8 +75,8 @@ def release(
                     key=key,
                 )
     except OSError as error:
-        if told := explain(error, directory.absolute().parent):
-            raise told from None
+        if known := explain(error, directory.absolute().parent):
+            raise known from None
         raise UserError(f"can't write {directory}: {error}", code="output-unwritable") from None
     click.echo(f"released to {directory}")
     show(checked)

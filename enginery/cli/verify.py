@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     help="The signer's public key in PEM.  [default: the machine's trust policy]",
 )
 def verify(directory: Path, key: Path | None) -> None:
-    """Check a folder that `enginery release` wrote: every file, the chain from data set to verdict, the signature.
+    """Check a folder that `enginery release` wrote: every file, the chain from dataset to verdict, the signature.
 
     Needs no network and no registry. Ends with 1 and a line for each problem where something is wrong. Without --key
     and without a trust policy the signature is not checked, and only a signature shows who released it.
@@ -50,7 +50,7 @@ def verify(directory: Path, key: Path | None) -> None:
 
 
 def show(checked: "Verification") -> None:
-    """What a release is, for a person."""
+    """Print what a release is, for a person."""
     record = checked.record
     assert record is not None  # there where no problem is
     aliases = "".join(f" @{alias}" for alias in record.aliases)

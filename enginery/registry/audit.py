@@ -32,7 +32,7 @@ class Link(BaseModel):
 
 
 class Audit(BaseModel):
-    """What `enginery audit --json` prints."""
+    """Output of `enginery audit --json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -99,7 +99,7 @@ def _unexplained(aliases: Mapping[str, str], expected: Mapping[str, str], model:
     """Aliases that are not as the log says."""
     return [
         f"@{alias} is {_shown(aliases.get(alias))}, by the log it is {_shown(expected.get(alias))}: it was changed "
-        f"without enginery, or a change of {model} goes on or was killed. The next one sets what the log has named"
+        f"without enginery, or a change of {model} runs or was killed. The next one sets what the log has named"
         for alias in sorted({*aliases, *expected})
         if aliases.get(alias) != expected.get(alias)
     ]

@@ -29,7 +29,7 @@ class ComparedRun(_Record):
 
 
 class Comparison(_Record):
-    """What `enginery compare --json` prints."""
+    """Output of `enginery compare --json`."""
 
     schema_version: int = 1
     runs: tuple[ComparedRun, ...]
@@ -101,7 +101,7 @@ def _differences(labels: Sequence[str], entries: Sequence[Mapping[str, str]]) ->
 
 
 def _digests(summary: RunSummary) -> dict[str, str]:
-    """What was measured on what. A summary of an older version has no digests; its report has them."""
+    """Return the digests of dataset, validation split and bundle, of an older version's summary from its report."""
     names = {"dataset": "dataset_digest", "validation split": "split_digest", "bundle": "bundle_digest"}
     found = {name: str(getattr(summary, key)) for name, key in names.items()}
     if not found["validation split"]:
@@ -116,7 +116,7 @@ def _report(run_directory: Path) -> dict[str, Any]:
         try:
             report = json.loads(file.read_bytes())
         except (OSError, ValueError):
-            continue  # half written, or taken away meanwhile: as good as not there
+            continue  # partly written, or taken away meanwhile: as good as not there
         if isinstance(report, dict):
             return report
     return {}

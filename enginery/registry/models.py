@@ -50,7 +50,7 @@ def open_registry() -> "Registry":
 
 
 def is_reference(text: str) -> bool:
-    """Whether a text names a version, as NAME@alias, NAME/3 or NAME:3, and no file."""
+    """True if a text names a version, as NAME@alias, NAME/3 or NAME:3, and no file."""
     return _REFERENCE.fullmatch(text) is not None and not Path(text).expanduser().exists()
 
 
@@ -101,7 +101,7 @@ def _row(version: "RegisteredVersion") -> VersionRow:
 
 
 def version_summary(registry: "Registry", text: str) -> RunSummary:
-    """What a version has shown, in the form of a run's summary, by the sealed report that lies in the registry.
+    """Return the evaluation of a version as a run's summary, by the sealed report that lies in the registry.
 
     Raises:
         UserError: there is no such version.
@@ -119,8 +119,8 @@ def version_summary(registry: "Registry", text: str) -> RunSummary:
     except EngineryError as error:
         raise EngineryError(f"{version.label} can't be compared: {error}", code=error.code) from error
     builder = SummaryBuilder(0.0)
-    told = {"accuracy": report.accuracy.model_dump(mode="json"), "benchmark": report.benchmark.model_dump(mode="json")}
-    builder.handle({"event": "results", **told})
+    results = report.model_dump(mode="json", include={"accuracy", "benchmark"})
+    builder.handle({"event": "results", **results})
     builder.handle({"event": "verdict", "word": verdict.word, **verdict.model_dump(mode="json")})
     training = {"train": bundle.training.config} if bundle.training is not None else {}
     return RunSummary(

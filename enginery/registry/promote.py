@@ -1,4 +1,4 @@
-"""Aliases changed by hand: to a version that somebody names, and back to the champion before."""
+"""Manual changes of aliases: to a version that somebody names, and back to the champion before."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ _MAX_LENGTH = 1000  # of a refusal in the audit log
 
 @dataclass(frozen=True, kw_only=True)
 class _Review:
-    """What there is to say against a version; empty where nothing is."""
+    """The objection against a version; empty if there is none."""
 
     objection: str = ""
     code: str = ""
@@ -37,7 +37,7 @@ def promote_manually(registry: Registry, name: str, number: str, alias: str, why
         number: the version.
         alias: that is to point to it.
         why: for the audit log.
-        force: whether to go on where it is worse or can't be compared; the log then says what.
+        force: change it although it is worse or can't be compared; the log then has the objection.
 
     Raises:
         GateFailed: something is against it, and it was not forced.
@@ -109,7 +109,7 @@ def check_files(registry: Registry, version: RegisteredVersion) -> dict[str, str
 
 
 def _review(registry: Registry, version: RegisteredVersion, situation: Situation | None) -> _Review:
-    """What is against a version as the champion of a situation; None where it is to be something else."""
+    """Compare a version with the champion of a situation; None if it is not to become champion."""
     with evaluation_of(registry, version) as evaluation:
         digests = evaluation.digests
         champion = situation.champion if situation is not None else None

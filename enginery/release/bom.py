@@ -1,4 +1,4 @@
-"""What a model was made from, in CycloneDX's JSON (1.6): data, model, code, libraries and drivers, with digests.
+"""The bill of materials of a model in CycloneDX's JSON (1.6): data, model, code, libraries and drivers, with digests.
 
 https://cyclonedx.org/docs/1.6/json/ describes the form. Written here, because the CycloneDX library for Python knows no
 machine-learning models.
@@ -164,7 +164,7 @@ def _build_tools(bundle: BundleManifest) -> Iterator[_Json]:
 
 
 def _hashes(digest: str) -> list[_Json]:
-    """Nothing where a digest is not known or not of a file, such as that of a model named by hand."""
+    """Return nothing if a digest is not known or not of a file, such as that of a model named by its path."""
     kind, _, content = digest.partition(":")
     return [{"alg": "SHA-256", "content": content}] if kind == "sha256" and len(content) == 64 else []
 

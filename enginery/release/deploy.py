@@ -49,12 +49,12 @@ def parse(text: str, file: str) -> dict[str, Any]:
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{file} is no YAML: {' '.join(str(error).split())}. Mend it", code="invalid-yaml") from None
+        raise UserError(f"{file} is no YAML: {' '.join(str(error).split())}. Correct it", code="invalid-yaml") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise UserError(
-            f"{file} holds a {type(data).__name__}; Helm's values are a map of keys. Mend it", code="invalid-yaml"
+            f"{file} holds a {type(data).__name__}; Helm's values are a map of keys. Correct it", code="invalid-yaml"
         )
     return data
 
@@ -127,7 +127,7 @@ _REFERENCE = re.compile(r"(?:(?P<place>[^@\s]+)/)?(?P<name>[a-z]+)@(?P<digest>sh
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
-    """What an environment runs, by digest. Empty where nothing is said."""
+    """Model and images of an environment, by digest. Empty if nothing is said."""
 
     model: str = ""
     version: str = ""
@@ -143,7 +143,7 @@ class Pins:
 
     @property
     def is_deployed(self) -> bool:
-        """Whether a model is served."""
+        """True if a model is served."""
         return self.serving and bool(self.model or self.digest)
 
 
@@ -183,7 +183,7 @@ class Environment:
     file: Path
 
     def read(self) -> Pins:
-        """What it runs, by its file.
+        """Return what it runs, by its file.
 
         Raises:
             UserError: the file can't be read.
@@ -220,7 +220,7 @@ class Environment:
 
 
 def pins_of(text: str, file: str) -> Pins:
-    """What a values file says is run."""
+    """Return the pins of a values file."""
     data = parse(text, file)
 
     def at(*path: str) -> Any:
@@ -238,7 +238,7 @@ def pins_of(text: str, file: str) -> Pins:
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text is a digest in full."""
+    """True if a text is a digest in full."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -357,7 +357,7 @@ def approve_pins(registry: "Registry", pins: Pins, where: str, environment: str)
 
 
 def check_environments(registry: "Registry", found: list[Environment]) -> dict[str, str]:
-    """What each environment serves, all of it approved.
+    """Check that all that environments serve is approved.
 
     Returns:
         A line for each, by its name.
@@ -431,11 +431,11 @@ class Checkout:
             )
 
     def is_whole(self) -> bool:
-        """Whether all commits are here; CI systems often fetch the last one alone."""
+        """True if all commits are here; CI systems often fetch the last one alone."""
         return self._asked("rev-parse", "--is-shallow-repository").strip() != "true"
 
     def check_clean(self, file: Path) -> None:
-        """What is committed must be this change alone.
+        """Refuse a file with other changes: a commit must be this change alone.
 
         Raises:
             UserError: the file has changes that are not committed.
@@ -466,7 +466,7 @@ class Checkout:
         return self._asked("rev-parse", "--short", "HEAD").strip()
 
     def past(self, file: Path) -> list[Pins]:
-        """What an environment has run, the oldest first, the present last; without what a rollback went back over."""
+        """Return what an environment has run, the oldest first, the present last, without what a rollback undid."""
         name = file.resolve().relative_to(self.root.resolve()).as_posix()
         form = f"%H %(trailers:key={ROLLBACK},valueonly,separator=%x2C)"
         log = self._asked("log", f"--max-count={_MAX_COMMITS}", f"--format={form}", "--", name)

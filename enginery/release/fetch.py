@@ -3,7 +3,9 @@
 import shutil
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlparse
 
@@ -13,16 +15,26 @@ from components.common.contracts.digests import digest_bytes, digest_file
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import MANIFEST, check_seal, claims_of, file_problem, read_manifest
 from components.common.contracts.records import FileEntry
-from components.common.registry.trust import SIGNATURE, check_chain, check_folder, read_statements
+from components.common.registry.trust import (
+    SIGNATURE,
+    STATEMENTS,
+    check_chain,
+    check_folder,
+    find_policy,
+    read_statements,
+)
 from enginery.new_folders import check_new
-from enginery.release.verify import SUMS
+from enginery.release.verify import OLD_SIGNATURE, SUMS, read_sums
 
 OCI = "oci://"
+_MAX_MANIFEST_BYTES = 64 << 20
+_SPARED_BYTES = 1 << 30
+_NUM_DOWNLOADS = 8  # at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What the manifest of an artifact of any kind, or of a release, says of itself."""
+    """Kind, digest and files of an artifact of any kind, or of a release, by its manifest."""
 
     kind: str
     digest: str  # of the manifest or of SHA256SUMS, which cover every file
@@ -51,14 +63,14 @@ def read_identity(folder: Path) -> Identity:
         kind, inputs = str(record["kind"]), {str(name): str(digest) for name, digest in record["inputs"].items()}
     except (KeyError, AttributeError, ValidationError):
         raise EngineryError(
-            f"{file} is no manifest of enginery, or is damaged. Write the artifact anew", code="manifest-damaged"
+            f"{file} is no manifest of enginery, or is damaged. Write the artifact again", code="manifest-damaged"
         ) from None
     check_seal(data, file, kind)
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or name == MANIFEST:
             raise EngineryError(
-                f"{file} names a file outside the artifact: {name}. Write the artifact anew", code="file-outside"
+                f"{file} names a file outside the artifact: {name}. Write the artifact again", code="file-outside"
             )
     return Identity(kind=kind, digest=digest_bytes(data), inputs=inputs, files=files)
 
@@ -67,7 +79,7 @@ def fetch(source: str, target: Path, digest: str = "") -> Identity:
     """Bring an artifact or a release from `source` to the new folder `target`, complete or not at all.
 
     Files that its manifest does not list stay behind. Where `target` is there already and right, nothing is done, so
-    that a pod that is started again goes on.
+    that a pod that is started again resumes.
 
     Args:
         source: a folder, a URI that MLflow can download (s3://, gs://, mlflow-artifacts:/ and others), or an address in
@@ -92,21 +104,24 @@ def fetch(source: str, target: Path, digest: str = "") -> Identity:
     check_new(target, "an artifact")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
         copy = Path(folder, "copy")
-        remote = bool(urlparse(source).scheme)
-        origin = _download(source, Path(folder, "all"), digest) if remote else Path(source)
-        if not is_release(origin):
-            _copy(origin, copy, source, digest, remote)
-        elif remote:
-            origin.rename(copy)
+        pulled = source.startswith(OCI)
+        if urlparse(source).scheme and not pulled:
+            _download(source.rstrip("/"), copy, digest)
         else:
-            shutil.copytree(origin, copy, symlinks=True)
+            origin = _pull(source, Path(folder, "all"), digest) if pulled else Path(source)
+            if not is_release(origin):
+                _copy(origin, copy, source, digest, pulled)
+            elif pulled:
+                origin.rename(copy)
+            else:
+                shutil.copytree(origin, copy, symlinks=True)
         found = _checked(copy, digest, source)
         copy.rename(target)
     return found
 
 
 def _copy(origin: Path, copy: Path, source: str, digest: str, remote: bool) -> None:
-    """What the manifest lists, the signature and the statements."""
+    """Copy what the manifest lists, the signature and the statements."""
     found = read_identity(origin)
     _check_digest(found, digest, source)
     for name, entry in {**found.files, MANIFEST: None}.items():
@@ -123,12 +138,12 @@ def _copy(origin: Path, copy: Path, source: str, digest: str, remote: bool) -> N
 
 
 def is_release(folder: Path) -> bool:
-    """Whether a folder is what `enginery release` wrote."""
+    """True if a folder is what `enginery release` wrote."""
     return (folder / SUMS).is_file() and not (folder / MANIFEST).is_file()
 
 
 def _checked(folder: Path, digest: str, source: str) -> Identity:
-    """What a folder holds, all of it as its digest says and trusted."""
+    """Return what a folder holds, all of it as its digest says and trusted."""
     if is_release(folder):
         return _checked_release(folder, digest, source)
     found = read_identity(folder)
@@ -142,13 +157,13 @@ def _checked(folder: Path, digest: str, source: str) -> Identity:
     check_folder(what, folder)
     parts = {**found.inputs, found.kind: found.digest}
     digests: dict[str, str] = {part: parts[part] for part in ("bundle", "report", "verdict") if part in parts}
-    if "bundle" in digests:
+    policy = find_policy()
+    if "bundle" in digests or (policy is not None and policy.environment):
         check_chain(what, digests, read_statements(folder), say=lambda text: None)
     return found
 
 
 def _checked_release(folder: Path, digest: str, source: str) -> Identity:
-    from enginery.release.verify import read_sums
     from enginery.serving.sources import open_release
 
     files, _ = read_sums((folder / SUMS).read_bytes())
@@ -172,23 +187,67 @@ def _check_digest(found: Identity, digest: str, source: str) -> None:
         )
 
 
-def _download(source: str, folder: Path, digest: str) -> Path:
+def _pull(source: str, folder: Path, digest: str) -> Path:
+    from enginery.release.oci import pull, read_address
+
     folder.mkdir()
-    if source.startswith(OCI):
-        from enginery.release.oci import pull, read_address
+    address = read_address(source)
+    if not (address.tag or address.digest):  # as `enginery push` names it
+        address = replace(address, tag=digest.removeprefix("sha256:"))
+    pull(address, folder)
+    return folder
 
-        address = read_address(source)
-        if not (address.tag or address.digest):  # as `enginery push` names it
-            address = replace(address, tag=digest.removeprefix("sha256:"))
-        pull(address, folder)
-        return folder
-    from components.common.registry.model_registry import download
 
+def _download(source: str, folder: Path, digest: str) -> None:
+    """Bring from a store what the manifest lists, once that is the one asked for, and what is signed beside it.
+
+    No file is brought that is larger than its manifest says, or than the disk has room for; a store whose listing
+    tells another size than it then sends is found out only by the digests.
+    """
+    from components.common.registry.model_registry import download, list_files
+
+    folder.mkdir()
     try:
-        return download(source, folder)
+        there = list_files(source)
+        main = MANIFEST if MANIFEST in there else SUMS
+        _check_sizes(source, folder, {main: _MAX_MANIFEST_BYTES}, there)
+        download(f"{source}/{main}", folder / main)
+        if main == SUMS:
+            listed = read_sums((folder / SUMS).read_bytes())[0]
+            found = Identity(kind="release", digest=digest_file(folder / SUMS), inputs={}, files={})
+        else:
+            found = read_identity(folder)
+            listed = found.files
+        _check_digest(found, digest, source)
+        for parent in {PurePosixPath(name).parent for name in listed} - {PurePosixPath(".")}:
+            there |= {f"{parent}/{name}": size_bytes for name, size_bytes in list_files(f"{source}/{parent}").items()}
+        most = {name: found.files[name].size_bytes if found.files else there.get(name, 0) for name in listed}
+        signed = [name for name in there if name in (SIGNATURE, OLD_SIGNATURE) or fnmatch(name, STATEMENTS)]
+        most |= dict.fromkeys(signed, _MAX_MANIFEST_BYTES)
+        _check_sizes(source, folder, most, there)
+        for name in most:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_NUM_DOWNLOADS) as pool:
+            list(pool.map(lambda name: download(f"{source}/{name}", folder / name), most))
+    except EngineryError:
+        raise
     except Exception as error:  # each store's client has its own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EngineryError(
             f"can't download {source}: {reason}. Is the artifact there, and may these credentials read it?",
             code="download-failed",
         ) from error
+
+
+def _check_sizes(source: str, folder: Path, most: Mapping[str, int], there: Mapping[str, int]) -> None:
+    """Refuse what is missing in a store, or larger than `most`, before any of it is brought."""
+    for name, size_bytes in most.items():
+        if not 0 <= there.get(name, -1) <= size_bytes:
+            has = f"{there[name]:,} bytes" if there.get(name, -1) >= 0 else "no such file"
+            raise EngineryError(
+                f"{name} can have {size_bytes:,} bytes, and {source} has {has}. Upload the artifact again",
+                code="file-damaged",
+            )
+    needed, free = sum(there[name] for name in most), shutil.disk_usage(folder).free - _SPARED_BYTES
+    if needed > free:
+        raise EngineryError(f"{source} has {needed:,} bytes, and {folder} has room for {free:,}", code="no-space")

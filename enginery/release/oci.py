@@ -74,7 +74,7 @@ class Address:
 
 
 def read_address(text: str) -> Address:
-    """What an address means.
+    """Parse an address.
 
     Raises:
         UserError: it is none.
@@ -94,7 +94,7 @@ def read_address(text: str) -> Address:
 
 
 class _Descriptor(BaseModel):
-    """What a manifest says of a blob."""
+    """A blob as a manifest describes it."""
 
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     size: int = Field(ge=0)

@@ -161,7 +161,7 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def check_files(folder: Path, entries: dict[str, str]) -> Iterable[str]:
-    """What differs between a folder and its list: a line per file."""
+    """Yield a line for each file that differs between a folder and its list."""
     seen = set()
     for name, problem in found_files(folder):
         seen.add(name)
@@ -204,12 +204,12 @@ def public_key(file: Path) -> PublicKey:
 
 
 def fingerprint(key: PublicKey) -> str:
-    """What tells a key from others: the digest of its DER form, as `openssl pkey -pubin -outform DER` writes it."""
+    """Return the fingerprint of a key: the digest of its DER form, as `openssl pkey -pubin -outform DER` writes it."""
     return digest_bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 def is_signed_by(key: Ed25519PublicKey, signature: bytes, data: bytes) -> bool:
-    """Whether a signature is that of the key's owner on exactly these bytes."""
+    """True if the key's owner signed exactly these bytes."""
     try:
         key.verify(signature, data)
     except InvalidSignature:
@@ -227,7 +227,7 @@ class Chain:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of each artifact, from the data set on."""
+        """Of each artifact, from the dataset on."""
         return {
             "dataset": self.report.manifest.inputs.get("dataset", ""),
             "model": self.bundle.manifest.inputs.get("model", ""),
@@ -253,7 +253,7 @@ def load_chain(bundle: Path, report: Path, verdict: Path) -> Chain:
         if version != SCHEMA_VERSION:
             raise EngineryError(
                 f"{path / MANIFEST} is of schema version {version}, which has no seal; released are versions from "
-                f"{SCHEMA_VERSION} on. Run the pipeline again to write it anew",
+                f"{SCHEMA_VERSION} on. Run the pipeline again to write it",
                 code="no-seal",
             )
     return chain
@@ -284,7 +284,7 @@ def contradictions(chain: Chain) -> Iterator[str]:
 
 
 def _verdict_problems(chain: Chain) -> Iterator[str]:
-    """Whether the report leads to this verdict: the checks are run again, by the thresholds it names."""
+    """Yield what the report contradicts in this verdict: the checks are run again, by the thresholds it names."""
     decision, accuracy = chain.verdict.manifest, chain.report.manifest.accuracy
     try:
         thresholds = Thresholds.recorded(decision.config)
@@ -322,19 +322,19 @@ LOADER = "components.promote.pyfunc"
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found; valid where there are no problems."""
+    """The result of a check; the release is valid if there are no problems."""
 
     problems: tuple[str, ...]
     record: ReleaseRecord | None = None
     num_files: int = 0
     signature: str = ""
-    """What can be said of it, for a person."""
+    """Its state, for a person."""
     checks: tuple[GateCheck, ...] = ()
     """The gate's, each with what was measured and its threshold."""
 
 
 def verify(folder: Path, key: PublicKey | None = None) -> Verification:
-    """Check signature, files, and the chain from data set to verdict. Nothing in the release is run.
+    """Check signature, files, and the chain from dataset to verdict. Nothing in the release is run.
 
     Args:
         folder: what `enginery release` wrote.
@@ -385,7 +385,7 @@ def _read_list(folder: Path) -> bytes:
 
 
 def _check_signature(folder: Path, listed: bytes, key: PublicKey | None) -> tuple[list[str], str]:
-    """What is wrong with the signature, and what to say of it."""
+    """Return problems of the signature, and its state for a person."""
     name = OLD_SIGNATURE if isinstance(key, Ed25519PublicKey) else SIGNATURE
     files = [folder / name] if key is not None else [folder / SIGNATURE, folder / OLD_SIGNATURE]
     signed = any(file.is_file() and not file.is_symlink() for file in files)
@@ -433,7 +433,7 @@ def _record_problems(folder: Path, record: ReleaseRecord, chain: Chain) -> Itera
 
 
 def _model_problems(folder: Path, chain: Chain) -> Iterator[str]:
-    """Whether loading the folder with MLflow runs our loader on this bundle, and nothing else."""
+    """Yield what would make MLflow run something else than our loader on this bundle."""
     try:
         description = yaml.safe_load((folder / "MLmodel").read_bytes())
         flavors = description["flavors"]
@@ -460,7 +460,7 @@ def _bom_problems(folder: Path, chain: Chain) -> Iterator[str]:
         listed = {entry["bom-ref"]: entry for entry in (*bom["components"], bom["metadata"]["component"])}
         said = {name: f"sha256:{listed[name]['hashes'][0]['content']}" for name in ("dataset", "model", BUNDLE)}
     except (ValueError, KeyError, IndexError, TypeError):
-        yield f"{BOM} is not the list of a release: data set, model and bundle with their digests"
+        yield f"{BOM} is not the list of a release: dataset, model and bundle with their digests"
         return
     for name, digest in said.items():
         if digest != chain.digests[name]:

@@ -110,11 +110,6 @@ def race(uri: str, folder: Path, num_processes: int, num_rounds: int) -> None:
 
 
 @pytest.mark.slow  # test_audit_log.py has each order of two changes, one process in place of the other
-def test_two_at_once(tmp_path: Path) -> None:
-    race(fresh_sqlite(tmp_path), tmp_path, num_processes=2, num_rounds=1)
-
-
-@pytest.mark.slow
 def test_many_at_once_on_a_sqlite_file(tmp_path: Path) -> None:
     race(fresh_sqlite(tmp_path), tmp_path, num_processes=4, num_rounds=10)
 

@@ -5,7 +5,6 @@ those that it was made on, or it is made again (`AuditLog.append`). The aliases 
 a killed process left undone, and what was changed without enginery, is put right by the next change.
 """
 
-import json
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -165,8 +164,7 @@ def _key(number: int) -> str:
 
 def entry_json(entry: Entry) -> dict[str, object]:
     """An entry as programs read it."""
-    told: dict[str, object] = json.loads(entry.change.model_dump_json())
-    return {"number": entry.number, "mlflow_run_id": entry.run_id, **told}
+    return {"number": entry.number, "mlflow_run_id": entry.run_id, **entry.change.model_dump(mode="json")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +182,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a proposal is made on."""
+    """Aliases and log that a proposal is made on."""
 
     aliases: Mapping[str, str]  # version by alias, by the log
     entries: Sequence[Entry]  # the log
@@ -196,7 +194,7 @@ class Situation:
 
 
 def expected_aliases(entries: Sequence[Entry], run_ids: Mapping[str, str]) -> dict[str, str]:
-    """What the aliases must be, by the log.
+    """Return the aliases as the log has them.
 
     A version that was deleted took its aliases with it. So did all of a model that was deleted: when it is made again,
     its versions count from 1, too, and come from other runs (`run_ids`, see `Registry.run_ids`).

@@ -24,7 +24,7 @@ from mlflow.exceptions import MlflowException
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.registry.store import database_is_gone, without_credentials
-from components.common.registry.tracking import REQUEST_LIMITS, check_store, is_unreachable
+from components.common.registry.tracking import REQUEST_LIMITS, check_store, is_unreachable, request_limits
 from components.common.registry.trust import STATEMENTS, read_statements
 
 Part = Literal["bundle", "report", "verdict"]
@@ -37,6 +37,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")  # of a version
 _USUAL_NAME = re.compile(r"[\w. -]+")
 _PATIENCE_S = 30.0  # with a database that is busy
 _MAX_RESULTS = 200
+_DOWNLOADS = {**REQUEST_LIMITS, "MLFLOW_ALLOW_HTTP_REDIRECTS": "false"}  # a redirect may lead into an inner network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class RegisteredVersion:
 
 
 def patiently(call: Callable[[], Result]) -> Result:
-    """What a request returns. One that a busy database refuses is repeated: such a transaction was undone whole."""
+    """Return the result of a request, repeated while a busy database refuses it: such a transaction was undone."""
     deadline = time.monotonic() + _PATIENCE_S
     pause_s = 0.05
     while True:
@@ -73,7 +74,7 @@ def patiently(call: Callable[[], Result]) -> Result:
 
 
 def is_missing(error: MlflowException) -> bool:
-    """Whether MLflow has not what was asked for."""
+    """True if MLflow does not have what was asked for."""
     return error.error_code in _MISSING
 
 
@@ -335,13 +336,25 @@ class Registry:
                 self.client.log_artifacts(version.run_id, folder, DIRECTORY)
 
 
-def download(uri: str, folder: Path) -> Path:
-    """Files at any URI that MLflow has a client for (s3://, gs://, mlflow-artifacts:/ and others), below a folder.
+def list_files(uri: str) -> dict[str, int]:
+    """Sizes of the files right below any URI that MLflow has a client for, by name, as the store tells them.
 
     Raises:
         Exception: whatever that client raises.
     """
-    return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri.rstrip("/"), dst_path=str(folder)))
+    with request_limits(_DOWNLOADS):
+        found = mlflow.artifacts.list_artifacts(artifact_uri=uri)
+    return {Path(entry.path).name: int(entry.file_size or 0) for entry in found if not entry.is_dir}
+
+
+def download(uri: str, file: Path) -> None:
+    """Bring one file from any URI that MLflow has a client for (s3://, gs://, mlflow-artifacts:/ and others).
+
+    Raises:
+        Exception: whatever that client raises; a redirect of a server is an error, too.
+    """
+    with TemporaryDirectory(dir=file.parent) as folder, request_limits(_DOWNLOADS):
+        Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder)).rename(file)
 
 
 def _named(name: str) -> str:

@@ -69,7 +69,7 @@ class ChampionComparison(Record):
 
 
 class AliasChange(Record):
-    """What an alias pointed to, None for nothing, and what it is to point to."""
+    """The version that an alias pointed to, None for none, and the one that it is to point to."""
 
     before: str | None
     after: str

@@ -66,7 +66,7 @@ def prepare_sqlite(uri: str, make_tables: Callable[[str], object]) -> None:
     """See that a SQLite store can be used, and make a new one whole: beside its place first, then renamed.
 
     MLflow would try again for minutes where it can't open the file, and could not use one that a killed process left
-    with half of its tables.
+    with some of its tables.
 
     Args:
         uri: of the store; one that is no SQLite file is left alone.
@@ -116,12 +116,12 @@ def try_database(uri: str) -> None:
 
 
 def database_is_gone(error: Exception) -> bool:
-    """Whether an error of MLflow or SQLAlchemy says that a database server can't be reached any more."""
+    """True if an error of MLflow or SQLAlchemy says that a database server can't be reached any more."""
     return _GONE.match(str(error)) is not None
 
 
 def database_problem(text: str) -> str:
-    """What a database's driver says, in one line: without SQLAlchemy's link, and what it was doing."""
+    """Return the message of a database's driver in one line: without SQLAlchemy's link, and what it was doing."""
     text = text.split("\n[SQL: ")[0].split("\n(Background on")[0].split("\n")[0]
     return re.sub(r"^\([\w.]+\) ", "", text).strip().rstrip(".:")
 

@@ -48,7 +48,7 @@ _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "R
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether a store's server is gone, overloaded or lets us in no more, as against a request that was wrong."""
+    """True if a store's server is gone, overloaded or lets us in no more; False if the request was wrong."""
     if database_is_gone(error):
         return True
     if isinstance(error, RestException):
@@ -59,7 +59,7 @@ def is_unreachable(error: Exception) -> bool:
 
 
 @contextmanager
-def _requests(limits: Mapping[str, str]) -> Iterator[None]:
+def request_limits(limits: Mapping[str, str]) -> Iterator[None]:
     """Limits of MLflow's requests; what the user set wins."""
     own = {name: value for name, value in limits.items() if name not in os.environ}
     os.environ.update(own)
@@ -105,7 +105,7 @@ class StepRun:
         return without_credentials(str(self.client.tracking_uri))
 
     def is_unreachable(self, error: Exception) -> bool:
-        """Whether the server is what failed."""
+        """True if the server is what failed."""
         return is_unreachable(error)
 
     def log_params(self, values: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ def step_run(step: str) -> Iterator[StepRun]:
         yield run
         status = "FINISHED"
     except Exception as error:
-        message = _told(error)
+        message = _message(error)
         raise
     except KeyboardInterrupt:
         status = "KILLED"
@@ -248,11 +248,11 @@ def _adopted(client: MlflowClient, run_id: str, step: str) -> Iterator[StepRun]:
         yield StepRun(client, run_id, run.info.experiment_id, f"{step}." if is_foreign else "")
     except Exception as error:
         with suppress(Exception):  # what the step died of counts
-            client.set_tag(run_id, "enginery.message", _told(error))
+            client.set_tag(run_id, "enginery.message", _message(error))
         raise
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     problem = error if isinstance(error, EngineryError) else explain(error, Path.cwd()) or error
     return str(problem)[:5000]
 
@@ -335,7 +335,7 @@ class PipelineRun:
         quiet_mlflow()
         mlflow.set_tracking_uri(tracking_uri)
         try:
-            with _requests(_FIRST_REQUESTS):
+            with request_limits(_FIRST_REQUESTS):
                 prepare_sqlite(tracking_uri, _make_tables)
                 try_database(tracking_uri)
                 self.client = MlflowClient()
@@ -350,7 +350,7 @@ class PipelineRun:
             raise _unusable(tracking_uri, error, place) from error
 
     def environment(self) -> dict[str, str]:
-        """What the steps need to find this run."""
+        """Return the environment variables by which the steps find this run."""
         return {
             "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri(),
             "MLFLOW_EXPERIMENT_ID": self.experiment_id,
@@ -381,7 +381,7 @@ class PipelineRun:
 
         What takes room comes last, so that a full disk keeps the run from nothing else.
         """
-        with _requests(_LAST_REQUESTS if status == "KILLED" else REQUEST_LIMITS):
+        with request_limits(_LAST_REQUESTS if status == "KILLED" else REQUEST_LIMITS):
             self._close(self.run_id, status, tags)
             if metrics:
                 self.step_run.log_metrics(metrics, 0)
@@ -414,7 +414,7 @@ def check_store(uri: str, place: Path) -> None:
     """
     quiet_mlflow()
     try:
-        with _requests(_FIRST_REQUESTS):
+        with request_limits(_FIRST_REQUESTS):
             try_database(uri)
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
     except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
@@ -422,11 +422,11 @@ def check_store(uri: str, place: Path) -> None:
 
 
 def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:
-    """What to tell a person whose tracking store does not open."""
+    """Return the error for a tracking store that does not open."""
     shown = without_credentials(uri)
     if uri.startswith("sqlite:"):
-        if told := explain(error, place):
-            return told
+        if known := explain(error, place):
+            return known
         fix = "Move the file away if it is no MLflow database, or close what holds it"
     elif isinstance(error, ModuleNotFoundError):
         fix = "Install the driver of that database, such as psycopg[binary] for PostgreSQL"

@@ -10,6 +10,7 @@ environment. Folders are signed by OpenSSF's model-signing. The policy lies on t
 """
 
 import base64
+import fcntl
 import json
 import os
 import re
@@ -130,7 +131,7 @@ def check_chain(
         statements: the envelopes that lie with it, by file name.
         environment: that it is for; None for the machine's own, "" for none.
         model: name of the registered model; empty where it is not known.
-        say: told that there is no policy.
+        say: called with a text if there is no policy.
 
     Raises:
         EngineryError: a statement is missing, forged, for something else, of a key without the right or expired.
@@ -139,6 +140,8 @@ def check_chain(
     if policy is None:
         say(_nobody(what))
         return
+    if "bundle" not in digests:
+        raise _refusal(what, "its manifest names no bundle, so no verdict and no approval is on it", "no-bundle")
     _, predicate = _checked(policy, what, statements, VERDICT, "verdict", "", digests)
     if predicate.get("passed") is not True:
         raise _refusal(what, "the signed verdict on it is no pass", "verdict-not-passed")
@@ -224,7 +227,7 @@ def _checked(
 
 
 def _check_right(policy: TrustPolicy, what: str, name: str, right: Right, environment: str = "") -> None:
-    """Whether a key may sign that now. `name`: of the key; empty for one that the policy does not name."""
+    """Refuse a key that may not sign that now. `name`: of the key; empty for one that the policy does not name."""
     if not name:
         raise _refusal(what, f"no key of the trust policy signed its {right}", "key-unknown")
     key = policy.keys[name]
@@ -245,18 +248,20 @@ def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -
         return
     file = Path(policy.newest_approvals)
     try:
-        seen: dict[str, str] = json.loads(file.read_bytes()) if file.exists() else {}
-        if approved < seen.get(subject, ""):
-            raise _refusal(
-                what,
-                f"it was approved {approved}, and for {subject} an approval of {seen[subject]} was "
-                "seen already: this is an older version. To go back to it, approve it again",
-                "approval-older",
-            )
-        if seen.get(subject) != approved:
-            temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({**seen, subject: approved}, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(file)
+        with file.with_name(f".{file.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two at once, the older would be written last
+            seen: dict[str, str] = json.loads(file.read_bytes()) if file.exists() else {}
+            if approved < seen.get(subject, ""):
+                raise _refusal(
+                    what,
+                    f"it was approved {approved}, and for {subject} an approval of {seen[subject]} was "
+                    "seen already: this is an older version. To go back to it, approve it again",
+                    "approval-older",
+                )
+            if seen.get(subject) != approved:
+                temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+                temporary.write_text(json.dumps({**seen, subject: approved}, indent=1) + "\n", encoding="utf-8")
+                temporary.replace(file)
     except (OSError, ValueError) as error:
         raise UserError(
             f"can't keep the newest approvals in {file}: {error}; correct the trust policy", code="approvals-unwritable"
@@ -291,7 +296,7 @@ def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = _to_st
 
 
 def folder_problem(folder: Path, public_key: str) -> str:
-    """What is wrong with a folder's signature by a key; empty where nothing is."""
+    """Return the problem of a folder's signature by a key; empty if there is none."""
     from tempfile import NamedTemporaryFile
 
     from cryptography.exceptions import InvalidSignature
@@ -343,8 +348,8 @@ def sign_verdict(digests: Mapping[str, str], passed: bool, key: Any) -> bytes:
 def sign_approval(digests: Mapping[str, str], model: str, version: str, environment: str, days: int, key: Any) -> bytes:
     """The statement that a version may run in an environment, for some days."""
     expires = (datetime.now(UTC) + timedelta(days=days)).strftime(_TIME)
-    told = {"model": model, "version": version, "environment": environment, "approved": now(), "expires": expires}
-    return _signed("approval", digests, told, key)
+    predicate = {"model": model, "version": version, "environment": environment, "approved": now(), "expires": expires}
+    return _signed("approval", digests, predicate, key)
 
 
 def _signed(kind: Literal["verdict", "approval"], digests: Mapping[str, str], predicate: Any, key: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What a registered version has shown, read from its sealed report and verdict, and how two versions compare."""
+"""The evaluation of a registered version, read from its sealed report and verdict, and the comparison of two."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,17 +28,17 @@ class VersionEvaluation:
 
     @property
     def passed(self) -> bool:
-        """Whether the gate let it through."""
+        """True if the gate let it through."""
         return self.verdict.manifest.passed
 
     @property
     def precision(self) -> Precision:
-        """What the verdict says to ship."""
+        """The precision that the verdict recommends."""
         return self.verdict.manifest.served_precision
 
     @property
     def row(self) -> AccuracyRow | None:
-        """What was measured of that precision; None where the report has no such row."""
+        """The report's row of that precision; None if it has none."""
         rows = self.report.manifest.accuracy.rows
         return next((row for row in rows if row.precision == self.precision), None)
 
@@ -54,7 +54,7 @@ class VersionEvaluation:
 
     @property
     def digests(self) -> dict[str, str]:
-        """What was measured on what."""
+        """Manifest digests of the dataset, its validation split, bundle, report and verdict."""
         accuracy = self.report.manifest.accuracy
         return {
             "dataset": accuracy.dataset_digest,
@@ -72,7 +72,7 @@ class VersionEvaluation:
         return {**digests, **top1, "precision": self.precision, "verdict": self.verdict.manifest.word}
 
     def measured(self, label: str) -> "Measured":
-        """What that precision has shown on the validation split.
+        """Return the measured accuracy of that precision.
 
         Raises:
             EngineryError: it was not measured. `label` is what the message calls the version.
@@ -97,7 +97,7 @@ class VersionEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a precision shows on a validation split."""
+    """The accuracy of one precision on a validation split."""
 
     precision: Precision
     top1_pct: float
@@ -143,7 +143,7 @@ def compare_versions(
 
 @contextmanager
 def evaluation_of(registry: Registry, version: RegisteredVersion) -> Iterator[VersionEvaluation]:
-    """What a registered version has shown, by the files that lie in the registry, as long as the context lasts.
+    """The evaluation of a registered version, by the files that lie in the registry, as long as the context lasts.
 
     Raises:
         EngineryError: they are gone, were changed, or are not those that the version was registered with.
@@ -192,7 +192,7 @@ def check_log(version: RegisteredVersion, entries: Sequence[Entry], digests: Map
             code="not-in-log",
         )
     for name, digest in digests.items():
-        logged = own[-1].change.digests.get(name)  # the last: a model that was made anew counts from 1 again
+        logged = own[-1].change.digests.get(name)  # the last: a model that was made again counts from 1 again
         if logged != digest:
             raise EngineryError(
                 f"the {name} that lies in the registry is not the one that was promoted as {version.label}: {digest}, "

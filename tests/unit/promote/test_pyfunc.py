@@ -235,15 +235,6 @@ def test_what_dali_alone_refuses_is_named(model, images, monkeypatch) -> None:
     assert len(model.predict(images[:2])) == 2
 
 
-def test_a_gray_image_is_that_of_the_loader(model) -> None:
-    gray = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60), np.uint8))
-    sent = []
-    for image in (gray, gray.convert("RGB")):
-        image.save(buffer := io.BytesIO(), "PNG")
-        sent.append(buffer.getvalue())
-    assert len(model.predict(sent)["label"].unique()) == 1
-
-
 # --- loading
 
 

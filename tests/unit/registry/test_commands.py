@@ -73,11 +73,15 @@ def test_rollback_to_a_version_that_was_deleted(three: str, registry: Registry) 
     assert registry.aliases("m")["champion"] == "3"
 
 
-def test_files_that_were_changed(three: str, registry: Registry) -> None:
+def test_files_that_were_changed(three: str, registry: Registry, tmp_path: Path) -> None:
     with registry.files(registry.version("m", "1"), "bundle", "int8.onnx") as file:
         before = file.read_bytes()
         file.write_bytes(before[:-1] + b"!")
-        for command in (("rollback", "m"), ("promote", "m", "1", "--why", "x", "--force")):
+        for command in (
+            ("rollback", "m"),
+            ("promote", "m", "1", "--why", "x", "--force"),
+            ("serve", "export", "m/1", tmp_path / "out"),  # and deploy, which reads a version by the same function
+        ):
             with pytest.raises(EngineryError, match=CHANGED):
                 enginery(*command)
         file.write_bytes(before)

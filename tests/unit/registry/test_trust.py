@@ -1,7 +1,9 @@
 """Attacks on the way from the registry to the server, with a trust policy and without: none of them gets through."""
 
+import fcntl
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -75,7 +77,7 @@ def writer(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Regist
     return Registry(MlflowClient(tracking_uri=kept, registry_uri=kept))
 
 
-def test_a_forged_chain_without_an_entry_in_the_log(writer: Registry, checkout: Path, tmp_path: Path) -> None:
+def test_a_forged_chain_and_deleted_tags(writer: Registry, checkout: Path, tmp_path: Path) -> None:
     """A bundle with report and verdict that fit each other, uploaded and tagged as `promote` does, made champion."""
     number, _ = upload_forged(writer, make_chain(tmp_path / "forged", 99))
     writer.client.set_registered_model_alias("m", "champion", number)
@@ -95,19 +97,16 @@ def test_a_forged_chain_without_an_entry_in_the_log(writer: Registry, checkout: 
         assert writer.aliases("m")["champion"] == "1", "which the next command puts right"
         for name in writer.version("m", number).tags:  # which was enough to be taken for somebody else's model
             writer.client.delete_model_version_tag("m", number, name)
-    assert not (tmp_path / "out").exists()
-    assert not pins("prod").is_deployed
-
-
-def test_tags_deleted_from_a_version_that_was_promoted(writer: Registry, tmp_path: Path) -> None:
-    version = writer.version("m", "1")
-    for name in version.tags:
+    tags = writer.version("m", "1").tags  # one that was promoted
+    for name in tags:
         writer.client.delete_model_version_tag("m", "1", name)
     for command in (("serve", "export", "m/1", tmp_path / "out"), ("release", tmp_path / "out", "m/1")):
         with refuses("not-as-registered"):
             enginery(*command)
-    for name, value in version.tags.items():
+    for name, value in tags.items():
         writer.client.set_model_version_tag("m", "1", name, value)
+    assert not (tmp_path / "out").exists()
+    assert not pins("prod").is_deployed
 
 
 def test_files_and_tags_of_another_model_under_the_name_of_a_champion(
@@ -330,6 +329,47 @@ def test_a_downgrade_to_an_older_approved_version(
         served("m@champion", tmp_path / "out")
     trusted.approve("m/1", "prod")
     served("m@champion", tmp_path / "out")
+
+
+def test_of_two_approvals_seen_at_once_the_newer_is_kept(machine: Machine) -> None:
+    machine.policy(environment="prod", newest=True)
+    policy = trust.find_policy()
+    assert policy is not None
+    file = Path(policy.newest_approvals)
+    ended: list[str] = []
+
+    def older() -> None:
+        with refuses("approval-older"):
+            trust._check_newest(policy, "m version 1", "prod/m", "2026-01-01T00:00:00Z")
+        ended.append("refused")
+
+    with file.with_name(".newest.json.lock").open("w") as lock:  # as the other holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=older)
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        file.write_text('{"prod/m": "2026-01-02T00:00:00Z"}')
+    thread.join(10)
+    assert ended == ["refused"]
+    assert json.loads(file.read_bytes()) == {"prod/m": "2026-01-02T00:00:00Z"}
+
+
+def test_a_rollback_asks_the_policy(trusted: Machine, store: str, checkout: Path, capfd) -> None:
+    trusted.promote(store, "b-060")
+    for number in ("1", "2"):
+        trusted.approve(f"m/{number}", "staging")
+        repository = exported(f"m/{number}", "--key", trusted.key("ci"))
+        enginery("deploy", "--env", "staging", f"m/{number}", "--repository", repository)
+    trusted.policy(board={"approves": ["prod"]})
+    with refuses("key-without-right"):
+        enginery("deploy", "--env", "staging", "--rollback")
+    assert pins("staging").version == "2"
+    trusted.without_policy()
+    Path(store.removeprefix("sqlite:///")).unlink()  # the registry may be what is down
+    done = enginery("deploy", "--env", "staging", "--rollback")
+    assert "nobody vouches for it" in done.output + capfd.readouterr().err
+    assert pins("staging").version == "1"
 
 
 def test_a_store_writer_against_the_pod(trusted: Machine, tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ from components.common.contracts.manifests import BundleManifest, load
 from components.common.registry.model_registry import Registry
 from enginery.release.deploy import Pins, set_values
 from tests.unit.registered import (
-    CHANGED,
     deploy,
     enginery,
     exported,
-    flip,
     git,
     make_and_promote,
     pins,
@@ -114,15 +112,6 @@ def test_ci_refuses_what_was_written_manually(checkout: Path, three: str, regist
     edited("dev", 'version: "1"', 'version: "77"')
     with pytest.raises(EngineryError, match="m has no version 77"):
         enginery("deploy", "--check", "--env", "dev")
-
-
-def test_files_that_were_changed_in_the_registry(checkout: Path, three: str, registry: Registry) -> None:
-    exported("m/1")
-    with registry.files(registry.version("m", "1"), "bundle", "int8.onnx") as file:
-        flip(file)
-        with pytest.raises(EngineryError, match=CHANGED):
-            deploy("dev", "m/1")
-        flip(file)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """fetch: an artifact comes complete, as its digest says, or not at all."""
 
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,10 @@ import pytest
 from components.common.contracts.digests import digest_bytes
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import MANIFEST, BundleManifest, load
-from enginery.release.fetch import fetch
-from tests.unit.registered import enginery, files, flip, make_chain, refuses, reseal
+from components.common.registry import model_registry, trust
+from components.common.registry.model_registry import download
+from enginery.release.fetch import fetch, read_identity
+from tests.unit.registered import Machine, enginery, files, flip, make_chain, refuses, reseal
 
 OTHER = "sha256:" + "0" * 64
 
@@ -41,9 +45,71 @@ def test_through_mlflows_clients(bundle: Path, tmp_path: Path) -> None:
     before = files(bundle)
     fetch(bundle.as_uri(), tmp_path / "copy", digest_of(bundle))
     assert files(tmp_path / "copy") == files(bundle) == before, "the original stays"
-    with refuses("download-failed"):
+    with refuses("file-damaged"):
         fetch((tmp_path / "lost").as_uri(), tmp_path / "none", OTHER)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("grown", ["int8.onnx", MANIFEST, "model.sig", "more.bin"])
+def test_a_store_that_holds_more_than_its_manifest_says(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grown: str
+) -> None:
+    """What nobody asked for, and files that grew to a terabyte, are not brought: the disk would be full before."""
+    digest, brought = digest_of(bundle), []
+    with (bundle / grown).open("ab") as file:
+        file.truncate(1 << 40)
+    monkeypatch.setattr(model_registry, "download", lambda uri, file: [brought.append(uri), download(uri, file)])
+    if grown == "more.bin":
+        fetch(bundle.as_uri(), tmp_path / "copy", digest)
+        assert files(tmp_path / "copy").keys() == {"int8.onnx", MANIFEST}
+    else:
+        with refuses("file-damaged"):
+            fetch(bundle.as_uri(), tmp_path / "copy", digest)
+        assert not (tmp_path / "copy").exists()
+    assert not [uri for uri in brought if uri.endswith(grown)]
+
+
+def test_a_server_that_leads_into_an_inner_network(tmp_path: Path) -> None:
+    """MLflow's client would follow it to wherever this machine can go."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            listing = "artifacts?" in self.path
+            self.send_response(200 if listing or "inner" in self.path else 307)
+            self.send_header("Location", f"http://127.0.0.1:{server.server_port}/inner")
+            self.end_headers()
+            self.wfile.write(b'{"files": [{"path": "manifest.json", "is_dir": false, "file_size": 5}]}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/api/2.0/mlflow-artifacts/artifacts/m"
+        with refuses("manifest-damaged"):  # what came with the redirect
+            fetch(url, tmp_path / "pod", OTHER)
+        assert any(path.endswith("m/manifest.json") for path in asked)
+        assert "/inner" not in asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_an_artifact_of_no_bundle_where_an_approval_is_demanded(machine: Machine, tmp_path: Path) -> None:
+    """Signed by who may sign models; nobody can have approved it."""
+    dataset = make_chain(tmp_path / "a-050", 50)["dataset"]
+    trust.sign_folder(dataset, machine.key("ci"))
+    digest = read_identity(dataset).digest
+    machine.policy(environment="prod")
+    with refuses("no-bundle"):
+        fetch(str(dataset), tmp_path / "pod", digest)
+    machine.policy()
+    fetch(str(dataset), tmp_path / "pod", digest)
 
 
 def edit(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path], str]:
