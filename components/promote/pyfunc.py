@@ -169,7 +169,7 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
         )
     model = BundleModel(bundle, model_config["precision"], model_config["runtime"])
     model.folder = temporary
-    runner = model.serving.runner
+    runner = model.selected.runner
     note = not_measured_here(model_config["precision"], model_config.get("measured_on") or ())
     if note and runner is not None and RUNTIMES[runner.runtime].depends_on_instruction_set:
         logging.getLogger(__name__).warning(note)
@@ -196,7 +196,7 @@ class BundleModel:
             )
         self.classes = bundle.manifest.classes
         self.bundle_digest = bundle.digest
-        self.serving: RuntimeSelection = select_runtime(bundle, precision, runtime)
+        self.selected: RuntimeSelection = select_runtime(bundle, precision, runtime)
         self._batch_size = min(_MOST_DECODED, bundle.manifest.shapes.max_batch)
         self._images = ImageBatches(bundle.manifest.transform, self._batch_size)
         self._lock = threading.Lock()
@@ -230,8 +230,8 @@ class BundleModel:
             chunk = encoded[start : start + self._batch_size]
             names = [image_name(start + index) for index in range(len(chunk))]
             with self._lock:  # decoder and runner are for one thread at a time
-                assert self.serving.runner is not None
-                parts.append(self.serving.runner.infer(self._images.load(chunk, names)))
+                assert self.selected.runner is not None
+                parts.append(self.selected.runner.infer(self._images.load(chunk, names)))
         return np.concatenate(parts)
 
 

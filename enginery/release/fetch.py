@@ -213,11 +213,11 @@ def _download(source: str, folder: Path, digest: str) -> None:
         _check_sizes(source, folder, {main: _MAX_MANIFEST_BYTES}, there)
         download(f"{source}/{main}", folder / main)
         if main == SUMS:
-            listed = read_sums((folder / SUMS).read_bytes())[0]
+            listed = [*read_sums((folder / SUMS).read_bytes())[0]]
             found = Identity(kind="release", digest=digest_file(folder / SUMS), inputs={}, files={})
         else:
             found = read_identity(folder)
-            listed = found.files
+            listed = [*found.files]
         _check_digest(found, digest, source)
         for parent in {PurePosixPath(name).parent for name in listed} - {PurePosixPath(".")}:
             there |= {f"{parent}/{name}": size_bytes for name, size_bytes in list_files(f"{source}/{parent}").items()}

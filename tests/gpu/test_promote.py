@@ -142,8 +142,8 @@ def test_the_champion_gives_the_validated_predictions(proved: Proved, promotion:
     assert promotion(0).champion
     model = mlflow.pyfunc.load_model(f"models:/{NAME}@champion")
     precision, bundle = proved.precision(0), proved.bundle.manifest
-    serving = model._model_impl.serving
-    assert (serving.runner.runtime, serving.precision) == (RUNTIME, precision)
+    selected = model._model_impl.selected
+    assert (selected.runner.runtime, selected.precision) == (RUNTIME, precision)
     found = model.predict(validation_images(proved.datasets[0]), params={"top_k": 5})
     assert len(found) == NUM_VAL
 

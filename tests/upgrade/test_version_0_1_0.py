@@ -29,7 +29,7 @@ from components.common.contracts.manifests import (
 )
 from components.common.data.loader import Loader
 from components.common.registry.model_registry import Registry
-from components.common.runtimes.selection import serving_runner
+from components.common.runtimes.selection import select_runtime
 from enginery.release.deploy import pins_of
 from enginery.release.verify import public_key, verify
 from tests.helm.rendering import named, render_files
@@ -75,7 +75,7 @@ def test_the_chain_of_artifacts(old: Path) -> None:
 
     loader = Loader(dataset, "val", bundle.manifest.transform, batch_size=10, num_threads=1)
     assert sum(len(batch.labels) for batch in loader) == dataset.manifest.splits["val"].num_images == 20
-    runner = serving_runner(bundle, "int8", "auto").runner
+    runner = select_runtime(bundle, "int8", "auto").runner
     assert runner is not None
     assert runner.infer(np.zeros((2, 3, 32, 32), np.float32)).shape == (2, 10)
 

@@ -96,7 +96,7 @@ def test_the_registered_version_gives_the_validated_predictions(promoted, proved
     found = loaded.predict(images, params={"top_k": 5})
     recorded = np.load(proved.parts["report"] / "predictions.npz")
     precision = load(proved.parts["verdict"], VerdictManifest).manifest.served_precision
-    assert loaded._model_impl.serving.precision == precision
+    assert loaded._model_impl.selected.precision == precision
     classes = proved.dataset.manifest.classes
     assert len(found) == len(images) == 120
     np.testing.assert_array_equal(recorded["labels"], labels)
@@ -293,7 +293,7 @@ def test_the_runtime_can_be_asked_for(proved, tmp_path: Path, images) -> None:
         load_model(tmp_path, runtime="cuda")
     for runtime in ("openvino", "auto"):
         model = load_model(tmp_path, runtime=runtime)
-        serving = model._model_impl.serving
-        assert (serving.runner.runtime, serving.file.name) == ("openvino", "fp16.onnx")
-        assert "a CPU has no FP16 arithmetic" in serving.note
+        selected = model._model_impl.selected
+        assert (selected.runner.runtime, selected.file.name) == ("openvino", "fp16.onnx")
+        assert "a CPU has no FP16 arithmetic" in selected.note
         assert len(model.predict(images[:2])) == 2
