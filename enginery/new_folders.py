@@ -1,9 +1,13 @@
 """Folders that are written whole or not at all: beside their final place first."""
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from components.common.contracts.errors import UserError
+from components.common.process.disk import explain
 
 
 def check_new(output: Path, what: str) -> None:
@@ -24,30 +28,44 @@ def check_new(output: Path, what: str) -> None:
         raise UserError(f"there is no folder {output.absolute().parent}; make it first", code="no-parent-folder")
 
 
-def to_disk(folder: Path) -> None:
-    """So that a power cut leaves a whole release or none."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def give_name(temporary: Path, output: Path) -> None:
-    """Rename a folder that is complete.
+@contextmanager
+def new_folder(output: Path, what: str) -> Iterator[Path]:
+    """A folder to write into, which gets the name `output` at the end: complete and on disk, or not at all.
 
     Raises:
-        UserError: something else came there meanwhile.
+        UserError: see `check_new`; or something else came there meanwhile.
     """
+    check_new(output, what)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        temporary.rename(output)  # fails where something that is not an empty folder has come there meanwhile
-    except OSError as error:
-        raise UserError(
-            f"can't write {output}: {error.strerror}; name a new folder", code="output-unwritable"
-        ) from None
-    descriptor = os.open(output.absolute().parent, os.O_RDONLY)
+        temporary.mkdir()
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        try:
+            temporary.rename(output)  # fails where something that is not an empty folder has come there meanwhile
+        except OSError as error:
+            raise UserError(
+                f"can't write {output}: {error.strerror}; name a new folder", code="output-unwritable"
+            ) from None
+        _sync(output.absolute().parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def translate_errors(output: Path) -> Iterator[None]:
+    """Turn errors of the file system, where a command writes `output`, into those for the user."""
+    try:
+        yield
+    except OSError as error:
+        known = explain(error, output.absolute().parent)
+        raise known or UserError(f"can't write {output}: {error}", code="output-unwritable") from None

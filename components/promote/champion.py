@@ -26,7 +26,7 @@ from components.common.registry.version_evaluation import (
 from components.promote.config import PromoteConfig
 
 if TYPE_CHECKING:
-    from components.common.runtimes.runner import Runner
+    pass
 
 _CPU_BATCH_SIZE = 32
 
@@ -86,8 +86,14 @@ def _measure(
 
     from components.common.data.evaluation import predict
     from components.common.data.loader import Loader
+    from components.common.runtimes.selection import select_runtime
 
-    runner = _runner(bundle, precision)
+    try:
+        runner = select_runtime(bundle, precision, "auto", same_arithmetic=True).runner
+    except (EngineryError, RuntimeError) as error:  # OpenVINO raises the latter where it can't load a file
+        reason = " ".join(str(error).split())[:400]
+        raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {reason}", code="no-runtime") from error
+    assert runner is not None
     try:
         on_gpu = torch.cuda.is_available()
         largest = bundle.manifest.shapes.max_batch
@@ -103,19 +109,6 @@ def _measure(
     finally:
         runner.close()
     return Measured(precision=precision, top1_pct=found.top1_pct, correct=found.right, runtime=runner.runtime)
-
-
-def _runner(bundle: Artifact[BundleManifest], precision: Precision) -> "Runner":
-    """What serves the precision here, in its own arithmetic."""
-    from components.common.runtimes.selection import select_runtime
-
-    try:
-        runner = select_runtime(bundle, precision, "auto", same_arithmetic=True).runner
-    except (EngineryError, RuntimeError) as error:  # OpenVINO raises the latter where it can't load a file
-        reason = " ".join(str(error).split())[:400]
-        raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {reason}", code="no-runtime") from error
-    assert runner is not None
-    return runner
 
 
 _MAX_LENGTH = 1500  # of a reason; what MLflow takes of a record must hold it

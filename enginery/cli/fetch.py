@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from components.common.contracts.errors import UserError
-from components.common.process.disk import explain
+from enginery.new_folders import translate_errors
 from enginery.release.deploy import is_digest
 
 
@@ -34,10 +33,6 @@ def fetch(source: str, directory: Path, digest: str) -> None:
     """
     from enginery.release.fetch import fetch as bring
 
-    try:
+    with translate_errors(directory):
         found = bring(source, directory, digest)
-    except OSError as error:
-        if known := explain(error, directory.absolute().parent):
-            raise known from None
-        raise UserError(f"can't write {directory}: {error}", code="output-unwritable") from None
     click.echo(f"{directory}: {found.kind} {found.digest}, {len(found.files)} files, all as sealed")

@@ -6,9 +6,8 @@ from pathlib import Path
 import click
 
 from components.common.contracts.errors import UserError
-from components.common.process.disk import explain
 from enginery.cli.verify import show
-from enginery.new_folders import check_new
+from enginery.new_folders import check_new, translate_errors
 from enginery.registry.models import find_version, open_registry
 
 _PARTS = ("bundle", "report", "verdict")
@@ -50,33 +49,26 @@ def release(
     from enginery.release.writing import write_release
 
     check_new(directory, "a release")
-    try:
-        with ExitStack() as stack:
-            if named:
-                name, statements = named["bundle"].absolute().name, read_statements(named["verdict"])
-                checked = write_release(named, directory, name=name, statements=statements, key=key)
-            else:
-                registry = open_registry()
-                version = find_version(registry, model)
-                with registry.reached("nothing was released"):
-                    parts: dict[str, Path] = {
-                        part: stack.enter_context(registry.files(version, part)) for part in PARTS
-                    }
-                    entries = AuditLog(registry.client, version.name).read()
-                    statements = registry.statements(version)
-                checked = write_release(
-                    parts,
-                    directory,
-                    name=version.name,
-                    version=version,
-                    registry=without_folders(registry.uri),
-                    entries=entries,
-                    statements=statements,
-                    key=key,
-                )
-    except OSError as error:
-        if known := explain(error, directory.absolute().parent):
-            raise known from None
-        raise UserError(f"can't write {directory}: {error}", code="output-unwritable") from None
+    with translate_errors(directory), ExitStack() as stack:
+        if named:
+            name, statements = named["bundle"].absolute().name, read_statements(named["verdict"])
+            checked = write_release(named, directory, name=name, statements=statements, key=key)
+        else:
+            registry = open_registry()
+            version = find_version(registry, model)
+            with registry.reached("nothing was released"):
+                parts: dict[str, Path] = {part: stack.enter_context(registry.files(version, part)) for part in PARTS}
+                entries = AuditLog(registry.client, version.name).read()
+                statements = registry.statements(version)
+            checked = write_release(
+                parts,
+                directory,
+                name=version.name,
+                version=version,
+                registry=without_folders(registry.uri),
+                entries=entries,
+                statements=statements,
+                key=key,
+            )
     click.echo(f"released to {directory}")
     show(checked)

@@ -125,6 +125,14 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REFERENCE = re.compile(r"(?:(?P<place>[^@\s]+)/)?(?P<name>[a-z]+)@(?P<digest>sha256:[0-9a-f]{64})")
 
 
+_PATHS: dict[str, KeyPath] = {  # in a values file, of the fields of `Pins`
+    "model": ("serve", "model", "name"),
+    "version": ("serve", "model", "version"),
+    "digest": ("serve", "model", "digest"),
+    "repository_digest": ("serve", "model", "repositoryDigest"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pins:
     """Model and images of an environment, by digest. Empty if nothing is said."""
@@ -202,13 +210,8 @@ class Environment:
     def write(self, pins: Pins) -> bool:
         """Set what it runs. False where the file says so already."""
         before = self.file.read_text(encoding="utf-8")
-        values: dict[tuple[str, ...], str | bool] = {
-            ("serve", "enabled"): pins.serving,
-            ("serve", "model", "name"): pins.model,
-            ("serve", "model", "version"): pins.version,
-            ("serve", "model", "digest"): pins.digest,
-            ("serve", "model", "repositoryDigest"): pins.repository_digest,
-        }
+        values: dict[KeyPath, Scalar] = {path: getattr(pins, name) for name, path in _PATHS.items()}
+        values["serve", "enabled"] = pins.serving
         values |= {("images", "digests", name): pins.images.get(name, "") for name in IMAGES}
         data = parse(before, str(self.file))
         # An empty value that is not there is the chart's own default.
@@ -222,18 +225,11 @@ class Environment:
 def pins_of(text: str, file: str) -> Pins:
     """Return the pins of a values file."""
     data = parse(text, file)
-
-    def at(*path: str) -> Any:
-        return get_value(data, path)
-
-    images = {name: str(at("images", "digests", name) or "") for name in IMAGES}
+    images = {name: str(get_value(data, ("images", "digests", name)) or "") for name in IMAGES}
     return Pins(
-        model=str(at("serve", "model", "name") or ""),
-        version=str(at("serve", "model", "version") or ""),
-        digest=str(at("serve", "model", "digest") or ""),
-        repository_digest=str(at("serve", "model", "repositoryDigest") or ""),
+        **{name: str(get_value(data, path) or "") for name, path in _PATHS.items()},
         images={name: digest for name, digest in images.items() if digest},
-        serving=bool(at("serve", "enabled")),
+        serving=bool(get_value(data, ("serve", "enabled"))),
     )
 
 
@@ -279,34 +275,20 @@ if TYPE_CHECKING:  # MLflow takes seconds to import
     from components.common.registry.model_registry import RegisteredVersion, Registry
 
 
-def approve(registry: "Registry", version: "RegisteredVersion", environment: str) -> str:
-    """Read bundle, report and verdict of a version from the registry, each file by its digest, and who approved it.
-
-    Returns:
-        The bundle's digest.
-
-    Raises:
-        GateFailed: its gate did not let it through.
-        EngineryError: its files are gone, or are not what was measured and promoted; or no key of the machine's policy
-            approved it for the environment.
-    """
-    from enginery.serving.sources import registered_chain
-
-    with registered_chain(registry, version, environment) as chain:
-        return chain.bundle.digest
-
-
 def approve_repository(
     registry: "Registry", version: "RegisteredVersion", folder: Path, environment: str
 ) -> tuple[str, str]:
-    """The same, and see that a folder is what `enginery serve export` writes for the version: it is written again.
+    """See that a version may run in an environment, and that a folder is what `enginery serve export` writes for it.
+
+    Bundle, report and verdict are read from the registry, each file by its digest. The repository is written again.
 
     Returns:
         The digests of the bundle and of the repository.
 
     Raises:
-        GateFailed: see `approve`.
-        EngineryError: see `approve`; or the folder holds something else, such as a model.py of somebody's own.
+        GateFailed: its gate did not let it through.
+        EngineryError: its files are gone, or are not what was measured and promoted; no key of the machine's policy
+            approved it for the environment; or the folder holds something else, such as a model.py of somebody's own.
     """
     from components.common.registry.trust import check_folder
     from components.serve.repository_check import open_repository
@@ -333,12 +315,12 @@ def approve_repository(
 
 
 def approve_pins(registry: "Registry", pins: Pins, where: str, environment: str) -> None:
-    """The same of what an environment's file names.
+    """The same of what an environment's file names, as far as the registry can say.
 
     Raises:
-        GateFailed: see `approve`.
-        UserError: the file names no version, or another digest than the registry's.
-        EngineryError: see `approve`.
+        GateFailed: its gate did not let it through, or the file names another digest than the registry's.
+        UserError: the file names no version.
+        EngineryError: see `approve_repository`.
     """
     if not (pins.model and pins.version and is_digest(pins.digest) and is_digest(pins.repository_digest)):
         raise UserError(
@@ -347,7 +329,10 @@ def approve_pins(registry: "Registry", pins: Pins, where: str, environment: str)
             "--repository DIR` write them",
             code="pins-incomplete",
         )
-    digest = approve(registry, registry.version(pins.model, pins.version), environment)
+    from enginery.serving.sources import registered_chain
+
+    with registered_chain(registry, registry.version(pins.model, pins.version), environment) as chain:
+        digest = chain.bundle.digest
     if digest != pins.digest:
         raise GateFailed(
             f"{where} serves {pins.digest} as {pins.label}, and the registry has {digest} under that name. "

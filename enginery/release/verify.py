@@ -139,12 +139,8 @@ def _name_problem(name: str) -> str:
     return ""
 
 
-def found_files(folder: Path) -> Iterator[tuple[str, str]]:
+def found_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every file below a folder, as (name, what is wrong with its kind). Symbolic links are never followed."""
-    yield from _walk(folder, "")
-
-
-def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, str]]:
     with os.scandir(folder) as entries:
         children = sorted(entries, key=lambda entry: entry.name)
     if prefix and not children:
@@ -153,7 +149,7 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, str]]:
         name = prefix + entry.name
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISDIR(mode):
-            yield from _walk(Path(entry.path), f"{name}/")
+            yield from found_files(Path(entry.path), f"{name}/")
         elif stat.S_ISLNK(mode):
             yield name, "is a symbolic link; a release holds plain files"
         else:

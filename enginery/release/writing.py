@@ -1,7 +1,6 @@
 """Writes a release folder: all of it or none."""
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -9,13 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from components.common.contracts.errors import EngineryError, GateFailed
-from components.common.contracts.manifests import MANIFEST, Manifest
+from components.common.contracts.manifests import MANIFEST
 from components.common.registry.audit_log import Entry
 from components.common.registry.model_registry import RegisteredVersion
 from components.common.registry.trust import check_chain, sign_folder, signing_key
 from components.common.registry.version_evaluation import check_log
 from components.promote.packaging import own_version, write_model
-from enginery.new_folders import check_new, give_name, to_disk
+from enginery.new_folders import check_new, new_folder
 from enginery.release.bom import bill_of_materials
 from enginery.release.verify import (
     BOM,
@@ -78,22 +77,18 @@ def write_release(
     for problem in contradictions(chain):
         raise EngineryError(f"this can't be released: {problem}", code="contradiction")
     record = _record(chain, name, version, registry, key)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir()
-        _copy(chain.bundle.path, chain.bundle.manifest, temporary / BUNDLE)
-        _copy(chain.report.path, chain.report.manifest, temporary / REPORT)
-        _copy(chain.verdict.path, chain.verdict.manifest, temporary / VERDICT)
+    with new_folder(output, "a release") as temporary:
+        for artifact, part in ((chain.bundle, BUNDLE), (chain.report, REPORT), (chain.verdict, VERDICT)):
+            for file in (MANIFEST, *artifact.manifest.files):  # nothing else that may lie there
+                target = temporary / part / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(artifact.path / file, target)
         for file, statement in statements.items():
             (temporary / file).write_bytes(statement)
         _write_rest(temporary, record, chain, key)
         checked = verify(temporary, signing_key(key).public_key() if key is not None else None)
         if checked.problems:
             raise EngineryError(f"this can't be released: {'; '.join(checked.problems)}", code="contradiction")
-        to_disk(temporary)
-        give_name(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
     return checked
 
 
@@ -116,14 +111,6 @@ def _record(
         digests=chain.digests,
         key_fingerprint=fingerprint(signing_key(key).public_key()) if key is not None else "",
     )
-
-
-def _copy(source: Path, manifest: Manifest, destination: Path) -> None:
-    """The manifest and what it names, and nothing else that may lie there."""
-    for name in (MANIFEST, *manifest.files):
-        target = destination / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target)
 
 
 def _write_rest(folder: Path, record: ReleaseRecord, chain: Chain, key: Path | None) -> None:

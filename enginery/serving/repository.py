@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.registry.trust import sign_folder
 from components.common.runtimes import RUNTIMES
 from components.serve.repository_check import CPU, VERSION, open_repository
-from enginery.new_folders import check_new, give_name, to_disk
+from enginery.new_folders import check_new, new_folder
 from enginery.serving.sources import Source
 
 UNMEASURED_QUEUE_SIZE = 128
@@ -396,19 +395,13 @@ def write_repository(
             code="stripped-plan",
             setting="export.engine_options",
         )
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir()
+    with new_folder(output, "a model repository") as temporary:
         _Writer(source, temporary, name, config).write()
         for file, statement in source.statements.items():
             (temporary / file).write_bytes(statement)
         if key is not None:
             sign_folder(temporary, key)
         repository = open_repository(temporary)
-        to_disk(temporary)
-        give_name(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
     return Artifact(path=output, manifest=repository.manifest, digest=repository.digest)
 
 

@@ -8,12 +8,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
@@ -131,14 +132,8 @@ class Registry:
 
     def names(self) -> list[str]:
         """All registered models."""
-        found: list[str] = []
-        token = None
-        while True:
-            page = self.client.search_registered_models(max_results=_MAX_RESULTS, page_token=token)
-            found += [model.name for model in page]
-            token = page.token
-            if not token:
-                return sorted(found)
+        search = partial(self.client.search_registered_models, max_results=_MAX_RESULTS)
+        return sorted(model.name for model in _pages(search))
 
     def aliases(self, name: str) -> dict[str, str]:
         """Version by alias; {} for a model that is not there."""
@@ -158,14 +153,7 @@ class Registry:
             UserError: there is no such model.
         """
         self._check_odd_name(name)
-        found: list[ModelVersion] = []
-        token = None
-        while True:
-            page = self.client.search_model_versions(_named(name), max_results=_MAX_RESULTS, page_token=token)
-            found += page
-            token = page.token
-            if not token:
-                break
+        found = [*_pages(partial(self.client.search_model_versions, _named(name), max_results=_MAX_RESULTS))]
         if not found:
             self._check_name(name)
         by_number = self._by_number(name)  # MLflow's search leaves the aliases out
@@ -357,6 +345,17 @@ def download(uri: str, file: Path) -> None:
         Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder)).rename(file)
 
 
+def _pages(search: Callable[..., Iterable[Any]]) -> Iterator[Any]:
+    """All that a search of MLflow finds, page by page."""
+    token = None
+    while True:
+        page: Any = search(page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
 def _named(name: str) -> str:
     """MLflow's filter of one model's versions."""
     quote = '"' if "'" in name else "'"
@@ -378,17 +377,11 @@ def _version(found: ModelVersion, aliases: tuple[str, ...]) -> RegisteredVersion
 def aliased_versions(uri: str) -> Iterator[tuple[str, str, list[str]]]:
     """Every alias of a store's registry: (label for a person, "name/version", ids and names of the runs behind it)."""
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    token = None
-    while True:
-        page = client.search_registered_models(page_token=token)
-        for model in page:
-            for alias, number in model.aliases.items():
-                run_id = client.get_model_version(model.name, str(number)).run_id
-                label = f"{model.name}@{alias} (version {number})"
-                yield label, f"{model.name}/{number}", _run_and_parents(client, run_id)
-        token = page.token
-        if not token:
-            return
+    for model in _pages(client.search_registered_models):
+        for alias, number in model.aliases.items():
+            run_id = client.get_model_version(model.name, str(number)).run_id
+            label = f"{model.name}@{alias} (version {number})"
+            yield label, f"{model.name}/{number}", _run_and_parents(client, run_id)
 
 
 def known_runs(uri: str, run_ids: Collection[str]) -> set[str]:

@@ -226,11 +226,12 @@ def test_an_interrupted_release_leaves_nothing(proved, tmp_path: Path, monkeypat
 def test_two_releases_to_one_folder(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What came first stays."""
 
-    def late(folder: Path) -> None:
+    def late(*arguments: object) -> Path:
         (tmp_path / "out").mkdir()
         (tmp_path / "out/first").touch()
+        return write_model(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(writing, "to_disk", late)
+    monkeypatch.setattr(writing, "write_model", late)
     with refuses("output-unwritable"):
         release(tmp_path / "out", proved.parts)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
