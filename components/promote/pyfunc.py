@@ -85,9 +85,22 @@ def _encoded(item: Any, name: str) -> bytes:
     if isinstance(item, bytes | bytearray | memoryview):
         return bytes(item)
     if isinstance(item, str):
-        return _from_base64(item, name)
+        try:
+            return base64.b64decode("".join(item.split()), validate=True)
+        except (binascii.Error, ValueError):
+            text = item if len(item) <= 60 else f"{item[:57]}..."
+            raise UserError(
+                f"{name} is the text {text!r}, which is not base64; to name a file of this machine, give a "
+                "pathlib.Path",
+                code="not-base64",
+            ) from None
     if isinstance(item, Path):
-        return _from_file(item, name)
+        try:
+            return item.read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"{name}: can't read {item}: {error.strerror}; name an image file", code="unreadable-file"
+            ) from None
     if isinstance(item, list):  # pixels, as JSON has them
         try:
             item = np.asarray(item)
@@ -96,26 +109,6 @@ def _encoded(item: Any, name: str) -> bytes:
     if isinstance(item, np.ndarray):
         return _from_pixels(item, name)
     raise UserError(f"{name} is a {type(item).__name__}; {TAKEN}", code="not-an-image")
-
-
-def _from_base64(text: str, name: str) -> bytes:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError):
-        shown = text if len(text) <= 60 else f"{text[:57]}..."
-        raise UserError(
-            f"{name} is the text {shown!r}, which is not base64; to name a file of this machine, give a pathlib.Path",
-            code="not-base64",
-        ) from None
-
-
-def _from_file(path: Path, name: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"{name}: can't read {path}: {error.strerror}; name an image file", code="unreadable-file"
-        ) from None
 
 
 def _from_pixels(pixels: np.ndarray, name: str) -> bytes:
@@ -207,7 +200,7 @@ class BundleModel:
         """A row per image, in order: see `table`.
 
         Args:
-            model_input: images; `images_in.TAKEN` says in which forms.
+            model_input: images; `TAKEN` says in which forms.
             params: "top_k": how many classes to name; 0 for all.
 
         Raises:

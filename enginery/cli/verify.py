@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from components.common.contracts.errors import EngineryError
+from enginery.formats import echo
 
 if TYPE_CHECKING:
     from enginery.release.verify import Verification
@@ -32,7 +33,7 @@ def verify(directory: Path, key: Path | None) -> None:
     checked = check(directory, public_key(key) if key is not None else None)
     for problem in checked.problems:
         click.secho("failed: ", fg="red", nl=False, err=True)
-        click.echo(_plain(problem), err=True)
+        echo(problem, err=True)
     if key is None and not checked.problems:
         check_folder(f"the release {directory}", directory, say=lambda text: None)
         assert checked.record is not None  # there where no problem is
@@ -61,9 +62,4 @@ def show(checked: "Verification") -> None:
         lines["gate"] = f"NOT PASSED; {forced.who} overruled it, {forced.when}: {forced.why}"
     lines |= {"files": f"{checked.num_files}, as SHA256SUMS lists them", "signature": checked.signature}
     for name, text in lines.items():
-        click.echo(_plain(f"{name + ':':<10} {text}"))
-
-
-def _plain(text: str) -> str:
-    """Without anything that would move a terminal's cursor: the text may be a stranger's."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+        echo(f"{name + ':':<10} {text}")

@@ -264,7 +264,7 @@ def test_the_command(release: Path, signed) -> None:
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[1].startswith("failed: bundle/int8.onnx was changed: its digest is sha256:e3b0c44298fc")
-    assert lines[2] == "failed: new\ufffd[31m is not listed in SHA256SUMS: it was added"
+    assert lines[2] == "failed: new\\x1b[31m is not listed in SHA256SUMS: it was added"
     assert lines[3].endswith("3 problems. Get it again from who released it [release-changed]")
     assert "Traceback" not in done.stderr
     assert "released" not in done.stdout
