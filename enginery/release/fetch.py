@@ -204,31 +204,12 @@ def _download(source: str, folder: Path, digest: str) -> None:
     No file is brought that is larger than its manifest says, or than the disk has room for; a store whose listing
     tells another size than it then sends is found out only by the digests.
     """
-    from components.common.registry.model_registry import download, list_files
+    from components.common.registry.tracking import DOWNLOAD_LIMITS, request_limits
 
     folder.mkdir()
     try:
-        there = list_files(source)
-        main = MANIFEST if MANIFEST in there else SUMS
-        _check_sizes(source, folder, {main: _MAX_MANIFEST_BYTES}, there)
-        download(f"{source}/{main}", folder / main)
-        if main == SUMS:
-            listed = [*read_sums((folder / SUMS).read_bytes())[0]]
-            found = Identity(kind="release", digest=digest_file(folder / SUMS), inputs={}, files={})
-        else:
-            found = read_identity(folder)
-            listed = [*found.files]
-        _check_digest(found, digest, source)
-        for parent in {PurePosixPath(name).parent for name in listed} - {PurePosixPath(".")}:
-            there |= {f"{parent}/{name}": size_bytes for name, size_bytes in list_files(f"{source}/{parent}").items()}
-        most = {name: found.files[name].size_bytes if found.files else there.get(name, 0) for name in listed}
-        signed = [name for name in there if name in (SIGNATURE, OLD_SIGNATURE) or fnmatch(name, STATEMENTS)]
-        most |= dict.fromkeys(signed, _MAX_MANIFEST_BYTES)
-        _check_sizes(source, folder, most, there)
-        for name in most:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(_NUM_DOWNLOADS) as pool:
-            list(pool.map(lambda name: download(f"{source}/{name}", folder / name), most))
+        with request_limits(DOWNLOAD_LIMITS):  # of the whole process, for all threads
+            _download_listed(source, folder, digest)
     except EngineryError:
         raise
     except Exception as error:  # each store's client has its own
@@ -237,6 +218,32 @@ def _download(source: str, folder: Path, digest: str) -> None:
             f"can't download {source}: {reason}. Is the artifact there, and may these credentials read it?",
             code="download-failed",
         ) from error
+
+
+def _download_listed(source: str, folder: Path, digest: str) -> None:
+    from components.common.registry.model_registry import download, list_files
+
+    there = list_files(source)
+    main = MANIFEST if MANIFEST in there else SUMS
+    _check_sizes(source, folder, {main: _MAX_MANIFEST_BYTES}, there)
+    download(f"{source}/{main}", folder / main)
+    if main == SUMS:
+        listed = [*read_sums((folder / SUMS).read_bytes())[0]]
+        found = Identity(kind="release", digest=digest_file(folder / SUMS), inputs={}, files={})
+    else:
+        found = read_identity(folder)
+        listed = [*found.files]
+    _check_digest(found, digest, source)
+    for parent in {PurePosixPath(name).parent for name in listed} - {PurePosixPath(".")}:
+        there |= {f"{parent}/{name}": size_bytes for name, size_bytes in list_files(f"{source}/{parent}").items()}
+    most = {name: found.files[name].size_bytes if found.files else there.get(name, 0) for name in listed}
+    signed = [name for name in there if name in (SIGNATURE, OLD_SIGNATURE) or fnmatch(name, STATEMENTS)]
+    most |= dict.fromkeys(signed, _MAX_MANIFEST_BYTES)
+    _check_sizes(source, folder, most, there)
+    for name in most:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_NUM_DOWNLOADS) as pool:
+        list(pool.map(lambda name: download(f"{source}/{name}", folder / name), most))
 
 
 def _check_sizes(source: str, folder: Path, most: Mapping[str, int], there: Mapping[str, int]) -> None:

@@ -25,7 +25,7 @@ from mlflow.exceptions import MlflowException
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.registry.store import database_is_gone, without_credentials
-from components.common.registry.tracking import REQUEST_LIMITS, check_store, is_unreachable, request_limits
+from components.common.registry.tracking import REQUEST_LIMITS, check_store, is_unreachable
 from components.common.registry.trust import STATEMENTS, read_statements
 
 Part = Literal["bundle", "report", "verdict"]
@@ -38,7 +38,6 @@ _NUMBER = re.compile(r"[0-9]{1,9}")  # of a version
 _USUAL_NAME = re.compile(r"[\w. -]+")
 _PATIENCE_S = 30.0  # with a database that is busy
 _MAX_RESULTS = 200
-_DOWNLOADS = {**REQUEST_LIMITS, "MLFLOW_ALLOW_HTTP_REDIRECTS": "false"}  # a redirect may lead into an inner network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,8 +329,7 @@ def list_files(uri: str) -> dict[str, int]:
     Raises:
         Exception: whatever that client raises.
     """
-    with request_limits(_DOWNLOADS):
-        found = mlflow.artifacts.list_artifacts(artifact_uri=uri)
+    found = mlflow.artifacts.list_artifacts(artifact_uri=uri)
     return {Path(entry.path).name: int(entry.file_size or 0) for entry in found if not entry.is_dir}
 
 
@@ -339,9 +337,9 @@ def download(uri: str, file: Path) -> None:
     """Bring one file from any URI that MLflow has a client for (s3://, gs://, mlflow-artifacts:/ and others).
 
     Raises:
-        Exception: whatever that client raises; a redirect of a server is an error, too.
+        Exception: whatever that client raises.
     """
-    with TemporaryDirectory(dir=file.parent) as folder, request_limits(_DOWNLOADS):
+    with TemporaryDirectory(dir=file.parent) as folder:
         Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder)).rename(file)
 
 

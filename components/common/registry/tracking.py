@@ -42,6 +42,8 @@ _MAX_PARAM_LENGTH = 500
 VIEW = "accuracy and verdict"
 # How long one request may take: MLflow's own defaults try for many minutes in silence. The steps inherit these.
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+# Of artifacts from anywhere: a redirect may lead into an inner network.
+DOWNLOAD_LIMITS = {**REQUEST_LIMITS, "MLFLOW_ALLOW_HTTP_REDIRECTS": "false"}
 _FIRST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 _LAST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "REQUEST_LIMIT_EXCEEDED")
