@@ -365,7 +365,7 @@ def check_environments(registry: "Registry", found: list[Environment]) -> dict[s
         else:
             lines[environment.name] = f"serves {pins.label}, which passed its gate ({pins.digest})"
     if problems:
-        raise type(worst)("\n".join(problems))
+        raise type(worst)("\n".join(problems), code=worst.code)
     return lines
 
 
