@@ -75,7 +75,7 @@ def test_uris_are_not_opened_and_models_that_are_there_pass(tmp_path: Path) -> N
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "manifest.json").write_bytes(b"")
     check_paths({"data": "memory://images", "model": "models://a/1"})
-    with pytest.raises(UserError, match="credentials come from the environment"):
+    with pytest.raises(UserError):
         check_paths({"data": "http://me:secret@example.org/images.tar"})
     for model in ("model.onnx", "checkpoint"):
         check_paths({"data": str(tmp_path), "model": str(tmp_path / model)})
@@ -107,50 +107,44 @@ def test_data_without_images_is_refused(tmp_path: Path, kind: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_too_few_validation_images_are_refused_with_what_would_do(few_digits: Path) -> None:
-    """The data validates 120 of its 600 images."""
-    point = {"confident": False}
-    check_inputs(run_of(few_digits, gate=point))
-    for settings, words in (
-        ({"gate": {**point, "min_validation_images": 200}}, "120 of the 600 images validate, and at least 200"),
-        ({"gate": {**point, "min_validation_images": 200}}, "preprocess.val_fraction=0.34"),
-        ({"gate": point, "preprocess": {"val_fraction": 0.1}}, "60 of the 600 images validate, and at least 100"),
-    ):
-        with pytest.raises(UserError) as caught:
-            check_inputs(run_of(few_digits, **settings))
-        assert (caught.value.code, words in str(caught.value)) == ("too-few-validation-images", True)
+def too_few(data: Path | str, gate: dict[str, Any], **arguments: Any) -> str:
+    """The refusal of a run whose validation images are too few."""
+    with pytest.raises(UserError) as caught:
+        check_inputs({**run_of(Path(), gate=gate, **arguments), "data": str(data)})
+    assert caught.value.code == "too-few-validation-images"
+    return str(caught.value)
 
 
-def test_a_small_compressed_archive_and_a_table_behind_a_uri_are_counted(few_digits: Path, tmp_path: Path) -> None:
+def test_too_few_validation_images_are_refused_with_what_would_do(few_digits: Path, tmp_path: Path) -> None:
+    """The data validates 120 of its 600 images, in a folder, a small compressed archive, or a table behind a URI."""
     import fsspec
 
-    demand = {"confident": False, "min_validation_images": 200}
+    point = {"confident": False}
+    demand = {**point, "min_validation_images": 200}
+    assert check_inputs(run_of(few_digits, gate=point)) == ""
+    assert "60 of the 600 images validate" in too_few(few_digits, point, preprocess={"val_fraction": 0.1})
     with tarfile.open(tmp_path / "few.tar.gz", "w:gz") as archive:
         archive.add(few_digits, "digits")
-    with pytest.raises(UserError, match=r"^120 of the 600 images validate, and at least 200 are needed"):
-        check_inputs(run_of(tmp_path / "few.tar.gz", gate=demand))
     files = sorted(file.relative_to(few_digits) for file in few_digits.glob("*/*.*"))
     fsspec.filesystem("memory").put(str(few_digits), "/few", recursive=True)
     rows = "\n".join(f"{file},{file.parent}" for file in files)
     fsspec.filesystem("memory").pipe("/few/table.csv", f"path,label\n{rows}\n".encode())
-    arguments = run_of(few_digits, gate=demand)
-    with pytest.raises(UserError, match=r"^120 of the 600 images validate"):
-        check_inputs({**arguments, "data": "memory://few/table.csv"})
-    assert "is checked after preprocess" in check_inputs({**arguments, "data": "memory://few"})
-    assert check_inputs(run_of(few_digits, gate={"confident": False})) == ""
+    for data in (few_digits, tmp_path / "few.tar.gz", "memory://few/table.csv"):
+        text = too_few(data, demand)
+        assert text.startswith("120 of the 600 images validate, and at least 200 are needed")
+        assert "preprocess.val_fraction=0.34" in text
+    assert "is checked after preprocess" in check_inputs({**run_of(few_digits, gate=demand), "data": "memory://few"})
 
 
 def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
     proof = {"confident": True, "min_relative_top1_pct": 0.0}
     check_inputs(run_of(few_digits, gate=proof, max_top1_drop_points=2.5))
-    with pytest.raises(
-        UserError, match=r"at least 149 are needed: a drop of at most 2 points can't be proved by fewer"
-    ):
-        check_inputs(run_of(few_digits, gate=proof, max_top1_drop_points=2.0))
-    with pytest.raises(UserError, match=r"at least 299 are needed: a drop of at most 1 points"):  # 99 % of FP32's top-1
-        check_inputs(run_of(few_digits, gate={"confident": True}, max_top1_drop_points=2.5))
-    with pytest.raises(UserError, match=r"no number is enough.*Give a larger --max-top1-drop-points"):
-        check_inputs(run_of(few_digits, gate=proof, max_top1_drop_points=0.0))
+    assert "at least 149 are needed" in too_few(few_digits, proof, max_top1_drop_points=2.0)
+    # 99 % of FP32's top-1
+    assert "at least 299 are needed" in too_few(few_digits, {"confident": True}, max_top1_drop_points=2.5)
+    text = too_few(few_digits, proof, max_top1_drop_points=0.0)
+    assert "no number is enough" in text
+    assert "Give a larger --max-top1-drop-points" in text
 
 
 @pytest.mark.parametrize("points", [0.1, 0.5, 1.0, 5.0, 50.0])
@@ -161,30 +155,27 @@ def test_the_fewest_images_of_a_proof(points: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["onnx", "pth", "safetensors", "no architecture", "other classes", "too small", "checkpoint"]
+    ("name", "made", "architecture", "words"),
+    [
+        ("m.onnx", None, "resnet18", "{model}: not an ONNX file"),
+        ("m.pth", None, "resnet18", "can't read the weights in {model}"),
+        ("m.safetensors", None, "resnet18", "can't read the weights in {model}"),
+        ("m.pth", None, "", "{model} holds weights only: name their architecture"),
+        ("m.safetensors", "resnet18", "resnet18", "the weights in {model} don't fit this model: "),
+        ("m.safetensors", "squeezenet1_1", "squeezenet1_1", "squeezenet1_1 can't run on images of 8 x 8 pixels: "),
+        ("m.checkpoint", None, "resnet18", "{model} is neither .onnx nor weights"),
+    ],
 )
-def test_models_that_cannot_be_used_are_refused(tmp_path: Path, kind: str) -> None:
-    model = tmp_path / {"no architecture": "m.pth", "other classes": "m.safetensors", "too small": "m.safetensors"}.get(
-        kind, f"m.{kind}"
-    )
-    model.write_bytes(b"not a model")
-    expected = f"can't read the weights in {model}"
-    if kind == "onnx":
-        expected = f"{model}: not an ONNX file"
-    elif kind == "no architecture":
-        expected = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
-    elif kind == "other classes":
-        save_file(torchvision.models.resnet18(num_classes=3).state_dict(), model)
-        expected = f"the weights in {model} don't fit this model: "
-    elif kind == "too small":
-        save_file(torchvision.models.squeezenet1_1(num_classes=2).state_dict(), model)
-        expected = "squeezenet1_1 can't run on images of 8 x 8 pixels: "
-    elif kind == "checkpoint":
-        expected = f"{model} is neither .onnx nor weights"
-    architecture = {"no architecture": "", "too small": "squeezenet1_1"}.get(kind, "resnet18")
+def test_models_that_cannot_be_used_are_refused(
+    tmp_path: Path, name: str, made: str | None, architecture: str, words: str
+) -> None:
+    (model := tmp_path / name).write_bytes(b"not a model")
+    if made:
+        num_classes = 3 if made == "resnet18" else 2
+        save_file(torchvision.models.get_model(made, num_classes=num_classes).state_dict(), model)
     with pytest.raises(UserError) as caught:
         check_model(model, architecture, ("a", "b"), 8)
-    assert str(caught.value).startswith(expected)
+    assert str(caught.value).startswith(words.format(model=model))
 
 
 def test_a_model_whose_reading_kills_the_process_is_refused(
@@ -198,8 +189,9 @@ def test_a_model_whose_reading_kills_the_process_is_refused(
     monkeypatch.setattr(preflight, "_ROOT", tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"reading the model .*m\.onnx ended the process that did it \(-9\)"):
+    with pytest.raises(UserError) as caught:
         check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
+    assert (caught.value.code, caught.value.setting) == ("model-kills-reader", "--model")
 
 
 @pytest.mark.parametrize("architecture", sorted(preflight._ACTIVATION_BYTES_PER_PIXEL))
@@ -239,16 +231,13 @@ def memory(monkeypatch: pytest.MonkeyPatch, total_bytes: int, available_bytes: i
 
 
 def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory(monkeypatch, 16 * GB, 14 * GB)
-    with pytest.raises(UserError) as caught:
-        check_memory(LARGE)
-    assert (caught.value.code, caught.value.setting) == ("too-little-memory", "--global-batch-size")
-    assert "takes about 24.0 GB of memory, and this machine has 16.0 GB. Try --global-batch-size 128, a smaller" in str(
-        caught.value
-    )
-    memory(monkeypatch, 3 * GB, 2 * GB)  # no batch helps
-    with pytest.raises(UserError, match=r"Try a smaller --image-size than 224, or a machine with"):
-        check_memory(LARGE)
+    for total_gb, available_gb, fix in ((16, 14, "Try --global-batch-size 128, a smaller"), (3, 2, "Try a smaller")):
+        memory(monkeypatch, total_gb * GB, available_gb * GB)
+        with pytest.raises(UserError) as caught:
+            check_memory(LARGE)
+        assert (caught.value.code, caught.value.setting) == ("too-little-memory", "--global-batch-size")
+        assert "takes about 24.0 GB of memory" in str(caught.value)
+        assert fix in str(caught.value)
 
 
 def test_memory_that_others_hold_is_a_warning_and_enough_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
