@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.autograd.graph import saved_tensors_hooks
 
+import enginery
 from components.common.contracts.environment import Gpu
 from components.common.contracts.errors import UserError
 from components.common.contracts.statistics import drop_upper
@@ -67,6 +68,15 @@ def test_a_run_that_can_not_be_is_refused_and_leaves_nothing(
     assert isinstance(done.exception, UserError)
     assert code in (None, done.exception.code)
     assert words.format(tmp=folder) in str(done.exception)
+    assert not (tmp_path / "home").exists()
+
+
+def test_python_refuses_what_the_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    options: dict[str, Any] = {"settings": ["gate.confident=false"], "model": tmp_path / "absent.onnx"}
+    with pytest.raises(UserError) as caught:
+        enginery.run("quantize", data=tmp_path, **options)
+    assert caught.value.code == "no-model"
     assert not (tmp_path / "home").exists()
 
 
