@@ -18,14 +18,12 @@ from components.common.contracts.manifests import Artifact, DatasetManifest, loa
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 
-# What a user may have set would change what the tests see.
-for _name in ("ENGINERY_HOME", "ENGINERY_EVENTS", "ENGINERY_DEBUG", "ENGINERY_PARENT_RUN_ID", "ENGINERY_CACHE"):
-    os.environ.pop(_name, None)
-for _name in ("ENGINERY_IMAGE_REGISTRY", "ENGINERY_IMAGE_TAG", "KFP_TOKEN"):
-    os.environ.pop(_name, None)
-for _name in ("ENGINERY_TRUST_POLICY", "ENGINERY_SIGNING_KEY", "ENGINERY_KEY_PASSPHRASE"):
-    os.environ.pop(_name, None)
-for _name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
+# A user's own settings would change what the tests see.
+for _name in (
+    *("ENGINERY_HOME", "ENGINERY_EVENTS", "ENGINERY_DEBUG", "ENGINERY_PARENT_RUN_ID", "ENGINERY_CACHE", "KFP_TOKEN"),
+    *("ENGINERY_IMAGE_REGISTRY", "ENGINERY_IMAGE_TAG", "ENGINERY_TRUST_POLICY", "ENGINERY_SIGNING_KEY"),
+    *("ENGINERY_KEY_PASSPHRASE", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"),
+):
     os.environ.pop(_name, None)
 
 # One core for each of several test processes, before libraries count them: threads of one would wait for the others'.
