@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+import click
 import kfp.local
 from rich.console import Console
 from rich.markup import escape
@@ -131,7 +132,8 @@ def run_locally(
         raise UserError(text, code="is-folder", setting="--summary")
     for kind, note in (("note", check_inputs(arguments)), ("warning", check_memory(arguments))):
         if note:
-            echo(f"{kind}: {note}", err=True)
+            click.secho(f"{kind}: ", fg="yellow" if kind == "warning" else None, nl=False, err=True)
+            echo(note, err=True)
     console = new_console()
     if in_containers:
         check_images(file, lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True))
