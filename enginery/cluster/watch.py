@@ -28,6 +28,7 @@ RUN_LABEL = "pipeline/runid"
 _NODE_ANNOTATION = "workflows.argoproj.io/node-name"
 _CONTAINER = "main"
 _REQUEST_S = 10.0
+_RECONNECT_S = 1.0
 _TIDYING_S = 5.0  # for the last lines of pods, once the run has ended
 
 
@@ -110,7 +111,7 @@ class PodLogs:
                     return
             except urllib3.exceptions.HTTPError:
                 pass
-            self._ended.wait(1.0)
+            self._ended.wait(_RECONNECT_S)
 
 
 def step_of(pod: Any, steps: set[str] | None) -> str:

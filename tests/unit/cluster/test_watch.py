@@ -68,7 +68,8 @@ def pods() -> Iterator[Pods]:
 
 @pytest.fixture
 def logs(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> PodLogs:
-    monkeypatch.setattr("enginery.cluster.watch._TIDYING_S", 60.0)  # on a machine that has much to do
+    monkeypatch.setattr(watch, "_TIDYING_S", 60.0)  # on a machine that has much to do
+    monkeypatch.setattr(watch, "_RECONNECT_S", 0.01)
     configuration = k8s.Configuration(host=pods.endpoint)
     configuration.retries = urllib3.Retry(0)
     return PodLogs(NAMESPACE, RUN_ID, lambda: k8s.CoreV1Api(k8s.ApiClient(configuration)))
