@@ -89,7 +89,9 @@ def test_seed_has_one_default(pipeline: PipelineFile) -> None:
 
 
 def test_every_step_takes_its_settings_and_every_input_has_a_reader(pipeline: PipelineFile) -> None:
-    tasks = tasks_of(documents_of(pipeline)[0])
+    spec = documents((GOLDEN / f"{pipeline.name.replace('-', '_')}.yaml").read_text())[0]
+    dags = [spec["root"], *(component for component in spec["components"].values() if "dag" in component)]
+    tasks = [task for holder in dags for task in holder["dag"]["tasks"].values()]  # those in loops, too
     read = {
         source["componentInputParameter"].removeprefix("pipelinechannel--")
         for task in tasks
@@ -105,35 +107,3 @@ def test_every_step_takes_its_settings_and_every_input_has_a_reader(pipeline: Pi
     assert sorted(settings) == sorted(pipeline.steps)
     fan_out = {"list-parts", "parts", "merge"} if pipeline.name == "resnet50-parts" else set()
     assert {task["taskInfo"]["name"] for task in tasks} == set(pipeline.steps) | fan_out
-
-
-def test_gpu_steps_ask_for_gpu_and_shared_memory(pipeline: PipelineFile) -> None:
-    spec, platform = documents_of(pipeline)
-    executors = spec["deploymentSpec"]["executors"]
-    kubernetes = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    gpu = {
-        name.removeprefix("exec-")
-        for name, executor in executors.items()
-        if executor["container"].get("resources", {}).get("accelerator", {}).get("resourceCount")
-    }
-    export = {"quantize": {"export-own"}, "engines": {"export-engines"}}
-    assert gpu == export.get(pipeline.name, {"train", "export"}) | {"validate"}
-    for name in gpu:
-        config = kubernetes[f"exec-{name}"]
-        assert [mount["mountPath"] for mount in config["emptyDirMounts"]] == ["/dev/shm"]
-        assert config["tolerations"][0]["key"] == "nvidia.com/gpu"
-
-
-def test_promote_and_the_rest_are_never_served_from_an_old_run(pipeline: PipelineFile) -> None:
-    for task in tasks_of(documents_of(pipeline)[0]):
-        assert not task.get("cachingOptions", {}).get("enableCache"), task["taskInfo"]["name"]
-
-
-def tasks_of(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of the pipeline and of the loops in it."""
-    dags = [spec["root"], *(component for component in spec["components"].values() if "dag" in component)]
-    return [task for holder in dags for task in holder["dag"]["tasks"].values()]
-
-
-def documents_of(pipeline: PipelineFile) -> list[dict[str, Any]]:
-    return documents((GOLDEN / f"{pipeline.name.replace('-', '_')}.yaml").read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 # Sends itself a signal in the middle of an import.
 INTERRUPTED_IMPORT = """
 import os, sys
@@ -23,8 +23,7 @@ main({arguments!r})
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["click", "enginery.cli.run", "kfp"])
+@pytest.mark.parametrize(("name", "number"), [("click", signal.SIGINT), ("kfp", signal.SIGTERM)])
 def test_an_interrupt_during_imports_ends_with_130_and_no_word(name: str, number: signal.Signals) -> None:
     script = INTERRUPTED_IMPORT.format(name=name, number=int(number), arguments=["run", "pipelines/resnet50.py"])
     command = [sys.executable, "-c", script]

@@ -17,7 +17,6 @@ from components.common.registry.store import prepare_sqlite
 from components.common.registry.tracking import step_run
 from components.train.__main__ import STEP
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 INPUTS = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "seed": 0, "settings": {"tf32": True}}
 
 
