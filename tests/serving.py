@@ -28,7 +28,11 @@ def serving(state: Any, with_query: bool = False) -> Iterator[Any]:
     class Handler(BaseHTTPRequestHandler):
         def handle_any(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
+            raw = self.rfile.read(length)
+            try:
+                body = json.loads(raw) if length else None
+            except ValueError:  # not JSON alone
+                body = raw
             path = self.path if with_query else self.path.split("?")[0]
             token, cookie = self.headers.get("authorization"), self.headers.get("Cookie")
             state.tokens.add(token)

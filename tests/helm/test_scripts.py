@@ -6,20 +6,20 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import requests
 
 from tests.helm.rendering import CHART, REPOSITORY
 from tests.pipelines.servers import free_port
+from tests.serving import Served, serving
 
 START = REPOSITORY / "containers/mlflow/start"
 
@@ -55,8 +55,8 @@ def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
     """The server on a database that was migrated before it: its address and folder."""
     folder = tmp_path_factory.mktemp("tracking")
     migration = start(folder, "migrate")
-    told, _ = migration.communicate(timeout=120)
-    assert migration.returncode == 0, told
+    text, _ = migration.communicate(timeout=120)
+    assert migration.returncode == 0, text
     with sqlite3.connect(folder / "mlflow.db") as database:
         (revision,) = database.execute("SELECT version_num FROM alembic_version").fetchone()
     assert revision
@@ -117,53 +117,34 @@ def test_a_password_with_an_escape_reaches_mlflow(tmp_path: Path) -> None:
     assert done.stdout.strip() == uri, done.stderr
 
 
-class Triton(BaseHTTPRequestHandler):
+@dataclass
+class Triton(Served):
     """Answers as the KServe protocol says: metadata, and a label for the bytes that came as a tensor."""
 
-    labels: ClassVar[dict[bytes, str]] = {b"the known image": "7"}
-    outputs: ClassVar[list[dict[str, Any]]] = [
-        {"name": "probability", "datatype": "FP32", "shape": [-1, 5]},
-        {"name": "label", "datatype": "BYTES", "shape": [-1, 5]},
-    ]
+    outputs: dict[str, str] = field(default_factory=lambda: {"probability": "FP32", "label": "BYTES"})
 
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
-
-    def _answer(self, content: Any, status: int = 200) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self) -> None:
-        if self.path == "/v2/models/classifier/ready":
-            self._answer({})
-        elif self.path == "/v2/models/classifier":
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/v2/models/classifier/ready":
+            return 200, {}
+        if path == "/v2/models/classifier":
             inputs = [{"name": "image", "datatype": "BYTES", "shape": [-1, 1]}]
-            self._answer({"name": "classifier", "inputs": inputs, "outputs": self.outputs})
-        else:
-            self._answer({"error": "unknown model"}, 400)
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        split = int(self.headers["Inference-Header-Content-Length"])
-        (tensor,) = json.loads(body[:split])["inputs"]
-        data = body[split:]
+            outputs = [{"name": name, "datatype": kind, "shape": [-1, 5]} for name, kind in self.outputs.items()]
+            return 200, {"name": "classifier", "inputs": inputs, "outputs": outputs}
+        if path != "/v2/models/classifier/infer":
+            return 400, {"error": "unknown model"}
+        header, end = json.JSONDecoder().raw_decode(body.decode("latin-1"))
+        ((tensor,), data) = header["inputs"], body[end:]
         assert tensor["shape"] == [1, 1]
         assert tensor["parameters"]["binary_data_size"] == len(data)
         assert int.from_bytes(data[:4], "little") == len(data) - 4
-        label = self.labels.get(data[4:], "0")
-        self._answer({"outputs": [{"name": "label", "datatype": "BYTES", "shape": [1, 5], "data": [label, "3"]}]})
+        label = "7" if data[4:] == b"the known image" else "0"
+        return 200, {"outputs": [{"name": "label", "datatype": "BYTES", "shape": [1, 5], "data": [label, "3"]}]}
 
 
 @pytest.fixture
-def triton() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Triton)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def triton() -> Iterator[Triton]:
+    with serving(Triton()) as state:
+        yield state
 
 
 def ask(url: str, image: bytes = b"the known image", label: str = "7", model: str = "classifier") -> tuple[int, str]:
@@ -171,17 +152,17 @@ def ask(url: str, image: bytes = b"the known image", label: str = "7", model: st
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_known_image_must_get_its_label(triton: str) -> None:
-    assert ask(triton) == (0, "ok classifier says '7'\n")
-    code, told = ask(triton, b"another image")
-    assert (code, "the known image is '7', and the model says '0'" in told) == (1, True)
+def test_the_known_image_must_get_its_label(triton: Triton) -> None:
+    assert ask(triton.endpoint) == (0, "ok classifier says '7'\n")
+    code, text = ask(triton.endpoint, b"another image")
+    assert (code, "the known image is '7', and the model says '0'" in text) == (1, True)
 
 
-def test_what_triton_may_answer_besides(triton: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, told = ask(triton, model="lost")
-    assert (code, "/v2/models/lost/ready answers 400" in told) == (1, True)
-    code, told = ask("http://127.0.0.1:1")
-    assert (code, "refused" in told) == (1, True)
-    monkeypatch.setattr(Triton, "outputs", Triton.outputs[:1])
-    code, told = ask(triton)
-    assert (code, "outputs of type BYTES: []; exactly one is needed" in told) == (1, True)
+def test_what_triton_may_answer_besides(triton: Triton) -> None:
+    code, text = ask(triton.endpoint, model="lost")
+    assert (code, "/v2/models/lost/ready answers 400" in text) == (1, True)
+    code, text = ask("http://127.0.0.1:1")
+    assert (code, "refused" in text) == (1, True)
+    del triton.outputs["label"]
+    code, text = ask(triton.endpoint)
+    assert (code, "outputs of type BYTES: []; exactly one is needed" in text) == (1, True)
