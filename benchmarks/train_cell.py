@@ -236,7 +236,7 @@ def shard_batches(cell: Cell, world: World) -> Iterator[Batch]:
         transform_for(cell.image_size, resize_ratio=256 / 224),
         batch_size=cell.batch_size,
         augmentation=Augmentation(),
-        half=cell.precision != "fp32",
+        fp16=cell.precision != "fp32",
         shard_id=world.rank,
         num_shards=world.world_size,
         device_id=world.device_id,

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,22 +121,48 @@ def copy_digits(digits: Path, target: Path, num_per_class: int) -> None:
             shutil.copy(file, target / folder.name)
 
 
-@pytest.fixture(scope="session")
-def run_preprocess() -> Preprocess:
-    """`run_preprocess(data, output, **settings)`: the step itself, one worker unless told otherwise."""
+class _ThisProcess(Executor):
+    """In place of a pool of one process, whose start takes most of a second."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments, **options))
+        return done
+
+
+def run_step(data: Path | str, output: Path, **settings: Any) -> None:
+    """The step preprocess, in this process unless num_workers says otherwise."""
+    from PIL import Image
+
+    from components.preprocess import packing
     from components.preprocess.config import PreprocessConfig
     from components.preprocess.run import run
 
-    def preprocess(data: Path, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
-        config = resolve(PreprocessConfig, "preprocess", {"data": str(data), "num_workers": 1, **settings})
+    config = resolve(PreprocessConfig, "preprocess", {"data": str(data), "num_workers": 1, **settings})
+    with pytest.MonkeyPatch.context() as patch:
+        if config.num_workers == 1:
+            patch.setattr(packing, "ProcessPoolExecutor", _ThisProcess)
+            patch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # which packing sets in its process
         run(config, StepLog("preprocess"), output=output)
-        return load(output, DatasetManifest)
 
+
+def preprocess(data: Path | str, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+    """As run_step, of a whole dataset."""
+    run_step(data, output, **settings)
+    return load(output, DatasetManifest)
+
+
+@pytest.fixture(scope="session")
+def run_preprocess() -> Preprocess:
+    """`preprocess`, as a fixture."""
     return preprocess
 
 
 @pytest.fixture(scope="session")
-def digits_dataset(few_digits: Path, run_preprocess: Preprocess, shared: Shared) -> Artifact[DatasetManifest]:
+def digits_dataset(few_digits: Path, shared: Shared) -> Artifact[DatasetManifest]:
     """The 600 digits, preprocessed: 480 to train, 120 to validate."""
-    folder = shared("digits_dataset", lambda folder: run_preprocess(few_digits, folder / "dataset"))
+    folder = shared("digits_dataset", lambda folder: preprocess(few_digits, folder / "dataset"))
     return load(folder / "dataset", DatasetManifest)

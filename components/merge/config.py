@@ -8,7 +8,7 @@ from components.common.contracts.settings import StepConfig
 
 
 class MergeConfig(StepConfig):
-    """What is joined, and what the whole may hold."""
+    """Parts to join, and the limits of the whole."""
 
     parts: tuple[str, ...] = Field(
         min_length=1,

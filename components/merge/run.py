@@ -1,72 +1,58 @@
-"""merge: parts of a data set -> the data set."""
+"""merge: parts of a dataset -> the dataset."""
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import (
-    MANIFEST,
-    UNFINISHED,
-    Artifact,
-    DatasetPartManifest,
-    load,
-    prepare_directory,
-)
+from components.common.contracts.manifests import Artifact, DatasetPartManifest, load
 from components.common.process.steplog import StepLog
 from components.merge.config import MergeConfig
-from components.preprocess.assembling import Packed, assemble
+from components.preprocess.assembling import RECORDS, Packed, assemble, report
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_issues import SPLITS
-from components.preprocess.packing import JOINING
-from components.preprocess.run import RECORDS, outcome, report
-from components.preprocess.shards import read_record
+from components.preprocess.packing import open_output, read_record
 
 
 def run(config: MergeConfig, log: StepLog, *, output: Path) -> str:
     """Join all parts. See the package's docstring."""
     parts = [load(Path(path), DatasetPartManifest, verify=(".json", ".jsonl", ".idx")) for path in config.parts]
     _check_complete(parts)
-    unfinished = _open_output(output)
-    packed = []
-    for part in parts:
-        for name in part.manifest.shards:
-            record = read_record(part.path / RECORDS, name)
-            if record is None:
-                raise EngineryError(f"{part.path} has no record of its shard {name}; pack the part again")
-            packed.append(Packed(record=record, records=part.path / RECORDS))
-            for file in record.files:
-                _link(part.file(file), output / file)
-            log.progress("joining", len(packed), sum(len(one.manifest.shards) for one in parts), unit="shards")
-    packed.sort(key=lambda one: (SPLITS.index(one.record.name.split("-")[0]), one.record.name))
-    artifact, problems = assemble(_settings(config, parts[0]), parts[0].manifest.classes, packed, output)
-    shutil.rmtree(unfinished)
-    report(artifact, problems, log)
-    return outcome(artifact)
-
-
-def _open_output(output: Path) -> Path:
-    """Make the output directory, or empty it of what a join left that was killed or refused what it found.
-
-    Raises:
-        UserError: it holds something else.
-    """
-    unfinished = output / UNFINISHED
-    if (unfinished / JOINING).exists() and not (output / MANIFEST).exists():
-        for entry in output.iterdir():
+    with open_output(output, joining=True) as unfinished:
+        for entry in list(output.iterdir()):
             if entry != unfinished:
-                entry.unlink()  # links to the parts' files, or copies
-    else:
-        prepare_directory(output)
-        unfinished.mkdir()
-        (unfinished / JOINING).touch()
-    return unfinished
+                entry.unlink()  # links to the parts' files, or copies, of a join that was killed or refused
+        packed = []
+        num_shards = sum(len(part.manifest.shards) for part in parts)
+        for one in (one for part in parts for one in _linked(part, output)):
+            packed.append(one)
+            log.progress("joining", len(packed), num_shards, unit="shards")
+        packed.sort(key=lambda one: (SPLITS.index(one.record.name.split("-")[0]), one.record.name))
+        artifact, issues = assemble(_settings(config, parts[0]), parts[0].manifest.classes, packed, output)
+        shutil.rmtree(unfinished)
+    return report(artifact, issues, log)
+
+
+def _linked(part: Artifact[DatasetPartManifest], output: Path) -> Iterator[Packed]:
+    """Put a part's shards into the output, as links where the file system has them."""
+    for name in part.manifest.shards:
+        record = read_record(part.path / RECORDS, name)
+        if record is None:
+            raise EngineryError(
+                f"{part.path} has no record of its shard {name}; pack the part again", code="no-shard-record"
+            )
+        for file in record.files:
+            try:
+                os.link(part.file(file), output / file)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(part.file(file), output / file)
+        yield Packed(record=record, records=part.path / RECORDS)
 
 
 def _settings(config: MergeConfig, part: Artifact[DatasetPartManifest]) -> PreprocessConfig:
-    """Those of the parts, but for what was decided anew for the whole."""
+    """Those of the parts, but for what was decided again for the whole."""
     decided: dict[str, Any] = {"part": ""}
     if config.on_leak != "as_packed":
         decided["on_leak"] = config.on_leak
@@ -76,7 +62,7 @@ def _settings(config: MergeConfig, part: Artifact[DatasetPartManifest]) -> Prepr
 
 
 def _check_complete(parts: Sequence[Artifact[DatasetPartManifest]]) -> None:
-    """Whether these are all parts of one data set, each once.
+    """See that these are all parts of one dataset, each once.
 
     Raises:
         UserError: they are not.
@@ -85,22 +71,27 @@ def _check_complete(parts: Sequence[Artifact[DatasetPartManifest]]) -> None:
     for part in parts[1:]:
         if part.manifest.plan_digest != first.manifest.plan_digest:
             raise UserError(
-                f"{part.path} and {first.path} are parts of different data sets: other images, seed or settings; pack "
-                "all parts from the same data with the same settings"
+                f"{part.path} and {first.path} are parts of different datasets: other images, seed or settings; pack "
+                "all parts from the same data with the same settings",
+                code="foreign-part",
+                setting="merge.parts",
             )
     num_parts = int(first.manifest.part.split("/")[1])
     wanted = {f"{number}/{num_parts}" for number in range(1, num_parts + 1)}
     given = [part.manifest.part for part in parts]
     if twice := sorted({part for part in given if given.count(part) > 1}):
-        raise UserError(f"the part {twice[0]} is given twice; name each part once")
+        raise UserError(
+            f"the part {twice[0]} is given twice; name each part once", code="part-twice", setting="merge.parts"
+        )
     if missing := sorted(wanted - set(given)):
-        raise UserError(f"of {num_parts} parts {', '.join(missing[:5])} is missing; pack it with --part {missing[0]}")
+        raise UserError(
+            f"of {num_parts} parts {', '.join(missing[:5])} is missing; pack it with --part {missing[0]}",
+            code="missing-part",
+            setting="merge.parts",
+        )
     if foreign := sorted(set(given) - wanted):
-        raise UserError(f"{foreign[0]} is no part of {num_parts} parts; pack all parts with the same number of parts")
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
+        raise UserError(
+            f"{foreign[0]} is no part of {num_parts} parts; pack all parts with the same number of parts",
+            code="foreign-part",
+            setting="merge.parts",
+        )

@@ -1,11 +1,9 @@
-"""Close a data set over packed shards: listings, checks over all images, statistics, manifest."""
+"""Close a dataset over packed shards: listings, checks over all images, statistics, manifest."""
 
-import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,12 +12,20 @@ from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest, seal
 from components.common.contracts.records import DatasetStatistics, Split
 from components.common.contracts.settings import decisive, how_to_set
+from components.common.process.steplog import StepLog
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.data_card import Card, Rejections, read_pictures, sample_positions, write_data_card
-from components.preprocess.data_issues import SPLITS, ProblemFinder, Problems, SplitName, listed_paths
-from components.preprocess.shards import ShardRecord, listing_file, rejected_file
+from components.preprocess.data_card import (
+    DATA_CARD,
+    Card,
+    Rejections,
+    read_thumbnails,
+    sample_positions,
+    write_data_card,
+)
+from components.preprocess.data_issues import SPLITS, IssueFinder, Issues, SplitName, listed_paths
+from components.preprocess.packing import REJECTED, ShardRecord, entries_of, listing_file, rejected_file
 
-REJECTED = "rejected.jsonl"
+RECORDS = "records"  # folder of a part with its shards' records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +38,8 @@ class Packed:
 
 def assemble(
     config: PreprocessConfig, classes: tuple[str, ...], packed: Sequence[Packed], output: Path
-) -> tuple[Artifact[DatasetManifest], Problems]:
-    """Write what is about all shards, which lie in `output`, and complete the data set.
+) -> tuple[Artifact[DatasetManifest], Issues]:
+    """Write what is about all shards, which lie in `output`, and complete the dataset.
 
     Raises:
         UserError: too many files were rejected, a split is empty, or the splits share images.
@@ -41,10 +47,10 @@ def assemble(
     of_split = {split: [one for one in packed if one.record.name.startswith(f"{split}-")] for split in SPLITS}
     join_rejected(packed, output)
     check_rejected(config, packed, output)
-    finder = ProblemFinder(classes)
+    finder = IssueFinder(classes)
     splits = {split: _close_split(split, shards, finder, output) for split, shards in of_split.items()}
     statistics = _statistics([one.record for one in of_split["train"]], finder)
-    problems = finder.problems(listed_paths(output))
+    issues = finder.issues(listed_paths(output))
     card = Card(
         source=config.data,
         classes=classes,
@@ -52,13 +58,13 @@ def assemble(
         statistics=statistics,
         sides=finder.side_histogram(),
         rejections=Rejections.of(entries_of(output / REJECTED)),
-        problems=problems,
-        pictures=read_pictures(output, "train", sample_positions(finder.labels("train"), len(classes))),
+        issues=issues,
+        thumbnails=read_thumbnails(output, "train", sample_positions(finder.labels("train"), len(classes))),
         config=decisive(config),
     )
     write_data_card(card, output)  # before a leak stops the step: the card is the evidence
-    if config.on_leak == "fail" and (message := problems.leak_message()):
-        raise UserError(message)
+    if config.on_leak == "fail" and (message := issues.leak_message()):
+        raise UserError(message, code="leak", setting="preprocess.on_leak")
     artifact = seal(
         output,
         DatasetManifest,
@@ -70,10 +76,10 @@ def assemble(
         statistics=statistics,
         num_rejected=sum(one.record.num_rejected for one in packed),
     )
-    return artifact, problems
+    return artifact, issues
 
 
-def _close_split(split: SplitName, shards: Sequence[Packed], finder: ProblemFinder, output: Path) -> Split:
+def _close_split(split: SplitName, shards: Sequence[Packed], finder: IssueFinder, output: Path) -> Split:
     listing = output / f"{split}.jsonl"
     _join(listing, [listing_file(one.records, one.record.name) for one in shards])
     finder.add(split, entries_of(listing))
@@ -81,7 +87,8 @@ def _close_split(split: SplitName, shards: Sequence[Packed], finder: ProblemFind
     if not len(labels):
         raise UserError(
             f"no usable image is left in the {split} split: {output / REJECTED} says why of each file. Replace "
-            "them with images that open in a viewer"
+            "them with images that open in a viewer",
+            code="no-usable-image",
         )
     return Split(
         num_images=len(labels),
@@ -89,13 +96,6 @@ def _close_split(split: SplitName, shards: Sequence[Packed], finder: ProblemFind
         class_counts=tuple(np.bincount(labels, minlength=finder.num_classes).tolist()),
         digest=digest_file(listing),
     )
-
-
-def entries_of(listing: Path) -> Iterator[Mapping[str, Any]]:
-    """The entries of a listing, one at a time."""
-    with listing.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
 
 
 def _join(target: Path, parts: Sequence[Path]) -> None:
@@ -111,7 +111,7 @@ def join_rejected(packed: Sequence[Packed], output: Path) -> None:
 
 
 def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: Path) -> None:
-    """Whether the run may go on without the files listed in rejected.jsonl.
+    """See that the run may leave out the files listed in rejected.jsonl.
 
     Raises:
         UserError: it may not.
@@ -126,18 +126,22 @@ def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: P
     if config.on_bad == "fail":
         raise UserError(
             f"{num_rejected} of {num_files} files are no usable image, such as {example}, and on_bad is fail. "
-            f"{where}. Mend or remove them, or leave them out with {how_to_set('preprocess', 'on_bad', 'skip')}"
+            f"{where}. Fix or remove them, or leave them out with {how_to_set('preprocess', 'on_bad', 'skip')}",
+            code="unusable-files",
+            setting="preprocess.on_bad",
         )
     if num_rejected > config.max_bad_fraction * num_files:
         raise UserError(
             f"{num_rejected} of {num_files} files are no usable image, more than max_bad_fraction = "
-            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Mend or remove them, or allow more, "
-            f"up to 1, with {how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}; merge has this option, too"
+            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Fix or remove them, or allow more, "
+            f"up to 1, with {how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}; merge has this option, too",
+            code="unusable-files",
+            setting="preprocess.max_bad_fraction",
         )
 
 
-def _statistics(training: Sequence[ShardRecord], finder: ProblemFinder) -> DatasetStatistics:
-    """Of the training split's pixels, and of the sides of all images."""
+def _statistics(training: Sequence[ShardRecord], finder: IssueFinder) -> DatasetStatistics:
+    """Compute the statistics of the training split's pixels, and of the sides of all images."""
     num_pixels = sum(shard.num_pixels for shard in training)
     mean = np.sum([shard.pixel_sum for shard in training], axis=0) / num_pixels
     square_mean = np.sum([shard.pixel_square_sum for shard in training], axis=0) / num_pixels
@@ -151,3 +155,31 @@ def _statistics(training: Sequence[ShardRecord], finder: ProblemFinder) -> Datas
         max_width=finder.max_width(),
         max_height=finder.max_height(),
     )
+
+
+def report(artifact: Artifact[DatasetManifest], issues: Issues, log: StepLog) -> str:
+    """Tell tracking and the user what is in a dataset. Returns one line on it."""
+    manifest = artifact.manifest
+    sizes = {f"num_{split}_images": float(info.num_images) for split, info in manifest.splits.items()}
+    log.metrics({**sizes, "num_rejected_files": float(manifest.num_rejected)})
+    for split, info in manifest.splits.items():
+        log.dataset(split, info.digest, info.num_images, "training" if split == "train" else "validation")
+    log.artifact(artifact.file(REJECTED))
+    log.artifact(artifact.file(DATA_CARD))
+    if manifest.num_rejected:
+        log.warning(_left_out(artifact.file(REJECTED)))
+    for line in issues.lines():
+        log.warning(line)
+    counts = {split: f"{info.num_images:,}" for split, info in manifest.splits.items()}
+    return (
+        f"{counts['train']} training and {counts['val']} validation images, {len(manifest.classes)} classes, "
+        f"{manifest.num_rejected} rejected"
+    )
+
+
+def _left_out(listing: Path) -> str:
+    """Say how many files were left out and why, the most frequent reason first, with an example."""
+    rejections = Rejections.of(entries_of(listing))
+    kinds = "; ".join(f"{reason}: {number:,}" for reason, number in rejections.by_kind.items())
+    files = "1 unusable file" if rejections.num_files == 1 else f"{rejections.num_files:,} unusable files"
+    return f"{files} left out ({kinds}), such as {rejections.examples[0][0]}; {listing} lists all"

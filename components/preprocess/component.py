@@ -1,4 +1,4 @@
-"""preprocess as a KFP component: the whole data set in one step, or one of several parts."""
+"""preprocess as a KFP component: the whole dataset in one step, or one of several parts."""
 
 from kfp import dsl
 

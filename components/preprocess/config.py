@@ -8,7 +8,7 @@ from components.common.contracts.settings import SPEED_ONLY, StepConfig
 
 
 class PreprocessConfig(StepConfig):
-    """How images are found, split, checked and packed."""
+    """Settings of finding, splitting, checking and packing images."""
 
     data: str = Field(
         min_length=1,
@@ -38,10 +38,10 @@ class PreprocessConfig(StepConfig):
     max_short_side: int = Field(
         0,
         ge=0,
-        description="Images whose shorter side is longer are scaled down to it and written anew as JPEG, in pixels; 0 "
+        description="Images whose shorter side is longer are scaled down to it and encoded as JPEG, in pixels; 0 "
         "packs every file as it is.",
     )
-    jpeg_quality: int = Field(90, ge=1, le=100, description="Quality of images that are written anew.")
+    jpeg_quality: int = Field(90, ge=1, le=100, description="Quality of images that are encoded again.")
     part: str = Field(
         "",
         pattern=r"^(|[1-9]\d*/[1-9]\d*)$",

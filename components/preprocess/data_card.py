@@ -18,20 +18,20 @@ from markupsafe import Markup
 
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import DatasetStatistics, Split
-from components.common.data.loader_damage import image_places
-from components.preprocess.data_issues import EqualImages, FoundImage, Problems, SideHistogram, SplitName
+from components.common.data.image_files import image_places
+from components.preprocess.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
 from components.preprocess.decoding import Rejected, decode
 
 _MAX_CLASSES = 10
 _MAX_PER_CLASS = 6
-_MAX_SIDE = 112  # pixels; sixty pictures of this size stay far below a megabyte, noise too
-_SMALL_SIDE = 40  # pictures up to this size stay exact
+_MAX_SIDE = 112  # pixels; sixty thumbnails of this size stay far below a megabyte, noise too
+_SMALL_SIDE = 40  # thumbnails up to this size stay exact
 _ANY_SIZE = 1 << 62  # pixels; what is packed was let in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A thumbnail of one image."""
+class Thumbnail:
+    """A small copy of one image."""
 
     path: str
     label: int
@@ -40,7 +40,7 @@ class Picture:
 
 
 def sample_positions(labels: np.ndarray, num_classes: int) -> list[int]:
-    """Which images of a split to show, at most 60: up to six of each class, spread over the listing.
+    """Choose the images of a split to show, at most 60: up to six of each class, spread over the listing.
 
     Of more than ten classes with images, the five largest and the five smallest are shown.
 
@@ -63,7 +63,7 @@ def sample_positions(labels: np.ndarray, num_classes: int) -> list[int]:
     return sorted(positions)
 
 
-def read_pictures(folder: Path, split: str, positions: Sequence[int]) -> tuple[Picture, ...]:
+def read_thumbnails(folder: Path, split: str, positions: Sequence[int]) -> tuple[Thumbnail, ...]:
     """Thumbnails of images of a split, in the order of its listing.
 
     Args:
@@ -76,7 +76,7 @@ def read_pictures(folder: Path, split: str, positions: Sequence[int]) -> tuple[P
         entries = [json.loads(line) for position, line in enumerate(lines) if position in wanted]
     thumbnails = _thumbnails(folder, split, {entry["key"] for entry in entries})
     return tuple(
-        Picture(path=entry["path"], label=entry["label"], data=thumbnails[entry["key"]])
+        Thumbnail(path=entry["path"], label=entry["label"], data=thumbnails[entry["key"]])
         for entry in entries
         if entry["key"] in thumbnails
     )
@@ -118,7 +118,6 @@ _MAX_REJECTED = 50
 _MAX_KINDS = 20  # reasons of rejection
 _MAX_OPEN = 3  # examples that are shown at once; more are folded
 _MAX_NAME, _MAX_PATH, _MAX_TEXT = 80, 160, 2000  # characters
-_WORDS = {"train": "training", "val": "validation"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +132,7 @@ class Rejections:
 
     @classmethod
     def of(cls, entries: Iterable[Mapping[str, Any]]) -> "Rejections":
-        """Of the entries of rejected.jsonl, each with "path" and "reason"; they need not fit in memory."""
+        """Summarize the entries of rejected.jsonl, each with "path" and "reason"; they need not fit in memory."""
         kinds: Counter[str] = Counter()
         examples: list[tuple[str, str]] = []
         for entry in entries:
@@ -145,18 +144,18 @@ class Rejections:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a data card says."""
+    """The content of a data card."""
 
     source: str
-    """Where the images come from: folder or URI."""
+    """Folder or URI of the images."""
     classes: Sequence[str]
     splits: Mapping[SplitName, Split]
     statistics: DatasetStatistics
     sides: SideHistogram
     rejections: Rejections
-    problems: Problems
-    pictures: Sequence[Picture]
-    """Of training images."""
+    issues: Issues
+    thumbnails: Sequence[Thumbnail]
+    """Some training images."""
     config: Mapping[str, Any]
 
 
@@ -166,15 +165,6 @@ class _ClassRow:
     num_train: int
     num_val: int
     share_pct: float  # of the largest class, in the training split
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Finding:
-    """A kind of problem: its sentence, and examples: groups of equal images, or single images of odd size."""
-
-    line: str
-    groups: Sequence[EqualImages] = ()
-    images: Sequence[FoundImage] = ()
 
 
 def write_data_card(card: Card, folder: Path) -> Path:
@@ -191,10 +181,9 @@ def write_data_card(card: Card, folder: Path) -> Path:
             card=card,
             rows=rows,
             shown_rows=_largest_and_smallest(rows),
-            findings=_findings(card.problems),
             samples=_samples(card),
             chart=Markup(side_chart(card.sides)),  # noqa: S704  # drawn here, of numbers alone
-            words=_WORDS,
+            words=SPLIT_WORDS,
             max_open=_MAX_OPEN,
         )
     )
@@ -226,30 +215,16 @@ def _largest_and_smallest(rows: Sequence[_ClassRow]) -> list[_ClassRow]:
     return [*by_size[:10], *by_size[-10:]]
 
 
-def _findings(problems: Problems) -> list[_Finding]:
-    sizes = problems.odd_sizes
-    odd = (*sizes.small.examples, *sizes.large.examples, *sizes.elongated.examples) if sizes else ()
-    findings = [
-        _Finding(line=problems.leak_line(), groups=problems.leaks.examples),
-        _Finding(line=problems.conflict_line(), groups=problems.conflicts.examples),
-        _Finding(line=problems.duplicate_line("train"), groups=problems.duplicates["train"].examples),
-        _Finding(line=problems.duplicate_line("val"), groups=problems.duplicates["val"].examples),
-        _Finding(line=problems.imbalance_line()),
-        _Finding(line=problems.empty_line("train")),
-        _Finding(line=problems.empty_line("val")),
-        _Finding(line=problems.size_line(), images=list(dict.fromkeys(odd))),
-    ]
-    return [finding for finding in findings if finding.line]
-
-
 def _samples(card: Card) -> list[tuple[str, int, list[tuple[str, str]]]]:
     """Class, its training images, and path and data URI of each picture; of many classes the largest first."""
     counts = card.splits["train"].class_counts
-    in_order = len({picture.label for picture in card.pictures}) == sum(map(bool, counts))
-    ordered = sorted(card.pictures, key=lambda picture: (0 if in_order else -counts[picture.label], picture.label))
+    in_order = len({thumbnail.label for thumbnail in card.thumbnails}) == sum(map(bool, counts))
+    ordered = sorted(
+        card.thumbnails, key=lambda thumbnail: (0 if in_order else -counts[thumbnail.label], thumbnail.label)
+    )
     return [
-        (card.classes[label], counts[label], [(picture.path, _data_uri(picture.data)) for picture in pictures])
-        for label, pictures in groupby(ordered, key=lambda picture: picture.label)
+        (card.classes[label], counts[label], [(thumbnail.path, _data_uri(thumbnail.data)) for thumbnail in thumbnails])
+        for label, thumbnails in groupby(ordered, key=lambda one: one.label)
     ]
 
 
@@ -282,7 +257,7 @@ def side_chart(sides: SideHistogram) -> str:
 
 
 def _ticks(edges: Sequence[int]) -> Sequence[int]:
-    """Which edges have their number: the powers of two, or every so many."""
+    """Return the edges that have their number: the powers of two, or every so many."""
     powers = [index for index, edge in enumerate(edges) if edge.bit_count() == 1]
     return powers if 3 <= len(powers) <= 9 else range(0, len(edges), -(-len(edges) // 8))
 

@@ -9,213 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
-from components.common.contracts.records import Record
 from components.common.contracts.settings import how_to_set
 
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
-MAX_RATIO = 10.0  # of the largest class to the smallest
-MAX_ASPECT = 5.0  # of the longer side to the shorter
-_WORDS = {"train": "training", "val": "validation"}
-
-
-class FoundImage(Record):
-    """An image that was found to have a problem."""
-
-    split: SplitName
-    path: str = Field(description="As in the listing; what can't be printed is written as an escape such as \\udce9.")
-    class_name: str
-    height: int = Field(description="In pixels.")
-    width: int = Field(description="In pixels.")
-
-
-class FoundImages(Record):
-    """Images with the same problem."""
-
-    num_images: int
-    examples: tuple[FoundImage, ...] = Field(description="At most 20, the worst first.")
-
-
-class EqualImages(Record):
-    """Images of one content."""
-
-    num_images: int
-    images: tuple[FoundImage, ...] = Field(description="At most 6; those of other splits and classes come with them.")
-
-
-class SameContent(Record):
-    """Contents that several images share."""
-
-    num_contents: int
-    num_train_images: int = Field(description="Training images that have one of these contents.")
-    num_val_images: int = Field(description="Validation images that have one of these contents.")
-    examples: tuple[EqualImages, ...] = Field(description="At most 20, those of most images first.")
-
-
-class Imbalance(Record):
-    """The largest and the smallest class of the training split that has images."""
-
-    largest: str
-    num_largest: int
-    smallest: str
-    num_smallest: int
-
-    @property
-    def ratio(self) -> float:
-        """Images of the largest class for one of the smallest."""
-        return self.num_largest / self.num_smallest
-
-    @property
-    def is_problem(self) -> bool:
-        """Whether the ratio is above 10."""
-        return self.ratio > MAX_RATIO
-
-
-class EmptyClasses(Record):
-    """Classes without an image in a split."""
-
-    num_classes: int
-    names: tuple[str, ...] = Field(description="At most 20 of them.")
-
-
-class OddSizes(Record):
-    """Images whose size is far from the others'.
-
-    A shorter side is odd when it is both more than three interquartile ranges outside the quartiles of its logarithm
-    (Tukey's outer fences) and more than a factor of four away from the median; quartiles and median are those of all
-    images. The fences alone would flag harmless images of a set whose sizes hardly vary, the factor alone the ends of
-    a set whose sizes vary much. Whatever the others are like, an image is odd whose longer side is more than five
-    times its shorter one: the crop of the transform sees less than a fifth of it.
-    """
-
-    min_side: float = Field(description="Shorter sides below this are odd, in pixels.")
-    max_side: float = Field(description="Shorter sides above this are odd, in pixels.")
-    small: FoundImages
-    large: FoundImages
-    elongated: FoundImages
-
-
-class SideHistogram(Record):
-    """Images by their shorter side, over all splits; the bars are about equally wide on a logarithmic scale."""
-
-    edges: tuple[int, ...] = Field(description="In pixels. Bar i holds the sides from edge i to below edge i + 1.")
-    counts: tuple[int, ...]
-
-
-class Problems(Record):
-    """What was found, with evidence. An image can have several problems and then counts in each."""
-
-    num_images: dict[SplitName, int]
-    num_classes: int
-    duplicates: dict[SplitName, SameContent] = Field(description="Contents that a split holds more than once.")
-    leaks: SameContent = Field(description="Contents that are both in training and in validation.")
-    conflicts: SameContent = Field(description="Contents with more than one label, in whichever split.")
-    imbalance: Imbalance | None = Field(description="None where the training split holds no image.")
-    empty_classes: dict[SplitName, EmptyClasses]
-    odd_sizes: OddSizes | None = Field(description="None where there is no image.")
-
-    def lines(self) -> list[str]:
-        """One sentence for each problem: how many, an example, what to do. Empty where nothing was found."""
-        lines = [self.duplicate_line(split) for split in SPLITS]
-        lines += [self.leak_line(), self.conflict_line(), self.imbalance_line()]
-        lines += [self.empty_line(split) for split in SPLITS]
-        return [line for line in [*lines, self.size_line()] if line]
-
-    def leak_message(self) -> str:
-        """For the error that stops the step; empty where nothing leaks."""
-        line = self.leak_line()
-        how = how_to_set("preprocess", "on_leak", "warn")
-        return line and f"{line}, or go on all the same with {how}; merge has this option, too"
-
-    def duplicate_line(self, split: SplitName) -> str:
-        """About copies within a split; empty where it has none."""
-        found = self.duplicates[split]
-        if not found.num_contents:
-            return ""
-        first, second, *_ = found.examples[0].images
-        num_copies = found.num_train_images + found.num_val_images - found.num_contents
-        where = "in every epoch" if split == "train" else "in the accuracy"
-        are_copies = "is a copy of another" if num_copies == 1 else "are copies of others"
-        return (
-            f"{num_copies:,} of {self.num_images[split]:,} {_WORDS[split]} images {are_copies} there, such as "
-            f"{second.path} of {first.path}. A copy counts once more {where}; remove the copies"
-        )
-
-    def leak_line(self) -> str:
-        """About what is both in training and in validation; empty where nothing is."""
-        if not self.leaks.num_contents:
-            return ""
-        train = next(image for image in self.leaks.examples[0].images if image.split == "train")
-        val = next(image for image in self.leaks.examples[0].images if image.split == "val")
-        num_leaks = self.leaks.num_val_images
-        are_images = "is a training image" if num_leaks == 1 else "are training images"
-        return (
-            f"{num_leaks:,} of {self.num_images['val']:,} validation images {are_images} too, such as {val.path}, "
-            f"which is the same file as {train.path} of the training split. The measured accuracy would be too high; "
-            "remove what is in both from one of them"
-        )
-
-    def conflict_line(self) -> str:
-        """About contents with several labels; empty where there are none."""
-        found = self.conflicts
-        if not found.num_contents:
-            return ""
-        first = found.examples[0].images[0]
-        other = next(image for image in found.examples[0].images if image.class_name != first.class_name)
-        num_images = found.num_train_images + found.num_val_images
-        return (
-            f"{num_images:,} images have the same content as one of another class, such as {first.path} "
-            f"({first.class_name!r}) and {other.path} ({other.class_name!r}). A classifier gives one answer for both; "
-            "keep each content in one class only"
-        )
-
-    def imbalance_line(self) -> str:
-        """About uneven classes; empty where the largest has at most 10 times the images of the smallest."""
-        found = self.imbalance
-        if found is None or not found.is_problem:
-            return ""
-        return (
-            f"the classes are uneven: {found.largest!r} has {found.ratio:,.1f} times as many training images as "
-            f"{found.smallest!r} ({found.num_largest:,} and {found.num_smallest:,}). Small classes are learned worse, "
-            "and top-1 hardly shows it; add images to them, and look at the report's accuracy by class"
-        )
-
-    def empty_line(self, split: SplitName) -> str:
-        """About classes without an image; empty where every class has one."""
-        found = self.empty_classes[split]
-        if not found.num_classes:
-            return ""
-        effect = "The model can't learn them" if split == "train" else "Nothing tells how well they are recognized"
-        return (
-            f"the {_WORDS[split]} split has no image of {found.num_classes:,} of {self.num_classes:,} classes, such as "
-            f"{found.names[0]!r}. {effect}; add images of them"
-        )
-
-    def size_line(self) -> str:
-        """About odd sizes; empty where there are none."""
-        sizes = self.odd_sizes
-        if sizes is None:
-            return ""
-        kinds = (
-            (sizes.small, f"a shorter side below {sizes.min_side:,.0f} px"),
-            (sizes.large, f"a shorter side above {sizes.max_side:,.0f} px"),
-            (sizes.elongated, f"a longer side of more than {MAX_ASPECT:g} times the shorter"),
-        )
-        found = [
-            f"{images.num_images:,} {'has' if images.num_images == 1 else 'have'} {what}, such as "
-            f"{images.examples[0].path} ({images.examples[0].width} x {images.examples[0].height})"
-            for images, what in kinds
-            if images.num_images
-        ]
-        advice = "Look whether they are what the others are, and remove thumbnails, banners and strips"
-        return f"the size of some images is far from the others': {'; '.join(found)}. {advice}" if found else ""
-
-
-Lookup = Callable[[SplitName, Sequence[int]], Sequence[str]]
-"""Paths of images by split and position in the split's listing; the positions come in ascending order."""
-
+SPLIT_WORDS = {"train": "training", "val": "validation"}
+_MAX_RATIO = 10.0  # of the largest class to the smallest
+_MAX_ASPECT = 5.0  # of the longer side to the shorter
 _MAX_EXAMPLES = 20  # of each kind
 _MAX_SHOWN = 6  # images of one content
 _FENCE = 3.0  # interquartile ranges beyond the quartiles
@@ -223,8 +24,79 @@ _FACTOR = 4.0  # from the median
 _MAX_BARS = 36  # of the histogram of sides
 _DIGEST_BYTES = 16  # of sha256; chance makes no two of a billion files equal in them
 
+Lookup = Callable[[SplitName, Sequence[int]], Sequence[str]]
+"""Paths of images by split and position in the split's listing; the positions come in ascending order."""
 
-class ProblemFinder:
+
+@dataclass(frozen=True, kw_only=True)
+class FoundImage:
+    """An image that has an issue."""
+
+    split: SplitName
+    path: str
+    """As in the listing; what can't be printed is written as an escape such as \\udce9."""
+    class_name: str
+    height: int
+    """px"""
+    width: int
+    """px"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualImages:
+    """Images of one content."""
+
+    num_images: int
+    images: tuple[FoundImage, ...]
+    """At most 6; those of other splits and classes come with them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issue:
+    """The finding of one kind, with evidence. An image can have several issues and then counts in each."""
+
+    kind: str
+    """leak, conflict, train or val (copies within that split), imbalance, no_train or no_val (classes without an
+    image there), sizes"""
+    line: str
+    """A sentence: how many, an example, what to do."""
+    groups: tuple[EqualImages, ...] = ()
+    """At most 20, those of most images first."""
+    images: tuple[FoundImage, ...] = ()
+    """At most 20 of each kind of odd size, the worst first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issues:
+    """All that was found."""
+
+    found: tuple[Issue, ...]
+    min_side: float
+    """Shorter sides below this are odd, px."""
+    max_side: float
+    """Shorter sides above this are odd, px."""
+
+    def lines(self) -> list[str]:
+        """One sentence for each issue."""
+        return [issue.line for issue in self.found]
+
+    def leak_message(self) -> str:
+        """For the error that stops the step; empty where nothing leaks."""
+        line = next((issue.line for issue in self.found if issue.kind == "leak"), "")
+        how = how_to_set("preprocess", "on_leak", "warn")
+        return line and f"{line}, or continue all the same with {how}; merge has this option, too"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideHistogram:
+    """Images by their shorter side, over all splits; the bars are about equally wide on a logarithmic scale."""
+
+    edges: tuple[int, ...]
+    """px. Bar i holds the sides from edge i to below edge i + 1."""
+    counts: tuple[int, ...]
+
+
+class IssueFinder:
     """Takes the listing entry by entry and keeps about 30 bytes of each, so that millions of images fit in memory."""
 
     def __init__(self, classes: Sequence[str]) -> None:
@@ -252,7 +124,7 @@ class ProblemFinder:
 
     @property
     def num_classes(self) -> int:
-        """Of the data set."""
+        """Number of classes of the dataset."""
         return len(self._classes)
 
     def labels(self, split: SplitName) -> np.ndarray:
@@ -260,10 +132,8 @@ class ProblemFinder:
         return np.frombuffer(self._labels, np.int32)[self._is_of(split)]
 
     def side_histogram(self) -> SideHistogram:
-        """How many images have which shorter side."""
+        """Count the images by their shorter side."""
         sides = self.short_sides()
-        if not sides.size:
-            return SideHistogram(edges=(), counts=())
         low, high = math.log2(int(sides.min())), math.log2(int(sides.max()) + 1)
         steps = (1 / 8, 1 / 4, 1 / 2, 1.0)  # octaves
         step = next((step for step in steps if (high - low) / step <= _MAX_BARS - 2), steps[-1])
@@ -272,8 +142,8 @@ class ProblemFinder:
         counts, _ = np.histogram(sides, edges)
         return SideHistogram(edges=tuple(edges.tolist()), counts=tuple(counts.tolist()))
 
-    def problems(self, lookup: Lookup) -> Problems:
-        """Look at all that was added.
+    def issues(self, lookup: Lookup) -> Issues:
+        """Look at all that was added, which are images of both splits.
 
         Args:
             lookup: gives the paths of the few images that are shown, see `listed_paths`. Called once for each split
@@ -281,55 +151,97 @@ class ProblemFinder:
         """
         groups = self._groups()
         masks = {
+            "leak": (groups.num_train > 0) & (groups.num_val > 0),
+            "conflict": groups.has_conflict,
             "train": groups.num_train > 1,
             "val": groups.num_val > 1,
-            "leaks": (groups.num_train > 0) & (groups.num_val > 0),
-            "conflicts": groups.has_conflict,
         }
-        shown = {name: self._shown(groups, mask, name) for name, mask in masks.items()}
-        sizes = self._odd_sizes()
-        odd = [index for _, indices in sizes.found.values() for index in indices] if sizes else []
-        images = self._images([*odd, *(i for groups in shown.values() for _, group in groups for i in group)], lookup)
-
-        def same_content(name: str) -> SameContent:
-            mask = masks[name]
-            return SameContent(
-                num_contents=int(mask.sum()),
-                num_train_images=0 if name == "val" else int(groups.num_train[mask].sum()),
-                num_val_images=0 if name == "train" else int(groups.num_val[mask].sum()),
-                examples=tuple(
-                    EqualImages(num_images=number, images=tuple(images[index] for index in group))
-                    for number, group in shown[name]
-                ),
-            )
-
-        return Problems(
-            num_images={split: int(self._is_of(split).sum()) for split in SPLITS},
-            num_classes=len(self._classes),
-            duplicates={split: same_content(split) for split in SPLITS},
-            leaks=same_content("leaks"),
-            conflicts=same_content("conflicts"),
-            imbalance=self._imbalance(),
-            empty_classes={split: self._empty_classes(split) for split in SPLITS},
-            odd_sizes=sizes.record(images) if sizes else None,
+        shown = {kind: self._shown(groups, mask, kind) for kind, mask in masks.items() if mask.any()}
+        low, high, odd = self._odd_sizes()
+        images = self._images(
+            [index for examples in (*shown.values(), odd.values()) for _, own in examples for index in own], lookup
         )
+        found = []
+        for kind, examples in shown.items():
+            equal = tuple(
+                EqualImages(num_images=number, images=tuple(images[index] for index in own)) for number, own in examples
+            )
+            totals = {"train": int(groups.num_train[masks[kind]].sum()), "val": int(groups.num_val[masks[kind]].sum())}
+            line = self._same_line(kind, equal[0].images, totals, int(masks[kind].sum()))
+            found.append(Issue(kind=kind, line=line, groups=equal))
+        found += self._class_issues()
+        if odd:
+            worst = {what: (number, [images[index] for index in own]) for what, (number, own) in odd.items()}
+            every = tuple(dict.fromkeys(image for _, own in worst.values() for image in own))
+            found.append(Issue(kind="sizes", line=_size_line(worst), images=every))
+        return Issues(found=tuple(found), min_side=low, max_side=high)
+
+    def _same_line(self, kind: str, images: Sequence[FoundImage], totals: Mapping[str, int], num_contents: int) -> str:
+        """On images of equal content, the `images` those of the largest group."""
+        if kind == "leak":
+            train, val = (next(image for image in images if image.split == split) for split in SPLITS)
+            are_images = "is a training image" if totals["val"] == 1 else "are training images"
+            return (
+                f"{totals['val']:,} of {self._num_images('val'):,} validation images {are_images} too, such as "
+                f"{val.path}, which is the same file as {train.path} of the training split. The measured accuracy "
+                "would be too high; remove what is in both from one of them"
+            )
+        first, second, *_ = images
+        if kind == "conflict":
+            other = next(image for image in images if image.class_name != first.class_name)
+            return (
+                f"{sum(totals.values()):,} images have the same content as one of another class, such as {first.path} "
+                f"({first.class_name!r}) and {other.path} ({other.class_name!r}). A classifier gives one answer for "
+                "both; keep each content in one class only"
+            )
+        num_copies = totals[kind] - num_contents
+        are_copies = "is a copy of another" if num_copies == 1 else "are copies of others"
+        where = "in every epoch" if kind == "train" else "in the accuracy"
+        return (
+            f"{num_copies:,} of {self._num_images(kind):,} {SPLIT_WORDS[kind]} images {are_copies} there, such as "
+            f"{second.path} of {first.path}. A copy counts once more {where}; remove the copies"
+        )
+
+    def _class_issues(self) -> Iterable[Issue]:
+        """Classes without images, and a largest class of more than 10 times the images of the smallest."""
+        counts = np.bincount(self.labels("train"), minlength=self.num_classes)
+        largest, smallest = int(counts.argmax()), int(np.where(counts > 0, counts, counts.max() + 1).argmin())
+        if (ratio := counts[largest] / counts[smallest]) > _MAX_RATIO:
+            line = (
+                f"the classes are uneven: {self._classes[largest]!r} has {ratio:,.1f} times as many training images as "
+                f"{self._classes[smallest]!r} ({counts[largest]:,} and {counts[smallest]:,}). Small classes are "
+                "learned worse, and top-1 hardly shows it; add images to them, and look at the report's accuracy by "
+                "class"
+            )
+            yield Issue(kind="imbalance", line=line)
+        for split in SPLITS:
+            empty = np.flatnonzero(np.bincount(self.labels(split), minlength=self.num_classes) == 0)
+            if len(empty):
+                effect = (
+                    "The model can't learn them" if split == "train" else "Nothing tells how well they are recognized"
+                )
+                line = (
+                    f"the {SPLIT_WORDS[split]} split has no image of {len(empty):,} of {self.num_classes:,} classes, "
+                    f"such as {self._classes[empty[0]]!r}. {effect}; add images of them"
+                )
+                yield Issue(kind=f"no_{split}", line=line)
 
     def _is_of(self, split: SplitName) -> np.ndarray:
         return np.frombuffer(self._in_val, np.uint8) == (split == "val")
 
-    def _class_counts(self, split: SplitName) -> np.ndarray:
-        return np.bincount(self.labels(split), minlength=len(self._classes))
+    def _num_images(self, split: str) -> int:
+        return self._in_val.count(split == "val")
 
     def short_sides(self) -> np.ndarray:
         """[N] uint32, px: of every image, the training split's first."""
         return np.minimum(np.frombuffer(self._heights, np.uint32), np.frombuffer(self._widths, np.uint32))
 
     def max_width(self) -> int:
-        """Of all images, px."""
+        """Largest width of all images, px."""
         return max(self._widths)
 
     def max_height(self) -> int:
-        """Of all images, px."""
+        """Largest height of all images, px."""
         return max(self._heights)
 
     def _groups(self) -> "_Groups":
@@ -391,42 +303,31 @@ class ProblemFinder:
                 )
         return images
 
-    def _imbalance(self) -> Imbalance | None:
-        counts = self._class_counts("train")
-        if not counts.any():
-            return None
-        largest, smallest = int(counts.argmax()), int(np.where(counts > 0, counts, counts.max() + 1).argmin())
-        return Imbalance(
-            largest=self._classes[largest],
-            num_largest=int(counts[largest]),
-            smallest=self._classes[smallest],
-            num_smallest=int(counts[smallest]),
-        )
+    def _odd_sizes(self) -> tuple[float, float, dict[str, tuple[int, list[int]]]]:
+        """Images whose size is far from the others'.
 
-    def _empty_classes(self, split: SplitName) -> EmptyClasses:
-        empty = np.flatnonzero(self._class_counts(split) == 0)
-        names = tuple(self._classes[label] for label in empty[:_MAX_EXAMPLES].tolist())
-        return EmptyClasses(num_classes=len(empty), names=names)
+        A shorter side is odd when it is both more than three interquartile ranges outside the quartiles of its
+        logarithm (Tukey's outer fences) and more than a factor of four away from the median; quartiles and median are
+        those of all images. The fences alone would flag harmless images of a set whose sizes hardly vary, the factor
+        alone the ends of a set whose sizes vary much. Whatever the others are like, an image is odd whose longer side
+        is more than five times its shorter one: the crop of the transform sees less than a fifth of it.
 
-    def _odd_sizes(self) -> "_OddSizes | None":
-        """The rule is that of `OddSizes`."""
+        Returns:
+            The smallest and the largest usual side, px; and by what is odd, the number of images and indices of the
+            worst ones.
+        """
         sides = self.short_sides()
-        if not sides.size:
-            return None
         quartile, median, upper_quartile = np.quantile(np.log(sides), (0.25, 0.5, 0.75)).tolist()
         reach = _FENCE * (upper_quartile - quartile)
         low = round(math.exp(min(quartile - reach, median - math.log(_FACTOR))), 3)
         high = round(math.exp(max(upper_quartile + reach, median + math.log(_FACTOR))), 3)
         aspects = np.maximum(np.frombuffer(self._heights, np.uint32), np.frombuffer(self._widths, np.uint32)) / sides
-        return _OddSizes(
-            min_side=low,
-            max_side=high,
-            found={
-                "small": _worst(sides < low, sides),
-                "large": _worst(sides > high, -sides.astype(np.int64)),
-                "elongated": _worst(aspects > MAX_ASPECT, -aspects),
-            },
-        )
+        found = {
+            f"a shorter side below {low:,.0f} px": _worst(sides < low, sides),
+            f"a shorter side above {high:,.0f} px": _worst(sides > high, -sides.astype(np.int64)),
+            f"a longer side of more than {_MAX_ASPECT:g} times the shorter": _worst(aspects > _MAX_ASPECT, -aspects),
+        }
+        return low, high, {what: worst for what, worst in found.items() if worst[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,24 +341,17 @@ class _Groups:
     has_conflict: np.ndarray  # [G] bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OddSizes:
-    """Number of images and indices of the worst ones, by kind."""
-
-    min_side: float
-    max_side: float
-    found: dict[str, tuple[int, list[int]]]
-
-    def record(self, images: Mapping[int, FoundImage]) -> OddSizes:
-        kinds = {
-            name: FoundImages(num_images=number, examples=tuple(images[index] for index in indices))
-            for name, (number, indices) in self.found.items()
-        }
-        return OddSizes(min_side=self.min_side, max_side=self.max_side, **kinds)
+def _size_line(worst: Mapping[str, tuple[int, Sequence[FoundImage]]]) -> str:
+    found = [
+        f"{number:,} {'has' if number == 1 else 'have'} {what}, such as {first.path} ({first.width} x {first.height})"
+        for what, (number, (first, *_)) in worst.items()
+    ]
+    advice = "Look whether they are what the others are, and remove thumbnails, banners and strips"
+    return f"the size of some images is far from the others': {'; '.join(found)}. {advice}"
 
 
 def _worst(mask: np.ndarray, order: np.ndarray) -> tuple[int, list[int]]:
-    """How many images the mask has, and those lowest in the order."""
+    """Return how many images the mask has, and those lowest in the order."""
     found = np.flatnonzero(mask)
     return len(found), found[np.argsort(order[found], kind="stable")][:_MAX_EXAMPLES].tolist()
 

@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from components.common.data.image_files import open_image
 
-# More pixels of one image say next to nothing more about a data set, and counting all takes a fifth of decoding's time.
+# More pixels of one image say next to nothing more about a dataset, and counting all takes a fifth of decoding's time.
 _PIXELS_PER_IMAGE = 10_000
 
 
@@ -97,13 +97,13 @@ def check_exif(block: bytes) -> None:
 
 
 def is_turned_alike(image_format: str, data: bytes, block: bytes, is_turned: bool) -> bool:
-    """Whether DALI turns a picture as Pillow does.
+    """True if DALI turns a picture as Pillow does.
 
     Args:
         image_format: Pillow's name of it.
         data: the whole file.
         block: the EXIF data that Pillow found; empty for none.
-        is_turned: whether Pillow turns it.
+        is_turned: True if Pillow turns it.
     """
     if not block and image_format != "WEBP":
         return not is_turned  # by what Pillow alone looks at, such as the text that ImageMagick puts into PNG files
@@ -119,7 +119,7 @@ def is_turned_alike(image_format: str, data: bytes, block: bytes, is_turned: boo
 
 
 def _place_of_exif(image_format: str, data: bytes) -> tuple[str, int]:
-    """Where DALI finds EXIF blocks: "read", "unread" where it fails, or "ignored"; and how many there are."""
+    """Return how DALI treats EXIF blocks ("read", "unread" where it fails, or "ignored") and how many there are."""
     if image_format == "PNG":
         kinds = list(png_chunks(data))
         return "ignored" if b"acTL" in kinds else "read", kinds.count(b"eXIf")  # of an animation
@@ -135,7 +135,7 @@ def _place_in_webp(data: bytes) -> tuple[str, int]:
     num_blocks = kinds.count(b"EXIF")
     if kinds[:1] != [b"VP8X"] or not data[_WEBP_FLAGS] & _WEBP_HAS_EXIF:
         return "ignored", num_blocks
-    # Looking for the block, DALI goes on behind a chunk of odd length without the byte that fills it up, and gets lost.
+    # Looking for the block, DALI does not skip the byte that fills up a chunk of odd length, and gets lost.
     if not num_blocks or any(length % 2 for _, length in chunks[: kinds.index(b"EXIF")]):
         return "unread", num_blocks
     return "ignored" if b"ANIM" in kinds else "read", num_blocks
@@ -161,7 +161,7 @@ def _entries(tiff: bytes) -> Iterator[_Entry]:
 
 
 def _is_plain(entry: _Entry, tiff: bytes) -> bool:
-    """Whether every program reads an entry alike."""
+    """True if every program reads an entry alike."""
     if entry.tag == _ORIENTATION:
         return (entry.kind, entry.num) == (_SHORT, 1)
     if entry.kind not in _BYTES or (entry.tag in _TEXTS and entry.kind != _TEXT):
@@ -308,7 +308,7 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
 
 
 def _is_read_alike(image: Image.Image) -> bool:
-    """Whether DALI makes the same of a JPEG or PNG file as Pillow."""
+    """True if DALI makes the same of a JPEG or PNG file as Pillow."""
     if image.mode == "CMYK" and "adobe" not in image.info:  # DALI takes the inks for inverted, as Adobe writes them
         return False
     return not image.info.get("default_image")  # of an animation, shown where only still pictures are; DALI skips it
@@ -327,13 +327,13 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bit(gray: Image.Image) -> Image.Image:
-    """Of each value the upper byte, which comes first only in I;16B. Without numpy, which every worker would load."""
+    """Take the upper bytes, which come first only in I;16B. Without numpy, which every worker would load."""
     upper = gray.tobytes()[gray.mode != "I;16B" :: 2]
     return Image.frombytes("L", gray.size, upper).convert("RGB")
 
 
 def as_png(image: Image.Image) -> bytes:
-    """What BMP and TIFF files, and the few others that DALI reads in its own way, become."""
+    """Encode as PNG, which BMP, TIFF and the few other files become that DALI reads in its own way."""
     encoded = io.BytesIO()
     image.info.clear()  # colour profiles and the like, which nobody reads later
     image.save(encoded, "PNG", compress_level=1)

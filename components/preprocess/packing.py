@@ -1,44 +1,271 @@
-"""Pack all shards of a source in several processes, and resume where a killed run stopped."""
+"""Pack images into WebDataset tar shards with a DALI index, in several processes that decode each on the way.
+
+A run that was killed is resumed: what it finished stays, and a run with another output takes it from there.
+"""
 
 import fcntl
 import hashlib
+import json
 import random
 import shutil
+import tarfile
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from components.common.contracts.digests import canonical_json
+from PIL import Image
+from pydantic import ValidationError
+
+from components.common.contracts.digests import canonical_json, digest_bytes
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED, prepare_directory, write_atomically
+from components.common.contracts.records import FileEntry, Record
 from components.common.contracts.settings import how_to_set
 from components.common.process.lifetime import end_with_creator
 from components.common.process.partial_output import LOCK, clear_temporaries, earlier_outputs, hold
 from components.common.process.steplog import StepLog
-from components.preprocess.assembling import REJECTED, entries_of
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.shards import (
-    UNREADABLE,
-    ShardRecord,
-    ShardTask,
-    plan_shards,
-    planned_bytes,
-    read_record,
-    record_files,
-    rejected_file,
-    write_shard,
-)
-from components.preprocess.sources import Sample, Source
+from components.preprocess.decoding import PixelSums, Rejected, as_png, decode, shrink
+from components.preprocess.sources import Sample, Source, Storage, Unreadable, read_sample
 
+REJECTED = "rejected.jsonl"
+_JOINING = "joining"  # there while merge is at work: its shards are links, and writing into them would change the parts
 PLAN = "plan.json"  # in the folder of records: digest of what is packed
+# What decides which bytes are packed where; the rest of the config says what is done about what is found.
+_PACKING = ("shard_bytes", "max_pixels", "max_short_side", "jpeg_quality")
+UNREADABLE = "unreadable: "  # begins the reason of a file that the system or a server did not give
+_BUFFER_BYTES = 1 << 16
+_BLOCK_BYTES = tarfile.BLOCKSIZE
+_MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
+_USUAL_BYTES = 110_000  # of an image whose size nobody tells: the mean of ImageNet
+_USUAL_BYTES_PER_SQUARE = 0.4  # of a 4:3 image over its squared shorter side, as JPEG of quality 90
+_LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
 
 
-def move_finished(records: Path, digest: str) -> int:
+class TarWriter:
+    """The bytes are those of `tarfile` in USTAR format; the index is that of DALI's wds2idx."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=_BUFFER_BYTES)
+        self._sha = hashlib.sha256()
+        self._samples: list[str] = []  # lines of the index
+        self.size_bytes = 0
+
+    def __enter__(self) -> "TarWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._file:
+            if error is None:  # two empty blocks end an archive, which is then filled up to whole records
+                self._write(bytes(2 * _BLOCK_BYTES))
+                self._write(bytes(-self.size_bytes % tarfile.RECORDSIZE))
+
+    def add(self, key: str, members: dict[str, bytes]) -> None:
+        """Append the members of a sample, by extension."""
+        places = []
+        for extension, data in members.items():
+            name = f"{key}.{extension}"
+            header = tarfile.TarInfo(name)  # owner, mode and time stay at fixed values: the same input, the same bytes
+            header.size = len(data)
+            self._write(header.tobuf(tarfile.USTAR_FORMAT))
+            places.append(f"{extension} {self.size_bytes} {len(data)} {name}")
+            self._write(data)
+            self._write(bytes(-len(data) % _BLOCK_BYTES))
+        self._samples.append(" ".join(places))
+
+    def digest(self) -> str:
+        """Return the digest of the archive; complete once it is closed."""
+        return f"sha256:{self._sha.hexdigest()}"
+
+    def index(self) -> bytes:
+        """Return the index of the members for DALI."""
+        return "".join(f"{line}\n" for line in (f"v1.2 {len(self._samples)}", *self._samples)).encode()
+
+    def _write(self, data: bytes) -> None:
+        self._sha.update(data)
+        self._file.write(data)
+        self.size_bytes += len(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTask:
+    """A shard that one worker packs."""
+
+    storage: Storage
+    folder: Path
+    """Folder of the tar and its index."""
+    records: Path
+    """Folder of the shard's record and listing."""
+    name: str
+    """Name of the files without extension, such as train-000012."""
+    first_index: int
+    samples: Sequence[Sample]
+    max_pixels: int
+    max_short_side: int
+    jpeg_quality: int
+
+
+class ShardRecord(Record):
+    """Record of a shard: its files, its numbers of packed and rejected images, and sums over its pixels."""
+
+    name: str
+    num_images: int
+    num_rejected: int
+    pixel_sum: tuple[float, float, float]  # per RGB channel, of values in 0..1
+    pixel_square_sum: tuple[float, float, float]
+    num_pixels: int
+    files: dict[str, FileEntry]  # the tar and its index; none where every image was rejected
+
+
+def _planned_bytes(sample: Sample, max_short_side: int) -> int:
+    """Return the size that the plan counts: the usual one where it is not known or the image is scaled down."""
+    size_bytes = sample.size_bytes or _USUAL_BYTES
+    return min(size_bytes, int(_USUAL_BYTES_PER_SQUARE * max_short_side**2)) if max_short_side else size_bytes
+
+
+def plan_shards(samples: Sequence[Sample], shard_bytes: int, max_short_side: int = 0) -> list[Sequence[Sample]]:
+    """Cut the listing into shards of equal size, as near to `shard_bytes` as that allows.
+
+    Depends on the listing and these settings alone, not on what is rejected later.
+    """
+    ends = list(accumulate(_planned_bytes(sample, max_short_side) + _MEMBER_OVERHEAD_BYTES for sample in samples))
+    if not ends:
+        return []
+    num_shards = max(1, round(ends[-1] / shard_bytes))
+    cuts = [bisect_left(ends, ends[-1] * number / num_shards) + 1 for number in range(1, num_shards)]
+    edges = [0, *cuts, len(samples)]
+    return [samples[start:end] for start, end in pairwise(edges) if start < end]
+
+
+def read_record(records: Path, name: str) -> ShardRecord | None:
+    """The record of a shard that is done, None of any other."""
+    try:
+        return ShardRecord.model_validate_json((records / f"{name}.json").read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def listing_file(records: Path, name: str) -> Path:
+    """Path of a shard's part of the listing: a JSON line per packed image."""
+    return records / f"{name}.jsonl"
+
+
+def rejected_file(records: Path, name: str) -> Path:
+    """Path of the listing of a shard's rejected files: a JSON line each, with path and reason."""
+    return records / f"{name}.rejected.jsonl"
+
+
+def record_files(records: Path, name: str) -> tuple[Path, ...]:
+    """All that is recorded of a shard."""
+    return records / f"{name}.json", listing_file(records, name), rejected_file(records, name)
+
+
+def write_shard(task: ShardTask) -> ShardRecord:
+    """Write one tar, its index, its part of the listing, and last its record."""
+    tar = task.folder / f"{task.name}.tar"
+    index = tar.with_suffix(".idx")
+    tar.unlink(missing_ok=True)  # a worker of a run that was killed just now may have it open still
+    with TarWriter(tar) as archive:
+        content = _fill(archive, task)
+    files = {}
+    if content.entries:
+        listed = archive.index()
+        index.write_bytes(listed)
+        files[tar.name] = FileEntry(size_bytes=archive.size_bytes, digest=archive.digest())
+        files[index.name] = FileEntry(size_bytes=len(listed), digest=digest_bytes(listed))
+    else:
+        tar.unlink()  # every image was rejected; an empty shard would stop DALI
+    record = ShardRecord(
+        name=task.name,
+        num_images=len(content.entries),
+        num_rejected=len(content.rejected),
+        pixel_sum=content.sums.values(),
+        pixel_square_sum=content.sums.squares(),
+        num_pixels=content.sums.num_pixels,
+        files=files,
+    )
+    write_atomically(listing_file(task.records, task.name), _json_lines(content.entries))
+    write_atomically(rejected_file(task.records, task.name), _json_lines(content.rejected))
+    write_atomically(task.records / f"{task.name}.json", record.model_dump_json().encode())
+    return record
+
+
+def _fill(archive: TarWriter, task: ShardTask) -> "_Content":
+    content = _Content()
+    for number, sample in enumerate(task.samples, task.first_index):
+        try:
+            data, extension, image = _image(task, sample)
+        except (Rejected, Unreadable) as reason:
+            content.rejected.append({"path": sample.path, "reason": str(reason)})
+            continue
+        except OSError as error:
+            content.rejected.append({"path": sample.path, "reason": f"{UNREADABLE}{error.strerror or error}"})
+            continue
+        key = f"{number:09d}"
+        archive.add(key, {extension: data, "cls": f"{sample.label:0{_LABEL_WIDTH}d}".encode()})
+        content.sums.add(image)
+        content.entries.append(
+            {
+                "key": key,
+                "path": sample.path,
+                "label": sample.label,
+                "height": image.height,
+                "width": image.width,
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+        )
+    return content
+
+
+def entries_of(listing: Path) -> Iterator[Mapping[str, Any]]:
+    """The entries of a listing, one at a time."""
+    with listing.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def _json_lines(entries: Sequence[Mapping[str, object]]) -> bytes:
+    """One JSON object a line, in UTF-8."""
+    # File names that are not UTF-8 hold lone surrogates; written as \udcXX they are JSON and come back the same.
+    return "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries).encode(errors="backslashreplace")
+
+
+def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image]:
+    """The bytes to pack, their extension, and the image that the loader will see.
+
+    Raises:
+        Rejected: it can't be used.
+        Unreadable: it must not or can't be read.
+        OSError: the same, from the system.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # decode checks, with a message of its own
+    data = read_sample(task.storage, sample)
+    extension, image = decode(data, task.max_pixels)
+    if 0 < task.max_short_side < min(image.size):
+        data, image = shrink(image, task.max_short_side, task.jpeg_quality)
+        extension = "jpg"
+    elif extension == "":
+        data, extension = as_png(image), "png"
+    return data, extension, image
+
+
+@dataclass(kw_only=True)
+class _Content:
+    entries: list[Mapping[str, object]] = field(default_factory=list)
+    rejected: list[Mapping[str, object]] = field(default_factory=list)
+    sums: PixelSums = field(default_factory=PixelSums)
+
+
+def _move_finished(records: Path, digest: str) -> int:
     """Move what killed runs have finished of this plan into the output of `records`. Returns how many shards that is.
 
     One that another process holds, or that is of another plan, stays as it is. What can't be moved is packed again.
@@ -64,15 +291,10 @@ def _move_from(output: Path, records: Path, digest: str) -> int:
             for own in reversed(record_files(theirs, file.stem)):  # the record last: it says that all the rest is there
                 own.replace(records / own.name)
             num_shards += 1
-        for half in (*output.glob("*.tar"), *output.glob("*.idx")):  # which nobody will finish
-            half.unlink()
+        for partial in (*output.glob("*.tar"), *output.glob("*.idx")):  # which nobody will finish
+            partial.unlink()
         shutil.rmtree(theirs)
     return num_shards
-
-
-JOINING = "joining"  # there while merge is at work: its shards are links, and writing into them would change the parts
-# What decides which bytes are packed where; the rest of the config says what is done about what is found.
-_PACKING = ("shard_bytes", "max_pixels", "max_short_side", "jpeg_quality")
 
 
 def stratified(samples: Sequence[Sample], seed: int) -> list[Sample]:
@@ -120,13 +342,17 @@ def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[S
         return tasks
     part, num_parts = (int(number) for number in config.part.split("/"))
     if not 1 <= part <= num_parts:
-        raise UserError(f"there is no part {config.part}: of {num_parts} parts the first is 1/{num_parts}")
+        raise UserError(
+            f"there is no part {config.part}: of {num_parts} parts the first is 1/{num_parts}",
+            code="no-such-part",
+            setting="preprocess.part",
+        )
     return tasks[part - 1 :: num_parts]
 
 
 def _cut(config: PreprocessConfig, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
     """Small sets are cut too, so that every core has a shard to pack and every rank one to read."""
-    total = sum(planned_bytes(sample, config.max_short_side) for sample in samples)
+    total = sum(_planned_bytes(sample, config.max_short_side) for sample in samples)
     return plan_shards(samples, min(config.shard_bytes, max(1_000_000, total // 8)), config.max_short_side)
 
 
@@ -142,36 +368,44 @@ def plan_digest(config: PreprocessConfig, source: Source) -> str:
 
 
 @contextmanager
-def open_output(output: Path) -> Iterator[Path]:
+def open_output(output: Path, *, joining: bool = False) -> Iterator[Path]:
     """The folder for records in the output directory: new, or left by a killed run.
 
     It goes again where nothing was planned, so that a data folder that can't be used leaves nothing behind.
+
+    Args:
+        output: the step's output directory.
+        joining: for merge, which starts again where a run of its own was killed or refused.
 
     Raises:
         UserError: the directory holds something else, or another process is at work in it.
     """
     records = output / UNFINISHED
-    if records.is_dir() and not (records / JOINING).exists() and not (output / MANIFEST).exists():
+    if records.is_dir() and (records / _JOINING).exists() == joining and not (output / MANIFEST).exists():
         (output / FAILURE).unlink(missing_ok=True)
     else:
         prepare_directory(output)
         records.mkdir()
+        if joining:
+            (records / _JOINING).touch()
     with (records / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process writes {output} at this moment; wait for it, or name another") from None
+            raise UserError(
+                f"another process writes {output} at this moment; wait for it, or name another", code="output-in-use"
+            ) from None
         clear_temporaries(output)
         try:
             yield records
         except BaseException:
-            if not (records / PLAN).exists():
+            if not joining and not (records / PLAN).exists():
                 shutil.rmtree(records)
             raise
 
 
-def take_over(records: Path, digest: str, log: StepLog) -> None:
-    """Note what is packed here and fetch what killed runs have of it, or see that one has packed the same here.
+def resume(records: Path, digest: str, log: StepLog) -> None:
+    """Note what is packed here and reuse what killed runs have of it, or see that one has packed the same here.
 
     Raises:
         UserError: it was something else.
@@ -179,13 +413,14 @@ def take_over(records: Path, digest: str, log: StepLog) -> None:
     plan = records / PLAN
     if not plan.exists():
         write_atomically(plan, digest.encode())
-        if num_shards := move_finished(records, digest):
-            log.note(f"going on where an earlier run stopped, with {num_shards} finished shards")
+        if num_shards := _move_finished(records, digest):
+            log.note(f"resuming where an earlier run stopped, with {num_shards} finished shards")
     elif plan.read_bytes() == digest.encode():
-        log.note("going on where an earlier run stopped")
+        log.note("resuming where an earlier run stopped")
     else:
         raise UserError(
-            f"{records.parent} holds an unfinished data set of other images or settings; empty it or name another"
+            f"{records.parent} holds an unfinished dataset of other images or settings; empty it or name another",
+            code="other-unfinished-output",
         )
 
 
@@ -216,13 +451,13 @@ def _finished(task: ShardTask) -> ShardRecord | None:
         (task.folder / name).is_file() and (task.folder / name).stat().st_size == entry.size_bytes
         for name, entry in record.files.items()
     )
-    return record if whole and not _may_be_mended(task, record) else None
+    return record if whole and not _may_be_fixed(task, record) else None
 
 
-def _may_be_mended(task: ShardTask, record: ShardRecord) -> bool:
-    """Whether a run came to its end here, was refused, and left out files of this shard that may be there by now.
+def _may_be_fixed(task: ShardTask, record: ShardRecord) -> bool:
+    """True if a run came to its end here, was refused, and left out files of this shard that may be there by now.
 
-    A file that was mended has another size mostly, and so the plan is another; of some no size is known.
+    A file that was fixed has another size mostly, and so the plan is another; of some no size is known.
     """
     if not record.num_rejected or not (task.folder / REJECTED).exists():
         return False
@@ -240,7 +475,8 @@ def _check_space(tasks: Sequence[ShardTask]) -> None:
         raise EngineryError(
             f"the disk of {folder} is too small for the shards: they take {needed_bytes / 1e6:,.1f} MB, and "
             f"{free_bytes / 1e6:,.1f} MB are free. Free some on that disk (old runs: enginery gc --keep 5), or write "
-            "to another one (runs: set ENGINERY_HOME; a single step: --output)"
+            "to another one (runs: set ENGINERY_HOME; a single step: --output)",
+            code="disk-full",
         )
 
 
@@ -265,6 +501,8 @@ def _written(tasks: Sequence[ShardTask], num_workers: int) -> Iterator[tuple[Sha
                 raise EngineryError(
                     "a process that packs images was killed, most often because memory ran out; pack with fewer than "
                     f"{num_workers}, by {how_to_set('preprocess', 'num_workers', str(max(1, num_workers // 2)))}, or "
-                    "lower max_pixels. What is packed is kept"
+                    "lower max_pixels. What is packed is kept",
+                    code="worker-killed",
+                    setting="preprocess.num_workers",
                 ) from None
             raise

@@ -5,19 +5,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import Artifact, DatasetManifest, DatasetPartManifest, seal
+from components.common.contracts.manifests import DatasetPartManifest, seal
 from components.common.process.steplog import StepLog
-from components.preprocess.assembling import REJECTED, Packed, assemble, check_rejected, entries_of, join_rejected
+from components.preprocess.assembling import RECORDS, Packed, assemble, check_rejected, join_rejected, report
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.data_card import DATA_CARD, Rejections
-from components.preprocess.data_issues import Problems
-from components.preprocess.packing import open_output, pack, plan_digest, plan_tasks, stratified, take_over
-from components.preprocess.shards import record_files
+from components.preprocess.packing import (
+    open_output,
+    pack,
+    plan_digest,
+    plan_tasks,
+    record_files,
+    resume,
+    stratified,
+)
 from components.preprocess.sources import check_data_folder, find_samples, is_uri, local_path
 from components.preprocess.sources.folders import is_visible
 from components.preprocess.sources.samples import VAL_NAMES
-
-RECORDS = "records"  # folder of a part with its shards' records
 
 
 def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
@@ -38,15 +41,13 @@ def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
         source.splits["train"] = stratified(source.splits["train"], config.seed)
         tasks = plan_tasks(config, source, output)
         digest = plan_digest(config, source)
-        take_over(records, f"{digest} {config.part}", log)
+        resume(records, f"{digest} {config.part}", log)
         packed = [Packed(record=record, records=records) for record in pack(config, tasks, log)]
         shutil.rmtree(scratch)
         if config.part:
             said = _close_part(config, source.classes, packed, digest, output)
         else:
-            artifact, problems = assemble(config, source.classes, packed, output)
-            report(artifact, problems, log)
-            said = outcome(artifact)
+            said = report(*assemble(config, source.classes, packed, output), log)
         shutil.rmtree(records)
     return said
 
@@ -66,7 +67,9 @@ def _check_apart(data: str, output: Path) -> None:
     if is_visible(inside) and (not has_splits or inside.split("/")[0] in (".", "train", *VAL_NAMES)):
         raise UserError(
             f"the output {output} lies in the data folder {local_path(data)}, where it would be taken for a class; "
-            "name one outside of it, and remove this one"
+            "name one outside of it, and remove this one",
+            code="output-in-data",
+            setting="output",
         )
 
 
@@ -96,35 +99,3 @@ def _close_part(
     )
     num_images = sum(one.record.num_images for one in packed)
     return f"part {config.part}: {num_images:,} images in {len(packed)} shards, {num_rejected} rejected"
-
-
-def report(artifact: Artifact[DatasetManifest], problems: Problems, log: StepLog) -> None:
-    """Tell tracking and the user what is in a data set."""
-    manifest = artifact.manifest
-    sizes = {f"num_{split}_images": float(info.num_images) for split, info in manifest.splits.items()}
-    log.metrics({**sizes, "num_rejected_files": float(manifest.num_rejected)})
-    for split, info in manifest.splits.items():
-        log.dataset(split, info.digest, info.num_images, "training" if split == "train" else "validation")
-    log.artifact(artifact.file(REJECTED))
-    log.artifact(artifact.file(DATA_CARD))
-    if manifest.num_rejected:
-        log.warning(_left_out(artifact.file(REJECTED)))
-    for line in problems.lines():
-        log.warning(line)
-
-
-def _left_out(listing: Path) -> str:
-    """How many files were left out and why, the most frequent reason first, with an example."""
-    rejections = Rejections.of(entries_of(listing))
-    kinds = "; ".join(f"{reason}: {number:,}" for reason, number in rejections.by_kind.items())
-    files = "1 unusable file" if rejections.num_files == 1 else f"{rejections.num_files:,} unusable files"
-    return f"{files} left out ({kinds}), such as {rejections.examples[0][0]}; {listing} lists all"
-
-
-def outcome(artifact: Artifact[DatasetManifest]) -> str:
-    """One line on a data set."""
-    splits = artifact.manifest.splits
-    return (
-        f"{splits['train'].num_images:,} training and {splits['val'].num_images:,} validation images, "
-        f"{len(artifact.manifest.classes)} classes, {artifact.manifest.num_rejected} rejected"
-    )

@@ -174,7 +174,7 @@ class BundleModel:
 
     def __init__(self, bundle: Artifact[BundleManifest], precision: Precision, runtime: RuntimeOption) -> None:
         try:
-            from components.common.data.image_batches import ImageBatches
+            from components.common.data.dali_pipelines import ImageBatches
         except ModuleNotFoundError as error:
             raise RuntimeUnavailable(
                 f"images are decoded by NVIDIA DALI as in validation, and it does not import ({error}); it needs no "

@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb
 from PIL import Image
 
 from components.common.contracts.errors import UserError
-from components.common.data.image_batches import ImageBatches
+from components.common.data.dali_pipelines import ImageBatches
 from components.serve.admission_control import PendingRequests, refusal
 from components.serve.repository_check import open_from
 

@@ -6,7 +6,7 @@ import time
 import torch
 from torch import nn
 
-from components.common.data.loader_damage import NO_MEMORY
+from components.common.data.loader import NO_MEMORY
 from components.common.runtimes.architectures import build_model
 from components.train.arithmetic import pick_precision
 from components.train.batches import BatchPlan

@@ -160,7 +160,7 @@ def _loaders(
         "num_shards": world.world_size,
         "device_id": world.device_id,
         "num_threads": threads_per_process(world.local_world_size),
-        "stuck_after_s": config.read_timeout_s,
+        "read_timeout_s": config.read_timeout_s,
     }
     train = Loader(
         data,
@@ -169,7 +169,7 @@ def _loaders(
         batches_per_step=plan.num_accumulated,
         augmentation=config.augmentation,
         image_sizes=config.image_sizes,
-        half=pick_precision(config, world.device) != torch.float32,
+        fp16=pick_precision(config, world.device) != torch.float32,
         seed=config.seed,
         state=None if saved is None else saved.of_rank(world.rank)["loader"],
         **own,

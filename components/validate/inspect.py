@@ -21,9 +21,9 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, BundleManifest
 from components.common.contracts.records import Precision
 from components.common.contracts.transforms import TransformSpec
+from components.common.data.dali_pipelines import load_image
 from components.common.data.evaluation import probabilities
 from components.common.data.image_files import check_encoded, undecodable
-from components.common.data.loader import load_image
 from components.common.runtimes import RuntimeOption
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.selection import RuntimeSelection, select_runtimes

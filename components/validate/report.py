@@ -37,8 +37,7 @@ from components.common.contracts.records import (
 from components.common.contracts.statistics import SIGNIFICANCE, holm, mcnemar, paired_difference
 from components.common.contracts.verdict import judge
 from components.common.data.evaluation import Predictions
-from components.common.data.image_files import open_image
-from components.common.data.loader_damage import image_places
+from components.common.data.image_files import image_places, open_image
 from components.validate import report_text, speed_text
 from components.validate.charts import confusion_picture, layers_chart, speed_chart, training_chart, trials_chart
 from components.validate.config import ValidateConfig

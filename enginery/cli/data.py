@@ -1,4 +1,4 @@
-"""`enginery data`: write one of the built-in data sets into a directory."""
+"""`enginery data`: write one of the built-in datasets into a directory."""
 
 import errno
 import shlex
@@ -18,7 +18,7 @@ DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
 
 @click.group()
 def data() -> None:
-    """Write a built-in data set as folders of JPEG files."""
+    """Write a built-in dataset as folders of JPEG files."""
 
 
 @data.command()
@@ -31,7 +31,7 @@ def digits(directory: Path) -> None:
     """
     from enginery.datasets.digits import write_digits
 
-    with _writable(directory):
+    with _translate_errors(directory):
         _report(write_digits(directory))
 
 
@@ -64,7 +64,7 @@ def textures(
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = new_console(stderr=True)
     with (
-        _writable(directory),
+        _translate_errors(directory),
         Progress(TextColumn("writing images"), *columns, console=console, transient=True) as progress,
     ):
         bar = progress.add_task("images", total=num_train + num_val)
@@ -82,8 +82,8 @@ def textures(
 
 
 @contextmanager
-def _writable(directory: Path) -> Iterator[None]:
-    """Tell what stands in the way of writing a data set.
+def _translate_errors(directory: Path) -> Iterator[None]:
+    """Translate the errors of writing a dataset.
 
     Raises:
         UserError: this user can't write there.
@@ -94,11 +94,13 @@ def _writable(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise EngineryError(
-                f"no space left to write the data set to {directory}. Free some on that disk and give the same command "
-                "again, which continues; or name a directory on another disk"
+                f"no space left to write the dataset to {directory}. Free some on that disk and give the same command "
+                "again, which continues; or name a directory on another disk",
+                code="disk-full",
             ) from error
         raise UserError(
-            f"can't write the data set to {directory}: {error.strerror or error}. Name a directory that you may write"
+            f"can't write the dataset to {directory}: {error.strerror or error}. Name a directory that you may write",
+            code="unwritable-directory",
         ) from error
 
 

@@ -1,12 +1,27 @@
-"""The built-in data sets of `enginery data`: real handwritten digits, and procedural textures of any number."""
+"""The built-in datasets of `enginery data`: real handwritten digits, and procedural textures of any number.
 
+Their directory is begun by one set of arguments, and continued only by the same. While a dataset is being written it
+holds `dataset.partial.json`, and `dataset.json` once it is complete; both hold the arguments. Images appear under their
+final name only when whole, so a killed run continues where it stopped.
+"""
+
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import write_atomically
+
+COMPLETE = "dataset.json"
+PARTIAL = "dataset.partial.json"
+
+Arguments = Mapping[str, str | int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSummary:
-    """What a data set's directory holds, and how it came to."""
+    """The content of a dataset's directory."""
 
     directory: Path
     num_images: int
@@ -16,3 +31,69 @@ class DatasetSummary:
     """Wall time of this call."""
     already_complete: bool = False
     """True: an earlier call with the same arguments had finished, and this one wrote nothing."""
+
+
+def begin(directory: Path, arguments: Arguments) -> bool:
+    """Claim a directory for a dataset.
+
+    Returns:
+        True when the directory already holds exactly this dataset, complete: nothing is left to do.
+
+    Raises:
+        UserError: the directory holds something else, or the same dataset of other arguments.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file, and a directory is needed. Name another path.", code="no-directory")
+    for name, state in ((COMPLETE, "a complete"), (PARTIAL, "an unfinished")):
+        path = directory / name
+        if not path.exists():
+            continue
+        found = _read(path)
+        if found == dict(arguments):
+            return name == COMPLETE
+        raise UserError(
+            f"{directory} holds {state} dataset of other arguments: {_differences(found, arguments)}. "
+            f"Give another directory, the arguments it was begun with, or delete it (rm -r {directory}).",
+            code="other-dataset",
+        )
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(
+            f"{directory} is not empty, and its files were not written by `enginery data` "
+            f"(there is no {COMPLETE}). Give an empty or a new directory.",
+            code="directory-not-empty",
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / PARTIAL, json.dumps(dict(arguments), indent=2).encode() + b"\n")
+    return False
+
+
+def finish(directory: Path) -> None:
+    """Mark the dataset as complete. Call it once every image is written."""
+    (directory / PARTIAL).replace(directory / COMPLETE)
+
+
+def is_written(path: Path) -> bool:
+    """True if an earlier run wrote this image. Zero bytes are what a power cut leaves of a file."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write an image that exists under its name only when whole. Not synced, since it can be made again."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def _read(path: Path) -> dict[str, str | int]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} holds no arguments ({error}). Delete {path.parent} and write it again.", code="damaged-arguments"
+        ) from error
+
+
+def _differences(found: Arguments, wanted: Arguments) -> str:
+    """`seed is 1, not 0` for each argument that differs."""
+    names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+    return ", ".join(f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'given')}" for name in names)

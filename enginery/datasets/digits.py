@@ -1,4 +1,4 @@
-"""The quick data set: scikit-learn's 1,797 real handwritten digits, as JPEG files.
+"""The quick dataset: scikit-learn's 1,797 real handwritten digits, as JPEG files.
 
 Source: UCI "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998), its test part
 """
@@ -11,8 +11,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from enginery.datasets import DatasetSummary
-from enginery.datasets.directory import begin, finish, is_written, write_whole
+from enginery.datasets import DatasetSummary, begin, finish, is_written, write_whole
 
 IMAGE_SIZE = 32  # px, from 8
 JPEG_QUALITY = 95

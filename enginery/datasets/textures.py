@@ -3,10 +3,6 @@
 import io
 import math
 import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -18,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFilter
 
+from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
-from enginery.datasets import DatasetSummary
-from enginery.datasets.directory import begin, finish, is_written, write_whole
+from components.common.process.lifetime import end_with_creator
+from enginery.datasets import DatasetSummary, begin, finish, is_written, write_whole
 
 Array = npt.NDArray[np.float32]
 
@@ -43,7 +40,7 @@ BASE_SIZE = 224  # px; wavelengths are given at this size and scale with the ima
 
 @dataclass(frozen=True, kw_only=True)
 class Canvas:
-    """Where a structure is drawn: rotated, shifted and bent coordinates in units of its wavelength."""
+    """Coordinates of a structure: rotated, shifted and bent coordinates in units of its wavelength."""
 
     x: Array
     """[size, size], wavelengths, across the structure."""
@@ -297,7 +294,7 @@ class _Task:
     """Some images of one class and split, for one worker."""
 
     folder: Path
-    """Where they go: DIR/<split>/<class>."""
+    """DIR/<split>/<class>."""
     seed: int
     split: int
     """Index into SPLITS."""
@@ -354,7 +351,7 @@ def write_textures(
         tasks = list(_tasks(directory, num_classes, (num_train, num_val), seed, image_size))
         for folder in {task.folder for task in tasks}:
             folder.mkdir(parents=True, exist_ok=True)
-        _run(tasks, num_workers or num_usable_cores(), on_progress or (lambda num_images: None))
+        _run(tasks, num_workers or num_cores(), on_progress or (lambda num_images: None))
         finish(directory)
     return DatasetSummary(
         directory=directory,
@@ -363,11 +360,6 @@ def write_textures(
         seconds=time.perf_counter() - started,
         already_complete=already_complete,
     )
-
-
-def num_usable_cores() -> int:
-    """Cores that this process may run on (a container's or taskset's share, not the machine's)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(num_classes: int, num_train: int, num_val: int, seed: int, image_size: int, num_workers: int) -> None:
@@ -382,7 +374,11 @@ def _check(num_classes: int, num_train: int, num_val: int, seed: int, image_size
         if value < least:
             reason = " (one image per class)" if name in ("num_train", "num_val") else ""
             option = "--" + name.replace("_", "-")
-            raise UserError(f"{name} is {value}, and must be at least {least}{reason}. Change {option}.")
+            raise UserError(
+                f"{name} is {value}, and must be at least {least}{reason}. Change {option}.",
+                code="invalid-setting",
+                setting=option,
+            )
 
 
 def _tasks(
@@ -411,7 +407,7 @@ def _run(tasks: list[_Task], num_workers: int, on_progress: Callable[[int], None
         return
     # spawn: forking a process that has threads (a progress bar's) can deadlock the child
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(num_workers, len(tasks)), mp_context=context, initializer=_start_worker)
+    pool = ProcessPoolExecutor(min(num_workers, len(tasks)), mp_context=context, initializer=end_with_creator)
     try:
         pending: set[Future[int]] = {pool.submit(_write_task, task) for task in tasks}
         while pending:
@@ -420,19 +416,6 @@ def _run(tasks: list[_Task], num_workers: int, on_progress: Callable[[int], None
                 on_progress(future.result())
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    """A worker leaves Ctrl-C to its parent, and ends when the parent is gone, however it ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # true of every process that multiprocessing starts
-
-    def die_with_parent() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=die_with_parent, daemon=True).start()
 
 
 def _write_task(task: _Task) -> int:

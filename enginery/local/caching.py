@@ -294,7 +294,7 @@ def _contents(setting: str, value: str) -> str:
     if is_uri(value):
         return uuid.uuid4().hex  # whether a remote folder is still the same is unknown: it is read again
     # A table names images beside and below it.
-    return fingerprint(local_path(value).parent if kind_of(value) in ("csv", "parquet") else local_path(value))
+    return fingerprint(local_path(value).parent if kind_of(value).is_table else local_path(value))
 
 
 def fingerprint(path: Path) -> str:

@@ -105,8 +105,8 @@ def _listed(arguments: Mapping[str, Any], scratch: Path) -> Source | None:
 def _is_listed_soon(data: str) -> bool:
     kind = kind_of(data)
     if is_uri(data):
-        return kind in ("csv", "parquet")
-    return kind != "compressed tar" or local_path(data).stat().st_size <= _MAX_UNPACKED_BYTES
+        return kind.is_table
+    return not kind.is_compressed or local_path(data).stat().st_size <= _MAX_UNPACKED_BYTES
 
 
 def _preprocess_config(arguments: Mapping[str, Any]) -> PreprocessConfig:

@@ -10,7 +10,8 @@ import multiprocessing
 import queue
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import psutil
@@ -63,29 +64,35 @@ def originals() -> list[bytes]:
     return files
 
 
+def mutate(chance: random.Random, data: bytearray, donors: Sequence[bytes]) -> None:
+    """Change, cut, repeat or put in some bytes, or swap them for a donor's."""
+    start = chance.randrange(len(data)) if data else 0
+    end = min(len(data), start + chance.choice((1, 2, 8, 64, 512, 2048)))
+    way = chance.randrange(8)
+    if way == 0 and data:
+        data[start] ^= 1 << chance.randrange(8)
+    elif way == 1 and data:
+        data[start] = chance.choice((0, 0x20, 0x30, 0x39, 0xFF, 0xD8, 0xD9, 0xDA, 0xC0, chance.randrange(256)))
+    elif way == 2:
+        data[start:end] = chance.choice((b"\0", b"\xff", b"7", b"9", b"\x80")) * (end - start)
+    elif way == 3:
+        del data[start:]
+    elif way == 4:
+        del data[start:end]
+    elif way == 5:
+        data[start:start] = data[start:end] * chance.choice((1, 1, 40))
+    elif way == 6:
+        data[start:start] = chance.randbytes(end - start)
+    else:
+        data[start:end] = chance.choice(donors)[start:end]
+
+
 def damaged(number: int, seed: int, files: list[bytes]) -> bytes:
-    """Case `number`: one of the files with bytes changed, cut, repeated, swapped or put in."""
+    """Case `number`: one of the files, damaged."""
     chance = random.Random(f"{seed}:{number}")
     data = bytearray(chance.choice(files))
     for _ in range(chance.choice((1, 1, 1, 2, 4, 16))):
-        start = chance.randrange(len(data)) if data else 0
-        end = min(len(data), start + chance.choice((1, 2, 8, 64, 512)))
-        way = chance.randrange(7)
-        if way == 0 and data:
-            data[start] ^= 1 << chance.randrange(8)
-        elif way == 1 and data:
-            data[start] = chance.choice((0, 0xFF, 0xD8, 0xD9, 0xDA, 0xC0, chance.randrange(256)))
-        elif way == 2:
-            del data[start:]
-        elif way == 3:
-            del data[start:end]
-        elif way == 4:
-            data[start:start] = data[start:end]
-        elif way == 5:
-            data[start:start] = chance.randbytes(end - start)
-        else:
-            other = chance.choice(files)
-            data[start:end] = other[start:end]
+        mutate(chance, data, files)
     return bytes(data)
 
 
@@ -158,36 +165,32 @@ def run_cases(num_cases: int, seed: int, check: Check, batch: int = BATCH) -> It
         worker.start()
         failure = ""
         while batches and not failure:
-            waited = time.monotonic()
-            while True:
-                try:
-                    found = results.get(timeout=1.0)
-                    break
-                except queue.Empty:
-                    if not worker.is_alive():
-                        failure = f"the process died with exit code {worker.exitcode}"
-                        break
-                    if psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED:  # by somebody: no hang
-                        waited = time.monotonic()
-                    if time.monotonic() - waited > _PATIENCE_S:
-                        failure = f"nothing came for {_PATIENCE_S:g} s"
-                        break
-            if failure:
-                yield batches[0].start, f"{failure}, in the cases {batches[0].start} to {batches[0].stop - 1}"
-                batches = batches[1:]
+            found = _next_result(worker, results)
+            numbers, *batches = batches
+            if isinstance(found, str):
+                failure = found
+                yield numbers.start, f"{failure}, in the cases {numbers.start} to {numbers.stop - 1}"
             else:
                 yield from found.items()
-                batches = batches[1:]
         worker.kill()
         worker.join()
 
 
-def _work(
-    batches: list[range],
-    seed: int,
-    check: Callable[[range, int], dict[int, str]],
-    results: "multiprocessing.Queue[dict[int, str]]",
-) -> None:
+def _next_result(worker: Any, results: "multiprocessing.Queue[dict[int, str]]") -> dict[int, str] | str:
+    """The failures of the next batch, or why there are none."""
+    waited = time.monotonic()
+    while time.monotonic() - waited <= _PATIENCE_S:
+        try:
+            return results.get(timeout=1.0)
+        except queue.Empty:
+            if not worker.is_alive():
+                return f"the process died with exit code {worker.exitcode}"
+            if psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED:  # by somebody: no hang
+                waited = time.monotonic()
+    return f"nothing came for {_PATIENCE_S:g} s"
+
+
+def _work(batches: list[range], seed: int, check: Check, results: "multiprocessing.Queue[dict[int, str]]") -> None:
     for numbers in batches:
         results.put(check(numbers, seed))
     results.close()

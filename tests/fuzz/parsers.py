@@ -35,6 +35,7 @@ from components.common.contracts.manifests import (
 )
 from components.export.onnx_export import read_user_onnx
 from components.preprocess.sources import Unreadable, find_samples, read_sample
+from tests.fuzz.images import mutate
 
 BATCH = 50
 MAX_SECONDS = 10.0
@@ -148,29 +149,14 @@ def damaged(number: int, seed: int) -> tuple[str, bytes]:
     name = chance.choice([*originals()])
     data = bytearray(originals()[name][0])
     for _ in range(chance.choice((1, 1, 2, 4, 16))):
-        start = chance.randrange(len(data)) if data else 0
-        end = min(len(data), start + chance.choice((1, 2, 8, 64, 512)))
-        way = chance.randrange(8)
-        if way == 0 and data:
-            data[start] ^= 1 << chance.randrange(8)
-        elif way == 1:
-            data[start:end] = chance.choice((b"\0", b"\xff", b"7", b"9", b"\x80")) * (end - start)
-        elif way == 2:
-            del data[start:]
-        elif way == 3:
-            del data[start:end]
-        elif way == 4:
-            data[start:start] = data[start:end] * chance.choice((1, 1, 40))
-        elif way == 5:
-            data[start:start] = chance.randbytes(end - start)
-        elif way == 6:  # of a tar: another type or size of a member
-            head = start - start % 512
-            data[head + 156 : head + 157] = chance.choice(b"01234567LKxgSV").to_bytes()
-            data[head + 124 : head + 136] = f"{chance.choice((0, 1, 511, 8**10, 8**11 - 1)):011o}\0".encode()
-            _set_checksum(data, head)
-        else:
-            other = originals()[chance.choice([*originals()])][0]
-            data[start:end] = other[start:end]
+        if chance.randrange(8):
+            mutate(chance, data, [file for file, _ in originals().values()])
+            continue
+        # Of a tar: another type or size of a member.
+        head = chance.randrange(len(data)) // 512 * 512 if data else 0
+        data[head + 156 : head + 157] = chance.choice(b"01234567LKxgSV").to_bytes()
+        data[head + 124 : head + 136] = f"{chance.choice((0, 1, 511, 8**10, 8**11 - 1)):011o}\0".encode()
+        _set_checksum(data, head)
     return name, bytes(data)
 
 

@@ -16,12 +16,10 @@ from PIL import Image
 
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, load
-from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import transform_for
 from components.common.data.loader import Loader
-from components.common.process.steplog import StepLog
-from components.preprocess.config import PreprocessConfig
-from components.preprocess.run import run
+from tests.conftest import preprocess
+from tests.fuzz.images import mutate
 
 BATCH = 10
 _NUM_IMAGES = 12
@@ -37,9 +35,7 @@ def original() -> Artifact[DatasetManifest]:
         file.parent.mkdir(parents=True, exist_ok=True)
         pixels = chance.integers(0, 255, (16, 16, 3), np.uint8)
         Image.fromarray(pixels).save(file if number % 3 else file.with_suffix(".jpg"))
-    config = resolve(PreprocessConfig, "preprocess", {"data": str(folder / "images"), "num_workers": 1})
-    run(config, StepLog("preprocess"), output=folder / "dataset")
-    return load(folder / "dataset", DatasetManifest)
+    return preprocess(folder / "images", folder / "dataset")
 
 
 def damage(number: int, seed: int, dataset: Artifact[DatasetManifest]) -> tuple[str, bytes]:
@@ -47,25 +43,11 @@ def damage(number: int, seed: int, dataset: Artifact[DatasetManifest]) -> tuple[
     chance = random.Random(f"{seed}:{number}")
     (shard,) = dataset.manifest.splits["val"].shards
     name = chance.choice((shard, str(Path(shard).with_suffix(".idx"))))
-    data = bytearray(dataset.file(name).read_bytes())
-    before = bytes(data)
-    while bytes(data) == before:
+    before = dataset.file(name).read_bytes()
+    data = bytearray(before)
+    while data == before:
         for _ in range(chance.choice((1, 1, 2, 8))):
-            start = chance.randrange(max(1, len(data)))
-            end = min(len(data), start + chance.choice((1, 8, 512, 2048)))
-            way = chance.randrange(6)
-            if way == 0 and data:
-                data[start] ^= 1 << chance.randrange(8)
-            elif way == 1 and data:
-                data[start] = chance.choice((0, 0x20, 0x30, 0x39, 0xFF))
-            elif way == 2:
-                del data[start:]
-            elif way == 3:
-                del data[start:end]
-            elif way == 4:
-                data[start:start] = data[start:end]
-            else:
-                data[start:end] = chance.randbytes(end - start)
+            mutate(chance, data, [before])
     return name, bytes(data)
 
 
@@ -92,7 +74,7 @@ def _problem(folder: Path, dataset: Artifact[DatasetManifest]) -> str:
     spec = transform_for(16, resize_ratio=1.0)
     damaged = Artifact(path=folder, manifest=dataset.manifest, digest=dataset.digest)
     try:
-        loader = Loader(damaged, "val", spec, batch_size=5, num_threads=1, stuck_after_s=20)
+        loader = Loader(damaged, "val", spec, batch_size=5, num_threads=1, read_timeout_s=20)
         num_images = sum(len(batch.labels) for batch in loader)
     except EngineryError:
         return ""

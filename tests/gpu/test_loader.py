@@ -63,7 +63,7 @@ def pictures(
 def test_evaluation_gives_the_images_of_the_cpu(
     pictures: Artifact[DatasetManifest], interpolation: Any, hw_decoder_load: float
 ) -> None:
-    """The CPU's are torchvision's (tests/unit/test_loader.py), to the same tolerance."""
+    """The CPU's are torchvision's (tests/unit/common/test_loader.py), to the same tolerance."""
     spec = transform_for(160, resize_ratio=1.14, interpolation=interpolation)
     expected = Loader(pictures, "val", spec, batch_size=8)
     actual = Loader(pictures, "val", spec, batch_size=8, device_id=0, hw_decoder_load=hw_decoder_load)
@@ -162,6 +162,6 @@ def test_the_process_is_told_of_a_reader_that_is_stuck(pictures: Artifact[Datase
     shard.unlink()
     os.mkfifo(shard)
     with pytest.raises(EngineryError, match=r"reading the val split of .* is stuck"):
-        Loader(dataset, "val", SPEC, batch_size=8, device_id=0, stuck_after_s=1.0)
+        Loader(dataset, "val", SPEC, batch_size=8, device_id=0, read_timeout_s=1.0)
     with shard.open("wb"):  # lets go of the thread
         pass

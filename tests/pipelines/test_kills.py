@@ -222,7 +222,7 @@ def killed_in_packing(home: Home, how: str, seed: int, settings: list[str]) -> P
     (partial,) = run.directory.glob(pattern)
     kill(run, worker, how)
     text = run.end()
-    assert not re.search("(going on|resuming) where", text)
+    assert "resuming where" not in text
     assert list(partial.glob("*-*.json")), text
     return partial.parent
 
@@ -239,8 +239,7 @@ def test_the_next_run_resumes_the_packing_of_a_killed_one(all_digits: Path, tmp_
     run.wait_for_any(f"artifacts/*/preprocess/*/{MANIFEST}")
     (dataset,) = run.directory.glob("artifacts/*/preprocess/*")
     run.process.send_signal(signal.SIGINT)  # the other steps are of no interest here
-    expected = f"(going on|resuming) where an earlier run stopped, with {len(done)} finished shards"
-    assert re.search(expected, run.end())
+    assert f"resuming where an earlier run stopped, with {len(done)} finished shards" in run.end()
     assert {name: (dataset / f"{name}.tar").stat().st_mtime_ns for name in done} == before
     unbroken = tmp_path / "unbroken"
     command = [sys.executable, "-m", "components.preprocess", "--data", str(all_digits), "--output", str(unbroken)]

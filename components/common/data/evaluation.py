@@ -24,28 +24,28 @@ _SUM_TOLERANCE = 1e-2  # of probabilities, which FP16 adds up to no better
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceBins:
-    """How sure a model was and how often it was right, by confidence: 15 bins of equal width over 0..1.
+    """Confidence and accuracy of a model in 15 bins of equal width over 0..1, the confidence.
 
     Bin i holds confidences above i/15 and up to (i+1)/15. Its size does not depend on the number of images.
     """
 
     counts: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images
     confidences: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))  # [15] float64, sums of 0..1
-    rights: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images predicted right
+    num_correct: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images
 
     def add(self, confidences: np.ndarray, right: np.ndarray) -> None:
         """Count a batch: confidences [B] float in 0..1, right [B] bool."""
         bins = np.clip(np.ceil(confidences * NUM_BINS).astype(int) - 1, 0, NUM_BINS - 1)
         np.add.at(self.counts, bins, 1)
         np.add.at(self.confidences, bins, confidences)
-        np.add.at(self.rights, bins, right)
+        np.add.at(self.num_correct, bins, right)
 
     def __add__(self, other: "ConfidenceBins") -> "ConfidenceBins":
         """The bins of both sets of images together."""
         return ConfidenceBins(
             counts=self.counts + other.counts,
             confidences=self.confidences + other.confidences,
-            rights=self.rights + other.rights,
+            num_correct=self.num_correct + other.num_correct,
         )
 
     @property
@@ -56,7 +56,7 @@ class ConfidenceBins:
         al., "On Calibration of Modern Neural Networks", 2017, equation 3). 0 is best.
         """
         num_images = int(self.counts.sum())
-        return 100 * float(np.abs(self.confidences - self.rights).sum()) / num_images if num_images else None
+        return 100 * float(np.abs(self.confidences - self.num_correct).sum()) / num_images if num_images else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Predictions:
 
     @property
     def right(self) -> np.ndarray:
-        """[N] bool: whether the most likely class is the label."""
+        """[N] bool: True where the most likely class is the label."""
         right: np.ndarray = self.top[:, 0] == self.labels
         return right
 
@@ -261,5 +261,5 @@ def most_likely(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _are_probabilities(logits: np.ndarray) -> bool:
-    """Whether one image's output ([classes] float) is that of a softmax already."""
+    """True if one image's output ([classes] float) is that of a softmax already."""
     return bool(logits.min() >= 0 and abs(logits.sum(dtype=np.float64) - 1) < _SUM_TOLERANCE)

@@ -1,12 +1,15 @@
-"""Encoded images of unknown origin: whether they are what preprocess takes, and what to say where they are not."""
+"""Encoded images: the formats that preprocess takes, the errors about others, and where they lie in a shard."""
 
 import io
+from collections.abc import Iterator
+from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
 
-# What preprocess takes into a data set: these formats, and of TIFF only what DALI reads as Pillow does.
+IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")  # of members of a shard
+# What preprocess takes into a dataset: these formats, and of TIFF only what DALI reads as Pillow does.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 _TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
 _ACCEPTED = "take a JPEG, PNG, WebP, BMP or TIFF of 8 bits per channel"
@@ -38,20 +41,34 @@ def check_encoded(data: bytes, name: str) -> int:
     try:
         with open_image(data) as image:
             if image.format == "TIFF" and image.mode not in _TIFF_MODES:
-                raise UserError(f"{name} is a TIFF of mode {image.mode}, which is not supported; {_ACCEPTED}")
+                raise UserError(
+                    f"{name} is a TIFF of mode {image.mode}, which is not supported; {_ACCEPTED}",
+                    code="unsupported-tiff",
+                )
             image.load()
             return image.width * image.height
     except UserError:
         raise
     except UnidentifiedImageError:
-        raise UserError(f"{name} is not an image; {_ACCEPTED}") from None
+        raise UserError(f"{name} is not an image; {_ACCEPTED}", code="not-an-image") from None
     except Image.DecompressionBombError as error:
-        raise UserError(f"{name} is too large: {error}; make it smaller") from None
+        raise UserError(f"{name} is too large: {error}; make it smaller", code="image-too-large") from None
     except Exception as error:  # Pillow's parsers let everything through
-        raise UserError(f"{name} is damaged: {error}; save it anew as JPEG or PNG") from None
+        raise UserError(f"{name} is damaged: {error}; save it again as JPEG or PNG", code="damaged-image") from None
 
 
 def undecodable(error: RuntimeError, name: str) -> UserError:
-    """What to say where DALI refuses an image all the same."""
+    """The error about an image that DALI refuses all the same."""
     reason = " ".join(str(error).rpartition("encountered:")[2].partition("Current pipeline")[0].split())
-    return UserError(f"{name} can't be decoded ({reason}); save it anew as JPEG or PNG")
+    return UserError(f"{name} can't be decoded ({reason}); save it again as JPEG or PNG", code="damaged-image")
+
+
+def image_places(index: Path) -> Iterator[tuple[str, int, int]]:
+    """Key, offset and size of each image of a shard, from its DALI index: "jpg 512 778 000000000.jpg cls ..."."""
+    with index.open(encoding="utf-8") as lines:
+        next(lines)  # version and number of samples
+        for line in lines:
+            parts = line.split()
+            for extension, offset, size, name in zip(*[iter(parts)] * 4, strict=True):
+                if extension != "cls":
+                    yield name.removesuffix(f".{extension}"), int(offset), int(size)

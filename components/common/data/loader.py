@@ -1,10 +1,17 @@
 """Batches of a dataset's shards by its TransformSpec, on the CPU or a GPU: for training, calibration, validation."""
 
 import base64
+import hashlib
+import json
 import math
+import queue
+import tarfile
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,21 +24,16 @@ from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 from pydantic import Field, ValidationError, model_validator
 
-from components.common.contracts.digests import digest_json
+from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest, first_problem
 from components.common.contracts.records import Record, Split
 from components.common.contracts.transforms import Augmentation, TransformSpec
-from components.common.data.loader_damage import IMAGE_EXTENSIONS, Watchdog, check_indexes, explained
-from components.common.data.loader_pipelines import (
-    decoder_options,
-    evaluation_pipeline,
-    file_pipeline,
-    training_pipeline,
-)
+from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
+from components.common.data.image_files import IMAGE_EXTENSIONS
 
-# On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other goes on. The
+# On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other works. The
 # second one leaves out up to a batch more, so up to a step: only where an epoch has many.
 _NUM_PIPELINES = 2
 _MIN_STEPS = 32
@@ -39,14 +41,14 @@ _MIN_STEPS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """What one process reads of a split and delivers, epoch by epoch."""
+    """Images that one process reads of a split, and batches that it delivers, epoch by epoch."""
 
     num_shards: int
     """Processes that have a part of the split; in evaluation no more than there are images."""
     num_pipelines: int
-    """Of DALI's in each process, each with its share of the process's part."""
+    """DALI pipelines of each process, each with its share of the process's part."""
     num_images: int
-    """Of this process's part."""
+    """Images of this process's part."""
     num_batches: int
     """That are delivered."""
     num_read: int
@@ -91,7 +93,7 @@ def plan_training(
     # The smallest share decides for all, so that no rank waits for a batch that never comes.
     num_batches = num_images // num_shares // batch_size * num_pipelines // batches_per_step * batches_per_step
     if not num_batches:
-        raise UserError(_too_few(num_images, step_size, num_shards, num_pipelines))
+        raise _too_few(num_images, step_size, num_shards, num_pipelines)
     return EpochPlan(
         num_shards=num_shards,
         num_pipelines=num_pipelines,
@@ -109,18 +111,21 @@ def _part(num_images: int, shard_id: int, num_shards: int) -> int:
     return last - first
 
 
-def _too_few(num_images: int, step_size: int, num_shards: int, num_pipelines: int) -> str:
+def _too_few(num_images: int, step_size: int, num_shards: int, num_pipelines: int) -> UserError:
     largest = num_images // num_shards * num_shards
-    few = f"{num_images} training images are too few for one batch of {step_size} on each of {num_shards} processes"
+    setting = "train.global_batch_size"
     if not largest:
-        return f"{few}; train with {num_images} or fewer, or add images"
-    if step_size * num_shards <= largest:
-        return f"{few}, each with {num_pipelines} pipelines; leave num_pipelines at 0, or take fewer"
-    return f"{few}; set train.global_batch_size to {largest} or less"
+        setting, fix = "", f"; train with {num_images} or fewer, or add images"
+    elif step_size * num_shards <= largest:
+        setting, fix = "", f", each with {num_pipelines} pipelines; leave num_pipelines at 0, or take fewer"
+    else:
+        fix = f"; set {setting} to {largest} or less"
+    few = f"{num_images} training images are too few for one batch of {step_size} on each of {num_shards} processes"
+    return UserError(f"{few}{fix}", code="too-few-images", setting=setting)
 
 
 class LoaderState(Record):
-    """Where a training loader stands: numbers and text only."""
+    """State of a training loader: numbers and text only."""
 
     num_delivered: int = Field(ge=0, description="Batches since the first epoch began.")
     identity: dict[str, Any] = Field(description="What decides which batches come, by name.")
@@ -139,7 +144,7 @@ class LoaderState(Record):
         return self
 
     def differences(self, identity: dict[str, Any]) -> list[str]:
-        """What `identity` has otherwise, for a person."""
+        """Describe what `identity` has otherwise."""
         return [
             f"{name} {self.identity.get(name)} instead of {value}"
             for name, value in identity.items()
@@ -193,13 +198,16 @@ class Mixer:
         return images.contiguous(memory_format=torch.channels_last), labels
 
 
-STUCK_AFTER_S = 300.0
+_RENEW = "Make the dataset again with `python -m components.preprocess` (in a pipeline: enginery run ... --no-reuse)"
+# What an error says when memory ran out: torch, CUDA; DALI (dali/core/cuda_error.h), twice; cuDNN and cuBLAS; torch on
+# a CPU.
+NO_MEMORY = ("out of memory", "Can't allocate", "CUDA allocation failed", "ALLOC_FAILED", "can't allocate memory")
+READ_TIMEOUT_S = 300.0
 # Of the JPEG files, the share that the hardware decoder takes. DALI's own 0.65 is slower on an H200 (see
 # benchmarks/loader.py).
 HW_DECODER_LOAD = 0.9
 
 _Result = TypeVar("_Result")
-
 
 _MAX_PENDING = 2  # copies that may be under way; each keeps a batch of DALI's from being overwritten
 
@@ -252,7 +260,7 @@ class Loader:
         augmentation: None for evaluation.
         image_sizes: side of training images in pixels, epoch by epoch, the last one for all that follow; empty
             for always spec.crop_size.
-        half: in training, deliver float16: what autocast makes of images anyway, in half the memory.
+        fp16: in training, deliver float16: what autocast makes of images anyway, in half the memory.
         seed: of shuffling and augmentation.
         shard_id: this process's part of the split, 0 <= shard_id < num_shards.
         num_shards: processes that share the split.
@@ -261,8 +269,8 @@ class Loader:
         hw_decoder_load: share of the JPEG files that a GPU's hardware decoder takes, where it has one; 0..1.
         num_pipelines: of training: DALI pipelines that make batches by turns, each from its share of the part; 0 for
             two on a GPU, where an epoch has 32 steps or more, and one otherwise.
-        stuck_after_s: seconds without a batch after which reading counts as stuck.
-        state: what `state` of a training loader returned: go on behind the batch that was delivered last.
+        read_timeout_s: seconds without a batch after which reading counts as stuck.
+        state: what `state` of a training loader returned: resume behind the batch that was delivered last.
 
     Raises:
         EngineryError: a shard can't be read, reading is stuck, or `state` is damaged or of another loader.
@@ -279,7 +287,7 @@ class Loader:
         batches_per_step: int = 1,
         augmentation: Augmentation | None = None,
         image_sizes: Sequence[int] = (),
-        half: bool = False,
+        fp16: bool = False,
         seed: int = 0,
         shard_id: int = 0,
         num_shards: int = 1,
@@ -287,11 +295,11 @@ class Loader:
         num_threads: int = 0,
         hw_decoder_load: float = HW_DECODER_LOAD,
         num_pipelines: int = 0,
-        stuck_after_s: float = STUCK_AFTER_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
         state: dict[str, Any] | None = None,
     ) -> None:
         self._dataset, self._split, self._device_id = dataset, split, device_id
-        self._stuck_after_s = stuck_after_s
+        self._read_timeout_s = read_timeout_s
         self._training = augmentation is not None
         self._seed = (seed, shard_id)
         info = dataset.manifest.splits[split]  # type: ignore[index]
@@ -317,7 +325,7 @@ class Loader:
             "device": "cpu" if device_id is None else "gpu",
             "augmentation": augmentation.model_dump(mode="json") if augmentation else None,
             "image_sizes": list(image_sizes),
-            "half": half,
+            "half": fp16,
             "spec": spec.model_dump(mode="json"),
             "dali": dali.__version__,
         }
@@ -343,17 +351,17 @@ class Loader:
             checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
             return _training_iterator(
-                training_pipeline(readers[share], spec, augmentation, decoder, sizes, half, **own, **resume)
+                training_pipeline(readers[share], spec, augmentation, decoder, sizes, fp16, **own, **resume)
             )
 
         self._iterators: list[DALIGenericIterator] = []
         self._turn = 0 if saved is None else saved.num_delivered % self.num_batches % num_pipelines
-        self._watchdog = Watchdog(f"loader of {split}", stuck_after_s)
+        self._watchdog = Watchdog(f"loader of {split}", read_timeout_s)
         if not self.num_images:  # DALI wants one in each part
             return
         # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
         self._watched(lambda: _open_all(readers[0]))
-        self._watched(lambda: check_indexes(dataset, split))
+        self._watched(lambda: _check_indexes(dataset, split))
         for share in range(num_pipelines):
             self._iterators.append(self._watched(partial(build, share)))
 
@@ -377,7 +385,7 @@ class Loader:
             yield Batch(images=images, labels=labels)
 
     def state(self) -> dict[str, Any]:
-        """Where training stands, behind the batch that was delivered last: numbers and text only.
+        """Return the state of training behind the batch that was delivered last: numbers and text only.
 
         A Loader made with the same arguments and this `state` delivers the batches that this one will deliver:
         the same images in the same order with the same augmentation. Batches that DALI has prepared ahead don't
@@ -393,17 +401,19 @@ class Loader:
         ).model_dump(mode="json")
 
     def _saved(self, state: dict[str, Any]) -> LoaderState:
-        where = f"can't go on in the middle of the {self._split} split of {self._dataset.path}: the saved state is"
+        where = f"can't resume in the middle of the {self._split} split of {self._dataset.path}: the saved state is"
         try:
             saved = LoaderState.model_validate(state)
         except ValidationError as error:
             raise EngineryError(
-                f"{where} damaged, or no loader's ({first_problem(error)}). Take an earlier checkpoint, or start anew"
+                f"{where} damaged, or no loader's ({first_problem(error)}). Take an earlier checkpoint, or start again",
+                code="damaged-loader-state",
             ) from None
         if differing := saved.differences(self._identity):
             raise EngineryError(
-                f"{where} of {', '.join(differing)}. Go on with the settings and versions of the interrupted run, or "
-                "start anew"
+                f"{where} of {', '.join(differing)}. Resume with the settings and versions of the interrupted run, "
+                "or start again",
+                code="other-loader-state",
             )
         return saved
 
@@ -427,13 +437,14 @@ class Loader:
 
     def _watched(self, function: Callable[[], _Result]) -> _Result:
         try:
-            with explained(self._dataset, self._split):
+            with translate_errors(self._dataset, self._split):
                 return self._watchdog.call(function)
         except TimeoutError as error:
             raise EngineryError(
                 f"reading the {self._split} split of {self._dataset.path} is stuck: nothing came in "
-                f"{self._stuck_after_s:g} seconds. See whether its storage answers: "
-                f"cat {self._dataset.path}/{self._split}-*.tar > /dev/null"
+                f"{self._read_timeout_s:g} seconds. See whether its storage answers: "
+                f"cat {self._dataset.path}/{self._split}-*.tar > /dev/null",
+                code="read-timeout",
             ) from error
 
 
@@ -489,20 +500,121 @@ def _labels(encoded: torch.Tensor) -> torch.Tensor:
     return (digits * powers).sum(dim=1)
 
 
-def load_image(encoded: bytes, spec: TransformSpec) -> np.ndarray:
-    """One image file as evaluation delivers it: by the same operators, decoded on the CPU.
+class Watchdog:
+    """Runs calls, one after the other, in a thread of its own, and waits for each no longer than `limit_s` seconds.
 
-    Args:
-        encoded: the file's content, in a format of IMAGE_EXTENSIONS.
-        spec: resize, crop and normalization.
+    A call that is stuck stays so: nothing can end a thread that hangs in a library. Its thread is a daemon, so the
+    process can still end, and holds what the call belongs to, so that no destructor waits for it either.
+    """
 
-    Returns:
-        [1, 3, crop_size, crop_size] float32, normalized, C-contiguous.
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._stuck = False
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """Return what `function` returns, and raise what it raises.
+
+        Raises:
+            TimeoutError: this call, or one before it, did not come back in time.
+        """
+        future: Future[_Result] = Future()
+        if self._stuck:
+            raise TimeoutError
+        self._calls.put((future, function))
+        try:
+            return future.result(self._limit_s)
+        except TimeoutError:
+            self._stuck = not future.done()  # or the function raised it
+            raise
+
+
+def _serve(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (call := calls.get()) is not None:
+        _run(*call)
+        del call  # it would keep a batch alive while this thread waits for the next call
+
+
+def _run(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # whatever it is, the caller raises it
+        future.set_exception(error)
+
+
+@contextmanager
+def translate_errors(dataset: Artifact[DatasetManifest], split: str) -> Iterator[None]:
+    """Turn what DALI says of a damaged shard, which names neither shard nor image, into one message.
 
     Raises:
-        RuntimeError: DALI can't decode it.
+        EngineryError: a sample could not be read or decoded. Other errors, such as no GPU memory, pass.
     """
-    pipe = file_pipeline(encoded, spec, batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
-    pipe.build()
-    (images,) = pipe.run()
-    return np.ascontiguousarray(np.asarray(images.as_array()).transpose(0, 3, 1, 2))
+    try:
+        yield
+    except (RuntimeError, UnicodeDecodeError) as error:
+        if isinstance(error, UnicodeDecodeError):  # a damaged index put odd bytes into DALI's own message
+            reason = "what it says of it is no text"
+        else:
+            text = str(error)
+            of_data = "readers.webdataset" in text or "decoders.image" in text
+            if not of_data or any(sign in text for sign in NO_MEMORY):
+                raise
+            reason = " ".join(text.rpartition("encountered:")[2].partition("Current pipeline")[0].split())
+        damaged = _first_damaged_sample(dataset, split)
+        if damaged:
+            raise EngineryError(f"{damaged}. {_RENEW} (DALI: {reason})", code="damaged-dataset") from error
+        raise EngineryError(
+            f"DALI can't decode the {split} split of {dataset.path}, though every sample is as preprocess packed it: "
+            f"{reason}. `enginery doctor` shows whether DALI works here",
+            code="undecodable-dataset",
+        ) from error
+
+
+def _check_indexes(dataset: Artifact[DatasetManifest], split: str) -> None:
+    """See that the shards' indexes are as preprocess wrote them: DALI believes them, and crashes on some damaged ones.
+
+    Raises:
+        EngineryError: one is not.
+    """
+    for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
+        if problem := _index_problem(dataset, shard):
+            raise EngineryError(f"{problem}. {_RENEW}", code="damaged-dataset")
+
+
+def _index_problem(dataset: Artifact[DatasetManifest], shard: str) -> str:
+    index = dataset.file(shard).with_suffix(".idx")
+    try:
+        found = digest_file(index)
+    except FileNotFoundError:
+        return f"the index {index} is missing"
+    if found != dataset.manifest.files[index.name].digest:
+        return f"the index {index} is damaged: it is not what preprocess wrote"
+    return ""
+
+
+def _first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str:
+    """The first sample of a split that is not what preprocess packed, as a sentence; empty when all are."""
+    with dataset.file(f"{split}.jsonl").open(encoding="utf-8") as lines:
+        entries = {entry["key"]: entry for entry in map(json.loads, lines)}
+    for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
+        file = dataset.file(shard)
+        if problem := _index_problem(dataset, shard):
+            return problem
+        try:
+            with tarfile.open(file) as archive:
+                for member in archive:
+                    key, _, extension = member.name.partition(".")
+                    content = archive.extractfile(member)
+                    if extension not in IMAGE_EXTENSIONS or content is None:
+                        continue
+                    entry = entries.get(key, {"path": "unknown", "sha256": ""})
+                    if hashlib.sha256(content.read()).hexdigest() != entry["sha256"]:
+                        return (
+                            f"the shard {file} is damaged: sample {member.name}, made from {entry['path']}, "
+                            "is not what preprocess packed"
+                        )
+        except (OSError, tarfile.TarError) as error:
+            return f"the shard {file} is damaged: {error}"
+    return ""

@@ -2,22 +2,156 @@
 
 A place (a folder here or behind a URI) or an archive gives a tree of files; what the tree's layout says of classes and
 splits, with a storage that reads the files, is a source. Tables and WebDataset tars name their images themselves.
+
+Each kind of source is an entry of KINDS. A new one is a function that lists its samples, and an entry.
 """
 
-from components.preprocess.sources.finding import find_samples
-from components.preprocess.sources.locations import check_data_folder, is_uri, kind_of, local_path
-from components.preprocess.sources.samples import Sample, Source, Storage, Unreadable, counts_by_label, read_sample
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from components.common.contracts.errors import UserError
+from components.preprocess.sources.folders import LocalTree, folder_source, remote_tree
+from components.preprocess.sources.places import (
+    FileStorage,
+    RemotePlace,
+    check_uri,
+    file_name,
+    is_uri,
+    is_web,
+    local_path,
+    locate,
+)
+from components.preprocess.sources.samples import (
+    Options,
+    Sample,
+    Source,
+    Storage,
+    Unreadable,
+    read_class_names,
+    read_sample,
+    with_refused,
+)
+from components.preprocess.sources.tables import csv_rows, parquet_rows, table_source
+from components.preprocess.sources.tars import compressed_tar_source, shard_source, tar_files, tar_source
+from components.preprocess.sources.zips import zip_source
 
 __all__ = [
+    "Kind",
     "Sample",
     "Source",
     "Storage",
     "Unreadable",
     "check_data_folder",
-    "counts_by_label",
     "find_samples",
     "is_uri",
     "kind_of",
     "local_path",
     "read_sample",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of source."""
+
+    suffixes: tuple[str, ...]
+    """Ends of its files' names."""
+    list_samples: Callable[[str, Path, Options], Source]
+    """Lists the samples of a path or URI, with an empty folder for what must be fetched or decompressed."""
+    is_table: bool = False
+    """True if it names images that lie beside it."""
+    is_compressed: bool = False
+    """True if all of it must be read to list it."""
+
+
+def _list_folder(data: str, _: Path, options: Options) -> Source:
+    place = locate(data)
+    tree, refused = remote_tree(place) if isinstance(place, RemotePlace) else (LocalTree(place), {})
+    if tars := tar_files(tree):
+        return with_refused(shard_source(place, tars, options), refused)
+    return with_refused(folder_source(tree, FileStorage(place), options), refused)
+
+
+FOLDER = Kind(suffixes=(), list_samples=_list_folder)
+KINDS = (
+    Kind(suffixes=(".tar",), list_samples=tar_source),
+    Kind(
+        suffixes=(".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"),
+        list_samples=compressed_tar_source,
+        is_compressed=True,
+    ),
+    Kind(suffixes=(".zip",), list_samples=zip_source),
+    Kind(suffixes=(".csv",), list_samples=partial(table_source, csv_rows), is_table=True),
+    Kind(suffixes=(".parquet",), list_samples=partial(table_source, parquet_rows), is_table=True),
+)
+
+
+def kind_of(data: str) -> Kind:
+    """Return the kind by the end of the name, FOLDER where that says nothing; a folder here may have any name."""
+    if not is_uri(data) and local_path(data).is_dir():
+        return FOLDER
+    name = file_name(data)
+    return next((kind for kind in KINDS if name.endswith(kind.suffixes)), FOLDER)
+
+
+def check_data_folder(data: str) -> None:
+    """Look whether `data` can be read at all, which takes no time; what it holds is found out by the step.
+
+    Raises:
+        UserError: it is not there, may not be read, is of no kind that is read, or is a URI that can't be used here.
+    """
+    kind = kind_of(data)
+    wanted = (
+        "name a folder with one sub-folder of images per class, an archive of it or a table "
+        f"({', '.join(suffix for kind in KINDS for suffix in kind.suffixes)})"
+    )
+    if is_uri(data):
+        check_uri(data)
+        if is_web(data) and kind is FOLDER:
+            raise UserError(
+                f"a web server lists no folders, so {data} can't be read as one; name an archive or a table",
+                code="unlisted-folder",
+                setting="data",
+            )
+        return
+    path = local_path(data)
+    if not path.exists():
+        raise UserError(
+            f"the data folder {path} does not exist; {wanted}. To try: enginery data digits digits",
+            code="no-data",
+            setting="data",
+        )
+    if not path.is_dir() and (not path.is_file() or kind is FOLDER):
+        raise UserError(
+            f"the data {path} is a file, not a folder, and of no kind that is read; {wanted}",
+            code="unknown-data-kind",
+            setting="data",
+        )
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        raise UserError(
+            f"no permission to read the data {path}; make it readable for you (chmod -R u+rX)",
+            code="no-permission",
+            setting="data",
+        )
+
+
+def find_samples(data: str, *, val_fraction: float, seed: int, class_names_file: str, scratch: Path) -> Source:
+    """List the images of `data` and split them.
+
+    Args:
+        data: a path or an fsspec URI of a folder, an archive or a table.
+        val_fraction: share of each class held out where the data has no split of its own.
+        seed: of that choice.
+        class_names_file: class names in the order of their labels; empty for the data's own.
+        scratch: an empty folder for what must be fetched or decompressed, needed until all samples are read.
+
+    Raises:
+        UserError: it can't be read, or holds no labelled images that can be split.
+        EngineryError: `scratch` is too small.
+    """
+    check_data_folder(data)
+    names = read_class_names(Path(class_names_file)) if class_names_file else None
+    return kind_of(data).list_samples(data, scratch, Options(names=names, val_fraction=val_fraction, seed=seed))

@@ -1,13 +1,25 @@
-"""Trees whose folders are the classes: one per class, train/ and val/, and ImageNet as Kaggle packs it."""
+"""Trees whose folders are the classes, on a disk, behind a URI or in an archive.
+
+One folder per class, train/ and val/ of them, and ImageNet as Kaggle packs it.
+"""
 
 import csv
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from components.common.contracts.errors import UserError
-from components.preprocess.sources.locations import FileStorage, LocalPlace, RemotePlace, is_below, told_plainly
+from components.preprocess.sources.places import (
+    FileStorage,
+    LocalPlace,
+    RemotePlace,
+    is_below,
+    nothing_at,
+    translate_errors,
+)
 from components.preprocess.sources.samples import (
     SYNSET_MAPS,
     VAL_NAMES,
@@ -37,35 +49,57 @@ class File(NamedTuple):
     zipped: ZipEntry | None = None
 
 
-class Tree(Protocol):
-    """Paths are relative to the tree, with forward slashes; "" is the tree itself."""
+@dataclass(kw_only=True)
+class Listing:
+    """The content of an archive."""
 
-    @property
-    def name(self) -> str:
-        """How messages call it."""
+    files: dict[str, File] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)  # why an image must not be read, by path
+    texts: dict[str, bytes] = field(default_factory=dict)  # content of a tar's .cls files
 
-    def folders(self, path: str) -> list[str]:
-        """Names of the sub-folders, sorted. Raises UserError where they can't be read."""
+    def add(self, member: File, *, is_folder: bool, is_regular: bool) -> str:
+        """Take a member. Of members with the same name the last one counts, as when they are extracted.
 
-    def names(self, path: str) -> list[str]:
-        """Names of the files directly in a folder, sorted."""
-
-    def files(self, path: str) -> Iterator[File]:
-        """All files below a folder: its own first, then those of each sub-folder, sorted by name."""
-
-    def read(self, path: str) -> bytes:
-        """The bytes of a file. Raises OSError or Unreadable."""
+        Returns:
+            Its path in the shortest form; empty for what is no file that may be read.
+        """
+        path = safe_path(member.path)
+        if not is_visible(member.path):
+            return ""
+        if path and is_folder:
+            self.folders.add(path)
+            return ""
+        name = path or member.path
+        self.files.pop(name, None)
+        self.refused.pop(name, None)
+        self.texts.pop(name, None)
+        if path and is_regular:
+            self.files[path] = member._replace(path=path)
+            return path
+        if path is None and not is_folder:
+            self.refused[name] = "a path out of the archive"
+        elif path and is_image_name(name):
+            self.refused[name] = "no regular file of the archive"
+        return ""
 
 
 class LocalTree:
-    """A folder of this machine. Links are followed as long as they stay inside."""
+    """A folder of this machine. Links are followed as long as they stay inside.
+
+    Paths are relative to the tree, with forward slashes; "" is the tree itself.
+    """
 
     def __init__(self, place: LocalPlace) -> None:
         self.name = place.name
         self._place = place
 
     def folders(self, path: str) -> list[str]:
-        """As Tree. One that is a link to the folder it lies in, or to one above, can't be a class or split."""
+        """Names of the sub-folders, sorted.
+
+        Raises:
+            UserError: they can't be read, or one is a link to the folder it lies in or to one above.
+        """
         names = [entry.name for entry in self._scan(path) if _is_folder(entry)]
         here = self._real(path)
         for name in names:
@@ -73,18 +107,22 @@ class LocalTree:
             if here == real or is_below(here, real):
                 raise UserError(
                     f"{shown(self.name, joined(path, name))} is a link to {real}, in which it lies itself, so it is no "
-                    "folder of images; remove the link"
+                    "folder of images; remove the link",
+                    code="link-loop",
                 )
         return checked(names, shown(self.name, path))
 
     def names(self, path: str) -> list[str]:
-        """As Tree."""
+        """Names of the files directly in a folder, sorted."""
         return [entry.name for entry in self._scan(path) if not _is_folder(entry)]
 
     def files(self, path: str) -> Iterator[File]:
-        """As Tree. A folder that several links lead to is listed once, and one that leads out as a file."""
+        """All files below a folder: its own first, then those of each sub-folder, sorted by name.
+
+        A folder that several links lead to is listed once, and one that leads out as a file.
+        """
         root = self._place.root
-        seen = {root, *(self._real(above) for above in _above(path))}
+        seen = {root, *(self._real(str(above)) for above in PurePosixPath(path).parents)}
         waiting = [path]
         while waiting:
             current = waiting.pop()
@@ -103,7 +141,7 @@ class LocalTree:
             waiting += reversed(inside)
 
     def read(self, path: str) -> bytes:
-        """As Tree."""
+        """The bytes of a file. Raises OSError or Unreadable."""
         return self._place.read(path)
 
     def _real(self, path: str) -> str:
@@ -114,14 +152,16 @@ class LocalTree:
         if path and not is_below(real := os.path.realpath(full), self._place.root) and real != self._place.root:
             raise UserError(
                 f"{shown(self.name, path)} is a link out of the data folder, to {real}; put a copy of that folder in "
-                "its place (cp -rL), or mount it there"
+                "its place (cp -rL), or mount it there",
+                code="link-out",
             )
         try:
             with os.scandir(full) as entries:
                 return sorted((entry for entry in entries if is_visible(entry.name)), key=lambda entry: entry.name)
         except OSError as error:
             raise UserError(
-                f"can't read {shown(self.name, path)}: {error.strerror}; make it readable for you (chmod -R u+rX)"
+                f"can't read {shown(self.name, path)}: {error.strerror}; make it readable for you (chmod -R u+rX)",
+                code="no-permission",
             ) from None
 
 
@@ -147,18 +187,21 @@ class ListedTree:
                 num_characters += len(folder)
                 folder = above
             if num_characters > _MAX_NAME_CHARACTERS:
-                raise UserError(f"{name} has too many folders, or too many in one another; take the odd ones away")
+                raise UserError(
+                    f"{name} has too many folders, or too many in one another; take the odd ones away",
+                    code="too-many-folders",
+                )
 
     def folders(self, path: str) -> list[str]:
-        """As Tree."""
+        """As LocalTree."""
         return checked(sorted(self._folders.get(path, ())), shown(self.name, path))
 
     def names(self, path: str) -> list[str]:
-        """As Tree."""
+        """As LocalTree."""
         return sorted(file.path.rpartition("/")[2] for file in self._files.get(path, ()))
 
     def files(self, path: str) -> Iterator[File]:
-        """As Tree."""
+        """As LocalTree."""
         waiting = [path]
         while waiting:
             current = waiting.pop()
@@ -166,11 +209,14 @@ class ListedTree:
             waiting += [joined(current, name) for name in sorted(self._folders.get(current, ()), reverse=True)]
 
     def read(self, path: str) -> bytes:
-        """As Tree."""
+        """As LocalTree."""
         file = next((file for file in self._files.get(path.rpartition("/")[0], ()) if file.path == path), None)
         if file is None:
             raise FileNotFoundError(path)
         return self._storage.read(sample_of(file, 0))
+
+
+Tree = LocalTree | ListedTree
 
 
 def remote_tree(place: RemotePlace) -> tuple[ListedTree, dict[str, str]]:
@@ -182,7 +228,7 @@ def remote_tree(place: RemotePlace) -> tuple[ListedTree, dict[str, str]]:
     Raises:
         UserError: it can't be listed, or there is nothing.
     """
-    with told_plainly(place.name):
+    with translate_errors(place.name):
         driver, root = place.file_system()
         found = driver.find(root, detail=True)
     files, refused = {}, {}
@@ -197,7 +243,7 @@ def remote_tree(place: RemotePlace) -> tuple[ListedTree, dict[str, str]]:
         else:
             files[path] = File(path, int(info.get("size") or 0))
     if not files and not refused:
-        raise UserError(f"there is nothing at {place.name}; check the spelling, and that this account sees it")
+        raise nothing_at(place.name)
     return ListedTree(place.name, files.values(), FileStorage(place)), refused
 
 
@@ -213,12 +259,12 @@ def safe_path(raw: str) -> str | None:
 
 
 def is_visible(path: str) -> bool:
-    """Whether no part of it is hidden or what macOS adds to archives. "." and ".." are not hidden."""
+    """True if no part of it is hidden or what macOS adds to archives. "." and ".." are not hidden."""
     return not any(part == "__MACOSX" or (part.startswith(".") and part not in (".", "..")) for part in path.split("/"))
 
 
 def is_image_name(path: str) -> bool:
-    """Whether a name promises an image that can be read."""
+    """True if a name promises an image that can be read."""
     return path.lower().endswith(_IMAGE_SUFFIXES)
 
 
@@ -228,7 +274,7 @@ def joined(folder: str, name: str) -> str:
 
 
 def shown(root: str, path: str) -> str:
-    """How messages call `path`."""
+    """Return the name of `path` in messages."""
     return f"{root.rstrip('/')}/{path}" if path else root
 
 
@@ -242,14 +288,10 @@ def checked(names: list[str], where: str) -> list[str]:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{where} has a folder whose name is not UTF-8: {name!r}; rename it") from None
+            raise UserError(
+                f"{where} has a folder whose name is not UTF-8: {name!r}; rename it", code="not-utf8"
+            ) from None
     return names
-
-
-def _above(path: str) -> Iterator[str]:
-    """The folders that `path` lies in, without the tree itself."""
-    while path := path.rpartition("/")[0]:
-        yield path
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -267,24 +309,46 @@ def folder_source(tree: Tree, storage: Storage, options: Options) -> Source:
     Raises:
         UserError: no classes, no images, or too few images of a class to split.
     """
-    base = _KAGGLE_BASE if is_kaggle_imagenet(tree) else ""
+    base = _KAGGLE_BASE if _is_kaggle_imagenet(tree) else ""
     folders = tree.folders(base)
     where = shown(tree.name, base)
     if not folders:
-        raise UserError(f"{where} has no sub-folders, so no classes; arrange the images as {_WANTED}")
+        raise _no_class_folders(where)
     if _has_splits(tree, base, folders):
         return _presplit(tree, base, folders, storage, options)
     classes = _classes(tree, folders, where, options)
-    samples: dict[int, list[Sample]] = {}
-    for folder in _by_label(folders, classes):
-        label = classes.labels[folder]
-        samples.setdefault(label, []).extend(_samples(tree, folder, label))
-    splits = hold_out(samples, classes.names, options)
+    samples = [sample for folder in folders for sample in _samples(tree, folder, classes.labels[folder])]
+    splits = hold_out(samples, classes.names, options, labels={classes.labels[folder] for folder in folders})
     return Source(classes=classes.names, splits=splits, storage=storage)
 
 
-def is_kaggle_imagenet(tree: Tree) -> bool:
-    """Whether train/ lies three folders deep, as in Kaggle's archive of ImageNet."""
+def archive_source(data: str, listing: Listing, storage: Storage, options: Options) -> Source:
+    """List the images of an archive. Paths of samples begin below its only top folder, if it has one.
+
+    Raises:
+        UserError: as folder_source.
+    """
+    tree = ListedTree(data, listing.files.values(), storage, listing.folders)
+    tops = tree.folders("")
+    if len(tops) > 1 or _is_kaggle_imagenet(tree) or not (tops and tree.folders(tops[0])):
+        return with_refused(folder_source(tree, storage, options), listing.refused)
+    top = f"{tops[0]}/"
+    files = [file._replace(path=file.path[len(top) :]) for file in listing.files.values() if file.path.startswith(top)]
+    folders = [folder[len(top) :] for folder in listing.folders if folder.startswith(top)]
+    # "../": no path of the tree begins so
+    refused = {
+        path[len(top) :] if path.startswith(top) else f"../{path}": reason for path, reason in listing.refused.items()
+    }
+    return with_refused(folder_source(ListedTree(data, files, storage, folders), storage, options), refused)
+
+
+def damaged(name: str, problem: str) -> UserError:
+    """The error about an archive that can't be read."""
+    return UserError(f"{name} {problem}; make it again, or fetch it again", code="damaged-archive")
+
+
+def _is_kaggle_imagenet(tree: Tree) -> bool:
+    """True if train/ lies three folders deep, as in Kaggle's archive of ImageNet."""
     path = ""
     for name in (*_KAGGLE_BASE.split("/"), "train"):
         if name not in tree.folders(path):
@@ -293,14 +357,20 @@ def is_kaggle_imagenet(tree: Tree) -> bool:
     return True
 
 
+def _no_class_folders(where: str) -> UserError:
+    return UserError(
+        f"{where} has no sub-folders, so no classes; arrange the images as {_WANTED}", code="no-class-folders"
+    )
+
+
 def _has_splits(tree: Tree, base: str, folders: Sequence[str]) -> bool:
-    """Whether there is train/ or val/. One of them without folders of its own, among others, is a class: railways."""
+    """True if there is train/ or val/. One of them without folders of its own, among others, is a class: railways."""
     found = [name for name in _split_names(folders) if name in folders]
     return len(found) == 2 or (bool(found) and (len(folders) == 1 or bool(tree.folders(joined(base, found[0])))))
 
 
 def _split_names(folders: Sequence[str]) -> tuple[str, str]:
-    """How the two splits are called. "valid" is one only beside train/: without, it may be a class, like "invalid"."""
+    """Return the names of the splits. "valid" is one only beside train/: without, it may be a class, like "invalid"."""
     val = next((name for name in VAL_NAMES if name in folders), "val")
     return "train", val if "train" in folders else "val"
 
@@ -310,33 +380,40 @@ def _presplit(tree: Tree, base: str, folders: Sequence[str], storage: Storage, o
     missing = [name for name in split_names if name not in folders]
     where = shown(tree.name, base)
     if len(both := [name for name in VAL_NAMES if name in folders]) > 1:
-        raise UserError(f"{where} has {'/ and '.join(both)}/, which are called the same split; keep one of them there")
+        raise UserError(
+            f"{where} has {'/ and '.join(both)}/, which are called the same split; keep one of them there",
+            code="two-validation-folders",
+        )
     if missing:
         raise UserError(
             f"{where} has {'/, '.join(folders[:5])}/ but no {missing[0]}/; it needs both train/ and val/. Add "
-            f"{where}/{missing[0]}, or name the folder that holds the classes, and it is split for you"
+            f"{where}/{missing[0]}, or name the folder that holds the classes, and it is split for you",
+            code="missing-split",
         )
     train, val = (joined(base, name) for name in split_names)
     of_train, of_val = tree.folders(train), tree.folders(val)
     where_train, where_val = shown(tree.name, train), shown(tree.name, val)
     if not of_train:
-        raise UserError(f"{where_train} has no sub-folders, so no classes; arrange the images as {_WANTED}")
+        raise _no_class_folders(where_train)
     if extra := sorted(set(of_val) - set(of_train)):
         raise UserError(
             f"{where_val} has classes that train/ has not: {', '.join(extra[:5])}. Add them to train/ or remove "
-            "them; folder names must agree to the letter"
+            "them; folder names must agree to the letter",
+            code="unknown-classes",
         )
     classes = _classes(tree, of_train, where_train, options)
     listed: dict[str, list[Sample]] = {"train": [], "val": []}
     for split, path, names in (("train", train, of_train), ("val", val, of_val)):
-        for folder in _by_label(names, classes):
+        for folder in sorted(names, key=lambda name: classes.labels[name]):
             listed[split] += _samples(tree, joined(path, folder), classes.labels[folder])
     unlabelled: dict[str, str] = {}
     if not of_val and tree.names(val):
         listed["val"], unlabelled = _flat_val(tree, base, val, classes)
     for name, samples in zip(split_names, listed.values(), strict=True):
         if not samples:
-            raise UserError(f"{where}/{name} holds no files; put images into its folders, one folder per class")
+            raise UserError(
+                f"{where}/{name} holds no files; put images into its folders, one folder per class", code="empty-split"
+            )
     return with_refused(Source(classes=classes.names, splits=listed, storage=storage), unlabelled)
 
 
@@ -351,7 +428,8 @@ def _flat_val(tree: Tree, base: str, val: str, classes: ClassNames) -> tuple[lis
     if not homes:
         raise UserError(
             f"{where} holds files but no folder per class; arrange its images as in train/, or put ImageNet's "
-            f"{_SOLUTION} into {tree.name}"
+            f"{_SOLUTION} into {tree.name}",
+            code="no-validation-labels",
         )
     wnids = _solution(tree, joined(homes[0], _SOLUTION))
     samples, unlabelled = [], {}
@@ -361,7 +439,10 @@ def _flat_val(tree: Tree, base: str, val: str, classes: ClassNames) -> tuple[lis
         if wnid is None:
             unlabelled[file.path] = f"{_SOLUTION} does not name it"
         elif wnid not in classes.labels:
-            raise UserError(f"{_SOLUTION} gives {image_id} the class {wnid}, which train/ has not; add it to train/")
+            raise UserError(
+                f"{_SOLUTION} gives {image_id} the class {wnid}, which train/ has not; add it to train/",
+                code="unknown-classes",
+            )
         else:
             samples.append(sample_of(file, classes.labels[wnid]))
     return samples, unlabelled
@@ -373,11 +454,17 @@ def _solution(tree: Tree, path: str) -> Mapping[str, str]:
     where = shown(tree.name, path)
     rows = csv.DictReader(io.StringIO(_text(tree, path)))
     if not {"ImageId", "PredictionString"} <= set(rows.fieldnames or ()):
-        raise UserError(f"{where} needs the columns ImageId,PredictionString; take the file that comes with ImageNet")
+        raise UserError(
+            f"{where} needs the columns ImageId,PredictionString; take the file that comes with ImageNet",
+            code="invalid-solution-table",
+        )
     for number, row in enumerate(rows, 2):
         words = (row["PredictionString"] or "").split()
         if not words:
-            raise UserError(f"{where}, row {number}: PredictionString is empty; take the file that comes with ImageNet")
+            raise UserError(
+                f"{where}, row {number}: PredictionString is empty; take the file that comes with ImageNet",
+                code="invalid-solution-table",
+            )
         wnids[row["ImageId"]] = words[0]
     return wnids
 
@@ -388,7 +475,9 @@ def _classes(tree: Tree, folders: Sequence[str], where: str, options: Options) -
     if unknown:
         raise UserError(
             f"{where} has folders that {'class_names_file' if options.names else 'the synset map'} does not name: "
-            f"{', '.join(unknown[:5])}. Add their names to the file, or take the folders away"
+            f"{', '.join(unknown[:5])}. Add their names to the file, or take the folders away",
+            code="unknown-classes",
+            setting="preprocess.class_names_file" if options.names else "",
         )
     check_two_classes(
         classes.names,
@@ -399,7 +488,7 @@ def _classes(tree: Tree, folders: Sequence[str], where: str, options: Options) -
 
 
 def _from_synset_map(tree: Tree, folders: Sequence[str]) -> ClassNames | None:
-    """Of a synset map in the root, the classes that there are folders of; None where they have other names."""
+    """Return the classes of a synset map in the root that there are folders of; None where they have other names."""
     found = [name for name in SYNSET_MAPS if name in tree.names("")]
     if not found:
         return None
@@ -412,16 +501,12 @@ def _from_synset_map(tree: Tree, folders: Sequence[str]) -> ClassNames | None:
 
 def _text(tree: Tree, path: str) -> str:
     where = shown(tree.name, path)
-    with told_plainly(where):
+    with translate_errors(where):
         data = tree.read(path)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8 ({error}); write it anew in that encoding") from None
-
-
-def _by_label(folders: Sequence[str], classes: ClassNames) -> list[str]:
-    return sorted(folders, key=lambda folder: (classes.labels[folder], folder))
+        raise UserError(f"{where} is not UTF-8 ({error}); write it again in that encoding", code="not-utf8") from None
 
 
 def _samples(tree: Tree, folder: str, label: int) -> list[Sample]:

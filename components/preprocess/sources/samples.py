@@ -45,7 +45,9 @@ def read_class_names(path: Path) -> ClassNames:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"can't read class_names_file {path}: {error}; name a text file in UTF-8 with one class per line"
+            f"can't read class_names_file {path}: {error}; name a text file in UTF-8 with one class per line",
+            code="unreadable-class-names",
+            setting="preprocess.class_names_file",
         ) from None
     return parse_class_names(text, str(path))
 
@@ -54,7 +56,7 @@ def parse_class_names(text: str, where: str) -> ClassNames:
     """As read_class_names, of the text of a file called `where`."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
-        raise UserError(f"{where} names no class; write one class per line")
+        raise UserError(f"{where} names no class; write one class per line", code="no-class-names")
     synsets = [_SYNSET_LINE.fullmatch(line) for line in lines]
     keys = [match[1] for match in synsets if match]
     if len(keys) < len(lines):
@@ -75,7 +77,10 @@ def _of_synsets(wnids: list[str], names: list[str]) -> ClassNames:
 
 def _refuse_twice(names: list[str], where: str) -> None:
     if twice := sorted(name for name, times in Counter(names).items() if times > 1):
-        raise UserError(f"{where} names a class twice: {', '.join(twice[:5])}. Each line must name another class")
+        raise UserError(
+            f"{where} names a class twice: {', '.join(twice[:5])}. Each line must name another class",
+            code="duplicate-class-names",
+        )
 
 
 def check_two_classes(names: tuple[str, ...], where: str, fix: str) -> None:
@@ -86,11 +91,11 @@ def check_two_classes(names: tuple[str, ...], where: str, fix: str) -> None:
     """
     if len(names) < 2:
         has = f"only the class {names[0]!r}" if names else "no class"
-        raise UserError(f"{where} has {has}; a classifier needs at least two. {fix}")
+        raise UserError(f"{where} has {has}; a classifier needs at least two. {fix}", code="too-few-classes")
 
 
 class ZipEntry(NamedTuple):
-    """What the directory of a zip says of a file. Beside its place all that is needed to read it."""
+    """A file's entry in the directory of a zip. Beside its place all that is needed to read it."""
 
     packed_bytes: int
     crc: int
@@ -150,7 +155,7 @@ def read_sample(storage: Storage, sample: Sample) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What the data holds."""
+    """Samples of the data by split, their classes, and the storage that reads them."""
 
     classes: tuple[str, ...]
     splits: dict[str, list[Sample]]
@@ -180,33 +185,38 @@ def with_refused(source: Source, reasons: Mapping[str, str]) -> Source:
     return Source(classes=source.classes, splits=splits, storage=Refusing(source.storage, dict(reasons)))
 
 
-def counts_by_label(labels: Sequence[int], num_classes: int) -> tuple[int, ...]:
-    """Images per class."""
-    counts = Counter(labels)
-    return tuple(counts[label] for label in range(num_classes))
-
-
 VAL_NAMES = ("val", "validation", "valid")  # what the validation split is called, in folders, tars and tables
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked of every kind of source."""
+    """Options of every kind of source."""
 
     names: ClassNames | None  # of class_names_file
     val_fraction: float
     seed: int
 
 
-def hold_out(samples: Mapping[int, list[Sample]], classes: Sequence[str], options: Options) -> dict[str, list[Sample]]:
-    """Split each class, in the order of the labels. Classes without an entry in `samples` are left alone.
+def hold_out(
+    samples: Iterable[Sample], classes: Sequence[str], options: Options, labels: Iterable[int] = ()
+) -> dict[str, list[Sample]]:
+    """Split each class, in the order of the labels.
+
+    Args:
+        samples: of all classes.
+        classes: names by label.
+        options: share and seed.
+        labels: classes that must have samples; others may have none.
 
     Raises:
         UserError: a class has too few files.
     """
+    of_class: dict[int, list[Sample]] = {label: [] for label in labels}
+    for sample in samples:
+        of_class.setdefault(sample.label, []).append(sample)
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
-    for label in sorted(samples):
-        train, val = _split_class(samples[label], classes[label], options)
+    for label, own in sorted(of_class.items()):
+        train, val = _split_class(own, classes[label], options)
         splits["train"] += train
         splits["val"] += val
     return splits
@@ -217,7 +227,8 @@ def _split_class(samples: list[Sample], name: str, options: Options) -> tuple[li
     if len(samples) < 2:
         raise UserError(
             f"class {name!r} has {'1 file' if samples else 'no files'}; at least 2 are needed to split it into train "
-            "and val. Add images or remove the class"
+            "and val. Add images or remove the class",
+            code="too-few-images",
         )
     drawn = sorted(
         samples, key=lambda sample: digest_bytes(f"{options.seed}:{sample.path}".encode(errors="surrogateescape"))

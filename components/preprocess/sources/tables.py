@@ -2,25 +2,24 @@
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from urllib.parse import unquote
 
 from components.common.contracts.errors import UserError
 from components.preprocess.sources.folders import safe_path
-from components.preprocess.sources.locations import (
+from components.preprocess.sources.places import (
     FileStorage,
     LocalPlace,
     Place,
     RemotePlace,
     is_uri,
     is_web,
-    kind_by_name,
     local_path,
     locate_file,
     plain_path,
-    told_plainly,
+    translate_errors,
 )
 from components.preprocess.sources.samples import (
     VAL_NAMES,
@@ -39,7 +38,9 @@ _MAX_GROUP_BYTES = 1 << 30  # of one of its row groups, unpacked
 _INTEGER = re.compile("-?[0-9]{1,18}")
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
+    """A row of a table."""
+
     number: int  # the header is row 1
     path: str
     label: str
@@ -51,19 +52,24 @@ class _Entry(NamedTuple):
     split: str
 
 
-def table_source(data: str, scratch: Path, options: Options) -> Source:
+def table_source(rows: Callable[[Path, str], Iterator[Row]], data: str, scratch: Path, options: Options) -> Source:
     """List the images that a table names.
+
+    Args:
+        rows: reads the rows of a file, whose second argument is what messages call it.
+        data: path or URI of the table.
+        scratch: an empty folder for a table that must be fetched.
+        options: what was asked of every kind of source.
 
     Raises:
         UserError: it can't be read, or a row of it can't be used.
     """
     place, file = locate_file(data)
     table = local_path(data) if not is_uri(data) else scratch / file
-    with told_plainly(data):
+    with translate_errors(data):
         if isinstance(place, RemotePlace):
             place.download(file, table)
-        rows = _parquet_rows(table, data) if kind_by_name(data) == "parquet" else _csv_rows(table, data)
-        entries, has_splits = _entries(rows, place, data)
+        entries, has_splits = _entries(rows(table, data), place, data)
         sizes = place.sizes(entries.keys())
     labels = {entry.label for entry in entries.values()}
     names = options.names or plain_names(_sorted(labels))
@@ -71,25 +77,23 @@ def table_source(data: str, scratch: Path, options: Options) -> Source:
         which = ", ".join(unknown[:5]) if not is_uri(data) else f"{len(unknown):,}"
         raise UserError(
             f"{data} has labels that class_names_file does not name: {which}. Add them to the file, or take the rows "
-            "away"
+            "away",
+            code="unknown-classes",
+            setting="preprocess.class_names_file",
         )
     check_two_classes(names.names, data, "Add rows of another class")
-    listed: dict[str, dict[int, list[Sample]]] = {"train": {}, "val": {}}
-    for path in sorted(entries):
-        label = names.labels[entries[path].label]
-        sample = Sample(path=path, label=label, size_bytes=sizes.get(path, 0))
-        listed[entries[path].split].setdefault(label, []).append(sample)
+    splits: dict[str, list[Sample]] = {"train": [], "val": []}
+    for path, entry in sorted(entries.items(), key=lambda item: (names.labels[item[1].label], item[0])):
+        sample = Sample(path=path, label=names.labels[entry.label], size_bytes=sizes.get(path, 0))
+        splits[entry.split].append(sample)
     if not has_splits:
-        splits = hold_out(listed["train"], names.names, options)
-    else:
-        splits = {
-            split: [sample for label in sorted(found) for sample in found[label]] for split, found in listed.items()
-        }
-        if missing := [split for split, found in splits.items() if not found]:
-            raise UserError(
-                f"{data} has a column split but no row of {missing[0]}; add some, or drop the column, and it is split "
-                "for you"
-            )
+        splits = hold_out(splits["train"], names.names, options)
+    elif missing := [split for split, found in splits.items() if not found]:
+        raise UserError(
+            f"{data} has a column split but no row of {missing[0]}; add some, or drop the column, and it is split for "
+            "you",
+            code="missing-split",
+        )
     return Source(classes=names.names, splits=splits, storage=FileStorage(place))
 
 
@@ -100,7 +104,7 @@ def _sorted(labels: set[str]) -> list[str]:
     return sorted(labels)
 
 
-def _entries(rows: Iterator[_Row], place: Place, name: str) -> tuple[dict[str, _Entry], bool]:
+def _entries(rows: Iterator[Row], place: Place, name: str) -> tuple[dict[str, _Entry], bool]:
     entries: dict[str, _Entry] = {}
     has_splits = False
     for row in rows:
@@ -110,29 +114,29 @@ def _entries(rows: Iterator[_Row], place: Place, name: str) -> tuple[dict[str, _
         if row.split is not None:
             has_splits = True
             if row.split not in _SPLITS:
-                has = f"the split {_told(row.split, name)}" if row.split else "no split"
-                raise UserError(f"{where} has {has}; write train, val, valid or validation, or take the row away")
+                has = f"the split {_shown(row.split, name)}" if row.split else "no split"
+                raise _invalid(f"{where} has {has}; write train, val, valid or validation, or take the row away")
         entry = _Entry(row.label, _SPLITS[row.split or "train"])
         if entries.setdefault(path, entry) != entry:
-            raise UserError(f"{where} names {_told(path, name)} again with another label or split; keep one row of it")
+            raise _invalid(f"{where} names {_shown(path, name)} again with another label or split; keep one row of it")
     return entries, has_splits
 
 
 def _check_label(label: str, where: str) -> None:
     if not label:
-        raise UserError(f"{where} has no label; write the class name, or take the row away")
+        raise _invalid(f"{where} has no label; write the class name, or take the row away")
     try:
         label.encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{where} has a label that is not UTF-8: {_told(label, where)}; write the table in UTF-8"
+            f"{where} has a label that is not UTF-8: {_shown(label, where)}; write the table in UTF-8", code="not-utf8"
         ) from None
 
 
 def _relative(path: str, place: Place, where: str) -> str:
     """The path within the table's folder."""
     if not path:
-        raise UserError(f"{where} has no path; write it, or take the row away")
+        raise _invalid(f"{where} has no path; write it, or take the row away")
     inside = path
     if isinstance(place, LocalPlace):
         inside = plain_path(path)
@@ -147,13 +151,15 @@ def _relative(path: str, place: Place, where: str) -> str:
     found = None if "://" in inside else safe_path(inside)
     if found is None:
         raise UserError(
-            f"{where} leads out of the table's folder: {_told(path, where)}; write paths within "
-            f"{place.name}, or put the table in a folder above the images"
+            f"{where} leads out of the table's folder: {_shown(path, where)}; write paths within "
+            f"{place.name}, or put the table in a folder above the images",
+            code="outside-path",
         )
     return found
 
 
-def _csv_rows(table: Path, name: str) -> Iterator[_Row]:
+def csv_rows(table: Path, name: str) -> Iterator[Row]:
+    """Rows of a CSV file. Raises UserError."""
     # Paths need not be UTF-8.
     with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(_lines(file, name), strict=True)
@@ -164,10 +170,11 @@ def _csv_rows(table: Path, name: str) -> Iterator[_Row]:
             for number, cells in enumerate(reader, 2):
                 if cells:
                     row = {key: cells[at].strip() if at < len(cells) else "" for key, at in columns.items()}
-                    yield _Row(number, row["path"], row["label"], row.get("split"))
+                    yield Row(number, row["path"], row["label"], row.get("split"))
         except csv.Error as error:
             raise UserError(
-                f"{name} is no CSV after row {number} ({error}); write it anew with quotes closed"
+                f"{name} is no CSV after row {number} ({error}); write it again with quotes closed",
+                code="damaged-table",
             ) from None
 
 
@@ -175,23 +182,30 @@ def _lines(file: TextIO, name: str) -> Iterator[str]:
     """Lines that fit into memory."""
     while line := file.readline(_MAX_LINE + 1):
         if len(line) > _MAX_LINE:
-            raise UserError(f"{name} has a line of more than {_MAX_LINE:,} characters; write one image per line")
+            raise UserError(
+                f"{name} has a line of more than {_MAX_LINE:,} characters; write one image per line",
+                code="table-too-large",
+            )
         yield line
 
 
-def _parquet_rows(table: Path, name: str) -> Iterator[_Row]:
+def parquet_rows(table: Path, name: str) -> Iterator[Row]:
+    """Rows of a Parquet file. Raises UserError."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise UserError(f"reading {name} needs a package that is not installed: pip install pyarrow") from None
+        raise UserError(
+            f"reading {name} needs a package that is not installed: pip install pyarrow", code="missing-package"
+        ) from None
     try:
         with parquet.ParquetFile(table) as file:
             groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
             if file.metadata.num_rows > _MAX_ROWS or any(group.total_byte_size > _MAX_GROUP_BYTES for group in groups):
                 raise UserError(
                     f"{name} claims {file.metadata.num_rows:,} rows; supported are {_MAX_ROWS:,}, in row groups of at "
-                    f"most {_MAX_GROUP_BYTES:,} bytes. Write it anew with smaller ones, or several tables"
+                    f"most {_MAX_GROUP_BYTES:,} bytes. Write it again with smaller ones, or several tables",
+                    code="table-too-large",
                 )
             columns = _columns(file.schema_arrow.names, name)
             number = 1
@@ -199,19 +213,22 @@ def _parquet_rows(table: Path, name: str) -> Iterator[_Row]:
                 for cells in batch.to_pylist():
                     number += 1
                     row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
-                    yield _Row(number, row["path"], row["label"], row.get("split"))
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{name} is no Parquet file that can be read ({error}); write it anew") from None
+                    yield Row(number, row["path"], row["label"], row.get("split"))
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # the latter of texts that are not UTF-8
+        raise UserError(
+            f"{name} is no Parquet file that can be read ({error}); write it again", code="damaged-table"
+        ) from None
 
 
 def _columns(header: list[str], name: str) -> list[str]:
     """Those of ours that a table has."""
     for key in ("path", "label"):
         if key not in header:
-            has = ", ".join(_told(cell, name) for cell in header[:8]) or "none"
+            has = ", ".join(_shown(cell, name) for cell in header[:8]) or "none"
             raise UserError(
                 f"{name} has no column {key!r}; its first row must name the columns path,label or path,label,split, "
-                f"with commas between them. It names: {has}"
+                f"with commas between them. It names: {has}",
+                code="missing-column",
             )
     return [key for key in ("path", "label", "split") if key in header]
 
@@ -223,9 +240,13 @@ def _cell(value: Any, where: str, key: str) -> str:
         return str(int(value))
     if isinstance(value, str | int) and not isinstance(value, bool):
         return str(value).strip()
-    raise UserError(f"{where} has the {key} {_told(value, where)}; write strings or integers")
+    raise _invalid(f"{where} has the {key} {_shown(value, where)}; write strings or integers")
 
 
-def _told(cell: object, where: str) -> str:
+def _invalid(message: str) -> UserError:
+    return UserError(message, code="invalid-row")
+
+
+def _shown(cell: object, where: str) -> str:
     """A cell as a message shows it; of a table that was fetched only that it is there, since it may be none of ours."""
     return repr(cell) if not is_uri(where) else "(not shown, since it was fetched)"

@@ -159,4 +159,8 @@ def _allowed_networks() -> list:  # type: ignore[type-arg]
     try:
         return [ip_network(part.strip(), strict=False) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise UserError(f"{ALLOWED} must hold networks with commas between, such as 10.0.0.0/8: {error}") from None
+        raise UserError(
+            f"{ALLOWED} must hold networks with commas between, such as 10.0.0.0/8: {error}",
+            code="invalid-networks",
+            setting=ALLOWED,
+        ) from None

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import BundleManifest, load
+from components.common.data.dali_pipelines import ImageBatches
 from components.common.data.evaluation import most_likely
-from components.common.data.image_batches import ImageBatches
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
 from enginery.cli.commands import cli

@@ -16,8 +16,7 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.records import EpochRecord
 from components.common.contracts.settings import resolve
-from components.common.data.loader import Batch
-from components.common.data.loader_damage import explained
+from components.common.data.loader import Batch, translate_errors
 from components.common.process.gpu_monitor import GpuReading
 from components.common.runtimes.architectures import build_model
 from components.train import memory, speed
@@ -192,7 +191,7 @@ def test_memory_that_runs_out_while_decoding_is_no_damaged_image(
 ) -> None:
     operator = "nvidia.dali.fn.decoders.image_random_crop"
     error = RuntimeError(f"Error in GPU operator `{operator}`,\nencountered:\n\n{said}\n\nCurrent pipeline object is")
-    with pytest.raises(RuntimeError) as caught, explained(tiny_dataset, "train"):
+    with pytest.raises(RuntimeError) as caught, translate_errors(tiny_dataset, "train"):
         raise error
     assert caught.value is error
     assert is_out_of_memory(error)

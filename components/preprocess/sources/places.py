@@ -1,4 +1,4 @@
-"""Where the data lies and what kind it is: folders of this machine, or behind a URI."""
+"""Folders that data lies in: on this machine, or behind a URI."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from fsspec.core import url_to_fs
@@ -18,41 +18,38 @@ from fsspec.registry import get_filesystem_class
 from components.common.contracts.errors import EngineryError, UserError, without_secrets
 from components.preprocess.sources.samples import AddressRefused, Sample, Unreadable
 
-Kind = Literal["folder", "tar", "compressed tar", "zip", "csv", "parquet"]
 
-_SUFFIXES: dict[str, Kind] = {
-    ".tar": "tar",
-    ".tar.gz": "compressed tar",
-    ".tgz": "compressed tar",
-    ".tar.bz2": "compressed tar",
-    ".tar.xz": "compressed tar",
-    ".tar.zst": "compressed tar",
-    ".zip": "zip",
-    ".csv": "csv",
-    ".parquet": "parquet",
+@dataclass(frozen=True)
+class Driver:
+    """The package and credentials with which fsspec reads URIs of a scheme."""
+
+    package: str = ""  # that is installed with pip
+    credentials: str = "as the fsspec driver of this scheme documents"  # where it looks for them
+
+
+_S3 = Driver("s3fs", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE")
+_GOOGLE = Driver("gcsfs", "GOOGLE_APPLICATION_CREDENTIALS")
+_WEB = Driver("aiohttp", "~/.netrc, or the file that NETRC names")
+_AZURE = Driver("adlfs", "AZURE_STORAGE_CONNECTION_STRING")
+_SSH = Driver("paramiko")
+DRIVERS = {
+    **dict.fromkeys(("s3", "s3a"), _S3),
+    **dict.fromkeys(("gs", "gcs"), _GOOGLE),
+    **dict.fromkeys(("http", "https"), _WEB),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), _AZURE),
+    **dict.fromkeys(("sftp", "ssh"), _SSH),
+    "hf": Driver("huggingface_hub", "HF_TOKEN"),
+    "memory": Driver(),
 }
-_WANTED = (
-    "name a folder with one sub-folder of images per class, an archive of it "
-    "(.tar, .tar.gz, .tgz, .tar.bz2, .tar.xz, .tar.zst, .zip) or a table (.csv, .parquet)"
-)
-_PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("http", "https"), "aiohttp"),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
-    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
-    "hf": "huggingface_hub",
-}
-_SCHEMES = {*_PACKAGES, "memory"}
 
 
 def is_uri(data: str) -> bool:
-    """Whether `data` is no path of this machine. file: URIs are paths: see local_path."""
+    """True if `data` is no path of this machine. file: URIs are paths: see local_path."""
     return "://" in data and scheme_of(data) not in ("file", "local")
 
 
 def scheme_of(data: str) -> str:
-    """Of a URI, in lower case."""
+    """Return the scheme of a URI, in lower case."""
     return data.partition("://")[0].lower()
 
 
@@ -73,78 +70,54 @@ def plain_path(data: str) -> str:
 
 
 def is_web(data: str) -> bool:
-    """Whether it lies on a web server, which lists no folders."""
-    return scheme_of(data) in ("http", "https")
+    """True if it lies on a web server, which lists no folders."""
+    return "://" in data and scheme_of(data) in ("http", "https")
 
 
-def kind_by_name(data: str) -> Kind:
-    """What a file is by the end of its name; "folder" where that says nothing."""
-    name = (urlsplit(data).path if "://" in data and is_web(data) else plain_path(data)).lower()
-    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "folder")
+def file_name(data: str) -> str:
+    """Return the name whose end shows the kind, in lower case: of a web address without the query."""
+    return (urlsplit(data).path if is_web(data) else plain_path(data)).lower()
 
 
-def kind_of(data: str) -> Kind:
-    """What `data` is; a folder of this machine may have any name."""
-    return "folder" if not is_uri(data) and local_path(data).is_dir() else kind_by_name(data)
-
-
-def check_data_folder(data: str) -> None:
-    """Look whether `data` can be read at all, which takes no time; what it holds is found out by the step.
+def check_uri(uri: str) -> None:
+    """See that a URI can be read here: its scheme, the package for it, and that it holds no secret.
 
     Raises:
-        UserError: it is not there, may not be read, is of no kind that is read, or is a URI that can't be used here.
+        UserError: it can't.
     """
-    if is_uri(data):
-        _check_uri(data)
-        return
-    path = local_path(data)
-    if not path.exists():
-        raise UserError(f"the data folder {path} does not exist; {_WANTED}. To try: enginery data digits digits")
-    if path.is_dir():
-        if not os.access(path, os.R_OK | os.X_OK):
-            raise UserError(f"no permission to read the data folder {path}; make it readable for you (chmod -R u+rX)")
-        return
-    if not path.is_file() or kind_by_name(str(path)) == "folder":
-        raise UserError(f"the data {path} is a file, not a folder, and of no kind that is read; {_WANTED}")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"no permission to read {path}; make it readable for you (chmod u+r)")
-
-
-def _check_uri(uri: str) -> None:
     scheme = scheme_of(uri)
     if "::" in uri:
-        raise UserError(f"the data URI of scheme {scheme} chains several with '::', which is not read; {_WANTED}")
+        raise UserError(
+            f"the data URI of scheme {scheme} chains several with '::', which is not read; name one of them",
+            code="chained-uri",
+            setting="data",
+        )
     try:
         without_secrets(uri)
     except ValueError as error:
-        raise UserError(f"{error} ({credentials_hint(uri)})") from None
-    if scheme not in _SCHEMES:
+        raise UserError(f"{error} ({_driver(uri).credentials})", code="secret-in-uri", setting="data") from None
+    if scheme not in DRIVERS:
         raise UserError(
             f"the data {uri} has the scheme {scheme}, which is not read; use a path, or a URI of file, s3, gs, http, "
-            "https, az or hf"
+            "https, az or hf",
+            code="unknown-scheme",
+            setting="data",
         )
     try:
         get_filesystem_class(scheme)
     except ImportError as error:
-        package = _PACKAGES.get(scheme)
+        package = _driver(uri).package
         fix = f"pip install {package}" if package else str(error)
-        raise UserError(f"reading {scheme}:// needs a package that is not installed: {fix}") from None
-    if is_web(uri) and kind_by_name(uri) == "folder":
-        raise UserError(f"a web server lists no folders, so {uri} can't be read as one; name an archive or a table")
+        raise UserError(
+            f"reading {scheme}:// needs a package that is not installed: {fix}", code="missing-package"
+        ) from None
 
 
-def credentials_hint(uri: str) -> str:
-    """Where the driver of a URI looks for credentials."""
-    return {
-        "s3fs": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-        "gcsfs": "GOOGLE_APPLICATION_CREDENTIALS",
-        "adlfs": "AZURE_STORAGE_CONNECTION_STRING",
-        "aiohttp": "~/.netrc, or the file that NETRC names",
-        "huggingface_hub": "HF_TOKEN",
-    }.get(_PACKAGES.get(scheme_of(uri), ""), "as the fsspec driver of this scheme documents")
+def _driver(uri: str) -> Driver:
+    return DRIVERS.get(scheme_of(uri), Driver())
 
 
-LINK_OUT = "a link out of the data folder"
+_LINK_OUT = "a link out of the data folder"
 _ATTEMPTS_S = (0.5, 2.0)  # waits before a remote file is tried again
 _CHUNK_BYTES = 1 << 24
 _SPARED_BYTES = 1 << 30  # of a disk that is written to
@@ -153,65 +126,48 @@ _NUM_LISTERS = 8
 _Result = TypeVar("_Result")
 
 
-class Place(Protocol):
-    """A folder. Paths are relative to it, with forward slashes."""
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-
-    def read(self, path: str) -> bytes:
-        """A whole file. Raises OSError or Unreadable."""
-
-    def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        """A part of a file. Raises OSError or Unreadable."""
-
-    def open(self, path: str) -> BinaryIO:
-        """A file to seek and read in. Raises OSError or Unreadable."""
-
-    def sizes(self, paths: Collection[str]) -> Mapping[str, int]:
-        """Bytes of those of these files whose size is told without asking for each. Raises OSError."""
-
-
 @dataclass(frozen=True)
 class LocalPlace:
-    """A folder of this machine. Nothing that a link leads out of it is read."""
+    """A folder of this machine. Nothing that a link leads out of it is read.
+
+    Paths are relative to it, with forward slashes.
+    """
 
     root: str  # without links
-    name: str
+    name: str  # in messages
 
     def resolved(self, path: str) -> str:
         """The regular file behind `path`."""
         full = os.path.realpath(os.path.join(self.root, path))
         if not is_below(full, self.root):
-            raise Unreadable(LINK_OUT)
+            raise Unreadable(_LINK_OUT)
         if not stat.S_ISREG(os.stat(full).st_mode):  # a pipe would let the step wait for ever
             raise Unreadable("not a regular file")
         return full
 
     def read(self, path: str) -> bytes:
-        """As Place."""
+        """A whole file. Raises OSError or Unreadable."""
         return Path(self.resolved(path)).read_bytes()
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        """As Place."""
+        """A part of a file. Raises OSError or Unreadable."""
         with self.open(path) as file:
             file.seek(start)
             return _whole(file.read(num_bytes), num_bytes)
 
     def open(self, path: str) -> BinaryIO:
-        """As Place."""
+        """A file to seek and read in. Raises OSError or Unreadable."""
         return Path(self.resolved(path)).open("rb")
 
     def size_bytes(self, path: str) -> int:
-        """Of the file behind a link; one that is not there is rejected when it is read."""
+        """Return the size of the file behind a link, 0 of one that is not there: reading rejects it."""
         try:
             return os.stat(os.path.join(self.root, path)).st_size
         except OSError:
             return 0
 
     def sizes(self, paths: Collection[str]) -> Mapping[str, int]:
-        """As Place."""
+        """Sizes of those of these files that are known without a request for each. Raises OSError."""
         return {path: self.size_bytes(path) for path in paths}
 
 
@@ -232,18 +188,18 @@ class RemotePlace:
         return driver, f"{root.rstrip('/')}/{inside}" if path else root
 
     def read(self, path: str) -> bytes:
-        """As Place."""
+        """As LocalPlace."""
         return self._read(path, lambda driver, full: driver.cat_file(full))
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
-        """As Place."""
+        """As LocalPlace."""
         if not num_bytes:
             return b""
         end = start + num_bytes
         return _whole(self._read(path, lambda driver, full: driver.cat_file(full, start=start, end=end)), num_bytes)
 
     def open(self, path: str) -> BinaryIO:
-        """As Place."""
+        """As LocalPlace."""
         return self._read(path, lambda driver, full: driver.open(full, "rb"))
 
     def download(self, path: str, target: Path) -> None:
@@ -262,7 +218,7 @@ class RemotePlace:
         self._read(path, copy)
 
     def has_ranges(self, path: str) -> bool:
-        """Whether the server sends parts of a file. Simple web servers send the whole of it."""
+        """True if the server sends parts of a file. Simple web servers send the whole of it."""
         if not is_web(self.name):
             return True
 
@@ -274,7 +230,7 @@ class RemotePlace:
         return self._read(path, ask)
 
     def sizes(self, paths: Collection[str]) -> Mapping[str, int]:
-        """As Place: by listing the folders of the files. A folder that may not be listed tells nothing."""
+        """As LocalPlace: by listing the folders of the files. A folder that may not be listed tells nothing."""
         folders = sorted({path.rpartition("/")[0] for path in paths})
         if is_web(self.name) or len(folders) > _MAX_LISTED:
             return {}
@@ -321,6 +277,9 @@ class RemotePlace:
         raise AssertionError("the last attempt returns or raises")
 
 
+Place = LocalPlace | RemotePlace
+
+
 @dataclass(frozen=True)
 class FileStorage:
     """Samples that are files of their own."""
@@ -343,8 +302,7 @@ def locate(data: str) -> Place:
 def locate_file(data: str) -> tuple[Place, str]:
     """The folder of the file that a path or a URI names, and the file's name."""
     if not is_uri(data):
-        path = local_path(data)
-        return LocalPlace(os.path.realpath(path.parent), str(path.parent)), path.name
+        return local_file(local_path(data))
     folder, _, file = (data.partition("?")[0] if is_web(data) else data).rpartition("/")
     folder += "/" * folder.endswith(":/")
     if is_web(data):
@@ -352,39 +310,67 @@ def locate_file(data: str) -> tuple[Place, str]:
     return RemotePlace(folder, file, data if is_web(data) else ""), file
 
 
+def local_file(path: Path) -> tuple[LocalPlace, str]:
+    """The folder of a file of this machine, and the file's name."""
+    return LocalPlace(os.path.realpath(path.parent), str(path.parent)), path.name
+
+
+def fetched(data: str, scratch: Path) -> Path:
+    """The file that a path names, without links, or a copy in `scratch` of the one behind a URI."""
+    if not is_uri(data):
+        return Path(os.path.realpath(local_path(data)))
+    place, file = locate_file(data)
+    assert isinstance(place, RemotePlace)
+    place.download(file, scratch / file)
+    return scratch / file
+
+
 def is_below(path: str, root: str) -> bool:
-    """Whether `path` lies in `root`; both without links."""
+    """True if `path` lies in `root`; both without links."""
     return path.startswith(root.rstrip("/") + "/")
 
 
 @contextmanager
-def told_plainly(name: str) -> Iterator[None]:
-    """Turn what goes wrong while a source is listed into one sentence with the fix.
+def translate_errors(name: str) -> Iterator[None]:
+    """Translate what goes wrong while a source is listed into one error with the fix.
 
     Raises:
         UserError: a file or server can't be read.
     """
     try:
         yield
-    except UserError:
+    except EngineryError:
         raise
     except Unreadable as error:
-        raise UserError(f"can't read {name}: {error}; put the file itself in its place") from None
+        raise UserError(
+            f"can't read {name}: {error}; put the file itself in its place", code="unreadable-file"
+        ) from None
     except AddressRefused as error:
-        raise UserError(f"can't read {name}: {error.strerror}") from None
+        raise UserError(f"can't read {name}: {error.strerror}", code="inner-address") from None
     except FileNotFoundError:
-        raise UserError(f"there is nothing at {name}; check the spelling, and that this account sees it") from None
+        raise nothing_at(name) from None
     except Exception as error:
         if not is_uri(name):
             if isinstance(error, OSError):
-                raise UserError(f"can't read {name}: {error.strerror or error}; make it readable for you") from None
+                raise UserError(
+                    f"can't read {name}: {error.strerror or error}; make it readable for you", code="unreadable-file"
+                ) from None
             raise
         text = " ".join(str(error).split())[:300] or type(error).__name__
         if _is_refusal(error):
             raise UserError(
-                f"no permission to read {name} ({text}); give credentials in the environment: {credentials_hint(name)}"
+                f"no permission to read {name} ({text}); give credentials in the environment: "
+                f"{_driver(name).credentials}",
+                code="no-permission",
             ) from error
-        raise UserError(f"can't read {name}: {text}; check the address and the network, then try again") from error
+        raise UserError(
+            f"can't read {name}: {text}; check the address and the network, then try again", code="unreadable-uri"
+        ) from error
+
+
+def nothing_at(name: str) -> UserError:
+    """The error about data that is not there."""
+    return UserError(f"there is nothing at {name}; check the spelling, and that this account sees it", code="no-data")
 
 
 def _web_options(uri: str) -> dict[str, Any]:
@@ -406,12 +392,13 @@ def keep_room(folder: Path, name: str) -> None:
     if shutil.disk_usage(folder).free < _SPARED_BYTES:
         raise EngineryError(
             f"the disk of {folder} is too small for {name}: less than 1 GB is left. Free some, or unpack it elsewhere "
-            "and name the folder"
+            "and name the folder",
+            code="disk-full",
         )
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether asking again is pointless for want of credentials."""
+    """True if asking again is pointless for want of credentials."""
     names = {kind.__name__ for kind in type(error).__mro__}
     status = getattr(error, "status", getattr(error, "code", None))
     return isinstance(error, PermissionError) or "NoCredentialsError" in names or status in (401, 403, "401", "403")

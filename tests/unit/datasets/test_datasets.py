@@ -1,5 +1,6 @@
-"""The built-in data sets: what is written, that it is reproducible, and what happens to directories."""
+"""`enginery data`: what is written, that it is reproducible, and what happens to directories."""
 
+import errno
 import hashlib
 import io
 import os
@@ -15,12 +16,13 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from components.common.contracts.errors import UserError
-from enginery.cli.data import data
+from components.common.contracts.errors import EngineryError, UserError
+from enginery.cli.commands import cli
+from enginery.cli.data import _translate_errors, data
 from enginery.datasets.digits import write_digits
 from enginery.datasets.textures import FAMILIES, TRAITS, class_traits, texture_image, texture_jpeg, write_textures
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL: dict[str, Any] = {"num_classes": 3, "num_train": 10, "num_val": 4, "image_size": 32, "num_workers": 1}
 
 
@@ -33,6 +35,12 @@ def digests(directory: Path) -> dict[str, str]:
     }
 
 
+def refused(code: str, directory: Path, **arguments: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        write_textures(directory, **{**SMALL, **arguments})
+    assert caught.value.code == code
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("textures") / "small"
@@ -40,22 +48,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_digits_are_1797_gray_jpegs_in_ten_folders(tmp_path: Path) -> None:
-    summary = write_digits(tmp_path / "digits")
-
-    files = sorted((tmp_path / "digits").glob("*/*.jpg"))
-    assert (len(files), summary.num_images, summary.num_classes) == (1797, 1797, 10)
-    assert {path.parent.name for path in files} == {str(digit) for digit in range(10)}
+def test_digits_are_the_same_1797_gray_jpegs_each_time(tmp_path: Path) -> None:
+    summary = write_digits(tmp_path / "a")
+    assert (summary.num_images, summary.num_classes, summary.already_complete) == (1797, 10, False)
+    assert write_digits(tmp_path / "a").already_complete
+    write_digits(tmp_path / "b")
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    files = sorted((tmp_path / "a").glob("*/*.jpg"))
+    assert (len(files), {path.parent.name for path in files}) == (1797, set("0123456789"))
     for path in files[::200]:
         with Image.open(path) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "L", (32, 32))
-
-
-def test_digits_are_the_same_bytes_each_time_and_show_the_digit(tmp_path: Path) -> None:
-    write_digits(tmp_path / "a")
-    write_digits(tmp_path / "b")
-    assert digests(tmp_path / "a") == digests(tmp_path / "b")
-
     from sklearn.datasets import load_digits
 
     digits = load_digits()  # the first one is a zero
@@ -63,72 +66,42 @@ def test_digits_are_the_same_bytes_each_time_and_show_the_digit(tmp_path: Path) 
     assert np.corrcoef(shown.ravel(), digits.images[0].ravel())[0, 1] > 0.95
 
 
-def test_digits_leave_a_complete_directory_alone(tmp_path: Path) -> None:
-    assert not write_digits(tmp_path / "digits").already_complete
-    assert write_digits(tmp_path / "digits").already_complete
-
-
-def test_textures_spread_a_remainder_over_the_first_classes(small: Path) -> None:
-    counts = {
-        split: [len(list((small / split / f"{index:03d}").glob("*.jpg"))) for index in range(3)]
-        for split in ("train", "val")
-    }
+def test_textures_are_the_same_for_any_number_of_workers_and_others_for_another_seed(
+    small: Path, tmp_path: Path
+) -> None:
+    # A remainder goes to the first classes.
+    counts = {split: [len(list((small / split / f"00{n}").iterdir())) for n in range(3)] for split in ("train", "val")}
     assert counts == {"train": [4, 3, 3], "val": [2, 1, 1]}
     with Image.open(small / "train" / "000" / "00000.jpg") as image:
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
-
-
-def test_textures_do_not_depend_on_the_number_of_workers(small: Path, tmp_path: Path) -> None:
+    ours = digests(small)
+    assert len({digest for name, digest in ours.items() if name.endswith(".jpg")}) == 14  # none is in both splits
     write_textures(tmp_path / "two", **{**SMALL, "num_workers": 2})
-    assert digests(tmp_path / "two") == digests(small)
-
-
-def test_another_seed_gives_other_images(small: Path, tmp_path: Path) -> None:
+    assert digests(tmp_path / "two") == ours
     write_textures(tmp_path / "other", **SMALL, seed=1)
-    ours, others = digests(small), digests(tmp_path / "other")
+    others = digests(tmp_path / "other")
     assert ours.keys() == others.keys()
     assert not set(ours.values()) & set(others.values())
 
 
-def test_no_image_is_in_both_splits(small: Path) -> None:
-    images = [digest for name, digest in digests(small).items() if name.endswith(".jpg")]
-    assert len(set(images)) == 14
-
-
-def test_a_finished_directory_is_left_alone(small: Path) -> None:
+def test_directories_of_something_else_are_refused_and_kept(small: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in small.rglob("*")}
-    summary = write_textures(small, **{**SMALL, "num_workers": 2})
-    assert summary.already_complete
-    assert summary.num_images == 14
-    assert {path: path.stat().st_mtime_ns for path in small.rglob("*")} == before
-
-
-def test_other_arguments_are_refused_with_their_names(small: Path) -> None:
-    with pytest.raises(UserError, match=r"seed is 0, not 5.*another directory"):
-        write_textures(small, **SMALL, seed=5)
+    assert write_textures(small, **{**SMALL, "num_workers": 2}).already_complete
+    refused("other-dataset", small, seed=5)
     with pytest.raises(UserError, match="dataset is textures, not digits"):
         write_digits(small)
-
-
-def test_foreign_files_are_refused_and_kept(tmp_path: Path) -> None:
+    assert {path: path.stat().st_mtime_ns for path in small.rglob("*")} == before
     (tmp_path / "holiday.jpg").write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"not empty.*Give an empty or a new directory"):
-        write_textures(tmp_path, **SMALL)
+    refused("directory-not-empty", tmp_path)
+    refused("no-directory", tmp_path / "holiday.jpg")
     assert digests(tmp_path).keys() == {"holiday.jpg"}
+    (tmp_path / "holiday.jpg").rename(tmp_path / "dataset.json")
+    refused("damaged-arguments", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"num_classes": 0}, "num_classes is 0.*--num-classes"),
-        ({"num_val": 2}, "num_val is 2, and must be at least 3"),
-        ({"seed": -1}, "seed is -1"),
-        ({"image_size": 8}, "image_size is 8, and must be at least 16"),
-    ],
-)
-def test_arguments_out_of_range(tmp_path: Path, changed: dict[str, int], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        write_textures(tmp_path / "new", **{**SMALL, **changed})
+@pytest.mark.parametrize("changed", [{"num_classes": 0}, {"num_val": 2}, {"seed": -1}, {"image_size": 8}])
+def test_arguments_out_of_range(tmp_path: Path, changed: dict[str, int]) -> None:
+    refused("invalid-setting", tmp_path / "new", **changed)
     assert not (tmp_path / "new").exists()
 
 
@@ -140,9 +113,7 @@ def test_a_partial_run_is_continued(small: Path, tmp_path: Path) -> None:
     (directory / "val" / "000" / "00000.jpg").write_bytes(b"")  # what a power cut leaves
     kept = directory / "train" / "000" / "00000.jpg"
     written_ns = kept.stat().st_mtime_ns
-
-    with pytest.raises(UserError, match="an unfinished data set of other arguments: seed"):
-        write_textures(directory, **SMALL, seed=1)
+    refused("other-dataset", directory, seed=1)
     assert not write_textures(directory, **SMALL).already_complete
     assert digests(directory) == digests(small)
     assert kept.stat().st_mtime_ns == written_ns
@@ -150,7 +121,7 @@ def test_a_partial_run_is_continued(small: Path, tmp_path: Path) -> None:
 
 def test_a_killed_run_takes_its_workers_along_and_is_continued(tmp_path: Path) -> None:
     directory = tmp_path / "killed"
-    arguments: dict[str, Any] = {"num_classes": 2, "num_train": 600, "num_val": 2, "image_size": 128, "num_workers": 2}
+    arguments: dict[str, Any] = {"num_classes": 2, "num_train": 400, "num_val": 2, "image_size": 128, "num_workers": 2}
     script = tmp_path / "write.py"
     script.write_text(
         "from pathlib import Path\n"
@@ -160,7 +131,7 @@ def test_a_killed_run_takes_its_workers_along_and_is_continued(tmp_path: Path) -
     process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     deadline = time.monotonic() + 600
     while not list(directory.glob("train/*/*.jpg")):
-        assert time.monotonic() < deadline, "no image in 60 s"
+        assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.02)
     process.kill()
@@ -170,13 +141,12 @@ def test_a_killed_run_takes_its_workers_along_and_is_continued(tmp_path: Path) -
     written = sorted(directory.glob("train/*/*.jpg"))
     time.sleep(0.5)
     assert sorted(directory.glob("train/*/*.jpg")) == written  # no worker outlived its parent
-    assert len(written) < 600
+    assert len(written) < 400
     assert (directory / "dataset.partial.json").exists()
     for path in written:
         Image.open(path).load()  # whole, or not there
-
     write_textures(directory, **arguments)
-    assert len(list(directory.glob("train/*/*.jpg"))) == 600
+    assert len(list(directory.glob("train/*/*.jpg"))) == 400
     assert {path.suffix for path in directory.rglob("*") if path.is_file()} == {".jpg", ".json"}
     assert not (directory / "dataset.partial.json").exists()
 
@@ -185,7 +155,6 @@ def test_classes_fill_the_space_of_traits_evenly() -> None:
     traits = np.stack([class_traits(index) for index in range(50)])
     assert traits.shape == (50, len(TRAITS))
     assert ((traits >= 0) & (traits < 1)).all()
-    assert (class_traits(7) == traits[7]).all()
     for family in range(len(FAMILIES)):
         members = traits[family :: len(FAMILIES)]
         distances = np.linalg.norm(members[:, None] - members[None], axis=-1)
@@ -227,15 +196,21 @@ def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> N
     assert first.exit_code == 0, first.output
     assert "6 images in 2 classes are in" in first.stdout
     assert f"enginery run pipelines/resnet50.py --data '{directory}'" in first.stdout
-
     again = CliRunner().invoke(data, ["textures", str(directory), *options])
     assert "already holds these 6 images in 2 classes; nothing was written" in again.stdout
+    digits = CliRunner().invoke(data, ["digits", str(tmp_path / "digits")])
+    assert "1,797 images in 10 classes are in" in digits.stdout
 
-    refused = CliRunner().invoke(data, ["textures", str(directory), "--seed", "3", *options])
-    assert isinstance(refused.exception, UserError)
+
+@pytest.mark.parametrize("arguments", [("digits",), ("textures", "--num-classes", "2", "--num-train", "2")])
+def test_a_place_that_may_not_be_written(arguments: tuple[str, ...]) -> None:
+    name, *options = arguments
+    with pytest.raises(UserError) as caught:
+        cli(["data", name, "/sys/images", *options], standalone_mode=False)  # closed to root too
+    assert caught.value.code == "unwritable-directory"
 
 
-def test_the_digits_command(tmp_path: Path) -> None:
-    result = CliRunner().invoke(data, ["digits", str(tmp_path / "digits")])
-    assert result.exit_code == 0, result.output
-    assert "1,797 images in 10 classes are in" in result.stdout
+def test_a_full_disk_is_a_failure_and_not_the_users(tmp_path: Path) -> None:
+    with pytest.raises(EngineryError) as caught, _translate_errors(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert (type(caught.value), caught.value.code) == (EngineryError, "disk-full")

@@ -1,0 +1,286 @@
+# mypy: disable-error-code="call-overload, misc"
+# DALI's stubs describe its operators outside a pipeline definition, where they return other things.
+"""DALI pipelines: what happens to an encoded image, on the CPU or a GPU. Without torch, which servers lack.
+
+Evaluation does what TransformSpec says and nothing else; training augments. Images from memory go through the very
+operators of evaluation: what a validated model is served with.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from nvidia.dali import Pipeline, fn, pipeline_def, types
+from nvidia.dali import math as math_ops
+
+from components.common.contracts.environment import num_cores
+from components.common.contracts.errors import UserError
+from components.common.contracts.records import DatasetStatistics
+from components.common.contracts.transforms import Augmentation, TransformSpec
+from components.common.data.image_files import check_encoded, undecodable
+
+_INTERPOLATION = {"bilinear": types.DALIInterpType.INTERP_LINEAR, "bicubic": types.DALIInterpType.INTERP_CUBIC}
+_MAX_PREALLOCATION_BYTES = 4 << 30
+_MOST_PIXELS = 1 << 28  # decoded at once, of 3 bytes each
+
+
+def decoder_options(
+    statistics: DatasetStatistics,
+    batch_size: int,
+    num_pipelines: int = 1,
+    *,
+    device_id: int | None,
+    hw_decoder_load: float,
+) -> dict[str, Any]:
+    """Arguments of DALI's decoder on this device; those of the hardware JPEG decoder only on a GPU.
+
+    Memory is reserved for a batch of the widest and highest images, up to 4 GiB by all pipelines of a process
+    together, so that none is allocated while training runs. Larger images still decode, and cost an allocation each
+    time one is larger than all before.
+    """
+    if device_id is None:
+        return {"device": "cpu"}
+    # Older datasets don't say more than the longest shorter side.
+    width, height = (side or statistics.max_side for side in (statistics.max_width, statistics.max_height))
+    scale = min(1.0, math.sqrt(_MAX_PREALLOCATION_BYTES / (3 * num_pipelines * batch_size * width * height)))
+    return {
+        "device": "mixed",
+        "hw_decoder_load": hw_decoder_load,
+        "preallocate_width_hint": int(scale * width),
+        "preallocate_height_hint": int(scale * height),
+    }
+
+
+def _normalize(
+    images: Any, spec: TransformSpec, *, flip: Any, crop: int | None, fp16: bool = False, **position: Any
+) -> Any:
+    std = [255.0 * value for value in spec.std]
+    mean = [255.0 * value for value in spec.mean]
+    crops = {"crop": (crop, crop)} if crop else {}
+    # HWC: permuted to NCHW on arrival, this is torch's channels_last without a copy.
+    dtype = types.FLOAT16 if fp16 else types.FLOAT
+    return fn.crop_mirror_normalize(
+        images, dtype=dtype, output_layout="HWC", mean=mean, std=std, mirror=flip, **crops, **position
+    )
+
+
+@pipeline_def(enable_conditionals=False)
+def evaluation_pipeline(reader: dict[str, Any], spec: TransformSpec, decoder: dict[str, Any]) -> tuple[Any, Any]:
+    """Images [H, W, 3] float32 and their labels as `reader` (arguments of DALI's) finds them: uint8 digits."""
+    raw, label = fn.readers.webdataset(**reader)
+    return _evaluated(raw, spec, decoder), label
+
+
+@pipeline_def(enable_conditionals=False)
+def _memory_pipeline(spec: TransformSpec) -> Any:
+    """Images [crop_size, crop_size, 3] float32 of what is fed to the input "encoded", as evaluation delivers them."""
+    raw = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
+    return _evaluated(raw, spec, {"device": "cpu"})
+
+
+def _evaluated(raw: Any, spec: TransformSpec, decoder: dict[str, Any]) -> Any:
+    """Decode and transform images as TransformSpec says, and no more. Returns HWC float32."""
+    # Without fancy upsampling a GPU decodes the colours of most JPEG files otherwise than CPUs and torchvision do.
+    images = fn.decoders.image(raw, output_type=types.RGB, jpeg_fancy_upsampling=True, **decoder)
+    # Sizes and positions are computed here because DALI rounds both in its own way: one pixel off the transforms
+    # that published models were trained with (torchvision's Resize and CenterCrop) on most aspect ratios.
+    shape = fn.peek_image_shape(raw)  # [H, W, C] int64 on the host, EXIF orientation applied
+    height, width = shape[0], shape[1]
+    shorter = math_ops.min(height, width)
+    height, width = (side * spec.resize_size // shorter for side in (height, width))
+    size = fn.cast(fn.stack(height, width), dtype=types.FLOAT)
+    images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
+    y, x = (_center(side - spec.crop_size) for side in (height, width))
+    return _normalize(images, spec, flip=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x)
+
+
+def _center(margin: Any) -> Any:
+    """Return the start of the central window as DALI wants it: a share of the margin. Halves go to the even pixel."""
+    odd = margin % 2
+    start = odd * (2 * ((margin + 1) // 4)) + (1 - odd) * (margin // 2)
+    return fn.cast(start, dtype=types.FLOAT) / math_ops.max(margin, 1)
+
+
+@pipeline_def(enable_conditionals=False)
+def training_pipeline(
+    reader: dict[str, Any],
+    spec: TransformSpec,
+    augmentation: Augmentation,
+    decoder: dict[str, Any],
+    size_of_batch: Callable[[int], int] | None,
+    fp16: bool,
+) -> tuple[Any, Any]:
+    """Images [size, size, 3] float32, augmented, and their labels as `reader` finds them: uint8 digits.
+
+    `size_of_batch` gives the size from the number of the batch since training began; None for always crop_size. With
+    `fp16` images are float16.
+    """
+    raw, label = fn.readers.webdataset(**reader)
+    ratio = augmentation.max_aspect_ratio
+    images = fn.decoders.image_random_crop(
+        raw,
+        output_type=types.RGB,
+        random_area=[augmentation.min_area, 1.0],
+        random_aspect_ratio=[1 / ratio, ratio],
+        **decoder,
+    )
+    size: Any = [spec.crop_size] * 2 if size_of_batch is None else _sizes(size_of_batch)
+    images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
+    if jitter := _colour_jitter(augmentation):
+        images = fn.color_twist(images, **jitter)
+    flip = fn.random.coin_flip(probability=augmentation.flip_probability)
+    return _normalize(images, spec, flip=flip, crop=None, fp16=fp16), label
+
+
+def _sizes(size_of_batch: Callable[[int], int]) -> Any:
+    """[2] float32 for each image of a batch: height and width."""
+    batch_size = Pipeline.current().max_batch_size
+
+    def source(info: types.BatchInfo) -> np.ndarray:
+        return np.full((batch_size, 2), size_of_batch(info.iteration), np.float32)
+
+    return fn.external_source(source=source, batch=True, batch_info=True, dtype=types.FLOAT, ndim=1)
+
+
+def _colour_jitter(augmentation: Augmentation) -> dict[str, Any]:
+    """Arguments of color_twist: a random draw per image for each kind that is on."""
+    jitter = {}
+    for kind in ("brightness", "contrast", "saturation"):
+        if amount := getattr(augmentation, kind):
+            jitter[kind] = fn.random.uniform(range=[1 - amount, 1 + amount])
+    if augmentation.hue:
+        jitter["hue"] = fn.random.uniform(range=[-360 * augmentation.hue, 360 * augmentation.hue])  # degrees
+    return jitter
+
+
+def load_image(encoded: bytes, spec: TransformSpec) -> np.ndarray:
+    """One image file as evaluation delivers it: by the same operators, decoded on the CPU.
+
+    Args:
+        encoded: the file's content, in a format of IMAGE_EXTENSIONS.
+        spec: resize, crop and normalization.
+
+    Returns:
+        [1, 3, crop_size, crop_size] float32, normalized, C-contiguous.
+
+    Raises:
+        RuntimeError: DALI can't decode it.
+    """
+    return ImageBatches(spec, 1).decode([encoded])
+
+
+class ImageBatches:
+    """Decodes on the CPU. Not for several threads at once."""
+
+    def __init__(self, spec: TransformSpec, batch_size: int) -> None:
+        """`batch_size` is the most images that one call takes."""
+        self._spec = spec
+        self._batch_size = batch_size
+        self._pipe: Any = None
+
+    def load(self, encoded: Sequence[bytes], names: Sequence[str]) -> np.ndarray:
+        """Images as a model gets them.
+
+        Args:
+            encoded: contents of image files, 1 to `batch_size` of them.
+            names: what to call each in an error.
+
+        Returns:
+            [B, 3, crop_size, crop_size] float32, normalized, C-contiguous.
+
+        Raises:
+            UserError: one is not an image that preprocess takes; the message names it.
+        """
+        for data, name in zip(encoded, names, strict=True):
+            check_encoded(data, name)
+        try:
+            return self.decode(encoded)
+        except RuntimeError:
+            self._pipe = None  # DALI's pipeline is of no use after an error
+            self._name_the_culprit(encoded, names)
+            raise
+
+    def load_each(
+        self, encoded: Sequence[bytes], names: Sequence[str], *, max_bytes: int | None = None
+    ) -> list[np.ndarray | UserError]:
+        """The same for images of several callers: for each one [3, crop_size, crop_size] float32, or what is wrong.
+
+        Takes any number of them, and decodes no more at once than fit into about a gigabyte.
+
+        Args:
+            encoded: contents of image files.
+            names: what to call each in an error.
+            max_bytes: longest content; None for any.
+        """
+        found: dict[int, np.ndarray | UserError] = {}
+        chunk: list[int] = []  # images that are decoded together
+        pixels = 0
+
+        def decode() -> None:
+            images = self._load_chunk([encoded[index] for index in chunk], [names[index] for index in chunk])
+            found.update(zip(chunk, images, strict=True))
+            chunk.clear()
+
+        for index, (data, name) in enumerate(zip(encoded, names, strict=True)):
+            try:
+                size = _checked(data, name, max_bytes)
+            except UserError as error:
+                found[index] = error
+                continue
+            if chunk and (len(chunk) == self._batch_size or pixels + size > _MOST_PIXELS):
+                decode()
+                pixels = 0
+            chunk.append(index)
+            pixels += size
+        if chunk:
+            decode()
+        return [found[index] for index in range(len(encoded))]
+
+    def _load_chunk(self, encoded: Sequence[bytes], names: Sequence[str]) -> list[np.ndarray | UserError]:
+        """Images that were checked. Where DALI refuses one all the same, each is decoded on its own."""
+        try:
+            return list(self.decode(encoded))
+        except RuntimeError as error:
+            self._pipe = None  # DALI's pipeline is of no use after an error
+            if len(encoded) == 1:
+                return [undecodable(error, names[0])]
+        return [self._load_chunk([data], [name])[0] for data, name in zip(encoded, names, strict=True)]
+
+    def decode(self, encoded: Sequence[bytes]) -> np.ndarray:
+        """As load, of images that were checked.
+
+        Raises:
+            RuntimeError: DALI can't decode one.
+        """
+        if self._pipe is None:
+            self._pipe = _memory_pipeline(
+                self._spec,
+                batch_size=self._batch_size,
+                num_threads=num_cores(),
+                device_id=None,
+                prefetch_queue_depth=1,
+                exec_async=False,
+                exec_pipelined=False,
+            )
+            self._pipe.build()
+        self._pipe.feed_input("encoded", [np.frombuffer(data, np.uint8) for data in encoded])
+        (images,) = self._pipe.run()
+        return np.ascontiguousarray(images.as_array().transpose(0, 3, 1, 2))
+
+    def _name_the_culprit(self, encoded: Sequence[bytes], names: Sequence[str]) -> None:
+        for data, name in zip(encoded, names, strict=True):
+            try:
+                ImageBatches(self._spec, 1).decode([data])
+            except RuntimeError as error:
+                raise undecodable(error, name) from None
+
+
+def _checked(data: bytes, name: str, max_bytes: int | None) -> int:
+    """Return the number of pixels of an image that can be decoded."""
+    if max_bytes is not None and len(data) > max_bytes:
+        raise UserError(
+            f"{name} has {len(data):,} bytes, and {max_bytes:,} are taken at most; make it smaller",
+            code="image-too-large",
+        )
+    return check_encoded(data, name)
