@@ -317,16 +317,16 @@ def _trial_name(trial: Trial) -> str:
 
 def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near: bool) -> None:
     """Interval and difference, or both in words at the edge if they lie far below the axis."""
-    look: Literal["chosen", "within", "outside"] = "within" if trial.within_budget else "outside"
+    style: Literal["chosen", "within", "outside"] = "within" if trial.within_budget else "outside"
     if is_chosen:
-        look = "chosen"
+        style = "chosen"
         axes.axhspan(row - 0.5, row + 0.5, color=SERIES["int8"], alpha=0.15, linewidth=0)
         axes.get_yticklabels()[row].set_fontweight("bold")
     if is_near:
         color = SERIES["int8" if is_chosen else "fp32"]
         ends = (trial.low_points, trial.high_points)
         axes.plot(ends, (row, row), color=color, marker="|", markersize=5, linewidth=1.4)
-        _point(axes, (trial.delta_top1_points, row), look)
+        _point(axes, (trial.delta_top1_points, row), style)
         return
     interval = f"{signed(trial.low_points)} to {signed(trial.high_points)}"
     left = axes.get_xlim()[0]
@@ -335,11 +335,11 @@ def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near:
 
 
 def _point(
-    axes: Axes, place: tuple[float, float], look: Literal["chosen", "within", "outside"], label: str | None = None
+    axes: Axes, place: tuple[float, float], style: Literal["chosen", "within", "outside"], label: str | None = None
 ) -> None:
     """A candidate: what is chosen by form and colour, what is outside the budget hollow."""
-    color, marker = (SERIES["int8"], "s") if look == "chosen" else (SERIES["fp32"], "o")
-    face = GROUND if look == "outside" else color
+    color, marker = (SERIES["int8"], "s") if style == "chosen" else (SERIES["fp32"], "o")
+    face = GROUND if style == "outside" else color
     x, y = place
     axes.plot([x], [y], color=color, marker=marker, markerfacecolor=face, linestyle="", markersize=6, label=label)
 

@@ -167,13 +167,13 @@ def _git(*arguments: str) -> str:
 
 
 _MAX_SIDE = 160  # pixels
-_SMALL_SIDE = 64  # pictures up to this size stay exact
+_SMALL_SIDE = 64  # images up to this size stay exact
 
 
-def thumbnails(data: Artifact[DatasetManifest], keys: Iterable[str]) -> dict[str, str]:
-    """Data URIs of validation images by their key in val.jsonl."""
-    wanted = set(keys)
-    found: dict[str, str] = {}
+def read_thumbnails(data: Artifact[DatasetManifest], indices: Iterable[int]) -> dict[int, str]:
+    """Data URIs of validation images by their position in val.jsonl."""
+    wanted = {str(entry["key"]): index for index, entry in _listing(data, set(indices)).items()}
+    found: dict[int, str] = {}
     for shard in data.manifest.splits["val"].shards:
         if len(found) == len(wanted):
             break
@@ -181,7 +181,7 @@ def thumbnails(data: Artifact[DatasetManifest], keys: Iterable[str]) -> dict[str
             for key, offset, size in image_places(data.file(shard).with_suffix(".idx")):
                 if key in wanted:
                     archive.seek(offset)
-                    found[key] = _data_uri(archive.read(size))
+                    found[wanted[key]] = _data_uri(archive.read(size))
     return found
 
 
@@ -257,12 +257,6 @@ def change(fp32: Predictions, own: Predictions) -> PredictionChange:
     """Lost, gained and differing images, and how certain the difference in top-1 is."""
     differing = int((fp32.top[:, 0] != own.top[:, 0]).sum())
     return PredictionChange(**compare(fp32, own).model_dump(), num_differing=differing)
-
-
-def image_keys(data: Artifact[DatasetManifest], disagreements: tuple[Disagreement, ...]) -> dict[int, str]:
-    """Key in the shards of each of these images, by its index."""
-    listing = _listing(data, {entry.index for entry in disagreements})
-    return {index: str(entry["key"]) for index, entry in listing.items()}
 
 
 def _listing(data: Artifact[DatasetManifest], wanted: set[int]) -> dict[int, dict[str, Any]]:
@@ -362,12 +356,12 @@ _MAX_NUMBERED_IN_CARD = 20
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
 
 
-def write_report(report: Report, pictures: Mapping[int, str], output: Path) -> None:
+def write_report(report: Report, thumbnails: Mapping[int, str], output: Path) -> None:
     """Write the three files.
 
     Args:
         report: what they say.
-        pictures: data URI of each disagreement's image, by its index.
+        thumbnails: data URI of each disagreement's image, by its index.
         output: directory of the Report artifact.
     """
     values = {
@@ -382,7 +376,7 @@ def write_report(report: Report, pictures: Mapping[int, str], output: Path) -> N
     }
     charts = {name: Markup(svg) for name, svg in _charts(report).items()}  # noqa: S704  # drawn here, text escaped
     templates = _templates()
-    page = templates.get_template("report.html.j2").render(**values, charts=charts, pictures=pictures)
+    page = templates.get_template("report.html.j2").render(**values, charts=charts, thumbnails=thumbnails)
     card = templates.get_template("model_card.md.j2").render(**values)
     write_atomically(output / "report.html", page.encode())
     write_atomically(output / "model_card.md", card.encode())

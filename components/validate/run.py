@@ -34,8 +34,7 @@ from components.validate.report import (
     class_losses,
     compare,
     gather_report,
-    image_keys,
-    thumbnails,
+    read_thumbnails,
     write_report,
 )
 from components.validate.speed import budget_metrics, budget_text, measure_speed, within_budget
@@ -76,9 +75,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
     log.progress("writing the report", 0, 1)
     shown = gather_report(config, models, data, predictions, accuracy, benchmark)
-    keys = image_keys(data, shown.disagreements)
-    pictures = thumbnails(data, keys.values())
-    write_report(shown, {index: pictures[key] for index, key in keys.items() if key in pictures}, output)
+    write_report(shown, read_thumbnails(data, [entry.index for entry in shown.disagreements]), output)
     report = seal(
         output,
         ReportManifest,

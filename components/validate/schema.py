@@ -1,6 +1,6 @@
 """The shape of report.json. `python -m components.validate.schema` prints its JSON schema.
 
-report.html and model_card.md show the same values; pictures and charts are only in report.html.
+report.html and model_card.md show the same values; images and charts are only in report.html.
 """
 
 import json
