@@ -11,7 +11,7 @@ from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest, seal
 from components.common.contracts.records import DatasetStatistics, Split
-from components.common.contracts.settings import decisive, how_to_set
+from components.common.contracts.settings import fingerprinted, how_to_set
 from components.common.process.steplog import StepLog
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import (
@@ -60,7 +60,7 @@ def assemble(
         rejections=Rejections.of(entries_of(output / REJECTED)),
         issues=issues,
         thumbnails=read_thumbnails(output, "train", sample_positions(finder.labels("train"), len(classes))),
-        config=decisive(config),
+        config=fingerprinted(config),
     )
     write_data_card(card, output)  # before a leak stops the step: the card is the evidence
     if config.on_leak == "fail" and (message := issues.leak_message()):

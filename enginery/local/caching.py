@@ -33,7 +33,7 @@ from components.common.contracts.manifests import (
     load,
     write_atomically,
 )
-from components.common.contracts.settings import decisive
+from components.common.contracts.settings import fingerprinted
 from components.common.runtimes import RUNTIMES
 from components.preprocess.sources import is_uri, kind_of, local_path
 from enginery.local.parameters import STEP_CONFIGS, PipelineFile
@@ -240,7 +240,7 @@ class StepCache:
 
     def _config(self, step: str) -> dict[str, Any]:
         plain = {name: self.arguments[name] for name in self.file.plain_inputs() if step in self.file.owners(name)}
-        return decisive(STEP_CONFIGS[step].model_validate({**self.arguments[step], **plain}))
+        return fingerprinted(STEP_CONFIGS[step].model_validate({**self.arguments[step], **plain}))
 
 
 def offer(steps: Sequence[CachedStep], run_directory: Path) -> Path:

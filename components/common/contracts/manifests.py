@@ -34,7 +34,7 @@ from components.common.contracts.records import (
     Split,
     TrainingRecord,
 )
-from components.common.contracts.settings import decisive
+from components.common.contracts.settings import fingerprinted
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.registry.promotions import ChampionComparison
 
@@ -265,7 +265,7 @@ def seal(
         name = file.relative_to(path).as_posix()
         if file.is_file() and file != path / MANIFEST and not name.startswith(f"{UNFINISHED}/"):
             files[name] = known.get(name) or FileEntry(size_bytes=file.stat().st_size, digest=digest_file(file))
-    sealed = manifest(files=files, inputs=inputs, config=decisive(config), environment=environment(), **fields)
+    sealed = manifest(files=files, inputs=inputs, config=fingerprinted(config), environment=environment(), **fields)
     sealed = sealed.model_copy(update={"seal": seal_of(sealed.model_dump(mode="json"))})
     data = canonical_json(sealed.model_dump(mode="json"))
     write_atomically(path / MANIFEST, data)

@@ -35,7 +35,7 @@ class StepConfig(BaseModel):
         return without_secrets(value) if isinstance(value, str) else value
 
 
-def decisive(config: BaseModel) -> dict[str, Any]:
+def fingerprinted(config: BaseModel) -> dict[str, Any]:
     """The settings that a result depends on, as JSON: all but those of SPEED_ONLY."""
     extras = {name: field.json_schema_extra for name, field in type(config).model_fields.items()}
     return config.model_dump(mode="json", exclude={name for name, extra in extras.items() if extra == SPEED_ONLY})
