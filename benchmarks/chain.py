@@ -14,6 +14,7 @@ import click
 import yaml
 
 from benchmarks.results import RESULTS, write_result
+from components.common.runtimes import runs_plans
 
 _STEP_OF_INPUT = {
     "image_size": "train",
@@ -117,7 +118,7 @@ def _measures(manifests: dict[str, Any], seconds: dict[str, float]) -> dict[str,
                 measures[f"{row['precision']}_delta_points"] = row["delta_top1_points"]
     for row in manifests["validate"]["benchmark"]["rows"]:
         key = f"{row['precision']}_b{row['batch_size']}"
-        prefix = "engine_" if row["runtime"] == "tensorrt" else f"{row['runtime']}_"
+        prefix = "engine_" if runs_plans(row["runtime"]) else f"{row['runtime']}_"
         if row["num_streams"] > 1:
             key += f"_streams{row['num_streams']}"
         elif not row["with_transfers"]:

@@ -151,7 +151,6 @@ def _build_all(
                     shapes=shapes,
                     timing_cache_path=work / TIMING_CACHES,
                     optimization_level=level,
-                    workspace_bytes=4 << 30,
                 )
                 measures[f"engine_build_seconds_{run}_{precision}"] = entry.build_seconds
                 print(f"{precision} {run}: {entry.build_seconds:.1f} s", flush=True)

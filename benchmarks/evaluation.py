@@ -35,13 +35,13 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(), StepLog("validate")
     num_images = data.manifest.splits["val"].num_images
-    servings = select_runtimes(models, config.runtime)
-    _evaluate(config, servings, models, data, log)  # the first one opens files and warms the GPU up
+    selections = select_runtimes(models, config.runtime)
+    _evaluate(config, selections, models, data, log)  # the first one opens files and warms the GPU up
     turns: dict[str, list[float]] = {"loader": [], "engines": [], "evaluation": []}
     for _ in range(_TURNS):
         turns["loader"].append(_loader_s(models, data))
-        turns["engines"].append(_engines_s(servings, models, num_images))
-        turns["evaluation"].append(_evaluate(config, servings, models, data, log, num_gpus=1))
+        turns["engines"].append(_engines_s(selections, models, num_images))
+        turns["evaluation"].append(_evaluate(config, selections, models, data, log, num_gpus=1))
         print({name: round(values[-1], 2) for name, values in turns.items()}, flush=True)
     seconds = {name: statistics.median(values) for name, values in turns.items()}
     measures = {f"{name}_seconds": value for name, value in seconds.items()}
@@ -49,12 +49,12 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     measures["num_images"] = float(num_images)
     runs: list[Any] = [turns]
     if len(gpus_alike()) > 1:
-        several = [_evaluate(config, servings, models, data, log) for _ in range(_TURNS)]
+        several = [_evaluate(config, selections, models, data, log) for _ in range(_TURNS)]
         measures["num_gpus"] = float(len(gpus_alike()))
         measures["evaluation_seconds_all_gpus"] = statistics.median(several)
         measures["one_gpu_over_all_gpus"] = seconds["evaluation"] / measures["evaluation_seconds_all_gpus"]
         runs.append({"evaluation on all GPUs": several})
-    precisions = ", ".join(serving.precision for serving in servings if serving.runner is not None)
+    precisions = ", ".join(selection.precision for selection in selections if selection.runner is not None)
     notes = (
         f"{models.manifest.architecture} at {models.manifest.shapes.height} px, {precisions}, from shards to "
         "predictions. Loader: the same batches, decoded and thrown away. Engines: all images at the throughput of the "
@@ -79,25 +79,25 @@ def _loader_s(models: Artifact[BundleManifest], data: Artifact[DatasetManifest])
     return time.perf_counter() - started
 
 
-def _engines_s(servings: list[RuntimeSelection], models: Artifact[BundleManifest], num_images: int) -> float:
+def _engines_s(selections: list[RuntimeSelection], models: Artifact[BundleManifest], num_images: int) -> float:
     batch_size, seconds = models.manifest.shapes.max_batch, 0.0
-    for serving in servings:
-        if serving.runner is not None:
-            timing = serving.runner.measure(batch_size, warmup_s=0.2, duration_s=1.0, min_iterations=20)
+    for selection in selections:
+        if selection.runner is not None:
+            timing = selection.runner.measure(batch_size, warmup_s=0.2, duration_s=1.0, min_iterations=20)
             seconds += num_images / timing.images_per_s
     return seconds
 
 
 def _evaluate(
     config: ValidateConfig,
-    servings: list[RuntimeSelection],
+    selections: list[RuntimeSelection],
     models: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
     log: StepLog,
     num_gpus: int = 0,
 ) -> float:
     started = time.perf_counter()
-    predict_validation(config, servings, models, data, log, max_gpus=num_gpus)
+    predict_validation(config, selections, models, data, log, max_gpus=num_gpus)
     return time.perf_counter() - started
 
 

@@ -98,7 +98,6 @@ def _engine(models: Artifact[BundleManifest], shapes: ShapeSpec, bits: int, work
         shapes=shapes,
         timing_cache_path=work / TIMING_CACHES,
         optimization_level=level,
-        workspace_bytes=4 << 30,
         mantissa_bits=bits,
     )
     print(f"{bits} bits: built in {entry.build_seconds:.0f} s", flush=True)

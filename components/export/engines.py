@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 _STRONGLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}
 _WEAKLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp32.onnx", "int8": "int8.onnx"}
-_FAILS_TO_MERGE = "chooseHigherPrecision"  # where 8.6.0's graph optimizer ends; see `siblings`
+_FAILS_TO_MERGE = "chooseHigherPrecision"  # where 8.6.0's graph optimizer ends; see `placement.keep_apart`
 
 
 def onnx_file_for(precision: str) -> str:
@@ -78,9 +78,9 @@ def build_engine(
     *,
     precision: Precision,
     shapes: ShapeSpec,
-    timing_cache_path: Path | None,
-    optimization_level: int,
-    workspace_bytes: int,
+    timing_cache_path: Path | None = None,
+    optimization_level: int = 3,
+    workspace_bytes: int = 4 << 30,
     options: Collection[EngineOption] = (),
     mantissa_bits: int = FP16_MANTISSA_BITS,
 ) -> EngineEntry:
@@ -97,7 +97,7 @@ def build_engine(
         optimization_level: 0 (quick build) to 5 (slow build, fastest engine); TensorRT's own default is 3.
         workspace_bytes: Most scratch memory that a layer may use on the GPU.
         options: What else the plan shall be; see `ExportConfig.engine_options`.
-        mantissa_bits: Explicit mantissa bits that the weights of an FP16 plan keep; see `mantissa`.
+        mantissa_bits: Explicit mantissa bits that the weights of an FP16 plan keep; see `precision.round_weights`.
 
     Returns:
         What a bundle's manifest says of the plan, without its layers (see `inspection`).

@@ -70,7 +70,7 @@ def write_fp32_onnx(
 
 
 def check_file(model: Path, architecture: str) -> None:
-    """See what can be seen of a model's file without opening it.
+    """Check a model's file without opening it.
 
     Raises:
         UserError: there is none, it is of no kind that is read, or it needs an architecture.
@@ -152,13 +152,7 @@ def _from_checkpoint(
         shapes=shapes,
         input_digest=checkpoint.digest,
         module=module,
-        training=TrainingRecord(
-            history=record.history,
-            config=record.config,
-            metrics=record.metrics,
-            environment=record.environment,
-            profile=record.profile,
-        ),
+        training=TrainingRecord.model_validate({name: getattr(record, name) for name in TrainingRecord.model_fields}),
     )
 
 
@@ -187,7 +181,7 @@ def _module_of_weights(path: Path, architecture: str, num_classes: int) -> nn.Mo
 
 
 def _check_fits(path: Path, classifier: OnnxClassifier, num_classes: int) -> None:
-    """See that a user's ONNX file can be fed with square images of so many classes."""
+    """Check that a user's ONNX file can be fed with square images of so many classes."""
     if classifier.num_classes != num_classes:
         raise UserError(
             f"{path} has {classifier.num_classes} outputs but the dataset has {num_classes} classes. For a folder "

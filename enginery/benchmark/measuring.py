@@ -39,7 +39,8 @@ _log = logging.getLogger(__name__)
 Say = Callable[[str], None]  # called with what happens now
 
 GPU_BATCHES, CPU_BATCHES = (1, 2, 4, 8, 64, 128), (1, 2, 4, 8)
-_WORKSPACE_BYTES = 4 << 30
+NUM_CLASSES = 1000
+_NUM_CALIBRATION_IMAGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Settings:
 
 
 def check_precisions(precisions: Sequence[str]) -> None:
-    """Look whether this machine runs any of them.
+    """Check that this machine runs any of them.
 
     Raises:
         UserError: it does not.
@@ -78,13 +79,11 @@ def default_batches() -> tuple[int, ...]:
 
 
 def check_networks(architectures: Sequence[str], image_size: int) -> None:
-    """Look whether all networks exist and take images of this size, before the first one is measured.
+    """Check that all networks exist and take images of this size, before the first one is measured.
 
     Raises:
         UserError: one does not.
     """
-    import torch
-
     for architecture in architectures:
         try:
             with torch.device("meta"):  # no memory, no work
@@ -155,7 +154,6 @@ def _engine(precision: Precision, settings: Settings, shapes: ShapeSpec, folder:
         shapes=shapes,
         timing_cache_path=settings.timing_caches,
         optimization_level=settings.optimization_level,
-        workspace_bytes=_WORKSPACE_BYTES,
     )
     return TensorRTRunner(plan, shapes, entry)
 
@@ -179,10 +177,6 @@ def _row(network: str, device: str, row: BenchmarkRow, settings: Settings) -> Ro
         latency_ms=row.p50_ms,
         cost=cost,
     )
-
-
-NUM_CLASSES = 1000
-_NUM_CALIBRATION_IMAGES = 8
 
 
 def write_network(architecture: str, shapes: ShapeSpec, folder: Path) -> list[str]:

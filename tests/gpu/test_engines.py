@@ -95,15 +95,8 @@ def runner(request, bundle, built):
 
 
 def build(bundle: Path, precision: str, **changes) -> EngineEntry:
-    options = {
-        "plan_path": bundle / f"{precision}.plan",
-        "shapes": SHAPES,
-        "timing_cache_path": bundle / "timing",
-        "optimization_level": 3,
-        "workspace_bytes": 1 << 30,
-    }
-    source = bundle / onnx_file_for(precision)
-    return build_engine(source, precision=precision, **(options | changes))
+    options = {"plan_path": bundle / f"{precision}.plan", "timing_cache_path": bundle / "timing", **changes}
+    return build_engine(bundle / onnx_file_for(precision), precision=precision, shapes=SHAPES, **options)
 
 
 def images(batch: int, seed: int = 0) -> np.ndarray:
@@ -380,9 +373,8 @@ def test_a_network_that_tensorrt_can_not_parse(bundle, tmp_path):
     model = onnx.load(bundle / "fp32.onnx")
     model.graph.node[0].op_type = "NoSuchOperator"
     onnx.save(model, tmp_path / "bad.onnx")
-    options = {"timing_cache_path": None, "optimization_level": 3, "workspace_bytes": 1 << 30}
     with pytest.raises(EngineryError) as error:
-        build_engine(tmp_path / "bad.onnx", tmp_path / "bad.plan", precision="fp32", shapes=SHAPES, **options)
+        build_engine(tmp_path / "bad.onnx", tmp_path / "bad.plan", precision="fp32", shapes=SHAPES)
     assert (error.value.code, "bad.onnx" in str(error.value)) == ("onnx-not-parsed", True)
     assert not (tmp_path / "bad.plan").exists()
 

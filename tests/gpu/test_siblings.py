@@ -38,18 +38,14 @@ def test_a_network_of_siblings_is_built_in_int8(tmp_path: Path) -> None:
         tmp_path / "int8.plan",
         precision="int8",
         shapes=SHAPES,
-        timing_cache_path=None,
         optimization_level=1,
-        workspace_bytes=1 << 30,
     )
     convolutions = [node_id(node) for node in fp32.graph.node if node.op_type == "Conv"]
     assert len(convolutions) == 13
     layers = inspect_engine(tmp_path / "int8.plan", entry, SHAPES, convolutions)
     assert layers.convolutions == {"INT8": 13}
-    engine, reference = (
-        TensorRTRunner(tmp_path / "int8.plan", SHAPES),
-        OnnxRuntimeRunner(tmp_path / "int8.onnx", SHAPES),
-    )
+    engine = TensorRTRunner(tmp_path / "int8.plan", SHAPES)
+    reference = OnnxRuntimeRunner(tmp_path / "int8.onnx", SHAPES)
     answers, expected = (runner.infer(images) for runner in (engine, reference))
     engine.close()
     assert np.abs(answers - expected).max() <= 0.02 * np.abs(expected).max()

@@ -35,9 +35,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "fp32.plan",
         precision="fp32",
         shapes=SHAPES,
-        timing_cache_path=folder / "timing",
         optimization_level=1,
-        workspace_bytes=1 << 30,
     )
     return folder / "fp32.plan"
 

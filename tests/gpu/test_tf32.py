@@ -24,9 +24,6 @@ def test_tf32_is_asked_for(tmp_path: Path, options: tuple[EngineOption, ...], pr
         tmp_path / "fp32.plan",
         precision="fp32",
         shapes=SHAPES,
-        timing_cache_path=None,
-        optimization_level=3,
-        workspace_bytes=1 << 30,
         options=options,
     )
     assert ("TF32" in entry.flags) == bool(options)

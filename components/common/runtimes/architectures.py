@@ -119,7 +119,7 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
 
 
 def check_image_size(network: nn.Module, architecture: str, image_size: int) -> None:
-    """Look whether a network takes images of this size and can be written as ONNX for them.
+    """Check that a network takes images of this size and can be written as ONNX for them.
 
     Args:
         network: best on the meta device, where only shapes are computed.

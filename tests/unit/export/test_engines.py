@@ -120,9 +120,8 @@ def test_options_are_looked_at_before_anything_is_built(monkeypatch, trt, is_ref
 )
 def test_arguments_are_checked_before_tensorrt_is_needed(tmp_path, change, code):
     arguments = {"precision": "fp16", "optimization_level": 3} | change
-    paths = {"timing_cache_path": None, "workspace_bytes": 1 << 30}
     with pytest.raises(UserError) as error:
-        engines.build_engine(tmp_path / "a.onnx", tmp_path / "a.plan", shapes=SHAPES, **paths, **arguments)
+        engines.build_engine(tmp_path / "a.onnx", tmp_path / "a.plan", shapes=SHAPES, **arguments)
     assert error.value.code == code
 
 
@@ -224,9 +223,6 @@ def build(monkeypatch):
                 file.with_suffix(".plan"),
                 precision=precision,
                 shapes=SHAPES,
-                timing_cache_path=None,
-                optimization_level=3,
-                workspace_bytes=1 << 20,
                 mantissa_bits=mantissa_bits,
             )
         except EngineryError as error:
