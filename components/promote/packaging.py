@@ -9,16 +9,15 @@ from tempfile import TemporaryDirectory
 
 import mlflow.pyfunc
 import yaml
-from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import Array
-from mlflow.utils.time import get_current_time_millis
 
 from components.common.contracts.manifests import Artifact, BundleManifest, ReportManifest
 from components.common.contracts.records import Precision
 from components.common.registry.model_registry import patiently
-from components.common.registry.tracking import StepRun, short_digest
+from components.common.registry.tracking import StepRun
 from components.common.registry.trust import read_statements
 from components.promote import pyfunc
 
@@ -145,10 +144,7 @@ def upload(
 
 def log_measured(run: StepRun, model_id: str, bundle: BundleManifest, report: ReportManifest) -> None:
     """Log what was measured on the validation split as metrics of a run and its LoggedModel, settings as parameters."""
-    digest = short_digest(report.accuracy.split_digest)
-    now, where = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": digest}
-    entries = [Metric(key, value, now, 0, model_id=model_id, **where) for key, value in measures(report).items()]
-    patiently(lambda: run.client.log_batch(run.run_id, metrics=entries))
+    patiently(lambda: run.log_model_metrics(model_id, measures(report), report.accuracy.split_digest))
     training = {"train": bundle.training.config} if bundle.training is not None else {}
     for step, values in {**training, "export": bundle.config, "validate": report.config}.items():
         patiently(partial(run.log_params, {step: values}))  # one request for each: MLflow takes 100 parameters in it

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,14 +92,35 @@ def check(registry: Registry, seen: Sequence[str], *, best_of: Sequence[str] | N
         assert top1[registry.aliases(MODEL)[CHAMPION]] == max(float(name[-3:]) for name in best_of)
 
 
-def race(uri: str, folder: Path, num_processes: int, num_rounds: int) -> None:
+@pytest.fixture(
+    params=[
+        pytest.param("sqlite", marks=pytest.mark.slow),
+        pytest.param("server", marks=pytest.mark.slow),
+        pytest.param("postgresql", marks=pytest.mark.postgresql),
+    ]
+)
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A store in a SQLite file, a server on one, and a server on PostgreSQL."""
+    if request.param == "sqlite":
+        yield fresh_sqlite(tmp_path)
+        return
+    port = free_port()
+    with ExitStack() as stack:
+        store = stack.enter_context(postgresql()) if request.param == "postgresql" else ""
+        stack.enter_context(server(tmp_path, port, store, workers=2))
+        yield f"http://127.0.0.1:{port}"
+
+
+# test_audit_log.py has each order of two changes, one process in place of the other.
+def test_many_at_once(uri: str, tmp_path: Path) -> None:
+    num_processes, num_rounds = 4, 10 if uri.startswith("sqlite") else 6
     registry, draw = registry_at(uri), random.Random(7)
     names = [
         [f"p{process}r{number}-{draw.randrange(50, 90):03d}" for number in range(num_rounds)]
         for process in range(num_processes)
     ]
     with watched(registry) as seen:
-        running = [promoter(uri, folder, own) for own in names]
+        running = [promoter(uri, tmp_path, own) for own in names]
         for process in running:
             text = process.communicate(timeout=300)[0]
             assert process.returncode == 0, text
@@ -109,36 +130,23 @@ def race(uri: str, folder: Path, num_processes: int, num_rounds: int) -> None:
     assert len(promoted) == num_processes * num_rounds  # won or lost
 
 
-@pytest.mark.slow  # test_audit_log.py has each order of two changes, one process in place of the other
-def test_many_at_once_on_a_sqlite_file(tmp_path: Path) -> None:
-    race(fresh_sqlite(tmp_path), tmp_path, num_processes=4, num_rounds=10)
-
-
-@pytest.mark.slow
-def test_many_at_once_on_a_server(tmp_path: Path) -> None:
-    port = free_port()
-    with server(tmp_path, port, workers=2):
-        race(f"http://127.0.0.1:{port}", tmp_path, num_processes=4, num_rounds=6)
-
-
-@pytest.mark.postgresql
-def test_many_at_once_on_a_server_with_postgresql(tmp_path: Path) -> None:
-    port = free_port()
-    with postgresql() as store, server(tmp_path, port, store, workers=2):
-        race(f"http://127.0.0.1:{port}", tmp_path, num_processes=4, num_rounds=6)
-
-
-def race_with_kills(uri: str, folder: Path, num_kills: int) -> None:
+@pytest.mark.parametrize(
+    "uri",
+    [
+        pytest.param("sqlite", marks=pytest.mark.slow),
+        pytest.param("postgresql", marks=pytest.mark.postgresql),
+    ],
+    indirect=True,
+)
+def test_killed_in_the_middle(uri: str, tmp_path: Path) -> None:
     """Three that promote, of which one is killed at a random moment, again and again. Nobody waits for the dead."""
     registry, draw = registry_at(uri), random.Random(11)
     with watched(registry) as seen:
-        for number in range(num_kills):
+        for number in range(6 if uri.startswith("sqlite") else 3):
             names = [f"k{number}p{process}-{draw.randrange(50, 90):03d}" for process in range(3)]
-            running = [promoter(uri, folder, [name]) for name in names]
-            lines: list[str] = []
+            running = [promoter(uri, tmp_path, [name]) for name in names]
             assert running[0].stdout is not None
             for line in running[0].stdout:
-                lines.append(line)
                 if "uploading" in line:
                     break
             time.sleep(draw.uniform(0.0, 1.0))
@@ -147,21 +155,8 @@ def race_with_kills(uri: str, folder: Path, num_kills: int) -> None:
                 text = process.communicate(timeout=600)[0]
                 assert process.returncode == 0, text
             running[0].communicate(timeout=600)
-        last = promoter(uri, folder, ["last-095"])
-        assert last.wait(600) == 0
+        assert promoter(uri, tmp_path, ["last-095"]).wait(600) == 0
     check(registry, seen, best_of=["last-095"])
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_on_a_sqlite_file(tmp_path: Path) -> None:
-    race_with_kills(fresh_sqlite(tmp_path), tmp_path, num_kills=6)
-
-
-@pytest.mark.postgresql
-def test_killed_in_the_middle_with_postgresql(tmp_path: Path) -> None:
-    port = free_port()
-    with postgresql() as store, server(tmp_path, port, store, workers=2):
-        race_with_kills(f"http://127.0.0.1:{port}", tmp_path, num_kills=3)
 
 
 def requests_of_a_promotion(folder: Path, port: int) -> int:

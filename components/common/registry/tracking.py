@@ -171,13 +171,17 @@ class StepRun:
             metrics[f"p99_ms_{suffix}"] = row.p99_ms
             metrics[f"images_per_s_{suffix}"] = row.images_per_s
             metrics[f"images_per_s_per_w_{suffix}"] = row.images_per_s_per_w
-        now, place = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": short_digest(dataset_digest)}
         known = {key: value for key, value in metrics.items() if value is not None}
-        entries = [Metric(key, value, now, 0, model_id=model.model_id, **place) for key, value in known.items()]
-        self.client.log_batch(self.run_id, metrics=entries)  # one request: MLflow takes up to 1,000 metrics in it
+        self.log_model_metrics(model.model_id, known, dataset_digest)
         self.client.log_outputs(self.run_id, [LoggedModelOutput(model_id=model.model_id, step=0)])
         self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
         return str(model.model_id)
+
+    def log_model_metrics(self, model_id: str, metrics: Mapping[str, float], dataset_digest: str) -> None:
+        """Log what was measured on the validation split as metrics of this run and of a LoggedModel of it."""
+        now, data = get_current_time_millis(), {"dataset_name": "val", "dataset_digest": short_digest(dataset_digest)}
+        entries = [Metric(key, value, now, 0, model_id=model_id, **data) for key, value in metrics.items()]
+        self.client.log_batch(self.run_id, metrics=entries)  # one request: MLflow takes up to 1,000 metrics in it
 
 
 @contextmanager

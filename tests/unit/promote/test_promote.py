@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 
+from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
     Artifact,
     ChampionComparison,
@@ -21,7 +23,7 @@ from components.common.registry.model_registry import Registry
 from components.promote.config import PromoteConfig
 from components.promote.run import run
 from enginery.registry.models import version_summary
-from tests.unit.registered import CHANGED, make_and_promote, make_chain, promote_chain, refuses, register_forged
+from tests.unit.registered import CHANGED, flip, make_and_promote, make_chain, promote_chain, refuses, register_forged
 
 
 def promotion(folder: Path) -> PromotionManifest:
@@ -209,6 +211,10 @@ def test_measured_plans_are_promoted_and_say_what_they_run_on(store: str, regist
     promote_chain(store, paths, tmp_path / "promotion")
     tags = registry.version("m", "1").tags
     assert (tags["gpu"], tags["tensorrt"]) == ("NVIDIA H200", "8.6.0")
+    with registry.files(registry.version("m", "1"), "bundle", "int8.plan") as plan:
+        flip(plan)
+    with pytest.raises(EngineryError, match=f"int8.plan {CHANGED}"):  # a plan is code
+        mlflow.pyfunc.load_model("models:/m/1")
 
 
 def test_the_alias_of_every_new_version_is_not_champion() -> None:
