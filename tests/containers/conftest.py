@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,28 @@ def open_folder(path: Path) -> Path:
     path.mkdir()
     path.chmod(0o777)
     return path
+
+
+@contextmanager
+def running(name: str, *options: str, arguments: Sequence[str] = ()) -> Iterator[str]:
+    """A container of an image in the background, by its name; removed in the end."""
+    container = f"enginery-{name}-{os.getpid()}"
+    docker("run", "--detach", "--name", container, *options, image(name), *arguments)
+    try:
+        yield container
+    finally:
+        docker("rm", "--force", container)
+
+
+def state(container: str) -> dict[str, Any]:
+    return json.loads(docker("inspect", "--format", "{{json .State}}", container).stdout)
+
+
+def wait_for_health(container: str) -> None:
+    deadline = time.monotonic() + 240
+    while state(container)["Health"]["Status"] != "healthy":
+        assert time.monotonic() < deadline, docker("logs", container).stderr[-3000:]
+        time.sleep(1)
 
 
 def run_step(name: str, arguments: Sequence[str], *options: str) -> "subprocess.CompletedProcess[str]":

@@ -23,6 +23,8 @@ from tests.containers.conftest import (
     mount,
     open_folder,
     run_step,
+    running,
+    state,
 )
 
 SECRET = "enginery-test-secret-4f9c2e"
@@ -78,20 +80,15 @@ def test_sigterm_ends_training_with_75(dataset: Path, tmp_path: Path) -> None:
     """As the container's first process, which the kernel spares every signal that it does not handle."""
     output = open_folder(tmp_path / "output") / "checkpoint"
     settings = ["--image-size", "32", "--epochs", "500", "--global-batch-size", "32", "--num-processes", "1"]
-    name = f"enginery-sigterm-{os.getpid()}"
     mounts = (*mount(dataset, read_only=True), *mount(output.parent, read_only=False))
     arguments = ["--dataset", str(dataset), "--output", str(output), *settings]
-    docker("run", "--detach", "--name", name, *HARDENED_ALONE, *mounts, image("train"), *arguments)
-    try:
+    with running("train", *HARDENED_ALONE, *mounts, arguments=arguments) as name:
         deadline = time.monotonic() + 180
         while "train: training" not in (logs := docker("logs", name)).stderr and time.monotonic() < deadline:
             time.sleep(0.5)
         assert "train: training" in logs.stderr, logs.stderr[-2000:]
         docker("stop", "--time", "240", name)  # saved at once, but a busy machine ends it late
-        state = json.loads(docker("inspect", "--format", "{{json .State}}", name).stdout)
-        assert state["ExitCode"] == 75, docker("logs", name).stderr[-2000:]
-    finally:
-        docker("rm", "--force", name)
+        assert state(name)["ExitCode"] == 75, docker("logs", name).stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", IMAGES)

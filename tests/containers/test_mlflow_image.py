@@ -1,15 +1,9 @@
 """The image of the tracking server: healthy, guarded, and ended by SIGTERM."""
 
-import json
-import os
 import time
-from collections.abc import Iterator
 
-import pytest
+from tests.containers.conftest import HARDENED, HARDENED_ALONE, UID, docker, image, running, state, wait_for_health
 
-from tests.containers.conftest import HARDENED, HARDENED_ALONE, UID, docker, image
-
-NAME = f"enginery-mlflow-{os.getpid()}"
 ASK = (
     "import sys, urllib.request, urllib.error\n"
     "request = urllib.request.Request('http://127.0.0.1:5000' + sys.argv[1], headers={'Host': sys.argv[2]})\n"
@@ -18,8 +12,15 @@ ASK = (
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+def as_options(variables: dict[str, str]) -> list[str]:
+    return [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
+
+
+def test_healthy_guarded_and_ended() -> None:
+    def ask(host: str = "localhost:5000") -> str:
+        experiment = "/api/2.0/mlflow/experiments/get?experiment_id=0"
+        return docker("exec", server, "python", "-c", ASK, experiment, host, check=False).stdout.strip()
+
     variables = {
         "MLFLOW_BACKEND_STORE_URI": "sqlite:////tmp/mlflow.db",
         "MLFLOW_AUTH_DATABASE_URI": "sqlite:////tmp/auth.db",
@@ -29,34 +30,14 @@ def server() -> Iterator[str]:
         "MLFLOW_ARTIFACTS_DESTINATION": "/tmp/artifacts",
         "MLFLOW_SERVER_ALLOWED_HOSTS": "tracking.example:5000,localhost:5000",
     }
-    given = [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
-    docker("run", "--detach", "--name", NAME, *HARDENED, "--user", f"{UID}:{UID}", *given, image("mlflow"))
-    try:
-        yield NAME
-    finally:
-        docker("rm", "--force", NAME)
-
-
-def state() -> dict[str, object]:
-    return json.loads(docker("inspect", "--format", "{{json .State}}", NAME).stdout)
-
-
-def ask(path: str, host: str = "localhost:5000") -> str:
-    return docker("exec", NAME, "python", "-c", ASK, path, host, check=False).stdout.strip()
-
-
-def test_healthy_guarded_and_ended(server: str) -> None:
-    deadline = time.monotonic() + 240
-    while (health := state()["Health"]["Status"]) == "starting" and time.monotonic() < deadline:  # type: ignore[index]
-        time.sleep(1)
-    assert health == "healthy", docker("logs", server).stderr[-3000:]
-    experiment = "/api/2.0/mlflow/experiments/get?experiment_id=0"
-    assert ask(experiment) == "401"  # no password
-    assert ask(experiment, host="elsewhere.example") == "403"
-    started = time.monotonic()
-    docker("stop", "--time", "60", server)
-    assert time.monotonic() - started < 45
-    assert state()["ExitCode"] in (0, 143)
+    with running("mlflow", *HARDENED, "--user", f"{UID}:{UID}", *as_options(variables)) as server:
+        wait_for_health(server)
+        assert ask() == "401"  # no password
+        assert ask(host="elsewhere.example") == "403"
+        started = time.monotonic()
+        docker("stop", "--time", "60", server)
+        assert time.monotonic() - started < 45
+        assert state(server)["ExitCode"] in (0, 143)
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
@@ -70,8 +51,7 @@ def test_a_store_that_is_not_there_is_named() -> None:
         "ENGINERY_MAKE_BUCKET": "true",
         "ENGINERY_STORE_PATIENCE_S": "1",
     }
-    given = [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
-    done = docker("run", "--rm", *HARDENED_ALONE, *given, image("mlflow"), check=False)
+    done = docker("run", "--rm", *HARDENED_ALONE, *as_options(variables), image("mlflow"), check=False)
     assert done.returncode == 1
     assert "the store http://127.0.0.1:8333 gives no bucket 'mlflow'" in done.stderr
     assert "a-secret-of-the-test" not in done.stdout + done.stderr

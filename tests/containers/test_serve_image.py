@@ -1,12 +1,8 @@
 """The image of the model server on a CPU: Triton as in NVIDIA's image, from the wheel of PyTriton (the stand-in)."""
 
 import json
-import os
 import shutil
 import tarfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +12,7 @@ from components.common.contracts.manifests import BundleManifest, load
 from enginery.release.verify import load_chain
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.sources import Source
-from tests.containers.conftest import HARDENED_ALONE, docker, image, mount, show
+from tests.containers.conftest import HARDENED_ALONE, docker, image, mount, running, show, state, wait_for_health
 from tests.unit.conftest import proved  # noqa: F401
 
 # Runs inside the container, which has no network: sends one request of all images, and prints the labels.
@@ -46,25 +42,6 @@ def repository(proved, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noq
     return write_repository(source, folder / "models", RepositoryConfig(max_wait_s=60)).path
 
 
-@contextmanager
-def serving(repository: Path) -> Iterator[str]:
-    """A container as a careful user runs it: no network, no capabilities, nothing to write."""
-    name = f"enginery-serve-{os.getpid()}"
-    volumes = ("--volume", f"{repository}:/models:ro", *mount(repository.parent, read_only=True))
-    docker("run", "--detach", "--name", name, *HARDENED_ALONE, "--shm-size", "256m", *volumes, image("serve"))
-    try:
-        yield name
-    finally:
-        docker("rm", "--force", name)
-
-
-def wait_for_health(name: str) -> None:
-    deadline = time.monotonic() + 180
-    while docker("inspect", "--format", "{{.State.Health.Status}}", name).stdout.strip() != "healthy":
-        assert time.monotonic() < deadline, docker("logs", name).stderr[-3000:]
-        time.sleep(1)
-
-
 def test_the_validated_predictions(repository: Path, proved) -> None:  # noqa: F811
     images = []
     for shard in proved.dataset.manifest.splits["val"].shards:
@@ -74,13 +51,15 @@ def test_the_validated_predictions(repository: Path, proved) -> None:  # noqa: F
     recorded = np.load(proved.parts["report"] / "predictions.npz")["int8"]
     file = repository.parent / "images.txt"
     file.write_text("\n".join(data.hex() for data in images))
-    with serving(repository) as name:
+    volumes = ("--volume", f"{repository}:/models:ro", *mount(repository.parent, read_only=True))
+    # As a careful user runs it: no network, no capabilities, nothing to write.
+    with running("serve", *HARDENED_ALONE, "--shm-size", "256m", *volumes) as name:
         wait_for_health(name)
         done = docker("exec", name, "sh", "-c", f"python3 -c '{ASK}' < {file}")
         labels = np.reshape(json.loads(done.stdout), (-1, 5)).tolist()
         assert labels == [[classes[index] for index in row] for row in recorded]
         docker("stop", "--time", "60", name)
-        assert json.loads(docker("inspect", "--format", "{{json .State}}", name).stdout)["ExitCode"] == 0
+        assert state(name)["ExitCode"] == 0
 
 
 def test_a_corrupted_repository_is_refused(repository: Path, tmp_path: Path) -> None:

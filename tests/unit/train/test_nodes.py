@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes import client
 
 from components.common.contracts.errors import EngineryError, Preempted, UserError
 from components.common.contracts.manifests import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
@@ -125,7 +124,7 @@ def test_two_nodes_train_one_checkpoint_and_log_into_the_steps_run(
 ) -> None:
     """The step as KFP starts it: by its command, with the request in its environment."""
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    cluster.env = [client.V1EnvVar(name="MLFLOW_TRACKING_URI", value=store), client.V1EnvVar(name="OTHER", value="x")]
+    cluster.env = [{"name": "MLFLOW_TRACKING_URI", "value": store}, {"name": "OTHER", "value": "x"}]
     variables = {JOB_VARIABLE: request_for(tmp_path).model_dump_json(), "MLFLOW_TRACKING_URI": store}
     command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
     command += ["--output", str(tmp_path / "out"), "--architecture", "squeezenet1_1", "--epochs", "1"]
@@ -358,19 +357,13 @@ def test_a_dataset_is_copied_once(cluster: TrainerCluster, train: Train, tmp_pat
 
 
 def test_the_pods_log_in_as_this_one_does_without_seeing_its_secrets(cluster: TrainerCluster) -> None:
-    reference = client.V1EnvVarSource(secret_key_ref=client.V1SecretKeySelector(name="mlflow", key="password"))
-    cluster.env = [
-        client.V1EnvVar(name="MLFLOW_TRACKING_PASSWORD", value_from=reference),
-        client.V1EnvVar(name="MLFLOW_RUN_ID", value="of-the-plugin"),
-        client.V1EnvVar(name="AWS_SECRET_ACCESS_KEY", value="not passed on unasked"),
-    ]
-    assert nodes._tracking(this_pod(connect()), StepLog("train")) == [
-        {
-            "name": "MLFLOW_TRACKING_PASSWORD",
-            "valueFrom": {"secretKeyRef": {"name": "mlflow", "key": "password"}},
-        },
-        {"name": "MLFLOW_RUN_ID", "value": "of-the-plugin"},
-    ]
+    password = {
+        "name": "MLFLOW_TRACKING_PASSWORD",
+        "valueFrom": {"secretKeyRef": {"name": "mlflow", "key": "password"}},
+    }
+    run_id = {"name": "MLFLOW_RUN_ID", "value": "of-the-plugin"}
+    cluster.env = [password, run_id, {"name": "AWS_SECRET_ACCESS_KEY", "value": "not passed on unasked"}]
+    assert nodes._tracking(this_pod(connect()), StepLog("train")) == [password, run_id]
 
 
 def wait_for(stop: StopRequest) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from kubeflow_trainer_api import models as trainer
-from kubernetes import client
 
 from components.train.train_job import INDEX_LABEL, JOBSET_LABEL
-from tests.kubernetes_api import answer, write_kubeconfig
+from tests.kubernetes_api import write_kubeconfig
 from tests.pipelines.servers import free_port
 from tests.serving import Served
 
@@ -37,7 +36,7 @@ def check_train_job(body: dict[str, Any]) -> None:
 
 
 def refusal(code: int, message: str) -> tuple[int, Any]:
-    return code, answer(client.V1Status(api_version="v1", kind="Status", code=code, message=message, status="Failure"))
+    return code, {"apiVersion": "v1", "kind": "Status", "code": code, "message": message, "status": "Failure"}
 
 
 @dataclass
@@ -77,13 +76,12 @@ class TrainerCluster(Served):
             with self._lock:
                 return self._of_job(method, match[1])
         if parts.path == f"{_PODS}/{POD}":
-            return 200, answer(self._own_pod())
+            spec = {"containers": [{"name": "main", "env": self.env}]}
+            return 200, {"metadata": {"name": POD, "namespace": NAMESPACE, "uid": "uid-of-the-pod"}, "spec": spec}
         if parts.path == _PODS:
             name = query["labelSelector"].removeprefix(f"{JOBSET_LABEL}=")
-            pods = [self._pod(name, number) for number in range(len(self.nodes.get(name, ())))]
-            if self.is_stuck and name in self.jobs:
-                pods = [self._waiting_pod(name)]
-            return 200, answer(client.V1PodList(items=pods))
+            number = int(name in self.jobs) if self.is_stuck else len(self.nodes.get(name, ()))
+            return 200, {"items": [self._pod(name, rank) for rank in range(number)]}
         if match := re.fullmatch(rf"{_PODS}/(.+)-node-0-([0-9]+)/log", parts.path):
             return 200, self._log(self.nodes[match[1]][int(match[2])], query)
         return refusal(404, f"no {parts.path}")
@@ -150,33 +148,17 @@ class TrainerCluster(Served):
         self.jobs[name]["status"] = {"conditions": [condition]}
         assert trainer.TrainerV1alpha1TrainJob.from_dict(self.jobs[name])
 
-    def _own_pod(self) -> Any:
-        container = client.V1Container(name="main", env=self.env)
-        metadata = client.V1ObjectMeta(name=POD, namespace=NAMESPACE, uid="uid-of-the-pod")
-        return client.V1Pod(metadata=metadata, spec=client.V1PodSpec(containers=[container]))
-
-    def _pod(self, job: str, rank: int) -> Any:
+    def _pod(self, job: str, rank: int) -> dict[str, Any]:
+        metadata = {"name": f"{job}-node-0-{rank}", "labels": {JOBSET_LABEL: job, INDEX_LABEL: str(rank)}}
+        if self.is_stuck:
+            message = "0/9 nodes: 9 Insufficient nvidia.com/gpu"
+            condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+            return {"metadata": metadata, "status": {"phase": "Pending", "conditions": [condition]}}
         code = self.nodes[job][rank].code
-        ended = None if code is None else client.V1ContainerStateTerminated(exit_code=code, reason="Error")
-        running = client.V1ContainerStateRunning() if code is None else None
-        state = client.V1ContainerState(terminated=ended, running=running)
-        status = client.V1ContainerStatus(
-            name="node", state=state, image="i", image_id="i", ready=True, restart_count=0
-        )
+        state = {"running": {}} if code is None else {"terminated": {"exitCode": code, "reason": "Error"}}
+        container = {"name": "node", "state": state, "image": "i", "imageID": "i", "ready": True, "restartCount": 0}
         phase = "Running" if code is None else "Failed" if code else "Succeeded"
-        labels = {JOBSET_LABEL: job, INDEX_LABEL: str(rank)}
-        metadata = client.V1ObjectMeta(name=f"{job}-node-0-{rank}", namespace=NAMESPACE, labels=labels)
-        return client.V1Pod(metadata=metadata, status=client.V1PodStatus(phase=phase, container_statuses=[status]))
-
-    def _waiting_pod(self, job: str) -> Any:
-        condition = client.V1PodCondition(
-            type="PodScheduled",
-            status="False",
-            reason="Unschedulable",
-            message="0/9 nodes: 9 Insufficient nvidia.com/gpu",
-        )
-        metadata = client.V1ObjectMeta(name=f"{job}-node-0-0", labels={JOBSET_LABEL: job, INDEX_LABEL: "0"})
-        return client.V1Pod(metadata=metadata, status=client.V1PodStatus(phase="Pending", conditions=[condition]))
+        return {"metadata": metadata, "status": {"phase": phase, "containerStatuses": [container]}}
 
     @staticmethod
     def _log(node: Node, query: dict[str, str]) -> bytes:
