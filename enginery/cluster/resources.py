@@ -66,12 +66,12 @@ def selector_of(placed: Placement) -> dict[str, str]:
 
 
 def tolerations_of(placed: Placement) -> tuple[Toleration, ...]:
-    """Of the file, and of GPU nodes where the step has GPUs."""
+    """Tolerations of the settings, and of GPU nodes where the step has GPUs."""
     return (_GPU_TAINT, *placed.tolerations) if gpu_of(placed).count else placed.tolerations
 
 
 def _toleration_fields(toleration: Toleration) -> dict[str, str]:
-    """As Kubernetes writes it: what is empty is left out."""
+    """Return the fields that Kubernetes writes: those that are not empty."""
     return {name: value for name, value in toleration.model_dump().items() if value}
 
 

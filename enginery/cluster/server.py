@@ -92,7 +92,7 @@ class Server:
 
     @classmethod
     def find(cls, endpoint: str, token_file: Path | None, cookie_file: Path | None, ca_file: Path | None) -> "Server":
-        """From the values of the options of the same names.
+        """Make one from the values of the options of the same names.
 
         Raises:
             UserError: no URL, or a file that can't be read.

@@ -69,7 +69,7 @@ class _Part(BaseModel):
 
 
 class Images(_Part):
-    """Where the images of the steps are."""
+    """Registry and versions of the images."""
 
     registry: str = Field(
         REGISTRY,
@@ -135,7 +135,7 @@ class Gpu(_Part):
 
 
 class Retries(_Part):
-    """How often a failed step is tried again, by KFP."""
+    """Further tries of a failed step, by KFP."""
 
     times: int = Field(0, ge=0, le=100, description="Tries after the first one; gate takes none from `every_step`.")
     wait_s: int = Field(60, ge=0, description="Seconds before the second try.")

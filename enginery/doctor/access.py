@@ -38,7 +38,7 @@ class ClusterAccess:
 
     @cached_property
     def core(self) -> Any:
-        """Its core."""
+        """The core of Kubernetes' API."""
         return client.CoreV1Api(self.api)
 
     def get(self, path: str) -> Any:
@@ -64,7 +64,7 @@ class ClusterAccess:
 
     @cached_property
     def unreachable(self) -> str:
-        """Why the API does not answer; "" where it does."""
+        """The reason why the API does not answer; "" where it does."""
         try:
             self.get("/version")
         except (ConfigException, OSError, urllib3.exceptions.HTTPError, client.ApiException) as error:

@@ -19,22 +19,22 @@ class Finding:
 
 
 def ok(found: str) -> Finding:
-    """All is well."""
+    """Return that all is well."""
     return Finding("ok", found)
 
 
 def warning(found: str, fix: str) -> Finding:
-    """It works, worse than it could."""
+    """Return that it works, worse than it could."""
     return Finding("warning", found, fix)
 
 
 def missing(found: str, fix: str) -> Finding:
-    """It does not work here."""
+    """Return that it does not work here."""
     return Finding("missing", found, fix)
 
 
 def absent(found: str, fix: str = "") -> Finding:
-    """Not here, and nothing that this machine is asked to do needs it. `fix` says how to have it all the same."""
+    """Return that it is not here, and nothing here needs it. `fix` says how to have it all the same."""
     return Finding("absent", found, fix)
 
 
@@ -72,7 +72,7 @@ class Planned:
     required: bool = False  # every run needs it
 
     def run(self) -> Check:
-        """Never raises: a check that breaks says nothing about the machine, and must not hide the others."""
+        """Run the check. A check that breaks says nothing about the machine, and must not hide the others."""
         try:
             finding = self.find()
         except Exception as error:  # the boundary between checks

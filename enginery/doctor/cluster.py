@@ -259,7 +259,7 @@ class ImageName:
 
     @classmethod
     def parse(cls, reference: str) -> "ImageName":
-        """As container engines read it: without a host it is Docker Hub's."""
+        """Parse a reference as container engines do: without a host it is Docker Hub's."""
         name, _, digest = reference.partition("@")
         name, tag = name.rsplit(":", 1) if ":" in name.rsplit("/", 1)[-1] else (name, "latest")
         host, _, rest = name.partition("/")

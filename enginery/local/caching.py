@@ -1,4 +1,4 @@
-"""Which steps of a local run need not be repeated.
+"""The steps of a local run that need not be repeated.
 
 A step's key holds what its result depends on, by content: its code, its settings, the data it reads, the hardware and
 libraries that matter, and the keys of the steps before it. KFP's own cache does the rest. Paths are not in a key, so

@@ -1,4 +1,4 @@
-"""Which old runs go, which stay whatever a rule says, and how one goes."""
+"""`enginery gc`: the old runs that a rule removes, those that stay whatever a rule says, and the removal of one."""
 
 import fcntl
 import os
@@ -44,7 +44,7 @@ class InUse:
     known: frozenset[str] = frozenset()  # MLflow ids of runs that name another store, and are in one that was asked
 
     def reason(self, run: PastRun) -> str:
-        """Why the run is needed; "" when it is not."""
+        """Return the reason to keep a run; "" where there is none."""
         summary = run.summary
         registered = summary.registered if summary else ""
         found = self.runs.get(run.mlflow_run_id) or self.runs.get(run.name) or self.versions.get(registered)

@@ -37,7 +37,7 @@ class RunLog(io.TextIOBase):
             self._file = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def writable(self) -> bool:
-        """Streams ask."""
+        """Return True, as a stream that takes text."""
         return True
 
     def write(self, text: str) -> int:
@@ -62,7 +62,7 @@ class EventStream(io.TextIOBase):
         self._partial = ""
 
     def writable(self) -> bool:
-        """Streams ask."""
+        """Return True, as a stream that takes text."""
         return True
 
     def write(self, text: str) -> int:

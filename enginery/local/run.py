@@ -68,7 +68,7 @@ class Interrupts:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Where an interrupt may end things at any line."""
+        """Let an interrupt end things at any line."""
         self._raises = True
         try:
             self.check()

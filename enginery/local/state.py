@@ -1,4 +1,4 @@
-"""Where runs, their cache and the default tracking store live, and which run is still going."""
+"""The folder of runs, their cache and the default tracking store, and the locks of the runs that are going."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ def state_path() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class StateDirectory:
-    """Where runs and the default tracking store live: $ENGINERY_HOME, or .enginery in the current directory."""
+    """The folder of runs and the default tracking store: $ENGINERY_HOME, or .enginery in the current directory."""
 
     path: Path
 
@@ -112,7 +112,7 @@ class StateDirectory:
 
     @property
     def tracking_uri(self) -> str:
-        """Where MLflow tracks: $MLFLOW_TRACKING_URI, or the SQLite file here."""
+        """The tracking store of MLflow: $MLFLOW_TRACKING_URI, or the SQLite file here."""
         return os.environ.get("MLFLOW_TRACKING_URI") or self.default_tracking_uri
 
 
@@ -149,7 +149,7 @@ class RunDirectory:
             (self.path / _OPEN).unlink()
 
     def discard(self) -> None:
-        """Leave nothing of a run that could not begin."""
+        """Remove a run that could not begin."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self.lock is not None:
             os.close(self.lock)
