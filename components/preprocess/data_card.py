@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from markupsafe import Markup
 
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import DatasetStatistics, Split
-from components.common.data.image_files import image_places
+from components.common.data.image_files import read_images
 from components.preprocess.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
 from components.preprocess.decoding import Rejected, decode
 
@@ -84,17 +85,9 @@ def read_thumbnails(folder: Path, split: str, positions: Sequence[int]) -> tuple
 
 def _thumbnails(folder: Path, split: str, keys: set[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
-    for shard in sorted(folder.glob(f"{split}-*.tar")):
-        places = [place for place in image_places(shard.with_suffix(".idx")) if place[0] in keys]
-        if not places:
-            continue
-        with shard.open("rb") as archive:
-            for key, offset, size in places:
-                archive.seek(offset)
-                try:
-                    found[key] = thumbnail(archive.read(size))
-                except Rejected:  # an image of a size that Pillow refuses in this process: a picture less
-                    continue
+    for key, file in read_images(sorted(folder.glob(f"{split}-*.tar")), keys):
+        with suppress(Rejected):  # an image of a size that Pillow refuses in this process: a thumbnail less
+            found[key] = thumbnail(file)
     return found
 
 

@@ -37,7 +37,7 @@ from components.common.contracts.records import (
 from components.common.contracts.statistics import SIGNIFICANCE, holm, mcnemar, paired_difference
 from components.common.contracts.verdict import judge
 from components.common.data.evaluation import Predictions
-from components.common.data.image_files import image_places, open_image
+from components.common.data.image_files import open_image, read_images
 from components.validate import report_text, speed_text
 from components.validate.charts import confusion_picture, layers_chart, speed_chart, training_chart, trials_chart
 from components.validate.config import ValidateConfig
@@ -173,16 +173,8 @@ _SMALL_SIDE = 64  # images up to this size stay exact
 def read_thumbnails(data: Artifact[DatasetManifest], indices: Iterable[int]) -> dict[int, str]:
     """Data URIs of validation images by their position in val.jsonl."""
     wanted = {str(entry["key"]): index for index, entry in _listing(data, set(indices)).items()}
-    found: dict[int, str] = {}
-    for shard in data.manifest.splits["val"].shards:
-        if len(found) == len(wanted):
-            break
-        with data.file(shard).open("rb") as archive:
-            for key, offset, size in image_places(data.file(shard).with_suffix(".idx")):
-                if key in wanted:
-                    archive.seek(offset)
-                    found[wanted[key]] = _data_uri(archive.read(size))
-    return found
+    shards = [data.file(shard) for shard in data.manifest.splits["val"].shards]
+    return {wanted[key]: _data_uri(file) for key, file in read_images(shards, wanted)}
 
 
 def _data_uri(data: bytes) -> str:

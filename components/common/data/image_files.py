@@ -1,7 +1,7 @@
 """Encoded images: the formats that preprocess takes, the errors about others, and where they lie in a shard."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
@@ -72,3 +72,15 @@ def image_places(index: Path) -> Iterator[tuple[str, int, int]]:
             for extension, offset, size, name in zip(*[iter(parts)] * 4, strict=True):
                 if extension != "cls":
                     yield name.removesuffix(f".{extension}"), int(offset), int(size)
+
+
+def read_images(shards: Iterable[Path], keys: Container[str]) -> Iterator[tuple[str, bytes]]:
+    """Key and file of these images, from the shards that hold them."""
+    for shard in shards:
+        places = [place for place in image_places(shard.with_suffix(".idx")) if place[0] in keys]
+        if not places:
+            continue
+        with shard.open("rb") as archive:
+            for key, offset, size in places:
+                archive.seek(offset)
+                yield key, archive.read(size)

@@ -15,14 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 from mlflow import MlflowClient
 
-from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError, UserError
 from enginery.cli.commands import cli
 from enginery.local import gc
 from enginery.local.gc import InUse, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
 from enginery.local.runs import PastRun, past_runs
 from enginery.local.state import MLFLOW_RUN_ID, StateDirectory
-from enginery.local.summary import RunSummary, StepSummary
+from enginery.local.summary import StepSummary
+from tests.unit.runs import write_run
 
 NOTHING = InUse()
 
@@ -46,24 +46,8 @@ def make_run(
     (path / "artifacts" / "weights").write_bytes(os.urandom(size_kb * 1024))
     if finished:
         step = StepSummary(name="train", status="reused", outcome=f"reused from {reused}", seconds_total=0)
-        summary = RunSummary(
-            pipeline="digits",
-            run_id=path.name,
-            status="done",
-            exit_code=0,
-            message="",
-            seconds_total=1,
-            arguments={},
-            steps=[step] if reused else [],
-            rows=[],
-            checks=[],
-            registered=registered,
-            run_directory=str(path),
-            tracking_uri=tracking_uri,
-            mlflow_run_id=mlflow_run_id,
-            environment=environment(),
-        )
-        (path / "summary.json").write_text(summary.model_dump_json())
+        values = {"registered": registered, "tracking_uri": tracking_uri, "mlflow_run_id": mlflow_run_id}
+        write_run(path, steps=[step] if reused else [], **values)
     elif mlflow_run_id:
         (path / MLFLOW_RUN_ID).write_text(mlflow_run_id)
     return path

@@ -12,58 +12,27 @@ from components.common.contracts.errors import UserError
 from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport
 from enginery.cli.commands import cli
 from enginery.local.runs import find_summary
-from enginery.local.summary import PrecisionRow, RunSummary, SummaryBuilder
+from enginery.local.summary import RunSummary, SummaryBuilder
 from enginery.registry.compare import compare
+from tests.unit.runs import precision_row, run_summary, write_run
 
 FIRST, SECOND, OTHER = "digits-20260101-120000-aaaa", "digits-20260102-120000-bbbb", "own-20260103-120000-cccc"
 UNFINISHED = "digits-20260601-120000-dddd"
 
 
-def row(precision: str, top1_pct: float, **values: Any) -> PrecisionRow:
-    measured: dict[str, Any] = {
-        "precision": precision,
-        "runtime": "openvino",
-        "device": "CPU, 2 cores",
-        "num_images": 100,
-        "top1_pct": top1_pct,
-        "top5_pct": 100.0,
-        "delta_top1_points": top1_pct - 90,
-        "p50_ms": 2.5,
-        "images_per_s": 1234.0,
-        "throughput_batch_size": 16,
-        "size_bytes": 45_000_000,
-        "verdict": "reference" if precision == "fp32" else "pass",
-        "note": "",
-    }
-    return PrecisionRow.model_validate({**measured, **values})
+MEASURED: dict[str, Any] = {
+    "arguments": {"epochs": 2, "seed": 0, "train": {"augmentation": {"min_area": 0.7}}},
+    "rows": [precision_row("fp32", 90.0), precision_row("int8", 89.5)],
+    "split_digest": "sha256:" + "5" * 64,
+}
 
 
 def summary(run_id: str, directory: Path, **values: Any) -> RunSummary:
-    fields: dict[str, Any] = {
-        "pipeline": run_id.split("-")[0],
-        "run_id": run_id,
-        "status": "done",
-        "exit_code": 0,
-        "message": "",
-        "seconds_total": 60.0,
-        "arguments": {"epochs": 2, "seed": 0, "train": {"augmentation": {"min_area": 0.7}}},
-        "steps": [],
-        "rows": [row("fp32", 90.0), row("int8", 89.5)],
-        "checks": [],
-        "run_directory": str(directory),
-        "tracking_uri": "sqlite:///mlflow.db",
-        "mlflow_run_id": "m",
-        "environment": environment(),
-        "split_digest": "sha256:" + "5" * 64,
-    }
-    return RunSummary.model_validate({**fields, **values})
+    return run_summary(directory / run_id, **{**MEASURED, **values})
 
 
 def write(home: Path, run_id: str, **values: Any) -> Path:
-    directory = home / "runs" / run_id
-    directory.mkdir(parents=True)
-    (directory / "summary.json").write_text(summary(run_id, directory, **values).model_dump_json())
-    return directory
+    return write_run(home / "runs" / run_id, **{**MEASURED, **values})
 
 
 @pytest.fixture
@@ -144,7 +113,7 @@ def test_digest_of_a_summary_without_one_comes_from_the_report(home: Path) -> No
 def test_other_devices_versions_and_failed_runs(tmp_path: Path) -> None:
     here = environment()
     there = here.model_copy(update={"versions": {**here.versions, "torch": "1.0"}})
-    faster = [row("fp32", 90.0, device="NVIDIA H100"), row("int8", 89.0, device="NVIDIA H100")]
+    faster = [precision_row("fp32", 90.0, device="NVIDIA H100"), precision_row("int8", 89.0, device="NVIDIA H100")]
     result = compare(
         [
             summary(FIRST, tmp_path),

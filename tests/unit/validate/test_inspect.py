@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from PIL import Image
 
 from components.common.contracts.digests import digest_file
-from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.transforms import TransformSpec
@@ -28,9 +27,10 @@ from components.validate import inspect as inspection
 from components.validate.inspect import inspect, load_input
 from enginery.cli.commands import cli
 from enginery.local.runs import bundle_of_run, latest_bundle
-from enginery.local.summary import RunSummary, StepSummary
+from enginery.local.summary import StepSummary
 from tests.conftest import Preprocess
 from tests.unit.conftest import Proved
+from tests.unit.runs import write_run
 
 FIRST, SECOND, THIRD = "own-20260101-120000-aaaa", "own-20260102-120000-bbbb", "own-20260103-120000-cccc"
 Command = Callable[..., str]
@@ -235,32 +235,12 @@ def test_the_command_shows_tables_and_writes_a_picture(
 def finished(home: Path, run_id: str, bundle: Path | None, **values: object) -> Path:
     """A run that ended, with its bundle."""
     directory = home / "runs" / run_id
-    digest = ""
-    directory.mkdir(parents=True)
     if bundle is not None:
-        digest = digest_file(bundle / "manifest.json")
         place = directory / "artifacts" / "own-2026" / "export-own" / "bundle"
         place.parent.mkdir(parents=True)
         place.symlink_to(bundle)
-    fields = {
-        "pipeline": "own",
-        "run_id": run_id,
-        "status": "done",
-        "exit_code": 0,
-        "message": "",
-        "seconds_total": 1.0,
-        "arguments": {},
-        "steps": [],
-        "rows": [],
-        "checks": [],
-        "run_directory": str(directory),
-        "tracking_uri": "sqlite:///mlflow.db",
-        "mlflow_run_id": "m",
-        "environment": environment(),
-        "bundle_digest": digest,
-    }
-    (directory / "summary.json").write_text(RunSummary.model_validate({**fields, **values}).model_dump_json())
-    return directory
+        values = {"bundle_digest": digest_file(bundle / "manifest.json"), **values}
+    return write_run(directory, **values)
 
 
 def test_the_bundle_of_a_run(command: Command, tmp_path: Path, bundle: Path, digit: Path) -> None:
