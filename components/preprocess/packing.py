@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from components.common.contracts.digests import canonical_json, digest_bytes
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED, prepare_directory, write_atomically
+from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT, prepare_directory, write_atomically
 from components.common.contracts.records import FileEntry, Record
 from components.common.contracts.settings import how_to_set
 from components.common.process.lifetime import end_with_creator
@@ -328,7 +328,7 @@ def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[S
             task = ShardTask(
                 storage=source.storage,
                 folder=folder,
-                records=folder / UNFINISHED,
+                records=folder / PARTIAL_OUTPUT,
                 name=f"{split}-{number:06d}",
                 first_index=first_index,
                 samples=own,
@@ -380,7 +380,7 @@ def open_output(output: Path, *, joining: bool = False) -> Iterator[Path]:
     Raises:
         UserError: the directory holds something else, or another process is at work in it.
     """
-    records = output / UNFINISHED
+    records = output / PARTIAL_OUTPUT
     if records.is_dir() and (records / _JOINING).exists() == joining and not (output / MANIFEST).exists():
         (output / FAILURE).unlink(missing_ok=True)
     else:

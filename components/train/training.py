@@ -11,7 +11,7 @@ from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import (
     MANIFEST,
-    UNFINISHED,
+    PARTIAL_OUTPUT,
     Artifact,
     CheckpointManifest,
     DatasetManifest,
@@ -249,7 +249,7 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
         history=tuple(map(_finite, trainer.history)),
         profile=trainer.profiler.record,
     )
-    shutil.rmtree(output / UNFINISHED)
+    shutil.rmtree(output / PARTIAL_OUTPUT)
     return _outcome(sealed, trainer.world.world_size)
 
 
@@ -268,13 +268,13 @@ def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, top1_p
 
 def _published_before(config: TrainConfig, data: Artifact[DatasetManifest], output: Path) -> str:
     """Finish what a run left that was killed after it had sealed this very Checkpoint: one line on it, or empty."""
-    if not ((output / MANIFEST).exists() and (output / UNFINISHED).is_dir()):
+    if not ((output / MANIFEST).exists() and (output / PARTIAL_OUTPUT).is_dir()):
         return ""
     sealed = load(output, CheckpointManifest)
     manifest = sealed.manifest
     if manifest.inputs != {"dataset": data.digest} or manifest.config != config.model_dump(mode="json"):
         return ""
-    shutil.rmtree(output / UNFINISHED)
+    shutil.rmtree(output / PARTIAL_OUTPUT)
     return _outcome(sealed, 1)
 
 

@@ -23,7 +23,7 @@ from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
-    UNFINISHED,
+    PARTIAL_OUTPUT,
     BundleManifest,
     CheckpointManifest,
     DatasetManifest,
@@ -188,7 +188,7 @@ class StepCache:
         found: list[Path] = []
         for task in self._resumable():
             for note in sorted(self.runs.glob(f"[!.]*/{CACHE}/{self._entry(task)}{_BEGUN}")):
-                found += [path.parent for path in note.parent.parent.glob(f"artifacts/*/{task}/*/{UNFINISHED}")]
+                found += [path.parent for path in note.parent.parent.glob(f"artifacts/*/{task}/*/{PARTIAL_OUTPUT}")]
         return found
 
     def begun_elsewhere(self) -> list[tuple[str, str, str]]:
@@ -198,7 +198,7 @@ class StepCache:
             work, own = self._key(task, any_machine=True), f"{self._entry(task)}{_BEGUN}"
             for note in sorted(self.runs.glob(f"[!.]*/{CACHE}/*{_BEGUN}")):
                 run = note.parent.parent
-                if note.name == own or not any(run.glob(f"artifacts/*/{task}/*/{UNFINISHED}")):
+                if note.name == own or not any(run.glob(f"artifacts/*/{task}/*/{PARTIAL_OUTPUT}")):
                     continue
                 with suppress(OSError, ValueError):
                     begun = json.loads(note.read_text(encoding="utf-8"))

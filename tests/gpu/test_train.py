@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from components.common.contracts.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
-from components.common.contracts.manifests import UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.contracts.records import EpochRecord
 from enginery.datasets.textures import write_textures
 
@@ -120,7 +120,7 @@ def test_a_preempted_training_goes_on(start: Start, tmp_path: Path) -> None:
     settings = {"epochs": 40, "checkpoint_minutes": 0.01}
     process = start(**settings)
     deadline = time.monotonic() + TIMEOUT_S
-    while not list((tmp_path / "out").glob(f"{UNFINISHED}/*/step-*.safetensors")):
+    while not list((tmp_path / "out").glob(f"{PARTIAL_OUTPUT}/*/step-*.safetensors")):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)

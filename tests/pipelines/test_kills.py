@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from components.common.contracts.digests import digest_file
-from components.common.contracts.manifests import MANIFEST, UNFINISHED
+from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT
 
 from .running import ROOT, STEPS, finish, hold_in, query, start, wait_for, worker_of
 
@@ -215,7 +215,7 @@ def test_two_runs_at_once(home: Home, seeds: tuple[int, int]) -> None:
 def killed_in_packing(home: Home, how: str, seed: int, settings: list[str]) -> Path:
     """End a run once its preprocess has finished a shard. Returns the partial output."""
     run = home.start(seed, *settings)
-    pattern = f"artifacts/*/preprocess/*/{UNFINISHED}"
+    pattern = f"artifacts/*/preprocess/*/{PARTIAL_OUTPUT}"
     run.wait_for_any(f"{pattern}/train-*.json")
     worker = worker_of(run.process, "preprocess")
     worker.suspend()
@@ -233,7 +233,7 @@ def test_the_next_run_resumes_the_packing_of_a_killed_one(all_digits: Path, tmp_
     packing = ["--set", "preprocess.shard_bytes=1000000", "--set", "preprocess.num_workers=1"]
     other = killed_in_packing(home, "SIGKILL the run", 1, packing)  # another split, so other shards
     killed = killed_in_packing(home, how, 0, packing)
-    done = {path.stem for path in killed.glob(f"{UNFINISHED}/*-*.json")}
+    done = {path.stem for path in killed.glob(f"{PARTIAL_OUTPUT}/*-*.json")}
     before = {name: (killed / f"{name}.tar").stat().st_mtime_ns for name in done}
     run = home.start(0, *packing)
     run.wait_for_any(f"artifacts/*/preprocess/*/{MANIFEST}")
@@ -246,7 +246,7 @@ def test_the_next_run_resumes_the_packing_of_a_killed_one(all_digits: Path, tmp_
     subprocess.run([*command, "--shard-bytes", "1000000"], cwd=ROOT, check=True, capture_output=True)
     files = [json.loads((folder / MANIFEST).read_text())["files"] for folder in (dataset, unbroken)]
     assert files[0] == files[1]
-    assert (other / UNFINISHED).exists()
+    assert (other / PARTIAL_OUTPUT).exists()
     assert not list(killed.glob("*.tar"))
 
 
@@ -254,7 +254,7 @@ def test_the_next_run_resumes_the_packing_of_a_killed_one(all_digits: Path, tmp_
 def test_the_next_run_resumes_the_training_of_a_killed_one(all_digits: Path, tmp_path: Path, how: str) -> None:
     home, settings = Home(tmp_path / "home", all_digits), ["--epochs", "3"]
     run = home.start(0, *settings)
-    pattern = f"artifacts/*/train/*/{UNFINISHED}/*/step-*.safetensors"
+    pattern = f"artifacts/*/train/*/{PARTIAL_OUTPUT}/*/step-*.safetensors"
     run.wait_for_any(pattern)
     worker = worker_of(run.process, "train")
     worker.suspend()

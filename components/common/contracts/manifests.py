@@ -40,7 +40,7 @@ from components.common.registry.promotions import ChampionComparison
 
 MANIFEST = "manifest.json"
 FAILURE = "failure.json"  # what a failed step leaves in its output directory
-UNFINISHED = ".unfinished"  # folder in an output directory whose step can be continued; no part of the artifact
+PARTIAL_OUTPUT = ".unfinished"  # folder in an output directory whose step can resume; no part of the artifact
 
 
 class Manifest(Record):
@@ -263,7 +263,7 @@ def seal(
     files = {}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
-        if file.is_file() and file != path / MANIFEST and not name.startswith(f"{UNFINISHED}/"):
+        if file.is_file() and file != path / MANIFEST and not name.startswith(f"{PARTIAL_OUTPUT}/"):
             files[name] = known.get(name) or FileEntry(size_bytes=file.stat().st_size, digest=digest_file(file))
     sealed = manifest(files=files, inputs=inputs, config=fingerprinted(config), environment=environment(), **fields)
     sealed = sealed.model_copy(update={"seal": seal_of(sealed.model_dump(mode="json"))})

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED, prepare_directory
+from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT, prepare_directory
 
 # What a local run sets: a JSON list of what killed runs left of the same steps, data, code and settings.
 EARLIER_VARIABLE = "ENGINERY_UNFINISHED_OUTPUTS"
@@ -32,10 +32,10 @@ def open_partial(output: Path, known: Collection[str] = ()) -> Iterator[Path]:
     Raises:
         UserError: the directory holds something else, or another process is at work in it.
     """
-    folder = output / UNFINISHED
+    folder = output / PARTIAL_OUTPUT
     if folder.is_dir() and not (output / MANIFEST).exists():
         (output / FAILURE).unlink(missing_ok=True)
-        own = {UNFINISHED, *known, *(temporary.name for temporary in _temporaries(output))}
+        own = {PARTIAL_OUTPUT, *known, *(temporary.name for temporary in _temporaries(output))}
         foreign = [entry.name for entry in output.iterdir() if entry.name not in own]
         if foreign:
             raise UserError(
@@ -87,7 +87,7 @@ def hold(output: Path) -> Iterator[Path]:
     Raises:
         OSError: another process is at work there, or it is finished or gone.
     """
-    folder = output / UNFINISHED
+    folder = output / PARTIAL_OUTPUT
     with (folder / LOCK).open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if (output / MANIFEST).exists():

@@ -21,7 +21,7 @@ import click
 from components.common.contracts.digests import digest_file
 from components.common.contracts.environment import keep_streams_apart, torchrun_rank
 from components.common.contracts.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError, shown
-from components.common.contracts.manifests import FAILURE, MANIFEST, UNFINISHED
+from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT
 from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
 from components.common.process.disk import explain, out_of_space
 from components.common.process.lifetime import end_with_parent, process_age_s
@@ -189,7 +189,7 @@ def _leave_quickly() -> None:
 
 def _is_occupied(output: Path) -> bool:
     """True if an output directory holds something that this step did not write."""
-    if (output / UNFINISHED).is_dir():
+    if (output / PARTIAL_OUTPUT).is_dir():
         return False
     try:
         return any(entry.name != FAILURE for entry in output.iterdir())

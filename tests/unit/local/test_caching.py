@@ -13,7 +13,7 @@ from kfp.local.cache import LocalCache
 
 from components.common.contracts import environment as machine
 from components.common.contracts.environment import Gpu
-from components.common.contracts.manifests import UNFINISHED, Artifact, DatasetManifest, seal
+from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, DatasetManifest, seal
 from components.preprocess.config import PreprocessConfig
 from enginery.local import caching
 from enginery.local.caching import StepCache, fingerprint, offer, source_digest
@@ -270,7 +270,7 @@ def begin(cache: StepCache, run: str, task: str, *, is_partial: bool = True) -> 
     (root := cache.runs / run / "cache").mkdir(parents=True)
     cache.note_begun(root)
     output = cache.runs / run / f"artifacts/resnet50-1/{task}/output"
-    (output / UNFINISHED if is_partial else output).mkdir(parents=True)
+    (output / PARTIAL_OUTPUT if is_partial else output).mkdir(parents=True)
     return output
 
 

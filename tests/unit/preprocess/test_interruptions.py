@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.common.contracts.manifests import MANIFEST, UNFINISHED, Artifact, DatasetManifest, load
+from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT, Artifact, DatasetManifest, load
 from components.common.process.partial_output import EARLIER_VARIABLE
 from tests.conftest import Shared, preprocess
 
@@ -35,14 +35,14 @@ def kill_after(num_done: int, data: Path, output: Path) -> set[str]:
     """SIGKILL once so many shards are done. Returns the names of those that are."""
     process = start(data, output)
     deadline = time.monotonic() + 600
-    while len(list(output.glob(f"{UNFINISHED}/train-*.json"))) < num_done:
+    while len(list(output.glob(f"{PARTIAL_OUTPUT}/train-*.json"))) < num_done:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (output / MANIFEST).exists()
-    return {path.stem for path in output.glob(f"{UNFINISHED}/*-*.json")}
+    return {path.stem for path in output.glob(f"{PARTIAL_OUTPUT}/*-*.json")}
 
 
 def times(folder: Path) -> dict[str, int]:
@@ -70,7 +70,7 @@ def test_a_killed_run_is_resumed_in_its_output(all_digits: Path, tmp_path: Path,
     assert again.returncode == 0, said
     assert "resuming where an earlier run stopped" in said
     assert {name: times(output)[name] for name in kept} == {name: before[name] for name in kept}
-    assert not (output / UNFINISHED).exists()
+    assert not (output / PARTIAL_OUTPUT).exists()
     assert load(output, DatasetManifest).digest == whole.digest
 
 
@@ -82,12 +82,12 @@ def test_a_run_with_another_output_takes_the_finished_shards(
     finished = [
         kill_after(num_done, all_digits, output) for output, num_done in zip(outputs, (1, 2, 1, 1), strict=True)
     ]
-    (other / UNFINISHED / "plan.json").write_text("sha256:other ")
+    (other / PARTIAL_OUTPUT / "plan.json").write_text("sha256:other ")
     before = {name: times(output)[name] for output, own in ((second, 1), (first, 0)) for name in finished[own]}
     left_alone = [sorted(output.rglob("*")) for output in (held, other)]
     earlier = [first, second, held, other, tmp_path / "gone"]
     monkeypatch.setenv(EARLIER_VARIABLE, json.dumps([str(path) for path in earlier]))
-    with (held / UNFINISHED / "lock").open("w") as lock:
+    with (held / PARTIAL_OUTPUT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         preprocess(all_digits, tmp_path / "out", shard_bytes=SHARD_BYTES)
     after = times(tmp_path / "out")
@@ -99,13 +99,13 @@ def test_a_run_with_another_output_takes_the_finished_shards(
 
 def test_an_output_of_other_settings_or_of_another_process_is_left_alone(few_digits: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    (output / UNFINISHED).mkdir(parents=True)
-    (output / UNFINISHED / "plan.json").write_text("sha256:other ")
+    (output / PARTIAL_OUTPUT).mkdir(parents=True)
+    (output / PARTIAL_OUTPUT / "plan.json").write_text("sha256:other ")
     (output / "train-000000.tar").write_bytes(b"theirs")
     with refuses("other-unfinished-output"):
         preprocess(few_digits, output)
     (output / ".half.1.tmp").write_text("what the other one writes")
-    with (output / UNFINISHED / "lock").open("w") as lock:
+    with (output / PARTIAL_OUTPUT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with refuses("output-in-use"):
             preprocess(few_digits, output)
@@ -131,7 +131,7 @@ def test_files_that_could_not_be_read_are_read_again_after_a_refusal(tmp_path: P
     os.utime(table)
     with refuses("other-unfinished-output"):  # sizes are known by now
         preprocess(table, output)
-    (output / UNFINISHED / "plan.json").unlink()  # as of a web server, which tells no sizes
+    (output / PARTIAL_OUTPUT / "plan.json").unlink()  # as of a web server, which tells no sizes
     assert preprocess(table, output).manifest.num_rejected == 0
     assert times(output)["val-000000"] == val
 

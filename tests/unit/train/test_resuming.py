@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from components.common.contracts.errors import EngineryError, Preempted, UserError
-from components.common.contracts.manifests import UNFINISHED, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.architectures import build_model
 from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, choose_folder, parse
@@ -95,7 +95,7 @@ def test_other_settings_start_again_and_take_nothing_away(go: Go, tmp_path: Path
     # Settings that don't change the result may change. The last one by its name up to version 0.1.
     assert resumed(go(sigterm_after=5, pretrained=str(file), keep_last=5, publish="best", stuck_after_s=60)) == 4
     assert resumed(go(learning_rate=0.2)) == 2
-    assert not (tmp_path / "out" / UNFINISHED).exists()
+    assert not (tmp_path / "out" / PARTIAL_OUTPUT).exists()
 
 
 def test_another_number_of_processes_is_told_how_to_resume(
@@ -114,7 +114,7 @@ def test_another_number_of_processes_is_told_how_to_resume(
 def test_damaged_and_partial_checkpoints(go: Go, tmp_path: Path) -> None:
     """A damaged one gives way to the one before. What a killed process was writing would fill the disk in time."""
     go(sigterm_after=7)
-    *_, before, newest = sorted((tmp_path / "out" / UNFINISHED).glob("*/step-*.safetensors"))
+    *_, before, newest = sorted((tmp_path / "out" / PARTIAL_OUTPUT).glob("*/step-*.safetensors"))
     assert (before.stem, newest.stem) == ("step-00000006", "step-00000007")
     newest.write_bytes(newest.read_bytes()[:-100])
     partial = newest.with_name(".writing-step-00000008.safetensors")
@@ -123,7 +123,7 @@ def test_damaged_and_partial_checkpoints(go: Go, tmp_path: Path) -> None:
     assert "step-00000007.safetensors can't be read" in log.said[0]
     assert resumed(log) == 6
     assert not partial.exists()
-    for path in (tmp_path / "out" / UNFINISHED).glob("*/step-*.safetensors"):
+    for path in (tmp_path / "out" / PARTIAL_OUTPUT).glob("*/step-*.safetensors"):
         path.write_bytes(b"nothing")
     with pytest.raises(EngineryError) as caught:
         go()
@@ -148,7 +148,7 @@ def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch:
     sealed = weights(tmp_path / "out")
     go(epochs=1)
     assert weights(tmp_path / "out") == sealed
-    assert not (tmp_path / "out" / UNFINISHED).exists()
+    assert not (tmp_path / "out" / PARTIAL_OUTPUT).exists()
 
 
 def test_best_and_last_are_kept(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_epochs_without_validation(train: Train) -> None:
 
 def test_two_at_once_and_foreign_files(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("components.common.process.partial_output._PATIENCE_S", 0.2)
-    folder = tmp_path / "out" / UNFINISHED
+    folder = tmp_path / "out" / PARTIAL_OUTPUT
     folder.mkdir(parents=True)
     (tmp_path / "out" / ".partial.1.tmp").write_text("what the other one writes")
     with (folder / "lock").open("w") as lock:

@@ -17,7 +17,7 @@ from components.common.contracts.errors import EXIT_PREEMPTED
 from components.common.contracts.manifests import (
     FAILURE,
     MANIFEST,
-    UNFINISHED,
+    PARTIAL_OUTPUT,
     Artifact,
     CheckpointManifest,
     DatasetManifest,
@@ -52,12 +52,14 @@ class Place:
         process = self.start()
         _, said = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, said
-        assert not (self.output / UNFINISHED).exists()
+        assert not (self.output / PARTIAL_OUTPUT).exists()
         return said
 
     def steps(self) -> list[int]:
         """Of the checkpoints that are there."""
-        return sorted(int(path.stem.split("-")[1]) for path in self.output.glob(f"{UNFINISHED}/*/step-*.safetensors"))
+        return sorted(
+            int(path.stem.split("-")[1]) for path in self.output.glob(f"{PARTIAL_OUTPUT}/*/step-*.safetensors")
+        )
 
     def wait_for_step(self, process: subprocess.Popen[str], number: int) -> None:
         deadline = time.monotonic() + TIMEOUT_S
