@@ -21,7 +21,8 @@ from components.preprocess.sources.folders import (
 from components.preprocess.sources.places import fetched, translate_errors
 from components.preprocess.sources.samples import MAX_FILE_BYTES, Options, Sample, Source, Unreadable, ZipEntry
 
-_MAX_DIRECTORY_BYTES = 1 << 28  # about 2.5 million members, whose entries take ten times as much in memory
+_MAX_DIRECTORY_BYTES = 1 << 28
+_MAX_MEMBERS = 1_500_000  # of the directory; Python keeps 600 bytes of each
 _ENCRYPTED = 0x1
 _SIGNATURE = b"PK\x03\x04"
 _HEADER = struct.Struct("<26xHH")  # of a member: lengths of its name and of extra fields, which follow
@@ -97,12 +98,18 @@ class ZipStorage:
 
 
 def _check_directory(file: str, name: str) -> None:
-    """Refuse a directory that is too large to read, by the record at the end of the archive."""
+    """Refuse a directory that is too large to read: by the record at the end of the archive, then by its entries."""
     with open(file, "rb") as stream:
         end = zipfile._EndRecData(stream)  # type: ignore[attr-defined]
-    if end and end[zipfile._ECD_SIZE] > _MAX_DIRECTORY_BYTES:  # type: ignore[attr-defined]
+        size, location = (end[zipfile._ECD_SIZE], end[zipfile._ECD_LOCATION]) if end else (0, 0)  # type: ignore[attr-defined]
+        num_members = 0
+        if size <= _MAX_DIRECTORY_BYTES:
+            stream.seek(max(0, location - size))
+            num_members = stream.read(size).count(zipfile.stringCentralDir)  # type: ignore[attr-defined]
+    if size > _MAX_DIRECTORY_BYTES or num_members > _MAX_MEMBERS:
         raise UserError(
-            f"{name} has a directory of more than {_MAX_DIRECTORY_BYTES:,} bytes; pack it as a tar",
+            f"{name} has a directory of {size:,} bytes; {_MAX_MEMBERS:,} members in {_MAX_DIRECTORY_BYTES:,} bytes are "
+            "read at most; pack it as a tar",
             code="too-many-members",
         )
 
