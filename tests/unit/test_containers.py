@@ -65,7 +65,23 @@ def test_every_step_of_the_one_dockerfile_is_a_target_with_its_entry_point() -> 
     assert targets == [(step, f'["python", "-m", "components.{step}"]') for step in STEPS]
 
 
-def test_the_repository_fits_and_can_be_released(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("image", "options"),
+    [
+        ("train", "-f containers/steps/Dockerfile --target train --build-arg STEP=train"),
+        ("serve", "-f containers/serve/Dockerfile"),
+    ],
+)
+def test_an_images_name_stands_for_its_dockerfile(tmp_path: Path, image: str, options: str) -> None:
+    (tmp_path / "docker").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "docker").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [CONTAINERS / "build", image, "-t", "tag", "."]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith(f"{options} -t tag .")
+
+
+def test_the_repository_fits_and_can_be_released() -> None:
     done = subprocess.run([sys.executable, CONTAINERS / "check_versions.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert VERSIONS["NGC_RELEASE"] in done.stdout
