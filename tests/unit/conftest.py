@@ -23,7 +23,9 @@ from components.validate.run import run as validate
 from tests.conftest import Shared
 
 from .networks import build, digits_network, shapes_of
-from .registered import NAME, promote_chain
+from .registered import NAME, checkout, machine, made_once, promote_chain, registry, three
+
+__all__ = ["checkout", "machine", "made_once", "registry", "three"]  # fixtures of registered models
 
 LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0, "require_above_chance": False}
 IMPOSSIBLE = {"min_top1_pct": 100.0, **LENIENT}

@@ -9,6 +9,7 @@ import json
 import shutil
 import sqlite3
 import tarfile
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -39,7 +40,7 @@ HOME = "/srv/enginery/home"  # where that state folder was
 
 
 @pytest.fixture
-def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The files, with the state folder as $ENGINERY_HOME: its database names the folder where it is now."""
     with tarfile.open(Path(__file__).parent / "0.1.0.tar.xz") as packed:
         packed.extractall(tmp_path, filter="data")
@@ -53,7 +54,8 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ENGINERY_HOME", str(home))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home / 'mlflow.db'}")
     mlflow.set_tracking_uri(f"sqlite:///{home / 'mlflow.db'}")
-    return tmp_path / "0.1.0"
+    yield tmp_path / "0.1.0"
+    mlflow.set_tracking_uri(None)  # it would keep this one for every test of the process
 
 
 def artifact(old: Path, step: str) -> Path:

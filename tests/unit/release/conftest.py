@@ -1,12 +1,10 @@
-"""Keys, a machine with a trust policy, a checkout of the environments, and patience with servers."""
+"""Keys, and patience with servers."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.unit.registered import checkout, machine, made_once, registry, three, write_keys
-
-__all__ = ["checkout", "machine", "made_once", "registry", "three"]
+from tests.unit.registered import write_keys
 
 
 @pytest.fixture(autouse=True)
