@@ -12,6 +12,8 @@ from components.common.contracts.verdict import Thresholds
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 CACHE_VARIABLE = "ENGINERY_CACHE"  # what a local run sets to a folder of its state directory
 TIMING_CACHES = "tensorrt"  # folder in it
+# Of a bundle, by precision; int8_fp16 has the scales of int8 and is FP16 elsewhere.
+ONNX_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}
 
 # How a tensor's histogram becomes its range, by name: `calibration.RANGES` has a function for each.
 CALIBRATION_METHODS = {

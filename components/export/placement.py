@@ -1,6 +1,7 @@
 """Q/DQ placement: where INT8 goes in the ONNX graph, so that TensorRT and OpenVINO fuse every pair."""
 
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from components.common.contracts.errors import EngineryError
 
 
 def keep_apart(model: onnx.ModelProto) -> list[str]:
-    """Give siblings dilations of their own, in place, so that no two can be merged.
+    """Give 1x1 convolutions that share an input dilations of their own, in place, so that no two can be merged.
 
     A kernel of one pixel has nothing to dilate: the model computes the same, bit for bit.
 
@@ -19,7 +20,7 @@ def keep_apart(model: onnx.ModelProto) -> list[str]:
         model: A graph with or without Q/DQ. Weights that are stored beside the file need not be loaded.
 
     Returns:
-        Names of the convolutions that were changed: all but the first of each row of siblings, unless they differed.
+        Names of the convolutions that were changed: all but the first of each input, unless they differed.
     """
     before = {
         node.output[0]: node.input[0]
@@ -27,31 +28,26 @@ def keep_apart(model: onnx.ModelProto) -> list[str]:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear")
     }
     kernels = {weights.name: list(weights.dims[2:]) for weights in model.graph.initializer}
-    siblings: dict[str, list[tuple[NodeProto, int]]] = {}
+    sharing: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in model.graph.node:
         if node.op_type != "Conv":
             continue
         weights = node.input[1]
         while weights in before:
             weights = before[weights]
-        kernel = _ints(node, "kernel_shape") or kernels.get(weights, [])
+        kernel = _attribute(node, "kernel_shape", []) or kernels.get(weights, [])
         if set(kernel) == {1}:
-            siblings.setdefault(node.input[0], []).append((node, len(kernel)))
+            sharing.setdefault(node.input[0], []).append((node, len(kernel)))
     changed = []
-    for row in siblings.values():
+    for row in sharing.values():
         for dilation, (node, num_axes) in enumerate(row, start=1):
             dilations = [dilation] * num_axes
-            if len(row) > 1 and (_ints(node, "dilations") or [1] * num_axes) != dilations:
+            if len(row) > 1 and _attribute(node, "dilations", [1] * num_axes) != dilations:
                 others = [entry for entry in node.attribute if entry.name != "dilations"]
                 del node.attribute[:]
                 node.attribute.extend([*others, helper.make_attribute("dilations", dilations)])
                 changed.append(node.name)
     return changed
-
-
-def _ints(node: NodeProto, name: str) -> list[int]:
-    """An attribute's numbers; none where the node lacks it."""
-    return next((list(entry.ints) for entry in node.attribute if entry.name == name), [])
 
 
 _POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
@@ -160,8 +156,7 @@ def node_id(node: NodeProto) -> str:
 
 def with_names(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which every node has a name, its `node_id`, which stays when other passes rename tensors."""
-    named = onnx.ModelProto()
-    named.CopyFrom(model)
+    named = deepcopy(model)
     for node in named.graph.node:
         node.name = node_id(node)
     return named
@@ -201,8 +196,7 @@ def inline_constants(model: onnx.ModelProto) -> onnx.ModelProto:
     torch.onnx.export shares equal initializers through Identity nodes; TensorRT 8.6 fuses a bias into its convolution
     only if it is an initializer.
     """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     graph = copy.graph
     constants = {tensor.name: tensor.name for tensor in graph.initializer}
     kept = []
@@ -302,16 +296,10 @@ def _attribute(node: NodeProto, name: str, default: Any) -> Any:
 
 def replace_nodes(graph: onnx.GraphProto, nodes: list[NodeProto]) -> None:
     """Sets the graph's nodes and drops the initializers that none of them reads."""
-    nodes = [_copied(node) for node in nodes]  # the originals die with the field that holds them
+    nodes = [deepcopy(node) for node in nodes]  # the originals die with the field that holds them
     del graph.node[:]
     graph.node.extend(nodes)
     read = {name for node in nodes for name in node.input} | {output.name for output in graph.output}
     unread = [index for index, tensor in enumerate(graph.initializer) if tensor.name not in read]
     for index in reversed(unread):
         del graph.initializer[index]
-
-
-def _copied(node: NodeProto) -> NodeProto:
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    return copy

@@ -1,10 +1,11 @@
 """Precision as a property of the graph: typed FP16, the opset that FP16 Q/DQ needs, fewer mantissa bits."""
 
+from copy import deepcopy
 from graphlib import TopologicalSorter
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, numpy_helper, version_converter
+from onnx import TensorProto, numpy_helper, version_converter
 from onnxruntime.transformers import float16
 
 from components.common.contracts.errors import EngineryError
@@ -35,9 +36,7 @@ def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
                 "No FP16 file can be made of it: train with weight decay, or rescale this layer and the next.",
                 code="weights-exceed-fp16",
             )
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    converted = float16.convert_float_to_float16(copy, keep_io_types=True)
+    converted = float16.convert_float_to_float16(deepcopy(model), keep_io_types=True)
     _sort_topologically(converted.graph)
     _check(converted, "FP16")
     return converted
@@ -97,7 +96,8 @@ def round_weights(model: onnx.ModelProto, bits: int) -> int:
     """
     graph = Graph(model.graph)
     rounded = 0
-    for name in sorted({graph.scale_source(read) for node in _multiplying(model) for read in node.input[:2]}):
+    products = [node for node in graph.nodes if node.op_type in _MULTIPLYING]
+    for name in sorted({graph.scale_source(read) for node in products for read in node.input[:2]}):
         tensor = _constant(graph, name)
         if tensor is not None and tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16):
             values = numpy_helper.to_array(tensor)
@@ -115,10 +115,6 @@ def scaled_convolutions(model: onnx.ModelProto) -> int:
     scaling = [node for node in graph.nodes if node.op_type == "BatchNormalization"]
     found = [graph.convolution_into(node.input[0]) for node in scaling]
     return len({node.output[0] for node in found if node is not None})
-
-
-def _multiplying(model: onnx.ModelProto) -> list[NodeProto]:
-    return [node for node in model.graph.node if node.op_type in _MULTIPLYING]
 
 
 def _constant(graph: Graph, name: str) -> TensorProto | None:

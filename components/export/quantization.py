@@ -200,10 +200,17 @@ def quantize(
     fp32 = read_onnx(fp32_file)
     device = _device(fp32, calibration, log)
     calibrated = _calibrate(fp32, fp32_file, calibration, device, cache, log)
-    _warn_about_ranges(calibrated.histograms, log)
+    if overflowing := [name for name, histogram in calibrated.histograms.items() if histogram.max_abs > FP16_MAX]:
+        log.warning(f"{len(overflowing)} activations exceed FP16's range, such as {overflowing[0]}: FP16 will be wrong")
     automatic = config.calibration_method == "auto"
     methods = list(CALIBRATION_METHODS) if automatic else [config.calibration_method]
-    scales = {method: _scales(calibrated.histograms, method, config) for method in methods}
+    scales = {
+        method: {
+            name: compute_scale(histogram, method, config.calibration_percentile)
+            for name, histogram in calibrated.histograms.items()
+        }
+        for method in methods
+    }
     method, entry = methods[0], None
     excluded: tuple[str, ...] = ()
     candidates = Candidates(shapes=source.shapes, device=device, directory=fp32_file.parent, log=log)
@@ -289,17 +296,6 @@ def _collect(
     if device.type == "cuda":
         return collect_with_torch(fp32, tensors, (batch.images for batch in calibration), device, progress)
     return collect_with_onnxruntime(fp32_file, tensors, (to_numpy(batch.images) for batch in calibration), progress)
-
-
-def _warn_about_ranges(histograms: Histograms, log: StepLog) -> None:
-    if overflowing := [name for name, histogram in histograms.items() if histogram.max_abs > FP16_MAX]:
-        log.warning(f"{len(overflowing)} activations exceed FP16's range, such as {overflowing[0]}: FP16 will be wrong")
-
-
-def _scales(histograms: Histograms, method: str, config: ExportConfig) -> dict[str, float]:
-    return {
-        name: compute_scale(histogram, method, config.calibration_percentile) for name, histogram in histograms.items()
-    }
 
 
 def _select(

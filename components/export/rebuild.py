@@ -18,11 +18,10 @@ from components.common.contracts.manifests import (
 from components.common.process.steplog import StepLog
 from components.common.runtimes import tensorrt
 from components.export.calibration import Samples
-from components.export.config import ExportConfig
+from components.export.config import ONNX_FILES, ExportConfig
 from components.export.engines import build_plans, cache_folder, describe_plans
 from components.export.sources import compare_classes
 
-_MODELS = ("fp32.onnx", "fp16.onnx", "int8.onnx", "int8_fp16.onnx")  # what plans are built from; see `engines`
 _SETTINGS_OF_PLANS = (
     "tensorrt",
     "engine_options",
@@ -78,7 +77,7 @@ def rebuild(
             setting="tensorrt",
         )
     on_cpus = (model.file for model in bundle.manifest.cpu_models)
-    names = {*_MODELS, "scales.json", *bundle.manifest.models.values(), *on_cpus}
+    names = {*ONNX_FILES.values(), "scales.json", *bundle.manifest.models.values(), *on_cpus}
     if absent := sorted(names - set(bundle.manifest.files)):
         raise UserError(
             f"the bundle {bundle.path} has no {', '.join(absent)}, so export the model again", code="bundle-incomplete"

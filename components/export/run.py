@@ -20,7 +20,7 @@ from components.common.process.steplog import StepLog
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.runner import to_numpy
 from components.export.calibration import Samples, split_samples
-from components.export.config import ExportConfig
+from components.export.config import ONNX_FILES, ExportConfig
 from components.export.engines import build_plans, cache_folder, describe_plans
 from components.export.onnx_export import check_against_torch
 from components.export.placement import quantizable_layers, with_names
@@ -30,8 +30,6 @@ from components.export.quantization import Quantization, quantize
 from components.export.rebuild import is_bundle, rebuild
 from components.export.sources import SourceModel, write_fp32_onnx
 
-_MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}
-
 
 def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, output: Path) -> str:
     """Export, calibrate, quantize and compile. See the package's docstring."""
@@ -39,7 +37,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     if is_bundle(model):
         return rebuild(config, log, bundle=load(model, BundleManifest, verify=ALL_FILES), data=data, output=output)
     prepare_directory(output)
-    fp32_file = output / _MODELS["fp32"]
+    fp32_file = output / ONNX_FILES["fp32"]
     source = write_fp32_onnx(model, data, config, fp32_file)
     if source.note:
         log.note(source.note)
@@ -65,7 +63,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         classes=source.classes,
         transform=source.transform,
         shapes=source.shapes,
-        models=_MODELS,
+        models=ONNX_FILES,
         cpu_models=quantized.cpu_models,
         engines=engines,
         engines_missing=missing,
@@ -89,15 +87,15 @@ def _write_precisions(fp32: onnx.ModelProto, quantized: Quantization, output: Pa
     """The files beside fp32.onnx: one graph, one set of scales, the same layers in INT8."""
     scales, excluded = quantized.scales, quantized.excluded
     log.progress("writing ONNX", 0, 3, "int8.onnx", unit="precisions")
-    onnx.save(insert_qdq(fp32, scales, exclude=excluded), output / _MODELS["int8"])
+    onnx.save(insert_qdq(fp32, scales, exclude=excluded), output / ONNX_FILES["int8"])
     for model in quantized.cpu_models:
         arithmetic = Arithmetic(weight_bits=model.weight_bits, activations=model.activations)
         onnx.save(insert_qdq(fp32, scales, exclude=excluded, arithmetic=arithmetic), output / model.file)
     log.progress("writing ONNX", 1, 3, "fp16.onnx", unit="precisions")
     fp16 = to_fp16(fp32)
-    onnx.save(fp16, output / _MODELS["fp16"])
+    onnx.save(fp16, output / ONNX_FILES["fp16"])
     log.progress("writing ONNX", 2, 3, "int8_fp16.onnx", unit="precisions")
-    onnx.save(insert_qdq(raise_opset(fp16), scales, exclude=excluded), output / _MODELS["int8_fp16"])
+    onnx.save(insert_qdq(raise_opset(fp16), scales, exclude=excluded), output / ONNX_FILES["int8_fp16"])
     log.progress("writing ONNX", 3, 3, unit="precisions")
 
 

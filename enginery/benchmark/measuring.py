@@ -119,7 +119,8 @@ def measure_network(architecture: str, settings: Settings, folder: Path, say: Sa
     with _runners(settings, shapes, folder, lambda text: say(f"{architecture}: {text}")) as runners:
         device = runners[0][1].device
         measured = measure_speed(config, runners, largest, lambda done, total, what: say(f"{architecture}: {what}"))
-    return [_row(network_name(architecture), device, row, settings) for row in _in_order(measured)]
+    rows = sorted(measured, key=lambda row: (PRECISIONS.index(row.precision), row.batch_size))
+    return [_row(network_name(architecture), device, row, settings) for row in rows]
 
 
 @contextmanager
@@ -156,10 +157,6 @@ def _engine(precision: Precision, settings: Settings, shapes: ShapeSpec, folder:
         optimization_level=settings.optimization_level,
     )
     return TensorRTRunner(plan, shapes, entry)
-
-
-def _in_order(rows: Sequence[BenchmarkRow]) -> list[BenchmarkRow]:
-    return sorted(rows, key=lambda row: (PRECISIONS.index(row.precision), row.batch_size))
 
 
 def _row(network: str, device: str, row: BenchmarkRow, settings: Settings) -> Row:

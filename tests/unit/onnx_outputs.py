@@ -1,5 +1,7 @@
 """What a model answers in ONNX Runtime and in the PyTorch runner, for the tests that compare the two."""
 
+from copy import deepcopy
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -14,8 +16,7 @@ def run_ort(model, images, every_tensor=False):
     if every_tensor:
         inferred = onnx.shape_inference.infer_shapes(model).graph.value_info
         types = {value.name: value.type.tensor_type.elem_type for value in inferred}
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
+        copy = deepcopy(model)
         present = {value.name for value in model.graph.output}
         for name in (name for node in model.graph.node for name in node.output if name not in present):
             copy.graph.output.append(helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), None))

@@ -268,13 +268,10 @@ def _same_codes(quantizer: TorchNode, dequantizer: TorchNode, constants: Mapping
     if quantizer.function.keywords.get("axis", 1) != dequantizer.function.keywords.get("axis", 1):
         return False
     pairs = list(zip_longest(quantizer.inputs[1:], dequantizer.inputs[1:], fillvalue=""))
-    return all(
-        a == b or (a in constants and b in constants and _identical(constants[a], constants[b])) for a, b in pairs
-    ) and all(a in constants for a, _ in pairs if a)
-
-
-def _identical(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
+    if not all(a in constants for a, _ in pairs if a):
+        return False
+    found = [(constants.get(a), constants.get(b)) for a, b in pairs if a != b]
+    return all(a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b) for a, b in found)
 
 
 def _last_reads(nodes: Sequence[TorchNode], output: str) -> list[list[str]]:

@@ -186,13 +186,13 @@ def test_timings_are_kept_for_the_next_build_or_cost_time_alone(monkeypatch, tmp
         assert again.given == b"timings, more of them"
 
 
-def network(folder, num_siblings, weight=1.0):
+def network(folder, num_convs, weight=1.0):
     """1x1 convolutions that read the same tensor."""
-    nodes = [helper.make_node("Conv", ["x", f"w{number}"], [f"y{number}"]) for number in range(num_siblings)]
+    nodes = [helper.make_node("Conv", ["x", f"w{number}"], [f"y{number}"]) for number in range(num_convs)]
     weights = [numpy_helper.from_array(np.full((8, 8, 1, 1), weight, np.float32), f"w{number}") for number in range(8)]
     read = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 4, 4])
-    written = [helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None) for number in range(num_siblings)]
-    graph = helper.make_graph(nodes, "siblings", [read], written, weights[:num_siblings])
+    written = [helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None) for number in range(num_convs)]
+    graph = helper.make_graph(nodes, "shared input", [read], written, weights[:num_convs])
     file = folder / "int8.onnx"
     onnx.save(helper.make_model(graph), file)
     return file
@@ -231,8 +231,8 @@ def build(monkeypatch):
     return built
 
 
-def test_siblings_that_are_not_merged_are_built_apart(build, tmp_path):
-    file = network(tmp_path, num_siblings=2)
+def test_convolutions_that_are_not_merged_are_built_apart(build, tmp_path):
+    file = network(tmp_path, num_convs=2)
     before = file.read_bytes()
     tried, entry = build(file, [FAILS_TO_MERGE])
     assert (entry.flags, entry.mantissa_bits, file.with_suffix(".plan").read_bytes()) == (("FLAG",), None, b"plan")
@@ -242,15 +242,15 @@ def test_siblings_that_are_not_merged_are_built_apart(build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("num_siblings", "errors", "num_tries"),
+    ("num_convs", "errors", "num_tries"),
     [
         (2, [FAILS_TO_MERGE, "out of memory"], 2),
         (2, ["out of memory"], 1),  # another error is not helped by it
         (1, [FAILS_TO_MERGE], 1),  # nothing to keep apart
     ],
 )
-def test_the_last_error_is_said(build, tmp_path, num_siblings, errors, num_tries):
-    tried, error = build(network(tmp_path, num_siblings), errors)
+def test_the_last_error_is_said(build, tmp_path, num_convs, errors, num_tries):
+    tried, error = build(network(tmp_path, num_convs), errors)
     assert (len(tried), error.code) == (num_tries, "build-failed")
     assert str(error).endswith(f"int8.onnx as int8: {errors[-1]}")
     assert not (tmp_path / "int8.plan").exists()
@@ -259,7 +259,7 @@ def test_the_last_error_is_said(build, tmp_path, num_siblings, errors, num_tries
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", 1.3), ("fp16", 1.25), ("int8", 1.3)])
 def test_weights_of_fp16_are_rounded_for_tensorrt_alone(build, tmp_path, precision, expected):
     """Also in the second try; and the manifest says so."""
-    file = network(tmp_path, num_siblings=2, weight=1.3)
+    file = network(tmp_path, num_convs=2, weight=1.3)
     before = file.read_bytes()
     tried, entry = build(file, [FAILS_TO_MERGE], precision, mantissa_bits=2)
     assert entry.mantissa_bits == (2 if expected == 1.25 else None)
@@ -270,12 +270,12 @@ def test_weights_of_fp16_are_rounded_for_tensorrt_alone(build, tmp_path, precisi
 
 
 def test_what_undoes_the_rounding_is_said(build, tmp_path, caplog):
-    file = network(tmp_path, num_siblings=0)
+    file = network(tmp_path, num_convs=0)
     tried, entry = build(file, (), "fp16", mantissa_bits=2)
     assert (tried, entry.mantissa_bits) == ([file.read_bytes()], None)
     assert "int8.onnx has no constant weights that could be rounded" in caplog.text
     caplog.clear()
-    model = onnx.load(network(tmp_path, num_siblings=2))
+    model = onnx.load(network(tmp_path, num_convs=2))
     build(file, (), "fp16", mantissa_bits=2)
     assert not caplog.records
     for name, read in {"a": "y0", "b": "a"}.items():  # both of the same one

@@ -1,17 +1,30 @@
 """Where Q/DQ nodes stand, asserted on the graph of real networks; and what the quantized files compute."""
 
 import collections
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from torchvision.models.googlenet import Inception
 
 from components.common.contracts.errors import EngineryError
-from components.export.placement import activation_tensors, inline_constants, quantizable_layers
+from components.common.contracts.transforms import ShapeSpec
+from components.export.calibration import collect_with_onnxruntime, compute_scale
+from components.export.onnx_export import export_onnx
+from components.export.placement import (
+    activation_tensors,
+    inline_constants,
+    keep_apart,
+    quantizable_layers,
+    with_names,
+)
 from components.export.qdq import Arithmetic, insert_qdq, scales_below_fp16
 
+from ..networks import random_images
 from ..onnx_outputs import relative
 
 # name, Conv nodes, Gemm nodes, residual Adds, poolings
@@ -349,3 +362,73 @@ def test_inline_constants_reads_initializers_directly():
     assert list(inlined.graph.node[0].input) == ["x", "w", "b"]
     images = np.ones((2, 4, 8, 8), np.float32)
     np.testing.assert_array_equal(run(inlined, images), run(model, images))
+
+
+# --- convolutions that share an input, kept apart
+
+SHAPES = ShapeSpec(height=16, width=16, opt_batch=2, max_batch=2)
+
+
+@pytest.fixture(scope="module")
+def inception(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
+    """Two blocks of GoogLeNet, four branches each, three of which start with a 1x1 convolution."""
+    torch.manual_seed(0)
+    blocks = [Inception(3, 8, 6, 8, 4, 8, 8), Inception(32, 8, 6, 8, 4, 8, 8)]
+    model = torch.nn.Sequential(*blocks, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 5))
+    file = tmp_path_factory.mktemp("onnx") / "fp32.onnx"
+    export_onnx(model.eval(), file, SHAPES)
+    fp32 = with_names(onnx.load(file))
+    histograms = collect_with_onnxruntime(file, activation_tensors(fp32), [random_images(SHAPES, 2)])
+    return insert_qdq(fp32, {name: compute_scale(seen, "max") for name, seen in histograms.items()})
+
+
+@pytest.mark.parametrize("left_out", [(), ("kernel_shape",), ("dilations",)])
+def test_logits_stay_the_same_and_no_two_convolutions_can_be_merged(
+    inception: onnx.ModelProto, left_out: tuple[str, ...]
+) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(inception)
+    for node in _convolutions(model)[::2]:  # attributes that a node need not have
+        kept = [entry for entry in node.attribute if entry.name not in left_out]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+    images = random_images(SHAPES, 2)
+    changed = keep_apart(model)
+    assert len(changed) == 4  # of the three that share each block's input, the first stays as it is
+    onnx.checker.check_model(model, full_check=True)
+    np.testing.assert_array_equal(run(model, images), run(inception, images))
+    assert keep_apart(model) == []
+    names = {node.name for node in _convolutions(model)}
+    assert set(changed) < names
+    dilations = [(node.input[0], _dilation(node)) for node in _convolutions(model) if "branch" in node.name]
+    rows = {tensor: sorted(own for other, own in dilations if other == tensor) for tensor, _ in dilations}
+    assert sorted(row for row in rows.values() if len(row) > 1) == [[1, 2, 3]] * 2
+
+
+def _convolutions(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type == "Conv"]
+
+
+def _dilation(node: onnx.NodeProto) -> int:
+    return next((entry.ints[0] for entry in node.attribute if entry.name == "dilations"), 1)
+
+
+def test_convolutions_of_other_strides_and_dilations_differ_too() -> None:
+    strides, dilations = ([1, 1], [1, 1], [2, 2]), ([1, 1], [2, 2], [1, 1])
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], [f"y{number}"], strides=own, dilations=dilated)
+        for number, (own, dilated) in enumerate(zip(strides, dilations, strict=True))
+    ]
+    weights = numpy_helper.from_array(np.ones((4, 4, 1, 1), np.float32), "w")  # all three share them
+    model = helper.make_model(helper.make_graph(nodes, "shared", [], [], [weights]))
+    keep_apart(model)
+    assert [_dilation(node) for node in model.graph.node] == [1, 2, 3]
+
+
+def test_networks_without_shared_inputs_stay_as_they_are(tmp_path: Path) -> None:
+    layers = [torch.nn.Conv2d(3, 4, 1), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 1), torch.nn.AdaptiveAvgPool2d(1)]
+    export_onnx(torch.nn.Sequential(*layers, torch.nn.Flatten()).eval(), tmp_path / "fp32.onnx", SHAPES)
+    chain = onnx.load(tmp_path / "fp32.onnx")
+    before = chain.SerializeToString(deterministic=True)
+    assert keep_apart(chain) == []
+    assert chain.SerializeToString(deterministic=True) == before

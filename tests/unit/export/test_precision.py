@@ -1,5 +1,7 @@
 """Typed FP16 graphs, Q/DQ in them, and weights of fewer mantissa bits, asserted on types, numbers and answers."""
 
+from copy import deepcopy
+
 import numpy as np
 import onnx
 import pytest
@@ -58,8 +60,7 @@ def test_fp16_is_typed_with_fp32_edges_and_answers_as_fp32(resnet18, fp16):
 
 
 def test_weights_beyond_fp16_are_an_error(resnet18):
-    model = onnx.ModelProto()
-    model.CopyFrom(resnet18[1])
+    model = deepcopy(resnet18[1])
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name.endswith("fc.bias"))
     tensor.CopyFrom(numpy_helper.from_array(np.full(10, 1e5, np.float32), tensor.name))
     with pytest.raises(EngineryError, match=r"fc.bias") as error:

@@ -21,7 +21,7 @@ from components.export.qdq import insert_qdq
 SHAPES = ShapeSpec(height=32, width=32, opt_batch=8, max_batch=8)
 
 
-def test_a_network_of_siblings_is_built_in_int8(tmp_path: Path) -> None:
+def test_convolutions_that_share_an_input_are_built_in_int8(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stem = [torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
     blocks = [Inception(64, 64, 64, 64, 32, 32, 32), Inception(192, 64, 64, 64, 32, 32, 32)]
