@@ -1,5 +1,6 @@
 """Foreign names and secrets of addresses, on their way to terminals and records, through the real commands."""
 
+import ast
 import json
 import os
 import subprocess
@@ -96,3 +97,19 @@ def test_every_setting_of_a_step_is_looked_at() -> None:
     with pytest.raises(UserError, match=r"preprocess\.class_names_file: the address") as caught:
         resolve(PreprocessConfig, "preprocess", {"data": "images", "class_names_file": f"https://{SECRET}@host"})
     assert SECRET not in str(caught.value)
+
+
+CODED = ("EngineryError", "UserError", "GateFailed", "RuntimeUnavailable")
+
+
+def test_each_error_names_its_kind() -> None:
+    root = Path(__file__).resolve().parents[3]
+    raised = [
+        (f"{path.relative_to(root)}:{node.lineno}", [keyword.arg for keyword in node.exc.keywords])
+        for folder in ("components", "enginery", "pipelines")
+        for path in (root / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) in CODED
+    ]
+    assert len(raised) > 300
+    assert [place for place, keywords in raised if "code" not in keywords] == []
