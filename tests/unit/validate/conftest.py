@@ -41,6 +41,7 @@ from components.validate.schema import (
     SplitSummary,
 )
 from components.validate.speed import speedup
+from tests.unit import measurements
 
 NAMES = ("a|b_*c*", '<b>"x"&', "`code` [link](x)", *(f"class {index}" for index in range(3, 1000)))
 IMAGES_PER_CLASS = 40
@@ -72,14 +73,13 @@ def machine(seed: int) -> Environment:
 
 def accuracy_row(precision: str, fp32: Predictions, own: Predictions, classes: tuple[str, ...]) -> AccuracyRow:
     worse, largest = class_losses(class_changes(classes, fp32, own))
-    return AccuracyRow(
-        precision=precision,
-        runtime="tensorrt",
+    return measurements.accuracy_row(
+        precision,
+        own.top1_pct,
         device="NVIDIA H200",
         file=f"{precision}.plan",
         size_bytes={"fp32": 108_849_268, "fp16": 48_625_236, "int8": 26_505_316}[precision],
         num_images=own.num_images,
-        top1_pct=own.top1_pct,
         top5_pct=99.4937,
         delta_top1_points=own.top1_pct - fp32.top1_pct,
         agreement_pct=own.agreement_pct(fp32),
@@ -87,7 +87,6 @@ def accuracy_row(precision: str, fp32: Predictions, own: Predictions, classes: t
         comparison=compare(fp32, own) if precision != "fp32" else None,
         worse_classes=worse,
         largest_loss=largest,
-        note="",
     )
 
 
@@ -96,6 +95,7 @@ FIXED_MS = {"fp32": 2.6478, "fp16": 0.5073, "int8": 0.3517}  # what a batch take
 MS_PER_IMAGE = {"fp32": 0.19077, "fp16": 0.035047, "int8": 0.026647}
 LATENCY_BUDGET_MS = 6.73
 TURNS = (0.9713, 1.0, 0.9932, 1.0179, 1.0071)  # of the median
+PERCENTILES = {"mean": 1.0191, "p50": 1.0, "p90": 1.0712, "p95": 1.1573, "p99": 1.3917}  # over the median
 
 
 def benchmark_row(
@@ -105,22 +105,17 @@ def benchmark_row(
     p50_ms = alone_ms * num_streams**0.83 * (1 if with_transfers else 0.7317)
     images_per_s = 1013 * batch_size * num_streams / p50_ms
     power_w = 317.3 + 1.37 * batch_size + 2.9 * num_streams
-    return BenchmarkRow(
-        precision=precision,
-        runtime="tensorrt",
-        batch_size=batch_size,
+    return measurements.benchmark_row(
+        precision,
+        images_per_s,
+        batch_size,
         num_streams=num_streams,
         with_transfers=with_transfers,
         num_repeats=len(TURNS),
-        images_per_s=images_per_s,
         turns_images_per_s=tuple(share * images_per_s for share in (TURNS if precision == "fp32" else TURNS[::-1])),
         lowest_images_per_s=min(TURNS) * images_per_s,
         highest_images_per_s=max(TURNS) * images_per_s,
-        mean_ms=1.0191 * p50_ms,
-        p50_ms=p50_ms,
-        p90_ms=1.0712 * p50_ms,
-        p95_ms=1.1573 * p50_ms,
-        p99_ms=1.3917 * p50_ms,
+        **{f"{name}_ms": factor * p50_ms for name, factor in PERCENTILES.items()},
         num_iterations=777,
         power_w=power_w,
         images_per_s_per_w=images_per_s / power_w,
