@@ -1,4 +1,4 @@
-"""What the tests share: real digits, small data sets, and an environment without a user's settings."""
+"""What the tests share: real digits, small datasets, and an environment without a user's settings."""
 
 import fcntl
 import gc
@@ -101,7 +101,7 @@ def empty_store(shared: Shared) -> Path:
 
 @pytest.fixture(scope="session")
 def all_digits(shared: Shared) -> Path:
-    """The digits data set: 1,797 images in one tree."""
+    """The digits dataset: 1,797 images in one tree."""
     from enginery.datasets.digits import write_digits
 
     return shared("all_digits", lambda folder: write_digits(folder / "all")) / "all"

@@ -23,6 +23,12 @@ from components.common.data.image_files import read_images
 from components.preprocess.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
 from components.preprocess.decoding import Rejected, decode
 
+DATA_CARD = "data_card.html"
+_MAX_ROWS = 30  # classes whose table is open; of more, the largest and the smallest are
+_MAX_REJECTED = 50
+_MAX_KINDS = 20  # reasons of rejection
+_MAX_OPEN = 3  # examples that are shown at once; more are folded
+_MAX_NAME, _MAX_PATH, _MAX_TEXT = 80, 160, 2000  # characters
 _MAX_CLASSES = 10
 _MAX_PER_CLASS = 6
 _MAX_SIDE = 112  # pixels; sixty thumbnails of this size stay far below a megabyte, noise too
@@ -103,14 +109,6 @@ def thumbnail(data: bytes) -> bytes:
     encoded = io.BytesIO()
     image.save(encoded, "PNG" if exact else "JPEG", quality=78)
     return encoded.getvalue()
-
-
-DATA_CARD = "data_card.html"
-_MAX_ROWS = 30  # classes whose table is open; of more, the largest and the smallest are
-_MAX_REJECTED = 50
-_MAX_KINDS = 20  # reasons of rejection
-_MAX_OPEN = 3  # examples that are shown at once; more are folded
-_MAX_NAME, _MAX_PATH, _MAX_TEXT = 80, 160, 2000  # characters
 
 
 @dataclass(frozen=True, kw_only=True)

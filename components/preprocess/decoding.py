@@ -15,6 +15,36 @@ from components.common.data.image_files import open_image
 
 # More pixels of one image say next to nothing more about a dataset, and counting all takes a fifth of decoding's time.
 _PIXELS_PER_IMAGE = 10_000
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PREFIX = b"Exif\x00\x00"
+_ENTRY_BYTES = 12
+_ORIENTATION = 0x0112
+_TURNED = range(2, 9)
+_WEBP_FLAGS, _WEBP_HAS_EXIF = 20, 0x08  # place and bit
+# Bytes of one value by the type's number.
+_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
+_SHORT, _TEXT, _RATIONAL = 3, 2, 5
+# DALI reads these as such whatever their type is, and gives up the whole block where one lies outside of it.
+_TEXTS = (0x010E, 0x010F, 0x0110, 0x0131, 0x0132, 0x8298)
+_RATIONALS = {0x011A: 1, 0x011B: 1, 0x013E: 2, 0x013F: 6, 0x0211: 3, 0x0214: 6}  # and so many
+# What Pillow, which checks here, and DALI, which decodes later, read alike: the member name that it gets. The others
+# are packed as PNG, and so are files of which _is_read_alike says no.
+_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "", "TIFF": ""}
+# TIFF holds more than pictures, such as 32-bit integers, whose scale nobody tells.
+_TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
+_TRANSPOSITIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class Rejected(Exception):
+    """An image can't be used; the message is the reason."""
 
 
 class PixelSums:
@@ -57,19 +87,6 @@ class PixelSums:
         for weight, counts in self._counts.items():
             total = [whole + weight * count for whole, count in zip(total, counts, strict=True)]
         return [total[:256], total[256:512], total[512:]]
-
-
-_PREFIX = b"Exif\x00\x00"
-_ENTRY_BYTES = 12
-_ORIENTATION = 0x0112
-_TURNED = range(2, 9)
-_WEBP_FLAGS, _WEBP_HAS_EXIF = 20, 0x08  # place and bit
-# Bytes of one value by the type's number.
-_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
-_SHORT, _TEXT, _RATIONAL = 3, 2, 5
-# DALI reads these as such whatever their type is, and gives up the whole block where one lies outside of it.
-_TEXTS = (0x010E, 0x010F, 0x0110, 0x0131, 0x0132, 0x8298)
-_RATIONALS = {0x011A: 1, 0x011B: 1, 0x013E: 2, 0x013F: 6, 0x0211: 3, 0x0214: 6}  # and so many
 
 
 class _Entry(NamedTuple):
@@ -176,13 +193,6 @@ def _speaks_of_orientation(tiff: bytes) -> bool:
     return any(_ORIENTATION.to_bytes(2, order) in tiff for order in ("big", "little"))
 
 
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-class Rejected(Exception):
-    """An image can't be used; the message is the reason."""
-
-
 def check_structure(image_format: str, data: bytes) -> None:
     """Walk through a file's parts.
 
@@ -250,22 +260,6 @@ def webp_chunks(data: bytes) -> Iterator[tuple[bytes, int]]:
             return
         yield data[position : position + 4], length
         position = end + length % 2
-
-
-# What Pillow, which checks here, and DALI, which decodes later, read alike: the member name that it gets. The others
-# are packed as PNG, and so are files of which _is_read_alike says no.
-_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "", "TIFF": ""}
-# TIFF holds more than pictures, such as 32-bit integers, whose scale nobody tells.
-_TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
-_TRANSPOSITIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:

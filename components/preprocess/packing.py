@@ -104,15 +104,16 @@ class ShardTask:
     storage: Storage
     folder: Path
     """Folder of the tar and its index."""
-    records: Path
-    """Folder of the shard's record and listing."""
     name: str
     """Name of the files without extension, such as train-000012."""
     first_index: int
     samples: Sequence[Sample]
-    max_pixels: int
-    max_short_side: int
-    jpeg_quality: int
+    config: PreprocessConfig
+
+    @property
+    def records(self) -> Path:
+        """Folder of the shard's record and listing."""
+        return self.folder / PARTIAL_OUTPUT
 
 
 class ShardRecord(Record):
@@ -249,9 +250,10 @@ def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image]:
     """
     Image.MAX_IMAGE_PIXELS = None  # decode checks, with a message of its own
     data = read_sample(task.storage, sample)
-    extension, image = decode(data, task.max_pixels)
-    if 0 < task.max_short_side < min(image.size):
-        data, image = shrink(image, task.max_short_side, task.jpeg_quality)
+    config = task.config
+    extension, image = decode(data, config.max_pixels)
+    if 0 < config.max_short_side < min(image.size):
+        data, image = shrink(image, config.max_short_side, config.jpeg_quality)
         extension = "jpg"
     elif extension == "":
         data, extension = as_png(image), "png"
@@ -328,13 +330,10 @@ def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[S
             task = ShardTask(
                 storage=source.storage,
                 folder=folder,
-                records=folder / PARTIAL_OUTPUT,
                 name=f"{split}-{number:06d}",
                 first_index=first_index,
                 samples=own,
-                max_pixels=config.max_pixels,
-                max_short_side=config.max_short_side,
-                jpeg_quality=config.jpeg_quality,
+                config=config,
             )
             tasks.append(task)
             first_index += len(own)

@@ -192,14 +192,12 @@ class ImageBatches:
         Raises:
             UserError: one is not an image that preprocess takes; the message names it.
         """
-        for data, name in zip(encoded, names, strict=True):
-            check_encoded(data, name)
-        try:
-            return self.decode(encoded)
-        except RuntimeError:
-            self._pipe = None  # DALI's pipeline is of no use after an error
-            self._name_the_culprit(encoded, names)
-            raise
+        images = []
+        for image in self.load_each(encoded, names):
+            if isinstance(image, UserError):
+                raise image
+            images.append(image)
+        return np.stack(images)
 
     def load_each(
         self, encoded: Sequence[bytes], names: Sequence[str], *, max_bytes: int | None = None
@@ -224,7 +222,12 @@ class ImageBatches:
 
         for index, (data, name) in enumerate(zip(encoded, names, strict=True)):
             try:
-                size = _checked(data, name, max_bytes)
+                if max_bytes is not None and len(data) > max_bytes:
+                    raise UserError(
+                        f"{name} has {len(data):,} bytes, and {max_bytes:,} are taken at most; make it smaller",
+                        code="image-too-large",
+                    )
+                size = check_encoded(data, name)
             except UserError as error:
                 found[index] = error
                 continue
@@ -267,20 +270,3 @@ class ImageBatches:
         self._pipe.feed_input("encoded", [np.frombuffer(data, np.uint8) for data in encoded])
         (images,) = self._pipe.run()
         return np.ascontiguousarray(images.as_array().transpose(0, 3, 1, 2))
-
-    def _name_the_culprit(self, encoded: Sequence[bytes], names: Sequence[str]) -> None:
-        for data, name in zip(encoded, names, strict=True):
-            try:
-                ImageBatches(self._spec, 1).decode([data])
-            except RuntimeError as error:
-                raise undecodable(error, name) from None
-
-
-def _checked(data: bytes, name: str, max_bytes: int | None) -> int:
-    """Return the number of pixels of an image that can be decoded."""
-    if max_bytes is not None and len(data) > max_bytes:
-        raise UserError(
-            f"{name} has {len(data):,} bytes, and {max_bytes:,} are taken at most; make it smaller",
-            code="image-too-large",
-        )
-    return check_encoded(data, name)

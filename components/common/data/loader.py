@@ -37,6 +37,16 @@ from components.common.data.image_files import IMAGE_EXTENSIONS
 # second one leaves out up to a batch more, so up to a step: only where an epoch has many.
 _NUM_PIPELINES = 2
 _MIN_STEPS = 32
+_RENEW = "Make the dataset again with `python -m components.preprocess` (in a pipeline: enginery run ... --no-reuse)"
+# What an error says when memory ran out: torch, CUDA; DALI (dali/core/cuda_error.h), twice; cuDNN and cuBLAS; torch on
+# a CPU.
+NO_MEMORY = ("out of memory", "Can't allocate", "CUDA allocation failed", "ALLOC_FAILED", "can't allocate memory")
+READ_TIMEOUT_S = 300.0
+# Of the JPEG files, the share that the hardware decoder takes. DALI's own 0.65 is slower on an H200 (see
+# benchmarks/loader.py).
+HW_DECODER_LOAD = 0.9
+_MAX_PENDING = 2  # copies that may be under way; each keeps a batch of DALI's from being overwritten
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,20 +206,6 @@ class Mixer:
         finally:
             generator.set_state(before)
         return images.contiguous(memory_format=torch.channels_last), labels
-
-
-_RENEW = "Make the dataset again with `python -m components.preprocess` (in a pipeline: enginery run ... --no-reuse)"
-# What an error says when memory ran out: torch, CUDA; DALI (dali/core/cuda_error.h), twice; cuDNN and cuBLAS; torch on
-# a CPU.
-NO_MEMORY = ("out of memory", "Can't allocate", "CUDA allocation failed", "ALLOC_FAILED", "can't allocate memory")
-READ_TIMEOUT_S = 300.0
-# Of the JPEG files, the share that the hardware decoder takes. DALI's own 0.65 is slower on an H200 (see
-# benchmarks/loader.py).
-HW_DECODER_LOAD = 0.9
-
-_Result = TypeVar("_Result")
-
-_MAX_PENDING = 2  # copies that may be under way; each keeps a batch of DALI's from being overwritten
 
 
 class OwnedOutputs:

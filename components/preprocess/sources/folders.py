@@ -37,6 +37,9 @@ from components.preprocess.sources.samples import (
 )
 
 _MAX_NAME_CHARACTERS = 1 << 28  # of all folders of a list; each is known by the whole of its path
+_WANTED = "DIR/<class>/image.jpg for two classes or more, or DIR/train/<class>/ and DIR/val/<class>/"
+_KAGGLE_BASE = "ILSVRC/Data/CLS-LOC"
+_SOLUTION = "LOC_val_solution.csv"
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 
@@ -296,11 +299,6 @@ def checked(names: list[str], where: str) -> list[str]:
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
-
-
-_WANTED = "DIR/<class>/image.jpg for two classes or more, or DIR/train/<class>/ and DIR/val/<class>/"
-_KAGGLE_BASE = "ILSVRC/Data/CLS-LOC"
-_SOLUTION = "LOC_val_solution.csv"
 
 
 def folder_source(tree: Tree, storage: Storage, options: Options) -> Source:

@@ -18,6 +18,14 @@ from fsspec.registry import get_filesystem_class
 from components.common.contracts.errors import EngineryError, UserError, without_secrets
 from components.preprocess.sources.samples import AddressRefused, Sample, Unreadable
 
+_LINK_OUT = "a link out of the data folder"
+_ATTEMPTS_S = (0.5, 2.0)  # waits before a remote file is tried again
+_CHUNK_BYTES = 1 << 24
+_SPARED_BYTES = 1 << 30  # of a disk that is written to
+_MAX_LISTED = 10_000  # folders, each of which is a request or more
+_NUM_LISTERS = 8
+_Result = TypeVar("_Result")
+
 
 @dataclass(frozen=True)
 class Driver:
@@ -115,15 +123,6 @@ def check_uri(uri: str) -> None:
 
 def _driver(uri: str) -> Driver:
     return DRIVERS.get(scheme_of(uri), Driver())
-
-
-_LINK_OUT = "a link out of the data folder"
-_ATTEMPTS_S = (0.5, 2.0)  # waits before a remote file is tried again
-_CHUNK_BYTES = 1 << 24
-_SPARED_BYTES = 1 << 30  # of a disk that is written to
-_MAX_LISTED = 10_000  # folders, each of which is a request or more
-_NUM_LISTERS = 8
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,14 @@ def parse_class_names(text: str, where: str) -> ClassNames:
     if not lines:
         raise UserError(f"{where} names no class; write one class per line", code="no-class-names")
     synsets = [_SYNSET_LINE.fullmatch(line) for line in lines]
-    keys = [match[1] for match in synsets if match]
-    if len(keys) < len(lines):
-        _refuse_twice(lines, where)
+    keys = [match[1] for match in synsets if match] if all(synsets) else lines
+    if twice := sorted(name for name, times in Counter(keys).items() if times > 1):
+        raise UserError(
+            f"{where} names a class twice: {', '.join(twice[:5])}. Each line must name another class",
+            code="duplicate-class-names",
+        )
+    if not all(synsets):
         return plain_names(lines)
-    _refuse_twice(keys, where)
     shown = [match[2].partition(",")[0].strip() for match in synsets if match]
     times = Counter(shown)
     return _of_synsets(
@@ -73,14 +76,6 @@ def parse_class_names(text: str, where: str) -> ClassNames:
 def _of_synsets(wnids: list[str], names: list[str]) -> ClassNames:
     labels = {name: label for label, name in enumerate(names)} | {wnid: label for label, wnid in enumerate(wnids)}
     return ClassNames(tuple(names), labels, tuple(wnids))
-
-
-def _refuse_twice(names: list[str], where: str) -> None:
-    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
-        raise UserError(
-            f"{where} names a class twice: {', '.join(twice[:5])}. Each line must name another class",
-            code="duplicate-class-names",
-        )
 
 
 def check_two_classes(names: tuple[str, ...], where: str, fix: str) -> None:

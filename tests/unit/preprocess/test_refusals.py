@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from components.common.contracts.errors import UserError
+from components.preprocess.config import PreprocessConfig
 from components.preprocess.packing import ShardTask, write_shard
 from tests.conftest import preprocess
 
@@ -144,14 +145,12 @@ def test_a_full_disk_is_no_rejected_image(tmp_path: Path) -> None:
     task = ShardTask(
         storage=source.storage,
         folder=tmp_path,
-        records=tmp_path,
         name="full",
         first_index=0,
         samples=source.splits["train"],
-        max_pixels=10**6,
-        max_short_side=0,
-        jpeg_quality=90,
+        config=PreprocessConfig(data="images"),
     )
+    task.records.mkdir()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # the kernel refuses to write more, as on a full disk
     try:
@@ -159,4 +158,4 @@ def test_a_full_disk_is_no_rejected_image(tmp_path: Path) -> None:
             write_shard(task)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.glob("full*.json*")) == []
+    assert list(task.records.iterdir()) == []
