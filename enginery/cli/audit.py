@@ -92,8 +92,8 @@ def _show_entry(console: Console, entry: dict[str, Any]) -> None:
         console.print(f"     overruled: {escape(entry['overruled'])}", highlight=False, soft_wrap=True)
     if paired := (entry["comparison"] or {}).get("paired"):
         console.print(
-            f"     {paired['num_lost']} images lost, {paired['num_gained']} gained against the champion, with 95 % "
-            f"confidence at least {paired['low_points']:+.2f} points, McNemar's p {paired['mcnemar_p']:.2g}",
+            f"     {paired['num_lost']} images regressed, {paired['num_gained']} improved against the champion, with "
+            f"95 % confidence at least {paired['low_points']:+.2f} points, McNemar's p {paired['mcnemar_p']:.2g}",
             style="dim",
             highlight=False,
             soft_wrap=True,
