@@ -1,4 +1,4 @@
-"""The chain on one data set, each step started as its container would start it: accuracy and speed per precision.
+"""The chain on one dataset, each step started as its container would start it: accuracy and speed per precision.
 
 python -m benchmarks.chain --data DIR --config pipelines/configs/textures.yaml --machine h200 --name chain_textures
 """

@@ -29,7 +29,7 @@ _BATCH, _TURNS, _SECONDS = 16, 41, 0.4
 @click.option("--machine", help="Plain name of the machine.")
 @click.option("--name", help="Of the network and its data.")
 @click.option("--checkpoint", type=Path, required=True, help="What is quantized: see `components.export`.")
-@click.option("--dataset", type=Path, required=True, help="The data set that it was trained on.")
+@click.option("--dataset", type=Path, required=True, help="The dataset that it was trained on.")
 @click.option("--images", default=256, show_default=True, help="Calibration images.")
 @click.option("--limit", multiple=True, help="Instruction sets; all of this CPU without it.")
 @click.option("--here", is_flag=True, help="Measure in this process, and print JSON.")

@@ -1,4 +1,4 @@
-"""What each calibration costs in accuracy, and what auto with fallback makes of it, on a held-out split.
+"""Accuracy of each calibration, and of auto with fallback, on a held-out split.
 
     python -m benchmarks.int8_selection --checkpoint DIR --dataset DIR --work DIR --machine h200 --name NAME
 

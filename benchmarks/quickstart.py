@@ -3,7 +3,7 @@
     python -m benchmarks.quickstart --machine cpu-2core
     python -m benchmarks.quickstart --machine cpu-2core --repeat 3 --accuracy-only
 
-Wall time counts from the start of `enginery run` to its end; writing the data set and installing are not in it.
+Wall time counts from the start of `enginery run` to its end; writing the dataset and installing are not in it.
 """
 
 import json

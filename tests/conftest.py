@@ -1,4 +1,4 @@
-"""What the tests share: real digits, small datasets, and an environment without a user's settings."""
+"""Shared by all tests: real digits, small datasets, and an environment without a user's settings."""
 
 import fcntl
 import gc
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen_heap() -> None:
-    """What is imported stays: without this, each full garbage collection goes through some million objects of it."""
+    """Imported modules stay: without this, each full garbage collection goes through some million objects of it."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

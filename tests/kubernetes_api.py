@@ -1,4 +1,4 @@
-"""What the servers of tests that stand in for Kubernetes' API share."""
+"""Shared by the servers that stand in for Kubernetes' API in tests."""
 
 from pathlib import Path
 from typing import Any

@@ -19,7 +19,7 @@ BASIC = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 
 @dataclass(kw_only=True)
 class Registry:
-    """What it holds, what it was asked, and how it lies."""
+    """Contents, requests, and lies of the registry."""
 
     address: str = ""
     blobs: dict[str, bytes] = field(default_factory=dict)

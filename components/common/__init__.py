@@ -1,1 +1,1 @@
-"""What the steps share: contracts (manifests, TransformSpec), loaders, runners, tracking."""
+"""Shared by the steps: contracts (manifests, TransformSpec), loaders, runners, tracking."""

@@ -195,7 +195,7 @@ def quantize(
         selection: other images to measure candidates on; None leaves everything in INT8 with the configured method,
             `max` for "auto".
         cache: folder of calibration results; None for none.
-        log: told about progress and what was found.
+        log: gets progress and findings.
     """
     fp32 = read_onnx(fp32_file)
     device = _device(fp32, calibration, log)

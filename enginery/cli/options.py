@@ -51,7 +51,7 @@ def settings_options(prefix: str = "") -> list[click.Parameter]:
             ["--settings"],
             type=FILE,
             metavar="FILE.yaml",
-            help=f"{prefix}What the cluster gives the steps: images, GPUs, volumes, secrets (docs/submit.md).",
+            help=f"{prefix}Images, GPUs, volumes and secrets of the cluster (enginery submit --settings-help).",
         ),
         click.Option(
             ["--num-nodes"],

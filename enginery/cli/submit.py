@@ -45,7 +45,7 @@ def submit(ctx: click.Context, file: Path) -> None:
 
 def _show_settings() -> None:
     formatter = click.HelpFormatter(width=100)
-    with formatter.section("Keys of the settings file (docs/submit.md; an example: pipelines/configs/cluster.yaml)"):
+    with formatter.section("Keys of the settings file (an example: pipelines/configs/cluster.yaml)"):
         formatter.write_dl(
             [(key, f"{text}  [default: {default}]" if default else text) for key, default, text in settings_rows()],
             col_max=34,

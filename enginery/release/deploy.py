@@ -463,7 +463,7 @@ class Checkout:
                 continue
             try:
                 pins = pins_of(shown.stdout, f"{commit[:10]}:{name}")
-            except UserError:  # somebody committed a broken file, and mended it later
+            except UserError:  # somebody committed a broken file, and fixed it later
                 continue
             if stack and stack[-1] == pins:
                 continue

@@ -1,4 +1,4 @@
-"""What the tests on a real API server share: a namespace of their own, Kubeflow Trainer's kinds, and nothing else.
+"""Shared by the tests on a real API server: a namespace of their own, Kubeflow Trainer's kinds, and nothing else.
 
 They need KUBECONFIG alone, with the rights of an administrator. Where no kubelet and no controllers run, the tests do
 what those would. TRAINER_CRDS names a folder with Kubeflow Trainer's CRDs (manifests/base/crds of its repository) to

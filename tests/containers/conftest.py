@@ -97,7 +97,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the preprocess image made of them, as a UID without a name, on a read-only root, without a network."""
+    """Output of the preprocess image for them, as a UID without a name, on a read-only root, without a network."""
     output = open_folder(tmp_path_factory.mktemp("dataset") / "output") / "dataset"
     limits = ("--memory", "1500m", *mount(digits, read_only=True), *mount(output.parent, read_only=False))
     done = run_step("preprocess", ["--data", str(digits), "--output", str(output)], *limits)

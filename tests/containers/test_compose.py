@@ -105,7 +105,7 @@ class Stack:
         return MlflowClient(tracking_uri=f"http://127.0.0.1:{self.port}")
 
     def uploaded_mb(self) -> int:
-        """What of an upload has reached the server, before it is passed on to the store."""
+        """Bytes of an upload that have reached the server, before it is passed on to the store."""
         done = docker("exec", self.container("mlflow"), "du", "--summarize", "-m", "/var/tmp/uploads", check=False)
         return int(done.stdout.split()[0]) if done.returncode == 0 else 0
 

@@ -51,14 +51,14 @@ Preprocess = Callable[..., Artifact[DatasetManifest]]
 
 @dataclass(frozen=True, kw_only=True)
 class Proved:
-    """One bundle, and for two data sets its report and verdict."""
+    """One bundle, and for two datasets its report and verdict."""
 
     bundle: Artifact[BundleManifest]
     datasets: tuple[Artifact[DatasetManifest], Artifact[DatasetManifest]]
     folder: Path
 
     def parts(self, index: int) -> dict[str, Path]:
-        """What promote reads."""
+        """Inputs of promote."""
         proofs = {name: self.folder / str(index) / name for name in ("report", "verdict")}
         return {"bundle": self.bundle.path, **proofs, "dataset": self.datasets[index].path}
 
@@ -110,7 +110,7 @@ def trained(dataset: Artifact[DatasetManifest], file: Path) -> Path:
 def promotion(
     proved: Proved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[int], PromotionManifest]]:
-    """`promotion(index)`: register the bundle with that data set's proof, in a new MLflow store."""
+    """`promotion(index)`: register the bundle with that dataset's proof, in a new MLflow store."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     before = mlflow.get_tracking_uri()

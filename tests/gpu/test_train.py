@@ -68,7 +68,7 @@ def start(dataset: Artifact[DatasetManifest], tmp_path: Path) -> Start:
 
 
 def said_by(process: "subprocess.Popen[str]") -> str:
-    """What a process says until it ends. Of one that does not end in time: where each of its threads is."""
+    """Output of a process until it ends. Of one that does not end in time: where each of its threads is."""
     try:
         return process.communicate(timeout=TIMEOUT_S)[1]
     except subprocess.TimeoutExpired:

@@ -82,7 +82,7 @@ def helm(namespace: str) -> Iterator[helm_python.Config]:
 
 
 def objects(helm: helm_python.Config, cluster: dynamic.DynamicClient, namespace: str) -> dict[tuple[str, str], Any]:
-    """What the release has made, as the server has it, by kind and name."""
+    """Objects of the release on the server, by kind and name."""
     found = {}
     for entry in yaml.safe_load_all(helm.get_all(RELEASE)["summary"]["manifest"]):
         kind, name = entry["kind"], entry["metadata"]["name"]
@@ -98,7 +98,7 @@ def served(found: dict[tuple[str, str], Any]) -> str:
 
 
 def may_make_trainjobs(api: client.ApiClient, namespace: str, account: str) -> bool:
-    """Whether the server lets a service account make TrainJobs."""
+    """True if the server lets a service account make TrainJobs."""
     asked = {"group": "trainer.kubeflow.org", "resource": "trainjobs", "verb": "create", "namespace": namespace}
     review = {"spec": {"user": f"system:serviceaccount:{namespace}:{account}", "resourceAttributes": asked}}
     return bool(client.AuthorizationV1Api(api).create_subject_access_review(review).status.allowed)

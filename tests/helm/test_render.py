@@ -73,7 +73,9 @@ def test_golden(name: str, request: pytest.FixtureRequest) -> None:
     path = GOLDEN / f"{name}.yaml"
     if request.config.getoption("--update-golden"):
         path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), f"the chart renders {name} anew; `make golden`, then read the diff"
+    assert text == path.read_text(encoding="utf-8"), (
+        f"the chart renders {name} in another way; `make golden`, then read the diff"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,7 +159,7 @@ def namespace(name: str) -> dict[str, Any]:
 
 
 def reaches(rules: list[dict[str, Any]], address: str, port: int) -> bool:
-    """Whether a policy lets a pod out to an address that is no pod's."""
+    """True if a policy lets a pod out to an address that is no pod's."""
     for rule in rules:
         if "ports" in rule and port not in {entry["port"] for entry in rule["ports"]}:
             continue

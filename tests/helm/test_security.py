@@ -14,7 +14,7 @@ VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persiste
 
 
 def violations(pod: dict[str, Any]) -> list[str]:
-    """What "restricted" refuses in a pod."""
+    """Settings of a pod that "restricted" refuses."""
     found = [key for key in ("hostNetwork", "hostPID", "hostIPC") if pod.get(key)]
     for volume in pod.get("volumes", ()):
         found += [f"volume {kind}" for kind in volume if kind not in VOLUMES | {"name"}]

@@ -20,7 +20,7 @@ LIMITS = [name for name in available()[1:] if name != "SSE41"] or ["SSE41"]
 
 @pytest.fixture(scope="module")
 def quickstart() -> tuple[Path, Path]:
-    """The checkpoint and the data set of the last `make quickstart`, whatever else was trained since."""
+    """The checkpoint and the dataset of the last `make quickstart`, whatever else was trained since."""
     summary = ROOT / ".enginery/quickstart.json"
     assert summary.exists(), "there is no checkpoint of the digits: run `make quickstart` first"
     manifests = (ROOT / ".enginery/runs").glob("*/artifacts/*/*/*/manifest.json")

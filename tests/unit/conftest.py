@@ -1,4 +1,4 @@
-"""What several areas share: a small network that was proved and promoted by the steps, into MLflow on SQLite."""
+"""Shared by several areas: a small network that was proved and promoted by the steps, into MLflow on SQLite."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -40,14 +40,14 @@ def _tracks_nowhere() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Proved:
-    """What the steps wrote on one network."""
+    """Artifacts of the steps on one network."""
 
     dataset: Artifact[DatasetManifest]
     folder: Path
 
     @property
     def parts(self) -> dict[str, Path]:
-        """What promote reads."""
+        """Inputs of promote."""
         return {name: self.folder / name for name in ("bundle", "report", "verdict")}
 
 

@@ -1,4 +1,4 @@
-"""What a model answers in ONNX Runtime and in the PyTorch runner, for the tests that compare the two."""
+"""Outputs of a model in ONNX Runtime and in the PyTorch runner, for the tests that compare the two."""
 
 from copy import deepcopy
 

@@ -1,4 +1,4 @@
-"""What tests of registered models share: small artifacts of any top-1, promotions, keys and a trust policy, git.
+"""Shared by tests of registered models: small artifacts of any top-1, promotions, keys and a trust policy, git.
 
     python -m tests.unit.registered URI FOLDER MODEL NAME ...
 
@@ -84,7 +84,7 @@ FUTURE, PAST = "2999-01-01", "2001-01-01"
 
 @contextmanager
 def refuses(code: str, setting: str | None = None) -> Iterator[pytest.ExceptionInfo[EngineryError]]:
-    """What is done inside ends with an error of this code."""
+    """Check that the body ends with an error of this code."""
     with pytest.raises(EngineryError) as caught:
         yield caught
     assert caught.value.code == code, caught.value
@@ -439,7 +439,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pins(name: str) -> Pins:
-    """What an environment of the current directory runs."""
+    """Return the version that an environment of the current directory runs."""
     return environments(Path("helm/environments"))[name].read()
 
 

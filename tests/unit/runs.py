@@ -28,7 +28,7 @@ def precision_row(precision: str, top1_pct: float, **values: Any) -> PrecisionRo
 
 
 def run_summary(directory: Path, **values: Any) -> RunSummary:
-    """What the run in a directory of its name measured: nothing, unless `values` say otherwise."""
+    """Results of the run in a directory of its name: nothing, unless `values` say otherwise."""
     fields: dict[str, Any] = {
         "pipeline": directory.name.split("-")[0],
         "run_id": directory.name,

@@ -217,7 +217,7 @@ def test_success_needs_all_manifests(
 
 
 def test_a_step_ends_when_the_lock_of_its_run_is_free(tmp_path: Path) -> None:
-    """What a step in a container has of its parent: the lock, which another process's end frees."""
+    """A step in a container has its parent's lock, which another process's end frees."""
     held = RunDirectory.hold(tmp_path)
     script = "import time; from components.common.process.lifetime import end_with_parent; end_with_parent(); "
     script += "print('ready', flush=True); time.sleep(60)"

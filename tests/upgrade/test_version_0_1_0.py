@@ -1,4 +1,4 @@
-"""What version 0.1.0 wrote still opens: artifacts, a state folder, an MLflow database, chart values, a signed release.
+"""Files of version 0.1.0 still open: artifacts, a state folder, an MLflow database, chart values, a signed release.
 
 0.1.0.tar.xz holds what that version's own commands wrote: a state folder ($ENGINERY_HOME) after a run of `quantize` on
 120 digits, whose MLflow database has version 1 of the model `digits`; a checkpoint; the values of an environment after

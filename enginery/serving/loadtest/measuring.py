@@ -29,7 +29,7 @@ from enginery.serving.loadtest.results import (
 
 Result = TypeVar("Result")
 WARMUP_S = 0.5  # of each level; connections are made in it, too
-_START_S = 0.2  # until all processes are told of a level
+_START_S = 0.2  # until all processes know of a level
 _BUDGET_FACTOR = 10  # times the median latency of a single client
 _NUM_REASONS = 5
 _WITH, _WITHOUT = "dynamic batching", "without"
@@ -63,7 +63,7 @@ def run_load_test(
         client: opens a client of the server.
         plan: which levels.
         make: the requests, from what the server says.
-        say: told of each level before it starts.
+        say: called with each level before it starts.
 
     Raises:
         UserError: the server can't do what was asked for.

@@ -24,7 +24,7 @@ def answer(model: Any) -> Any:
 
 
 def check(data: Any, kind: str, where: str = "body") -> None:
-    """Whether JSON is what KFP's OpenAPI says of a type: names of fields, and their types, all the way down."""
+    """True if JSON is what KFP's OpenAPI says of a type: names of fields, and their types, all the way down."""
     if data is None:
         return
     if match := re.fullmatch(r"list\[(.+)\]", kind):
@@ -70,7 +70,7 @@ def task(name: str, state: str) -> Any:
 
 @dataclass
 class Cluster(Served):
-    """What the server was asked, and how it is to answer."""
+    """Requests to the server, and the answers it is to give."""
 
     experiments: list[str] = field(default_factory=list)
     states: list[str] = field(default_factory=lambda: ["SUCCEEDED"])  # of the run, one per question

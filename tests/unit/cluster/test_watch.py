@@ -1,4 +1,4 @@
-"""What `--wait` and `watch` show of a run's pods, read from Kubernetes' API."""
+"""Pods of a run as `--wait` and `watch` show them, read from Kubernetes' API."""
 
 import re
 from collections.abc import Iterator

@@ -104,7 +104,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def simulated(files):
-    """What the files say, computed in floating point."""
+    """Logits of the files, computed in floating point."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     images = np.load(files / "images.npy")

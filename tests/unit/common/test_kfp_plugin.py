@@ -21,7 +21,7 @@ INPUTS = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "seed"
 
 
 class Plugin:
-    """What KFP does around a step."""
+    """Do as KFP does around a step."""
 
     def __init__(self, folder: Path) -> None:
         self.uri = f"sqlite:///{folder / 'mlflow.db'}"

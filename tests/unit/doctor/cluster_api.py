@@ -88,7 +88,7 @@ class ClusterApi(Served):
         return urlsplit(self.endpoint).netloc
 
     def ready(self) -> None:
-        """What needs the server's address."""
+        """Answers that need the server's address."""
         self.secrets = {
             "registry-login": login("registry-login", self.host),
             "mlflow-login": secret("mlflow-login", ("username", "password")),

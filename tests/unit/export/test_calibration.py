@@ -235,7 +235,7 @@ class Cache:
         return histograms
 
     def get(self, address=ADDRESS):
-        """What is found, in a form that can be compared, and whether it was in the cache."""
+        """Return the ranges in a form that can be compared, and True if they were in the cache."""
         found, cached = cached_histograms(self.folder, address, self.collect, self.warnings.append)
         return {name: (h.counts.tolist(), h.exponent, h.max_abs) for name, h in found.items()}, cached
 

@@ -1,4 +1,4 @@
-"""What TensorRT is given to build, and what a bundle keeps of it. TensorRT is replaced by what it says.
+"""Inputs of TensorRT's builder, and what a bundle keeps. A fake stands for TensorRT.
 
 tests/gpu builds real engines, and tests/unit/test_tensorrt_api.py holds the names against the real bindings.
 """
@@ -143,7 +143,7 @@ class Timings:
 
 
 def test_timings_of_other_builds_are_not_read(monkeypatch):
-    """What a kernel took without TF32 says nothing of a build that may use it."""
+    """The time of a kernel without TF32 says nothing of a build that may use it."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(engines, "driver_version", lambda: "580.159.04")
     both = ("tf32", "refittable")

@@ -1,4 +1,4 @@
-"""What the inspector says of an engine, read from what TensorRT 8.6.0 wrote on an H200, and from 10's other words."""
+"""Reading the inspector's description of an engine, as TensorRT 8.6.0 wrote it on an H200, and in 10's other words."""
 
 import json
 from pathlib import Path

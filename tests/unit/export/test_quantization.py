@@ -79,7 +79,7 @@ def samples_of(dataset, **settings):
 
 
 def dequantized_reads(model: onnx.ModelProto) -> dict[str, list[bool]]:
-    """Whether the images and the weights of each convolution come out of DequantizeLinear, by its name."""
+    """True, by convolution, if its images and its weights come out of DequantizeLinear, by its name."""
     made_by = {output: node.op_type for node in model.graph.node for output in node.output}
     return {
         node.name: [made_by.get(tensor) == "DequantizeLinear" for tensor in node.input[:2]]

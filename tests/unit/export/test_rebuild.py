@@ -185,7 +185,7 @@ def test_settings_that_change_nothing_are_named(original, export, tmp_path, caps
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("calibrated_with", ["the first seven", "others", ""])
 def test_images_of_another_split_are_noted(original, export, digits_dataset, capsys, calibrated_with):
-    """The data set is never the same file by file on another machine; its images can be."""
+    """The dataset is never the same file by file on another machine; its images can be."""
     first = {"start": 0, "num_images": 7, "batch_size": 1, "device_id": None}
     samples = Samples(dataset=digits_dataset, transform=original.manifest.transform, **first)
     digest = samples.digest() if calibrated_with == "the first seven" else calibrated_with

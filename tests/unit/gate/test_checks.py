@@ -33,7 +33,7 @@ OPEN = "not enough evidence"
 
 
 def check(name: str, accuracy: AccuracyReport, benchmark: BenchmarkReport | None = None, **settings: Any) -> GateCheck:
-    """What one of the checks says."""
+    """Return the result of one of the checks."""
     checks = run_checks(Thresholds(**settings), accuracy, benchmark or speeds(GPU))
     return next(entry for entry in checks if entry.name == name)
 

@@ -47,7 +47,7 @@ def report(path: Path, *rows: AccuracyRow, benchmark: BenchmarkReport | None = N
 
 
 def judged(source: Path, **settings: Any) -> tuple[str, VerdictManifest]:
-    """What the gate says, passed or not, and its verdict."""
+    """Return the gate's message, passed or not, and its verdict."""
     output = source.with_name(f"verdict of {source.name}")
     try:
         said = run(GateConfig(**settings), StepLog("gate"), report=source, output=output)

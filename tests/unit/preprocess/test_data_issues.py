@@ -1,4 +1,4 @@
-"""What `IssueFinder` finds in listings, and what it needs for large ones."""
+"""Issues that `IssueFinder` finds in listings, and its memory for large ones."""
 
 import hashlib
 import json

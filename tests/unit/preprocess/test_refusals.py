@@ -1,4 +1,4 @@
-"""What preprocess refuses, as a person meets it: one message with the fix, an exit code, failure.json, nothing else."""
+"""Refusals of preprocess, as a person meets them: one message with the fix, an exit code, and failure.json."""
 
 import json
 import os

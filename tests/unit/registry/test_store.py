@@ -79,7 +79,7 @@ def test_a_store_that_could_not_be_made_leaves_nothing_in_its_place(tmp_path: Pa
 
 @pytest.fixture
 def _tracking() -> Iterator[None]:
-    """What a command sets goes back."""
+    """Variables that a command sets go back."""
     yield
     mlflow.set_tracking_uri(None)  # what was there before would stay in the environment of every process from now on
 

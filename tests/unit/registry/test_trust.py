@@ -70,7 +70,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def writer(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """What a registry write token opens: all of MLflow's own API."""
+    """A registry write token opens all of MLflow's own API."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", kept)
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
     mlflow.set_tracking_uri(kept)

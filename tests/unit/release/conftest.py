@@ -9,7 +9,7 @@ from tests.unit.registered import write_keys
 
 @pytest.fixture(autouse=True)
 def _requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command sets for itself stays no longer than the test."""
+    """Variables that a command sets last no longer than the test."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 

@@ -54,7 +54,7 @@ def test_through_mlflows_clients(bundle: Path, tmp_path: Path) -> None:
 def test_a_store_that_holds_more_than_its_manifest_says(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grown: str
 ) -> None:
-    """What nobody asked for, and files that grew to a terabyte, are not brought: the disk would be full before."""
+    """Files that nobody asked for, and files that grew to a terabyte, are not brought: they would fill the disk."""
     digest, brought = digest_of(bundle), []
     with (bundle / grown).open("ab") as file:
         file.truncate(1 << 40)

@@ -265,7 +265,7 @@ def test_credentials_are_for_the_registry_alone(machine: Machine, oci: Registry,
 
 
 def _tool(name: str, module: str, folder: Path) -> str:
-    """What the machine has, or what Go builds."""
+    """The machine's own program, or one that Go builds."""
     if found := shutil.which(name):
         return found
     if not (folder / name).exists():
@@ -283,7 +283,7 @@ def test_a_real_registry_and_cosign(machine: Machine, tmp_path: Path, shared: An
     process = subprocess.Popen([server, "-port", str(port)], stderr=subprocess.DEVNULL)
 
     def refused(address: str, key: str) -> str:
-        """What cosign says against it; empty where it finds nothing."""
+        """Return cosign's objection; empty where it has none."""
         command = [cosign, "verify", "--key", str(machine.keys[key][1]), "--insecure-ignore-tlog=true"]
         done = subprocess.run([*command, address.removeprefix("oci://")], capture_output=True, text=True)
         assert done.returncode or f'"docker-manifest-digest":"{address.partition("@")[2]}"' in done.stdout

@@ -224,7 +224,7 @@ def test_an_interrupted_release_leaves_nothing(proved, tmp_path: Path, monkeypat
 
 
 def test_two_releases_to_one_folder(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came first stays."""
+    """The first one stays."""
 
     def late(*arguments: object) -> Path:
         (tmp_path / "out").mkdir()

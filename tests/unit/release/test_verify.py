@@ -1,4 +1,4 @@
-"""`enginery verify` against somebody who changes a release, with and without the right to list it anew."""
+"""`enginery verify` against somebody who changes a release, with and without the right to list it again."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def problems(release: Path, key: PublicKey | None = None) -> str:
 
 
 def list_again(release: Path) -> None:
-    """What an attacker does who knows the format and has no key."""
+    """Do as an attacker who knows the format and has no key."""
     (release / "SHA256SUMS").write_bytes(write_sums(release))
 
 

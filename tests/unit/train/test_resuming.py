@@ -1,4 +1,4 @@
-"""What is kept of an unfinished training, when it counts, and what happens when it can't be read."""
+"""Checkpoints of an unfinished training: when they count, and what happens when one can't be read."""
 
 import fcntl
 import os

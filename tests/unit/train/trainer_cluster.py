@@ -29,7 +29,7 @@ _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 
 
 def check_train_job(body: dict[str, Any]) -> None:
-    """Whether the Trainer's API has every field, of the type that it is given."""
+    """True if the Trainer's API has every field, of the type that it is given."""
     parsed = trainer.TrainerV1alpha1TrainJob.from_dict(body)
     assert parsed is not None
     assert parsed.to_dict() == body  # what the models do not know would be gone
@@ -53,7 +53,7 @@ class Node:
 
 @dataclass
 class TrainerCluster(Served):
-    """What the cluster is like, and what it was asked."""
+    """State of the cluster, and the requests to it."""
 
     folder: Path
     refuse: tuple[int, str] | None = None  # of new jobs

@@ -67,7 +67,7 @@ def write(report: Report, output: Path) -> tuple[str, str]:
 
 
 class Page(HTMLParser):
-    """What a page says by heading: rows of tables, pairs of fact lists, items, paragraphs and code."""
+    """Contents of a page by heading: rows of tables, pairs of fact lists, items, paragraphs and code."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ class Written:
 
     @property
     def text(self) -> str:
-        """What a reader sees of the page, in order."""
+        """The page's visible text, in order."""
         body = self.page[self.page.index("<body>") :]
         return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
