@@ -154,6 +154,7 @@ def others(value: Any) -> list[Any]:
         return [5]
     words = ["x", "x.example", "https://x.example:1234", "s3://x/y", "gs://x/y", "42", f"sha256:{'ab' * 32}", "5Gi"]
     words += ["17s", "1 2 * * *", "pipelines/x.py", "MANAGE", "ReadWriteMany", "NodePort", "Always", "x.io/y", "aGVq"]
+    words += ["arn:aws:iam::123456789012:role/x"]
     return [*words, "s3", "Rollout"]
 
 
