@@ -8,7 +8,6 @@
 import json
 import shutil
 import sqlite3
-import tarfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -42,8 +41,7 @@ HOME = "/srv/enginery/home"  # where that state folder was
 @pytest.fixture
 def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The files, with the state folder as $ENGINERY_HOME: its database names the folder where it is now."""
-    with tarfile.open(Path(__file__).parent / "0.1.0.tar.xz") as packed:
-        packed.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(Path(__file__).parent / "0.1.0.tar.xz", tmp_path)
     home = tmp_path / "0.1.0/home"
     with closing(sqlite3.connect(home / "mlflow.db")) as database, database:
         for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
