@@ -177,7 +177,15 @@ def test_no_pod_reaches_the_clouds_credentials_or_any_machine_around(name: str) 
     for policy in policies:
         rules = policy["spec"]["egress"]
         assert all(rule.get("to") for rule in rules), policy["metadata"]["name"]
-        for address, port in (("169.254.169.254", 80), ("169.254.169.254", 443), ("::1", 443), ("10.0.0.7", 443)):
+        inner = (
+            "169.254.169.254",
+            "::1",
+            "10.0.0.7",
+            "64:ff9b::a9fe:a9fe",
+            "64:ff9b:1::a9fe:a9fe",
+            "2002:a9fe:a9fe::1",
+        )
+        for address, port in (("169.254.169.254", 80), *((address, 443) for address in inner)):
             assert not reaches(rules, address, port), (policy["metadata"]["name"], address, port)
 
 
@@ -228,6 +236,37 @@ def test_the_identity_that_fetches_is_not_that_of_triton() -> None:
     values["serve"]["identity"].pop("audience")
     with pytest.raises(Exception, match=r"serve\.identity\.audience is empty"):
         render_files(values)
+
+
+def test_the_model_is_fetched_by_digest() -> None:
+    def serve(name: str) -> dict[str, Any]:
+        (pod,) = (
+            entry["spec"]["template"]["spec"]
+            for entry in resources(rendered_case(name))
+            if entry["kind"] == "Deployment" and entry["metadata"]["labels"]["app.kubernetes.io/component"] == "serve"
+        )
+        return pod
+
+    for name in ("full", "gpus", "restricted"):
+        pod, digest = serve(name), case(name)["serve"]["model"]["repositoryDigest"]
+        (fetch,), (triton,) = pod["initContainers"], pod["containers"]
+        verb, source, *rest = fetch["args"]
+        assert (verb, rest) == ("fetch", ["/models/repository", "--digest", digest])
+        assert source.endswith(digest.removeprefix("sha256:"))
+        (models,) = (mount for mount in triton["volumeMounts"] if mount["name"] == "models")
+        assert models == {"name": "models", "mountPath": "/models", "subPath": "repository", "readOnly": True}
+        assert not {"registry", "store", "trust"} & {mount["name"] for mount in triton["volumeMounts"]}
+
+    full, gpus, restricted = serve("full"), serve("gpus"), serve("restricted")
+    assert environment(full["initContainers"][0])["ENGINERY_TRUST_POLICY"] == "/etc/enginery/trust/trust.yaml"
+    (policy,) = (volume for volume in full["volumes"] if volume["name"] == "trust")
+    assert policy["configMap"]["name"] == "enginery-trust"
+    (trust,) = (mount for mount in full["initContainers"][0]["volumeMounts"] if mount["name"] == "trust")
+    assert trust["mountPath"] == "/etc/enginery/trust"
+    (store,) = (mount for mount in gpus["initContainers"][0]["volumeMounts"] if mount["name"] == "store")
+    assert (store["subPath"], store["readOnly"]) == ("team/repositories", True)
+    assert environment(restricted["initContainers"][0])["DOCKER_CONFIG"] == "/etc/enginery/registry"
+    assert "registry" in {mount["name"] for mount in restricted["initContainers"][0]["volumeMounts"]}
 
 
 def test_a_job_is_named_by_what_it_submits() -> None:

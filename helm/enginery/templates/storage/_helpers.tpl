@@ -90,7 +90,7 @@
     except: [10.0.0.0/8, 100.64.0.0/10, 127.0.0.0/8, 169.254.0.0/16, 172.16.0.0/12, 192.168.0.0/16]
 - ipBlock:
     cidr: ::/0
-    except: ["::1/128", "fc00::/7", "fe80::/10", "64:ff9b::/96"]
+    except: ["::1/128", "fc00::/7", "fe80::/10", "fec0::/10", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16"]
 {{- range .Values.networkPolicy.egressCidrs }}
 - ipBlock: {cidr: {{ . | quote }}}
 {{- end }}
@@ -107,7 +107,7 @@
 {{- include "enginery.egress.peers" . }}
 {{- else -}}
 - ipBlock: {cidr: 0.0.0.0/0, except: [127.0.0.0/8, 169.254.0.0/16]}
-- ipBlock: {cidr: "::/0", except: ["::1/128", "fe80::/10", "64:ff9b::/96"]}
+- ipBlock: {cidr: "::/0", except: ["::1/128", "fe80::/10", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16"]}
 {{- end -}}
 {{- end -}}
 
