@@ -29,6 +29,7 @@ _BATCH, _TURNS, _SECONDS = 16, 41, 0.4
 @click.option("--machine", help="Plain name of the machine.")
 @click.option("--name", help="Of the network and its data.")
 @click.option("--checkpoint", type=Path, required=True, help="What is quantized: see `components.export`.")
+@click.option("--architecture", default="", help="Of weights that the checkpoint is, such as resnet18.")
 @click.option("--dataset", type=Path, required=True, help="The dataset that it was trained on.")
 @click.option("--images", default=256, show_default=True, help="Calibration images.")
 @click.option("--limit", multiple=True, help="Instruction sets; all of this CPU without it.")
@@ -59,7 +60,7 @@ def main(machine: str, name: str, here: bool, limit: tuple[str, ...], **what: An
     write_result(machine, f"int8_cpu_{name}", measures=measures, runs=runs, notes=notes)
 
 
-def _measure(checkpoint: Path, dataset: Path, images: int) -> dict[str, Any]:
+def _measure(checkpoint: Path, architecture: str, dataset: Path, images: int) -> dict[str, Any]:
     """One instruction set: export, quantize by NNCF, predict, and time by turns."""
     import nncf
     import openvino as ov
@@ -69,7 +70,8 @@ def _measure(checkpoint: Path, dataset: Path, images: int) -> dict[str, Any]:
     from components.common.data.evaluation import predict
     from components.common.data.loader import Loader
     from components.common.process.steplog import StepLog
-    from components.common.runtimes import openvino, to_numpy
+    from components.common.runtimes import openvino
+    from components.common.runtimes.runner import to_numpy
     from components.common.runtimes.selection import fit_model
     from components.export.calibration import split_samples
     from components.export.config import ExportConfig
@@ -77,7 +79,8 @@ def _measure(checkpoint: Path, dataset: Path, images: int) -> dict[str, Any]:
 
     data = load(dataset, DatasetManifest)
     with tempfile.TemporaryDirectory() as folder:
-        config = resolve(ExportConfig, "export", {"num_calibration_images": images, "tensorrt": "off"})
+        settings = {"num_calibration_images": images, "tensorrt": "off", "architecture": architecture}
+        config = resolve(ExportConfig, "export", settings)
         export(config, StepLog("export"), model=checkpoint, dataset=dataset, output=Path(folder, "bundle"))
         bundle = load(Path(folder, "bundle"), BundleManifest)
         record = bundle.manifest
