@@ -78,14 +78,23 @@ def _of_synsets(wnids: list[str], names: list[str]) -> ClassNames:
     return ClassNames(tuple(names), labels, tuple(wnids))
 
 
-def check_two_classes(names: tuple[str, ...], where: str, fix: str) -> None:
+NOT_SHOWN = "(not shown, since it was fetched)"  # in place of text from a file that may be none of ours
+
+
+def check_two_classes(names: tuple[str, ...], where: str, fix: str, *, is_fetched: bool = False) -> None:
     """A classifier needs two classes.
+
+    Args:
+        names: of the classes.
+        where: what messages call the data.
+        fix: what to do about it, as a sentence.
+        is_fetched: the names are from a file that was fetched, so that no message shows them.
 
     Raises:
         UserError: there are fewer.
     """
     if len(names) < 2:
-        has = f"only the class {names[0]!r}" if names else "no class"
+        has = f"only the class {NOT_SHOWN if is_fetched else repr(names[0])}" if names else "no class"
         raise UserError(f"{where} has {has}; a classifier needs at least two. {fix}", code="too-few-classes")
 
 
@@ -193,7 +202,12 @@ class Options:
 
 
 def hold_out(
-    samples: Iterable[Sample], classes: Sequence[str], options: Options, labels: Iterable[int] = ()
+    samples: Iterable[Sample],
+    classes: Sequence[str],
+    options: Options,
+    labels: Iterable[int] = (),
+    *,
+    is_fetched: bool = False,
 ) -> dict[str, list[Sample]]:
     """Split each class, in the order of the labels.
 
@@ -202,6 +216,7 @@ def hold_out(
         classes: names by label.
         options: share and seed.
         labels: classes that must have samples; others may have none.
+        is_fetched: as check_two_classes.
 
     Raises:
         UserError: a class has too few files.
@@ -211,7 +226,7 @@ def hold_out(
         of_class.setdefault(sample.label, []).append(sample)
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
     for label, own in sorted(of_class.items()):
-        train, val = _split_class(own, classes[label], options)
+        train, val = _split_class(own, NOT_SHOWN if is_fetched else repr(classes[label]), options)
         splits["train"] += train
         splits["val"] += val
     return splits
@@ -221,7 +236,7 @@ def _split_class(samples: list[Sample], name: str, options: Options) -> tuple[li
     """Hold out a share of one class. The choice of a file depends on its name and the seed alone."""
     if len(samples) < 2:
         raise UserError(
-            f"class {name!r} has {'1 file' if samples else 'no files'}; at least 2 are needed to split it into train "
+            f"class {name} has {'1 file' if samples else 'no files'}; at least 2 are needed to split it into train "
             "and val. Add images or remove the class",
             code="too-few-images",
         )

@@ -22,6 +22,7 @@ from components.preprocess.sources.places import (
     translate_errors,
 )
 from components.preprocess.sources.samples import (
+    NOT_SHOWN,
     VAL_NAMES,
     Options,
     Sample,
@@ -81,13 +82,14 @@ def table_source(rows: Callable[[Path, str], Iterator[Row]], data: str, scratch:
             code="unknown-classes",
             setting="preprocess.class_names_file",
         )
-    check_two_classes(names.names, data, "Add rows of another class")
+    is_fetched = is_uri(data) and options.names is None
+    check_two_classes(names.names, data, "Add rows of another class", is_fetched=is_fetched)
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
     for path, entry in sorted(entries.items(), key=lambda item: (names.labels[item[1].label], item[0])):
         sample = Sample(path=path, label=names.labels[entry.label], size_bytes=sizes.get(path, 0))
         splits[entry.split].append(sample)
     if not has_splits:
-        splits = hold_out(splits["train"], names.names, options)
+        splits = hold_out(splits["train"], names.names, options, is_fetched=is_fetched)
     elif missing := [split for split, found in splits.items() if not found]:
         raise UserError(
             f"{data} has a column split but no row of {missing[0]}; add some, or drop the column, and it is split for "
@@ -249,4 +251,4 @@ def _invalid(message: str) -> UserError:
 
 def _shown(cell: object, where: str) -> str:
     """A cell as a message shows it; of a table that was fetched only that it is there, since it may be none of ours."""
-    return repr(cell) if not is_uri(where) else "(not shown, since it was fetched)"
+    return repr(cell) if not is_uri(where) else NOT_SHOWN

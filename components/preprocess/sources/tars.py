@@ -34,6 +34,7 @@ from components.preprocess.sources.places import (
     Place,
     RemotePlace,
     fetched,
+    is_uri,
     keep_room,
     local_file,
     locate_file,
@@ -352,7 +353,8 @@ def _webdataset(beside: Place, storage: Storage, images: Sequence[_Image], name:
     by_number = 2 * sum(count for text, count in texts.items() if _is_number(text)) >= texts.total()
     if names is None:
         names = _names_of(set(texts), by_number)
-    check_two_classes(names.names, name, "Add images of another class, with their .cls files")
+    is_fetched = is_uri(name) and options.names is None
+    check_two_classes(names.names, name, "Add images of another class, with their .cls files", is_fetched=is_fetched)
     samples: dict[str, list[Sample]] = {"train": [], "val": []}
     reasons: dict[str, str] = {}
     for image in images:
@@ -366,7 +368,7 @@ def _webdataset(beside: Place, storage: Storage, images: Sequence[_Image], name:
             f"{name} has validation tars but no images for training; add tars whose names begin with train",
             code="missing-split",
         )
-    splits = samples if samples["val"] else hold_out(samples["train"], names.names, options)
+    splits = samples if samples["val"] else hold_out(samples["train"], names.names, options, is_fetched=is_fetched)
     return with_refused(Source(classes=names.names, splits=splits, storage=storage), reasons)
 
 

@@ -113,6 +113,25 @@ def test_a_table_of_a_store(images: Path, store: Store) -> None:
         find(uri, images.parent)
 
 
+@pytest.mark.parametrize(
+    ("labels", "code"), [(["SECRETCELL"], "too-few-classes"), (["other", "other", "SECRETCELL"], "too-few-images")]
+)
+@pytest.mark.parametrize("name", ["t.csv", "x.tar"])
+def test_no_message_shows_a_label_that_was_fetched(
+    tmp_path: Path, store: Store, name: str, labels: list[str], code: str
+) -> None:
+    (tmp_path / "up").mkdir()
+    rows = [f"{number}.png,{label}" for number, label in enumerate(labels)]
+    (tmp_path / "up" / "t.csv").write_text("\n".join(["path,label", *rows]), encoding="utf-8")
+    write_shard(tmp_path / "up" / "x.tar", shard(labels))
+    with refuses(code) as caught:
+        find(f"{store(tmp_path / 'up')}/{name}", tmp_path / "scratch")
+    assert "SECRETCELL" not in str(caught.value)
+    with refuses(code) as caught:
+        find(tmp_path / "up" / name, tmp_path / "scratch")
+    assert "class 'SECRETCELL'" in str(caught.value)
+
+
 @pytest.mark.parametrize("error", [PermissionError("403"), NotImplementedError(), FileNotFoundError()])
 def test_a_table_of_a_store_that_lists_nothing(
     images: Path, store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
