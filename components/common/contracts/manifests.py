@@ -368,7 +368,7 @@ def claims_of(data: bytes) -> dict[str, Any]:
     """The content of a manifest, unchecked; nothing where it is too damaged."""
     try:
         record = json.loads(data, parse_constant=_refuse)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

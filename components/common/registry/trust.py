@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from components.common.contracts.digests import canonical_json, digest_bytes
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import EngineryError, UserError, shown
 
 POLICY_VARIABLE = "ENGINERY_TRUST_POLICY"
 DEFAULT_POLICY = Path("/etc/enginery/trust.yaml")
@@ -101,7 +101,7 @@ def find_policy() -> TrustPolicy | None:
             code="policy-unreadable",
             setting=POLICY_VARIABLE,
         ) from None
-    except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise UserError(
             f"the trust policy {file} is not valid: {problem}. docs/security.md describes it",
@@ -111,7 +111,7 @@ def find_policy() -> TrustPolicy | None:
 
 
 def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(shown(text), file=sys.stderr)
 
 
 def check_chain(
@@ -160,9 +160,21 @@ def check_chain(
         raise _refusal(
             what, f"its approval is of the model {predicate.get('model')}. {_APPROVE}", "approval-other-model"
         )
-    if str(predicate.get("expires")) < now():
+    expires, approved = (_time_of(predicate.get(name)) for name in ("expires", "approved"))
+    if expires is None or approved is None:
+        raise _refusal(what, f"its approval does not say from when to when it counts. {_APPROVE}", "approval-expired")
+    if expires < datetime.fromisoformat(now()):
         raise _refusal(what, f"its approval ended {predicate.get('expires')}. {_APPROVE}", "approval-expired")
     _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
+
+
+def _time_of(value: object) -> datetime | None:
+    """A statement's time; None where it is missing, or is no time with its zone."""
+    try:
+        time = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    return time if time is not None and time.tzinfo is not None else None
 
 
 _APPROVE = "Have it approved: enginery approve NAME/VERSION --env ENV --key FILE"
@@ -286,7 +298,7 @@ def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = _to_st
         raise _refusal(what, f"it is not signed ({SIGNATURE} is not there). Write it again with --key", "not-signed")
     try:
         hint = json.loads(file.read_bytes())["verificationMaterial"]["publicKey"]["hint"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise _refusal(what, f"its {SIGNATURE} is no signature by a key, or is damaged", "signature-damaged") from None
     name = next((name for name, key in policy.keys.items() if _hint(key.public_key) == hint), "")
     _check_right(policy, what, name, "model")
@@ -310,7 +322,7 @@ def folder_problem(folder: Path, public_key: str) -> str:
             verifier.verify(folder, folder / SIGNATURE)
         except InvalidSignature:
             return f"{SIGNATURE} is no signature by that key"
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             text = " ".join(str(error).split())
             files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", text)  # the rest of that message is bytes
             return f"{SIGNATURE} does not fit {', '.join(files) or text}"

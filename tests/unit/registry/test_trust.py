@@ -311,6 +311,23 @@ def test_an_expired_key_and_an_expired_approval(
         served("m/1", tmp_path / "out")
 
 
+@pytest.mark.parametrize("time", [None, [], "", "never", "2999-01-01T00:00:00", 4e9])
+@pytest.mark.parametrize("name", ["expires", "approved"])
+def test_an_approval_without_a_time_counts_as_expired(machine: Machine, name: str, time: object) -> None:
+    """By a signer that is trusted and does not write what `enginery approve` writes."""
+    machine.policy(environment="prod")
+    digests = {"bundle": "sha256:" + 64 * "0"}
+    times = {"expires": "2999-01-01T00:00:00Z", "approved": "2026-01-01T00:00:00Z", name: time}
+    predicate = {"model": "m", "version": "1", "environment": "prod", **times}
+    board = trust.signing_key(machine.key("board"))
+    statements = {
+        trust.VERDICT: trust.sign_verdict(digests, True, trust.signing_key(machine.key("ci"))),
+        trust.approval_file("prod"): trust._signed("approval", digests, predicate, board),
+    }
+    with refuses("approval-expired"):
+        trust.check_chain("m", digests, statements)
+
+
 def test_a_downgrade_to_an_older_approved_version(
     trusted: Machine, store: str, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +416,23 @@ def test_a_signature_of_something_else_with_a_repository_added_to_it(trusted: Ma
     with refuses("signature-mismatch") as caught:
         fetch(str(forged), tmp_path / "pod", digest)
     assert "model.sig does not cover m/1/README, " in str(caught.value)
+
+
+@pytest.mark.parametrize("head", [b"", b'{"verificationMaterial": {"publicKey": {"hint": "x"}}, "more": '])
+def test_a_deeply_nested_signature(machine: Machine, tmp_path: Path, head: bytes) -> None:
+    (tmp_path / "signed").mkdir()
+    (tmp_path / "signed" / trust.SIGNATURE).write_bytes(head + b"[" * 100_000)
+    with refuses("signature-damaged"):
+        trust.check_folder("it", tmp_path / "signed")
+    assert "does not fit" in trust.folder_problem(tmp_path / "signed", machine.keys["ci"][1].read_text())
+
+
+def test_who_says_that_nobody_vouches_leaves_the_terminal_alone(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.without_policy()
+    trust.check_folder("m\x1b[2J", tmp_path)
+    assert r"m\x1b[2J: nobody vouches for it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [trust.SIGNATURE, "more.dsse.json"])
