@@ -7,6 +7,7 @@ import click
 
 from components.common.contracts.errors import UserError
 from components.common.registry.trust import check_chain, find_policy
+from enginery.formats import echo
 from enginery.registry.models import find_version, open_registry
 from enginery.release.deploy import (
     ROLLBACK,
@@ -90,11 +91,11 @@ def deploy(
     else:
         deployment = _new(target, model, image_digests(images, target), repository)
     if not target.write(deployment.pins):
-        click.echo(f"{target.name} runs {target.read().label} already; nothing to commit")
+        echo(f"{target.name} runs {target.read().label} already; nothing to commit")
         return
     reason = (f"Why: {why}",) if why else ()
     commit = checkout.commit(target.file, deployment.subject, (*reason, *deployment.body))
-    click.echo(f"{deployment.subject} ({commit} in {target.file})")
+    echo(f"{deployment.subject} ({commit} in {target.file})")
     click.echo("Push it, and Argo CD or Flux roll it out: git push")
 
 
@@ -186,10 +187,10 @@ def _check(directory: Path, names: tuple[str, ...]) -> None:
     found = [environment(directory, name) for name in names] or list(environments(directory).values())
     if not any(entry.read().is_deployed for entry in found):
         for entry in found:
-            click.echo(f"{entry.name} serves no model")
+            echo(f"{entry.name} serves no model")
         return
     registry = open_registry()
     with registry.reached("nothing was checked"):
         lines = check_environments(registry, found)
     for name, line in lines.items():
-        click.echo(f"{name} {line}")
+        echo(f"{name} {line}")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from enginery.formats import echo
 from enginery.new_folders import translate_errors
 from enginery.release.deploy import is_digest
 
@@ -35,4 +36,4 @@ def fetch(source: str, directory: Path, digest: str) -> None:
 
     with translate_errors(directory):
         found = bring(source, directory, digest)
-    click.echo(f"{directory}: {found.kind} {found.digest}, {len(found.files)} files, all as sealed")
+    echo(f"{directory}: {found.kind} {found.digest}, {len(found.files)} files, all as sealed")

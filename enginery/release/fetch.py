@@ -1,5 +1,6 @@
 """Fetch an artifact or a release from a store, a registry or a volume: nothing but what its digest covers."""
 
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -8,8 +9,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlparse
-
-from pydantic import ValidationError
 
 from components.common.contracts.digests import digest_bytes, digest_file
 from components.common.contracts.errors import EngineryError, UserError
@@ -29,6 +28,7 @@ from enginery.release.verify import OLD_SIGNATURE, SUMS, read_sums
 OCI = "oci://"
 _MAX_MANIFEST_BYTES = 64 << 20
 _SPARED_BYTES = 1 << 30
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,40}")  # stands in messages
 _NUM_DOWNLOADS = 8  # at once
 
 
@@ -60,8 +60,10 @@ def read_identity(folder: Path) -> Identity:
     record = claims_of(data)
     try:
         files = {str(name): FileEntry.model_validate(entry) for name, entry in record["files"].items()}
-        kind, inputs = str(record["kind"]), {str(name): str(digest) for name, digest in record["inputs"].items()}
-    except (KeyError, AttributeError, ValidationError):
+        kind, inputs = record["kind"], {str(name): str(digest) for name, digest in record["inputs"].items()}
+        if not _KIND.fullmatch(kind):
+            raise ValueError("no kind of artifact")
+    except (KeyError, AttributeError, TypeError, ValueError):  # of which pydantic's errors are
         raise EngineryError(
             f"{file} is no manifest of enginery, or is damaged. Write the artifact again", code="manifest-damaged"
         ) from None
