@@ -6,8 +6,9 @@ fsspec's driver asks by the session that is made here.
 import asyncio
 import errno
 import os
+import re
 import socket
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -24,9 +25,26 @@ _SILENCE_S = 60.0  # without a byte
 _TOTAL_S = 300.0
 DOWNLOAD = {"timeout": aiohttp.ClientTimeout(total=24 * 3600.0, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)}
 _PORTS = {"http": 80, "https": 443}
-_NAT64 = IPv6Network("64:ff9b::/96")  # IPv4 addresses are behind its last 32 bits
+# IPv4 addresses are behind the last 32 bits of these; the second is deprecated, and holds :: and ::1, too.
+_NAT64, _COMPATIBLE = IPv6Network("64:ff9b::/96"), IPv6Network("::/96")
+# As link-local ones not even if they are named: clouds' services for credentials, and IPv6 that may lead to any IPv4.
+_NEVER = [
+    ip_network(text)
+    for text in (
+        "100.100.100.200",
+        "168.63.129.16",
+        "192.0.0.0/24",
+        "fd00:ec2::254",
+        "64:ff9b:1::/48",
+        "2002::/16",
+    )
+]
+_SITE_LOCAL = IPv6Network("fec0::/10")
+_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 Endpoint = tuple[str, int]  # address and port
+Network = IPv4Network | IPv6Network
+Address = IPv4Address | IPv6Address
 
 
 class _Pinned(aiohttp.ThreadedResolver):
@@ -37,7 +55,7 @@ class _Pinned(aiohttp.ThreadedResolver):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str, endpoints: set[Endpoint]) -> None:
         super().__init__(loop=loop)
-        self._name, self._addresses = name.rstrip("."), sorted(address for address, _ in endpoints)
+        self._name, self._addresses = name, sorted(address for address, _ in endpoints)
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
@@ -77,25 +95,25 @@ async def open_session(*, named: str, loop: asyncio.AbstractEventLoop) -> aiohtt
 
     It connects to the endpoint that the URI names, to a proxy of the environment, and where an answer redirects it to
     public addresses. What counts is the address that is connected to, not the name; a name that has public addresses
-    has no others.
+    has no others. Behind a proxy, which resolves names itself, the URI's host is checked as it resolves here, and a
+    redirect to a name that does not resolve here is refused.
 
     Args:
         named: the URI.
         loop: that it runs in.
     """
-    networks = _allowed_networks()
+    networks, names = _allowed()
     proxies = {uri for scheme, uri in getproxies().items() if scheme in ("http", "https", "all")}
     own = await _endpoints(named, loop)
-    # A cloud's service for credentials is at a link-local address.
-    private = {endpoint for endpoint in own if not _real_address(endpoint[0]).is_link_local}
-    if any(_real_address(address).is_global for address, _ in own):
+    private = {endpoint for endpoint in own if not _is_never_trusted(_real_address(endpoint[0]))}
+    if any(_is_public(_real_address(address)) for address, _ in own):
         private = set()
     trusted = set(private)
     trusted |= {endpoint for uri in proxies for endpoint in await _endpoints(uri, loop)}
 
     def check(endpoint: Endpoint) -> None:
         address = _real_address(endpoint[0])
-        if address.is_global or endpoint in trusted or any(address in network for network in networks):
+        if _is_public(address) or endpoint in trusted or any(address in network for network in networks):
             return
         raise AddressRefused(
             errno.EACCES,
@@ -109,15 +127,29 @@ async def open_session(*, named: str, loop: asyncio.AbstractEventLoop) -> aiohtt
         made.setblocking(False)
         return made
 
+    async def check_target(target: yarl.URL) -> None:
+        host = _host(target)
+        if host in names:
+            return
+        endpoints = await _endpoints(str(target), loop)
+        if not endpoints and host != _host(yarl.URL(named)):
+            raise AddressRefused(
+                errno.EACCES,
+                f"it leads to {host}, which does not resolve here and may be an inner host; where it may be read, name "
+                f"it itself, or add {host} to {ALLOWED}",
+            )
+        for endpoint in endpoints:
+            check(endpoint)
+
+    async def check_request(_: object, __: SimpleNamespace, found: aiohttp.TraceRequestStartParams) -> None:
+        await check_target(found.url)
+
     async def check_redirect(_: object, __: SimpleNamespace, found: aiohttp.TraceRequestRedirectParams) -> None:
-        """Behind a proxy it is the proxy that connects."""
-        target = found.url.join(yarl.URL(found.response.headers.get("Location", ""), encoded=True))
-        if target.origin() != found.url.origin():
-            for endpoint in await _endpoints(str(target), loop):
-                check(endpoint)
+        await check_target(found.url.join(yarl.URL(found.response.headers.get("Location", ""), encoded=True)))
 
     traces = aiohttp.TraceConfig()
-    if proxies:
+    if proxies:  # it is the proxy that connects
+        traces.on_request_start.append(check_request)
         traces.on_request_redirect.append(check_redirect)
     return aiohttp.ClientSession(
         loop=loop,
@@ -126,11 +158,13 @@ async def open_session(*, named: str, loop: asyncio.AbstractEventLoop) -> aiohtt
         auto_decompress=False,  # a small answer may unpack to anything
         headers={"Accept-Encoding": "identity"},
         timeout=aiohttp.ClientTimeout(total=_TOTAL_S, sock_connect=_CONNECT_S, sock_read=_SILENCE_S),
-        connector=aiohttp.TCPConnector(
-            socket_factory=connect, resolver=_Pinned(loop, yarl.URL(named).raw_host or "", private)
-        ),
+        connector=aiohttp.TCPConnector(socket_factory=connect, resolver=_Pinned(loop, _host(yarl.URL(named)), private)),
         trace_configs=[traces],
     )
+
+
+def _host(uri: yarl.URL) -> str:
+    return (uri.raw_host or "").rstrip(".").lower()
 
 
 async def _endpoints(uri: str, loop: asyncio.AbstractEventLoop) -> set[Endpoint]:
@@ -144,23 +178,38 @@ async def _endpoints(uri: str, loop: asyncio.AbstractEventLoop) -> set[Endpoint]
     return {(str(entry[4][0]), port) for entry in found}
 
 
-def _real_address(text: str) -> IPv4Address | IPv6Address:
+def _is_public(address: Address) -> bool:
+    return address.is_global and address not in _SITE_LOCAL and not _is_never_trusted(address)
+
+
+def _is_never_trusted(address: Address) -> bool:
+    return address.is_link_local or any(address in network for network in _NEVER)
+
+
+def _real_address(text: str) -> Address:
     address = ip_address(text.partition("%")[0])
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped:
             return address.ipv4_mapped
-        if address in _NAT64:
+        if address in _NAT64 or (address in _COMPATIBLE and int(address) > 1):
             return IPv4Address(int(address) & 0xFFFFFFFF)
     return address
 
 
-def _allowed_networks() -> list:  # type: ignore[type-arg]
-    text = os.environ.get(ALLOWED, "")
-    try:
-        return [ip_network(part.strip(), strict=False) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise UserError(
-            f"{ALLOWED} must hold networks with commas between, such as 10.0.0.0/8: {error}",
-            code="invalid-networks",
-            setting=ALLOWED,
-        ) from None
+def _allowed() -> tuple[list[Network], set[str]]:
+    """Networks and names of hosts that redirects may lead to."""
+    networks: list[Network] = []
+    names: set[str] = set()
+    for part in filter(None, (part.strip().lower() for part in os.environ.get(ALLOWED, "").split(","))):
+        try:
+            networks.append(ip_network(part, strict=False))
+        except ValueError as error:
+            if not _NAME.fullmatch(part) or part.rpartition(".")[2].isdigit():
+                raise UserError(
+                    f"{ALLOWED} must hold networks, or names of hosts behind a proxy, with commas between, such as "
+                    f"10.0.0.0/8,files.example.com: {error}",
+                    code="invalid-networks",
+                    setting=ALLOWED,
+                ) from None
+            names.add(part)
+    return networks, names

@@ -470,6 +470,84 @@ def test_a_link_local_address_is_refused_where_it_is_named_and_behind_a_proxy(
             find("http://example.invalid/t.csv", tmp_path / "scratch")
 
 
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("8.8.8.8", "public"),
+        ("2600::1", "public"),
+        ("64:ff9b::808:808", "public"),
+        ("10.0.0.1", "private"),
+        ("::1", "private"),
+        ("fec0::1", "private"),
+        ("::a00:1", "private"),
+        ("64:ff9b::a00:1", "private"),
+        ("169.254.169.254", "never"),
+        ("fe80::1%eth0", "never"),
+        ("::a9fe:a9fe", "never"),
+        ("64:ff9b::a9fe:a9fe", "never"),
+        ("64:ff9b:1::a9fe:a9fe", "never"),
+        ("2002:a9fe:a9fe::1", "never"),
+        ("168.63.129.16", "never"),
+        ("192.0.0.192", "never"),
+        ("100.100.100.200", "never"),
+        ("fd00:ec2::254", "never"),
+    ],
+)
+def test_addresses_by_what_they_may_lead_to(address: str, expected: str) -> None:
+    """Private ones may be named; of those that hand out a cloud's credentials nobody may be asked."""
+    real = web._real_address(address)
+    found = "public" if web._is_public(real) else "never" if web._is_never_trusted(real) else "private"
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("uri", "to", "allowed", "refused"),
+    [
+        ("http://169.254.169.254/t.csv", "", "", True),
+        ("http://168.63.129.16/t.csv", "", "", True),
+        ("http://10.1.2.3/t.csv", "", "", False),
+        ("http://start.invalid/t.csv", "", "", False),
+        ("http://start.invalid/t.csv", "http://start.invalid./x", "", False),
+        ("http://start.invalid/t.csv", "http://inner.invalid/x", "", True),
+        ("http://start.invalid/t.csv", "http://start.invalid@inner.invalid/x", "", True),
+        ("http://start.invalid/t.csv", "http://inner.invalid/x", "10.0.0.0/8, Inner.invalid", False),
+        ("http://start.invalid/t.csv", "http://10.1.2.3/x", "", True),
+        ("http://start.invalid/t.csv", "http://10.1.2.3/x", "10.0.0.0/8", False),
+    ],
+)
+def test_a_proxy_is_asked_for_nothing_inside(
+    monkeypatch: pytest.MonkeyPatch, uri: str, to: str, allowed: str, refused: bool
+) -> None:
+    asked: list[str] = []
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302 if to and self.path == uri else 200)
+            self.send_header("Location", to)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.setenv("ENGINERY_ALLOWED_NETWORKS", allowed)
+    with listening(Proxy) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        answer = asyncio.run(_asked(uri))
+    assert (b"ENGINERY_ALLOWED_NETWORKS" in answer) == refused, answer
+    assert asked == ([uri] if to else []) + ([] if refused else [asked[-1]])
+
+
+@pytest.mark.parametrize("text", ["10.0.0.0/99", "10.0.0.300", "a b", "http://host"])
+def test_networks_that_are_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("ENGINERY_ALLOWED_NETWORKS", text)
+    with refuses("invalid-networks", "ENGINERY_ALLOWED_NETWORKS"):
+        web._allowed()
+
+
 def test_an_answer_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = shutil.disk_usage(tmp_path)
 
