@@ -20,6 +20,7 @@ from enginery.doctor import cluster_nodes
 from enginery.doctor.access import LIMIT_S, ClusterAccess
 from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, absent, missing, ok, warning
 from enginery.doctor.machine import server
+from enginery.release.oci import LOOPBACK, TOKEN_HOSTS
 
 
 def diagnose_cluster(cluster: ClusterAccess) -> Diagnosis:
@@ -237,6 +238,7 @@ def secrets(cluster: ClusterAccess) -> Finding:
 
 _TYPE = "kubernetes.io/dockerconfigjson"
 _KEY = ".dockerconfigjson"
+_MAX_TOKEN_BYTES = 1 << 20
 # Media types of a registry's answer: one image, or one per architecture.
 _ACCEPT = ", ".join(
     f"application/vnd.{kind}+json"
@@ -316,6 +318,8 @@ def pull(cluster: ClusterAccess) -> Finding:
                 "the cluster's nodes may reach it",
                 "try where the nodes are: kubectl run pull --image=IMAGE --command -- true",
             )
+        except EngineryError as error:
+            return warning(str(error), "use a registry that gives its tokens itself; nodes may pull all the same")
         if status in (401, 403):
             return missing(
                 f"{registry} does not let {'the pull secret' if login else 'anybody'} pull {reference} ({status})",
@@ -348,11 +352,10 @@ def _logins(secret: Any) -> dict[str, tuple[str, str]]:
 
 def _ask_registry(image: ImageName, login: tuple[str, str] | None) -> int:
     """The status of an image's manifest, by the registry API's own way of logging in (OCI distribution)."""
-    is_local = image.registry.split(":")[0] in ("localhost", "127.0.0.1")
-    base = f"{'http' if is_local else 'https'}://{image.registry}/v2"
-    url = f"{base}/{image.repository}/manifests/{image.version}"
+    origin = f"{'http' if LOOPBACK.fullmatch(image.registry) else 'https'}://{image.registry}"
+    url = f"{origin}/v2/{image.repository}/manifests/{image.version}"
     headers = {"Accept": _ACCEPT}
-    answer = requests.head(url, headers=headers, timeout=LIMIT_S, allow_redirects=True)
+    answer = requests.head(url, headers=headers, timeout=LIMIT_S)  # which follows no redirects, as nothing here does
     challenge = answer.headers.get("WWW-Authenticate", "")
     if answer.status_code != 401 or not challenge:
         return int(answer.status_code)
@@ -362,9 +365,23 @@ def _ask_registry(image: ImageName, login: tuple[str, str] | None) -> int:
         return int(requests.head(url, headers=headers, auth=login, timeout=LIMIT_S).status_code)
     challenged = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
     query = {"service": challenged.get("service", ""), "scope": f"repository:{image.repository}:pull"}
-    granted = requests.get(challenged.get("realm", ""), params=query, auth=login, timeout=LIMIT_S)
-    if granted.status_code != 200:
-        return int(granted.status_code)
-    token = granted.json().get("token") or granted.json().get("access_token", "")
-    headers["Authorization"] = f"Bearer {token}"
-    return int(requests.head(url, headers=headers, timeout=LIMIT_S, allow_redirects=True).status_code)
+    realm = challenged.get("realm", "")
+    own = (origin, f"https://{TOKEN_HOSTS.get(image.registry, image.registry)}")
+    scheme, _, rest = realm.partition("://")
+    host = re.split(r"[/?#\\]", rest)[0]  # with what may stand before an @
+    if f"{scheme}://{host}" not in own and (login is not None or scheme != "https"):
+        raise EngineryError(
+            f"{image.registry} wants tokens fetched at {scheme}://{host.rpartition('@')[2]}, and the pull secret's "
+            "login is for itself alone",
+            code="credentials-elsewhere",
+        )
+    with requests.get(realm, params=query, auth=login, timeout=LIMIT_S, allow_redirects=False, stream=True) as granted:
+        if granted.status_code != 200:
+            return int(granted.status_code)
+        data = granted.raw.read(_MAX_TOKEN_BYTES, decode_content=True)
+    try:
+        found = json.loads(data)
+        headers["Authorization"] = f"Bearer {found.get('token') or found['access_token']}"
+    except (ValueError, AttributeError, KeyError, RecursionError):
+        return 401
+    return int(requests.head(url, headers=headers, timeout=LIMIT_S).status_code)

@@ -33,9 +33,9 @@ _ADDRESS = re.compile(
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?",
     re.ASCII,
 )
-_LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")  # without TLS, as Docker and cosign have it
+LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")  # without TLS, as Docker and cosign have it
 # Registries whose tokens another host gives.
-_TOKEN_HOSTS = {"registry-1.docker.io": "auth.docker.io", "registry.gitlab.com": "gitlab.com"}
+TOKEN_HOSTS = {"registry-1.docker.io": "auth.docker.io", "registry.gitlab.com": "gitlab.com"}
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _ARTIFACT = "application/vnd.enginery.folder.v1"
 _TITLE = "org.opencontainers.image.title"
@@ -70,7 +70,7 @@ class Address:
     @property
     def origin(self) -> yarl.URL:
         """Of the registry's server."""
-        return yarl.URL(f"http{'' if _LOOPBACK.fullmatch(self.registry) else 's'}://{self.registry}")
+        return yarl.URL(f"http{'' if LOOPBACK.fullmatch(self.registry) else 's'}://{self.registry}")
 
 
 def read_address(text: str) -> Address:
@@ -306,7 +306,7 @@ class _Registry:
             if scheme.lower() != "bearer" or "realm" not in fields:
                 continue
             realm = yarl.URL(fields["realm"])
-            host = _TOKEN_HOSTS.get(self.address.registry, self.address.registry)
+            host = TOKEN_HOSTS.get(self.address.registry, self.address.registry)
             if basic and realm.origin() not in (self.address.origin, yarl.URL(f"https://{host}")):
                 raise EngineryError(
                     f"{self.address.registry} wants its credentials sent to {realm.host}, and they are for itself "

@@ -82,6 +82,8 @@ class ClusterApi(Served):
     images: dict[str, int] = field(default_factory=dict)  # repository: status
     kfp_is_well: bool = True
     wants_login: bool = False  # the registry
+    realm: str = ""  # that it names for tokens; empty for its own
+    redirects: str = ""  # where the realm leads
 
     @property
     def host(self) -> str:
@@ -104,6 +106,8 @@ class ClusterApi(Served):
             return self._status(404, "NotFound")
         if path.startswith("/v2/"):
             return self._registry(path)
+        if path == "/registry-token" and self.redirects:
+            return 307, {}, {"Location": self.redirects}
         if path == "/registry-token":
             return 200, {"token": "of-the-registry"}
         if path == "/apis/v2beta1/healthz":
@@ -162,6 +166,6 @@ class ClusterApi(Served):
         """As registries ask for a token: by naming who gives it."""
         repository = path.removeprefix("/v2/").split("/manifests/")[0]
         if self.wants_login and "Bearer of-the-registry" not in self.tokens:
-            realm = f'Bearer realm="{self.endpoint}/registry-token",service="registry"'
+            realm = f'Bearer realm="{self.realm or f"{self.endpoint}/registry-token"}",service="registry"'
             return 401, {}, {"WWW-Authenticate": realm}
         return self.images.get(repository, 200), {}

@@ -17,12 +17,17 @@ from enginery.cluster.settings import load_settings
 from enginery.doctor.access import ClusterAccess
 from enginery.doctor.checks import Check
 from enginery.doctor.cluster import ImageName, all_checks, conclude, diagnose_cluster
-from tests.serving import serving
+from tests.serving import Served, serving
 from tests.unit.doctor.cluster_api import NAMESPACE, ClusterApi, claim, cpu_node, gpu_node, login, secret
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLE = REPOSITORY / "pipelines/configs/cluster.yaml"
 Change = Callable[[ClusterApi], Any]
+
+
+class Thief(Served):
+    def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
+        return 200, {"token": "of-the-registry"}
 
 
 @pytest.fixture
@@ -238,6 +243,19 @@ def test_a_registry_that_asks_for_a_login(api: ClusterApi) -> None:
     basic = base64.b64encode(b"puller:right").decode()
     assert f"Basic {basic}" in api.tokens  # to the one who gives tokens
     assert "Bearer of-the-registry" in api.tokens
+
+
+@pytest.mark.parametrize("way", ["realm", "redirects"])
+@pytest.mark.parametrize("at", ["http://{}", "http://127.0.0.1:1@{}", "http://{}\\\\@127.0.0.1:1"])
+def test_a_registry_that_wants_the_login_sent_elsewhere(api: ClusterApi, way: str, at: str) -> None:
+    with serving(Thief()) as thief:
+        api.wants_login = True
+        setattr(api, way, at.format(thief.endpoint.removeprefix("http://")) + "/token")
+        found = check_of(api, "image pull")
+        assert found.status == "warning", found
+        assert thief.requests == []
+        check_of(api, "image pull", image_pull_secrets=[])
+        assert thief.requests == [], "without a login, too: it may be in an inner network"
 
 
 @pytest.mark.parametrize(
