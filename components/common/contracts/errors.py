@@ -54,10 +54,14 @@ class Preempted(KeyboardInterrupt):
     exit_code = EXIT_PREEMPTED
 
 
-_ADDRESS = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}://"
+# Addresses of a text, up to the next one's scheme. A quote ends one, unless an @ behind it makes it part of a password.
+_ADDRESS = re.compile(rf"{_SCHEME}(?:(?:(?!{_SCHEME})\S)*@)?(?:(?!{_SCHEME})[^\s'\"<>])*")
+_PATH_SECRET = re.compile(r";([^;/?#=]*)=([^;/?#]*)")  # a parameter behind a ; of a path, such as ;token=...
 # Terminals obey the first two; the rest puts text into another order, or is no UTF-8.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _SECRET_NAME = re.compile(r"key|token|sig|secret|pass|pwd|auth|cred|session|policy", re.IGNORECASE)
+_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")  # behind the name of an artifact in an OCI registry
 _MAX_PLAIN = 15  # characters of a query's value, such as 1 or main; longer ones may be anything
 _NAMED_USERS = ("abfs", "abfss", "az", "adl", "sftp", "ssh")  # what stands before the @ is no secret
 
@@ -67,24 +71,52 @@ def shown(text: str) -> str:
 
     Lines stay lines. A text that was treated stays as it is.
     """
-    text = _ADDRESS.sub(lambda found: without_credentials(found[0]) if holds_secret(found[0]) else found[0], text)
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], _ADDRESS.sub(lambda found: _hidden(found[0]), text))
 
 
-def holds_secret(uri: str) -> bool:
-    """True if a URI has a user or password, or a query or fragment that may be a token or a signature."""
+def _hidden(address: str) -> str:
+    """An address without its secrets, if it has any."""
+    if not _is_secret(address):
+        return address
+    bare, mark, fragment = without_credentials(address).partition("#")
+    bare = _PATH_SECRET.sub(r";\1=***", bare)
+    return f"{bare}{mark}{'***' if '=' in fragment else fragment}"  # others are places of a page
+
+
+def holds_secret(text: str) -> bool:
+    """True if an address that a text is, or that is in it, has a user or password, or may have a token or signature."""
+    return _is_secret(text) or any(_is_secret(found[0]) for found in _ADDRESS.finditer(text))
+
+
+def _is_secret(uri: str) -> bool:
     scheme, mark, rest = uri.partition("://")
     if not mark or rest.startswith("/"):
         return False
     try:
         parts = urlsplit(uri)
-        parts.port  # noqa: B018  # raises for a password with a slash
+        has_port = parts.port is not None  # raises for most passwords with a slash
     except ValueError:
         return "@" in rest
     if parts.password is not None or (parts.username is not None and scheme.lower() not in _NAMED_USERS):
         return True
-    pairs = parse_qsl(f"{parts.query}&{parts.fragment}", keep_blank_values=True)
+    if has_port and _may_be_password(parts.hostname or "", rest):
+        return True
+    is_web = scheme.lower() in ("http", "https")
+    if any(
+        bool(_SECRET_NAME.search(name)) + (len(value) > _MAX_PLAIN) > (not is_web)
+        for name, value in _PATH_SECRET.findall(parts.path)
+    ):
+        return True
+    pairs = parse_qsl(f"{parts.query}&{parts.fragment}".replace(";", "&"), keep_blank_values=True)
     return any(_SECRET_NAME.search(name) or max(len(name), len(value)) > _MAX_PLAIN for name, value in pairs)
+
+
+def _may_be_password(host: str, rest: str) -> bool:
+    """True if what seems to be host, port and a path with an @ may be a user, a password with a slash, and a host."""
+    before, _, after = _DIGEST.sub("", rest).rpartition("@")
+    if not before or before.endswith("/") or host == "localhost" or ":" in host or host.replace(".", "").isdigit():
+        return False
+    return "." not in host or "/" in after
 
 
 def without_secrets(value: str) -> str:
@@ -94,8 +126,11 @@ def without_secrets(value: str) -> str:
         ValueError: it does.
     """
     if holds_secret(value):
+        hidden = shown(value)
+        if _is_secret(hidden):
+            hidden = without_credentials(hidden)
         raise ValueError(
-            f"the address {without_credentials(value).partition('?')[0]} holds a user, a password or a signature, "
+            f"the address {re.split('[?#]', hidden)[0]} holds a user, a password or a signature, "
             "which would be written into manifests, MLflow and KFP. Leave it out: credentials come from the "
             "environment, from ~/.netrc (or the file that NETRC names) or from a Kubernetes Secret; what has only a "
             "signed link must be fetched before"

@@ -32,7 +32,21 @@ class StepConfig(BaseModel):
     @field_validator("*")
     @classmethod
     def _no_secrets(cls, value: Any) -> Any:
-        return without_secrets(value) if isinstance(value, str) else value
+        _check_secrets(value)
+        return value
+
+
+def _check_secrets(value: Any) -> None:
+    """Raise ValueError if a string of a value, however deep, holds a secret."""
+    if isinstance(value, str):
+        without_secrets(value)
+    elif isinstance(value, BaseModel):
+        _check_secrets(dict(value))
+    elif isinstance(value, Mapping):
+        _check_secrets([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple | set | frozenset):
+        for entry in value:
+            _check_secrets(entry)
 
 
 def fingerprinted(config: BaseModel) -> dict[str, Any]:

@@ -5,14 +5,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from pydantic import BaseModel, Field
 
-from components.common.contracts.errors import EngineryError, UserError, holds_secret, shown
-from components.common.contracts.settings import resolve
+from components.common.contracts.errors import EngineryError, UserError, holds_secret, shown, without_secrets
+from components.common.contracts.settings import StepConfig, resolve
+from components.merge.config import MergeConfig
 from components.preprocess.config import PreprocessConfig
 from enginery.formats import new_console
 
@@ -46,7 +50,12 @@ def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> No
 
 
 @pytest.mark.parametrize(
-    "uri", [f"https://{SECRET}@host/x.tar", f"https://host/x.tar?key={SECRET}", f"s3://me:{SECRET}@bucket/images"]
+    "uri",
+    [
+        f"simplecache::https://{SECRET}@host/x.tar",
+        f"https://host/x.tar?key={SECRET}",
+        f"s3://me:{SECRET}@bucket/images",
+    ],
 )
 @pytest.mark.parametrize("command", ["run", "submit", "preprocess"])
 def test_a_secret_in_an_address_is_written_nowhere(tmp_path: Path, uri: str, command: str) -> None:
@@ -86,6 +95,21 @@ def test_errors_hold_nothing_of_both() -> None:
         "sqlite:////home/me@work/mlflow.db",
         "/data/a?key=b",
         "http://[::1]:8000/x.tar",
+        "http://[::1]:8000/x@1/y.tar",
+        "http://127.0.0.1:8000/a@b/x.tar",
+        "http://localhost:5000/x@champion",
+        "http://mlflow:5000/@here",
+        "https://host.example:8443/x@1.tar",
+        "hf://datasets/org/name@main",
+        "s3://bucket/key@1;a=b.tar",
+        "s3://bucket/class;key=1.png",
+        "https://host/a;b@c.tar",
+        "https://host/x;v=1/y.tar",
+        "a;token=b@c.png",
+        "me@host: see https://host/x@y.",
+        "['s3://bucket/a@b','abfs://container@account/images']",
+        "simplecache::s3://bucket/x@y.zip",
+        f"oci://registry:5000/team/models@sha256:{'0a' * 32}",
     ],
 )
 def test_what_is_no_secret(uri: str) -> None:
@@ -93,10 +117,72 @@ def test_what_is_no_secret(uri: str) -> None:
     assert shown(uri) == uri
 
 
-def test_every_setting_of_a_step_is_looked_at() -> None:
-    with pytest.raises(UserError, match=r"preprocess\.class_names_file: the address") as caught:
-        resolve(PreprocessConfig, "preprocess", {"data": "images", "class_names_file": f"https://{SECRET}@host"})
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        (f"simplecache::https://{SECRET}@host/x.tar", "simplecache::https://***@host/x.tar"),
+        (f"zip://a.png::https://{SECRET}@host/x.zip", "zip://a.png::https://***@host/x.zip"),
+        (f"cache_https://{SECRET}@host", "cache_https://***@host"),
+        (f"https://user:8/{SECRET}@host/x.tar", "https://***@host/x.tar"),
+        (f"https://user.name:8/{SECRET}@host/x.tar", "https://***@host/x.tar"),
+        (f"https://user:8?{SECRET}@host/x.tar", "https://***@host/x.tar"),
+        (f"https://user:pa'{SECRET}@host", "https://***@host"),
+        (f'https://user:pa"<{SECRET}@host', "https://***@host"),
+        (f"https://host/x.tar;token={SECRET}", "https://host/x.tar;token=***"),
+        (f"https://host/x.tar;v={SECRET}/y", "https://host/x.tar;v=***/y"),
+        (f"s3://bucket/x.tar;token={SECRET}", "s3://bucket/x.tar;token=***"),
+        (f"https://host/x?a=1;key={SECRET[:9]}", "https://host/x?***"),
+        (f"https://host/x#key={SECRET}", "https://host/x#***"),
+        (f"see https://u:{SECRET}@host", "see https://***@host"),
+        (f"file:///a https://{SECRET}@host", "file:///a https://***@host"),
+        (f"'https://h/x@1','https://u:{SECRET}@host'", "'https://h/x@1','https://***@host'"),
+    ],
+)
+def test_secrets_wherever_they_are_in_a_text(text: str, hidden: str) -> None:
+    assert holds_secret(text)
+    assert shown(text) == hidden
+    with pytest.raises(ValueError, match="holds a user, a password or a signature") as caught:
+        without_secrets(text)
+    assert SECRET[:9] not in str(caught.value)
+
+
+def test_a_long_text_is_looked_through_in_time() -> None:
+    for part in ("a", "a://", "a://'", "a.", "a://@", ";a="):
+        started = time.monotonic()
+        shown("a://" + part * 100_000)
+        assert time.monotonic() - started < 10, part
+
+
+@pytest.mark.parametrize(
+    ("config", "step", "name", "value"),
+    [
+        (PreprocessConfig, "preprocess", "class_names_file", f"https://{SECRET}@host"),
+        (PreprocessConfig, "preprocess", "class_names_file", f"simplecache::https://{SECRET}@host/x.tar"),
+        (MergeConfig, "merge", "parts", ["a", f"https://{SECRET}@host/b"]),
+    ],
+)
+def test_every_setting_of_a_step_is_looked_at(config: type[StepConfig], step: str, name: str, value: Any) -> None:
+    others = {"data": "images"} if step == "preprocess" else {}
+    with pytest.raises(UserError, match=rf"{step}\.{name}: the address") as caught:
+        resolve(config, step, {**others, name: value})
     assert SECRET not in str(caught.value)
+
+
+def test_secrets_are_found_however_deep_they_are() -> None:
+    class Inner(BaseModel):
+        names: dict[str, list[str]] = Field(default={})
+
+    class Config(StepConfig):
+        inner: Inner = Inner()
+        pairs: dict[str, tuple[str, ...]] = Field(default={})
+
+    for layer in (
+        {"inner": {"names": {"a": [f"https://{SECRET}@host"]}}},
+        {"pairs": {f"https://{SECRET}@host": ()}},
+        {"pairs": {"a": ("b", f"https://{SECRET}@host")}},
+    ):
+        with pytest.raises(UserError, match="holds a user"):
+            resolve(Config, "step", layer)
 
 
 CODED = ("EngineryError", "UserError", "GateFailed", "RuntimeUnavailable")
