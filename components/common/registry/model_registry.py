@@ -25,7 +25,13 @@ from mlflow.exceptions import MlflowException
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.registry.store import database_is_gone, without_credentials
-from components.common.registry.tracking import REQUEST_LIMITS, check_store, is_unreachable
+from components.common.registry.tracking import (
+    DOWNLOAD_LIMITS,
+    REQUEST_LIMITS,
+    check_store,
+    is_unreachable,
+    request_limits,
+)
 from components.common.registry.trust import STATEMENTS, read_statements
 
 Part = Literal["bundle", "report", "verdict"]
@@ -281,34 +287,31 @@ class Registry:
         Raises:
             EngineryError: they are gone.
         """
-        root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
-        uri = "/".join(filter(None, (root, PARTS[part], file)))
-        if urlparse(uri).scheme in ("", "file"):
-            yield Path(url2pathname(urlparse(uri).path))
-            return
         with TemporaryDirectory(prefix="enginery-") as folder:
-            try:
-                path = mlflow.artifacts.download_artifacts(
-                    artifact_uri=uri, dst_path=folder, tracking_uri=str(self.client.tracking_uri)
-                )
-            except Exception as error:
-                if is_unreachable(error):
-                    raise
-                raise EngineryError(
-                    f"the {part} of {version.label} can't be read from the registry's store: {error}. "
-                    "Put its files back, or delete the version",
-                    code="files-missing",
-                ) from error
+            with _downloading(f"the {part} of {version.label}"):
+                root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
+                uri = "/".join(filter(None, (root, PARTS[part], file)))
+                if urlparse(uri).scheme in ("", "file"):
+                    path = url2pathname(urlparse(uri).path)
+                else:
+                    path = mlflow.artifacts.download_artifacts(
+                        artifact_uri=uri, dst_path=folder, tracking_uri=str(self.client.tracking_uri)
+                    )
             yield Path(path)
 
     def statements(self, version: RegisteredVersion) -> dict[str, bytes]:
-        """The signed statements that lie with a version, by file name. Who may write there may have put them there."""
-        root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
-        if urlparse(root).scheme in ("", "file"):
-            return read_statements(Path(url2pathname(urlparse(root).path)))
+        """The signed statements that lie with a version, by file name. Who may write there may have put them there.
+
+        Raises:
+            EngineryError: they can't be read.
+        """
         at = {"tracking_uri": str(self.client.tracking_uri)}
-        names = [entry.path for entry in mlflow.artifacts.list_artifacts(artifact_uri=root, **at)]
-        with TemporaryDirectory(prefix="enginery-") as folder:
+        what = f"what is signed of {version.label}"
+        with TemporaryDirectory(prefix="enginery-") as folder, _downloading(what):
+            root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
+            if urlparse(root).scheme in ("", "file"):
+                return read_statements(Path(url2pathname(urlparse(root).path)))
+            names = [entry.path for entry in mlflow.artifacts.list_artifacts(artifact_uri=root, **at)]
             for name in fnmatch.filter((Path(name).name for name in names), STATEMENTS):
                 mlflow.artifacts.download_artifacts(artifact_uri=f"{root}/{name}", dst_path=folder, **at)
             return read_statements(Path(folder))
@@ -321,6 +324,21 @@ class Registry:
                 self.client.log_model_artifacts(version.source.removeprefix("models:/"), folder)
             else:
                 self.client.log_artifacts(version.run_id, folder, DIRECTORY)
+
+
+@contextmanager
+def _downloading(what: str) -> Iterator[None]:
+    """Follow no redirect, which would take the tracking server's token along, and say what can't be read."""
+    try:
+        with request_limits(DOWNLOAD_LIMITS):
+            yield
+    except Exception as error:  # each store's client has its own
+        if is_unreachable(error) and not isinstance(error, ValueError):  # an answer that is no JSON is both
+            raise
+        raise EngineryError(
+            f"{what} can't be read from the registry's store: {error}. Put its files back, or delete the version",
+            code="files-missing",
+        ) from error
 
 
 def list_files(uri: str) -> dict[str, int]:

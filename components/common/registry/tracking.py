@@ -69,7 +69,7 @@ def request_limits(limits: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name in own:
-            del os.environ[name]
+            os.environ.pop(name, None)  # another thread may have been first
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

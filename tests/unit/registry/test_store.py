@@ -6,16 +6,19 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
+from mlflow import MlflowClient
 from mlflow.entities import DatasetInput
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
-from components.common.registry.model_registry import Registry, patiently
+from components.common.contracts.errors import EngineryError
+from components.common.registry.model_registry import RegisteredVersion, Registry, patiently
 from components.common.registry.store import (
     beside_database,
     database_is_gone,
@@ -24,6 +27,7 @@ from components.common.registry.store import (
     without_folders,
 )
 from components.common.registry.tracking import StepRun, is_unreachable, step_run
+from tests.serving import Served, serving
 from tests.unit.registered import refuses
 
 
@@ -116,6 +120,55 @@ def test_a_database_that_went_away_is_no_busy_one() -> None:
 
     with pytest.raises(MlflowException, match="connection failed"):
         patiently(fail)
+
+
+class TrackingServer(Served):
+    """It names where a version's files are, and says of them what `listing` and `file` are."""
+
+    root = "mlflow-artifacts:/m"
+    listing: tuple[Any, ...] = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": False, "file_size": 5}]})
+    file: tuple[Any, ...] = (200, b"{}")
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
+        if path.endswith("/get-download-uri"):
+            return 200, {"artifact_uri": self.root}
+        if path.endswith("/artifacts"):
+            return self.listing
+        return self.file if "/mlflow-artifacts/artifacts/" in path else (200, {})
+
+
+@pytest.mark.parametrize("redirects", ["listing", "file"])
+def test_a_redirect_of_a_download_does_not_get_the_token(monkeypatch: pytest.MonkeyPatch, redirects: str) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-the-tracking-server")
+    version = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
+    with serving(TrackingServer()) as state, serving(TrackingServer()) as thief:
+        setattr(state, redirects, (307, {}, {"Location": f"{thief.endpoint}/elsewhere"}))
+        registry = Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
+        with suppress(EngineryError, MlflowException):
+            registry.statements(version)
+        with suppress(EngineryError, MlflowException), registry.files(version, "bundle", "manifest.json"):
+            pass
+        assert any("/mlflow-artifacts/artifacts" in path for _, path, _ in state.requests)
+        assert thief.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("root", "http://[/m"),
+        ("root", "nothing-knows:/m"),
+        ("listing", (200, b"<html>log in</html>")),
+    ],
+)
+def test_files_that_can_not_be_read(name: str, value: Any) -> None:
+    version = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
+    with serving(TrackingServer()) as state:
+        setattr(state, name, value)
+        registry = Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
+        with refuses("files-missing"):
+            registry.statements(version)
+        with refuses("files-missing"), registry.files(version, "bundle", "manifest.json"):
+            pass
 
 
 def test_files_go_through_the_tracking_server_unless_asked() -> None:
