@@ -48,7 +48,7 @@ def parse(text: str, file: str) -> dict[str, Any]:
     """
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is no YAML: {' '.join(str(error).split())}. Correct it", code="invalid-yaml") from None
     if data is None:
         return {}

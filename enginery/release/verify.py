@@ -10,7 +10,6 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
-import yaml
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -19,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from components.common.contracts.digests import digest_bytes, digest_file
 from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.foreign import read_yaml
 from components.common.contracts.manifests import (
     ALL_FILES,
     MANIFEST,
@@ -313,6 +313,7 @@ def unlisted(chain: Chain) -> Iterator[str]:
                 yield f"{part}/{name} is not named in {part}/{MANIFEST}: it was added"
 
 
+_MAX_SHOWN = 100  # characters of a foreign text in a message
 LOADER = "components.promote.pyfunc"
 
 
@@ -431,33 +432,34 @@ def _record_problems(folder: Path, record: ReleaseRecord, chain: Chain) -> Itera
 def _model_problems(folder: Path, chain: Chain) -> Iterator[str]:
     """Yield what would make MLflow run something else than our loader on this bundle."""
     try:
-        description = yaml.safe_load((folder / "MLmodel").read_bytes())
+        description = read_yaml(folder / "MLmodel")
         flavors = description["flavors"]
         own = flavors["python_function"]
         config = own["config"]
-        said = {"flavors": sorted(flavors), "loader_module": own.get("loader_module"), "data": own.get("data")}
+        said = {"flavors": ", ".join(sorted(flavors)), **{name: own.get(name) for name in ("loader_module", "data")}}
         said |= {name: config.get(name) for name in ("bundle_digest", "precision")}
-        extra = sorted(own.keys() - {"loader_module", "data", "config", "python_version", "env"})
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, UnicodeDecodeError):
+        extra = ", ".join(sorted(own.keys() - {"loader_module", "data", "config", "python_version", "env"}))
+    except (AttributeError, KeyError, TypeError, ValueError):
         yield "MLmodel is not the description of a model that enginery wrote"
         return
-    due: dict[str, Any] = {"flavors": ["python_function"], "loader_module": LOADER, "data": BUNDLE}
+    due: dict[str, Any] = {"flavors": "python_function", "loader_module": LOADER, "data": BUNDLE}
     due |= {"bundle_digest": chain.bundle.digest, "precision": chain.verdict.manifest.served_precision}
     for name, value in due.items():
         if said[name] != value:
-            yield f"MLmodel says {name} {said[name]}, and it must be {value}"
+            own_value = said[name][:_MAX_SHOWN] if isinstance(said[name], str) else "no text"
+            yield f"MLmodel says {name} {own_value}, and it must be {value}"
     if extra:
-        yield f"MLmodel has {', '.join(extra)}, which no release has"
+        yield f"MLmodel has {extra[:_MAX_SHOWN]}, which no release has"
 
 
 def _bom_problems(folder: Path, chain: Chain) -> Iterator[str]:
     try:
         bom = json.loads((folder / BOM).read_bytes())
         listed = {entry["bom-ref"]: entry for entry in (*bom["components"], bom["metadata"]["component"])}
-        said = {name: f"sha256:{listed[name]['hashes'][0]['content']}" for name in ("dataset", "model", BUNDLE)}
-    except (ValueError, KeyError, IndexError, TypeError):
+        said = {name: "sha256:" + listed[name]["hashes"][0]["content"] for name in ("dataset", "model", BUNDLE)}
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         yield f"{BOM} is not the list of a release: dataset, model and bundle with their digests"
         return
     for name, digest in said.items():
         if digest != chain.digests[name]:
-            yield f"{BOM} says {name} {digest}, and it is {chain.digests[name]}"
+            yield f"{BOM} says {name} {digest[:_MAX_SHOWN]}, and it is {chain.digests[name]}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from components.common.contracts.errors import EngineryError
+from components.common.contracts.foreign import read_arrays
 from components.common.contracts.manifests import ALL_FILES, Artifact, ReportManifest, VerdictManifest, load
 from components.common.contracts.records import AccuracyRow, Precision
 from components.common.contracts.statistics import mcnemar, paired_difference
@@ -88,11 +89,19 @@ class VersionEvaluation:
         file = self.report.path / PREDICTIONS
         if not file.is_file():
             return None
-        with np.load(file, allow_pickle=False) as arrays:
-            if self.precision not in arrays or "labels" not in arrays:
+        try:
+            arrays = read_arrays(file, self.precision, "labels")
+            if arrays is None:
                 return None
-            correct: np.ndarray = arrays[self.precision][:, 0] == arrays["labels"]
-            return correct
+            top, labels = arrays[self.precision], arrays["labels"]
+            if top.ndim != 2 or labels.shape != (len(top),) or {top.dtype.kind, labels.dtype.kind} - {*"iu"}:
+                raise ValueError("it does not hold a row of classes for each label")
+            correct: np.ndarray = top[:, 0] == labels
+        except (ValueError, IndexError) as error:
+            raise EngineryError(
+                f"{file} holds no predictions: {error}. Validate the bundle again", code="predictions-damaged"
+            ) from None
+        return correct
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,6 +214,7 @@ def test_one_value_is_set_and_the_rest_stays(text: str, wanted: str) -> None:
         ("base: &b {model: {digest: x}}\nserve: *b\n", "value-not-settable"),
         ("- 1\n", "invalid-yaml"),
         ("a: [\n", "invalid-yaml"),
+        ("a: " + 5000 * "[", "invalid-yaml"),
     ],
 )
 def test_files_that_are_left_alone(text: str, code: str) -> None:

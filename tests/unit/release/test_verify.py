@@ -215,6 +215,10 @@ def edit(file: Path, change: Forgery) -> None:
     file.write_text(yaml.safe_dump(record))
 
 
+# 446 bytes, of which a message would make gigabytes.
+BOMB = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+BOMB += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 6)]
+BOMB += ["flavors: {python_function: {loader_module: *a5, data: bundle, config: {}}}"]
 RECORD, BOM, MODEL, NO_MODEL = "release.json", "inputs.cdx.json", "MLmodel", "is not the description of a model that"
 
 
@@ -234,6 +238,14 @@ RECORD, BOM, MODEL, NO_MODEL = "release.json", "inputs.cdx.json", "MLmodel", "is
         (MODEL, lambda r: r["config"].update(precision="fp16"), "MLmodel says precision fp16"),
         (MODEL, lambda r: r["config"].update(bundle_digest="x"), "MLmodel says bundle_digest x"),
         (MODEL, lambda r: r.pop("config"), NO_MODEL),
+        (MODEL, lambda r: r.update(loader_module=[["x"]]), "MLmodel says loader_module no text, and it must be"),
+        (MODEL, lambda r: r.update(loader_module=1000 * "x"), "MLmodel says loader_module xxx"),
+        (MODEL, lambda r: r.update({1: "x"}), NO_MODEL),
+        (MODEL, "a: " + (1 << 20) * "x", NO_MODEL),
+        (MODEL, "a: 2026-99-99", NO_MODEL),
+        (MODEL, 5000 * "[", NO_MODEL),
+        (MODEL, "\n".join(BOMB), NO_MODEL),
+        (BOM, 100_000 * "[", "inputs.cdx.json is not the list"),
         *((MODEL, text, NO_MODEL) for text in ("", "[]", "flavors: 3", "flavors: {python_function: 3}", "a: [", "\0")),
     ],
 )
@@ -244,7 +256,9 @@ def test_files_that_contradict_the_chain(release: Path, file: str, change: Forge
     else:
         edit(release / file, change)
     list_again(release)
-    assert said in problems(release)
+    found = problems(release)
+    assert said in found
+    assert len(found) < 1000
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:

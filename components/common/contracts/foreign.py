@@ -1,0 +1,59 @@
+"""Foreign files are read within bounds: of themselves, and of what they unpack to."""
+
+import stat
+import zipfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MAX_YAML_BYTES = 1 << 20
+_MAX_ARRAY_BYTES = 1 << 30  # predictions of 5 classes each for 50 million images
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases, by which 400 bytes become gigabytes when they are written out."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias, which is not taken from foreign files")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(file: Path) -> Any:
+    """What a foreign file in YAML says.
+
+    Raises:
+        ValueError: it is no YAML, or too large, nested too deeply or with aliases.
+        OSError: it can't be read.
+    """
+    if file.stat().st_size > _MAX_YAML_BYTES or not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"it has more than {_MAX_YAML_BYTES:,} bytes, or is no file")
+    try:
+        return yaml.load(file.read_bytes(), _Loader)  # noqa: S506  # of a SafeLoader
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def read_arrays(file: Path, *names: str) -> "dict[str, np.ndarray] | None":
+    """Arrays of a foreign .npz; None where one of them is not in it.
+
+    Raises:
+        ValueError: it is damaged, or an array is too large.
+        OSError: it can't be read.
+    """
+    import numpy as np
+
+    try:
+        with zipfile.ZipFile(file) as archive:  # which reads no more of an entry than its directory says
+            sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
+        if too_large := [name for name in names if sizes.get(f"{name}.npy", 0) > _MAX_ARRAY_BYTES]:
+            raise ValueError(f"{too_large[0]} has more than {_MAX_ARRAY_BYTES:,} bytes")
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names} if all(name in arrays for name in names) else None
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, MemoryError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None

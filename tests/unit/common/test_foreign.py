@@ -1,0 +1,36 @@
+"""Foreign files that unpack to far more than they are."""
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from components.common.contracts import foreign
+from components.common.contracts.foreign import read_arrays
+
+
+def write(file: Path, shape: tuple[int, ...], num_bytes: int) -> None:
+    """An array of zeros whose header says that it has a shape."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|i1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("labels.npy", head.getvalue() + bytes(num_bytes))
+
+
+def test_arrays_within_their_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "predictions.npz"
+    monkeypatch.setattr(foreign, "_MAX_ARRAY_BYTES", 1 << 20)
+    write(file, (1000,), 1000)
+    found = read_arrays(file, "labels")
+    assert found is not None
+    assert found["labels"].shape == (1000,)
+    assert read_arrays(file, "labels", "int8") is None
+    for shape, num_bytes in (((1 << 21,), 1 << 21), ((1 << 60,), 1000), ((1000,), 10)):
+        write(file, shape, num_bytes)
+        with pytest.raises(ValueError, match=r"labels|MemoryError|EOF|array"):
+            read_arrays(file, "labels")
+    file.write_bytes(b"PK")
+    with pytest.raises(ValueError, match="BadZipFile"):
+        read_arrays(file, "labels")
