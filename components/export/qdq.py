@@ -4,14 +4,15 @@ The pass works on FP32 graphs (opset 13 or newer) and on typed FP16 graphs (opse
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, Self
 
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from components.common.contracts.errors import EngineryError
+from components.common.contracts.records import CpuModel, CpuTrial, Trial
 from components.export.calibration import INT8_MAX
 from components.export.placement import (
     Graph,
@@ -41,11 +42,19 @@ class Arithmetic:
 
     weight_bits: Literal[7, 8] = 8  # +-63 or +-127
     activations: Literal["signed", "unsigned"] = "signed"  # unsigned: 0..255 where a tensor is never negative
+    # Of layers that read signed activations; None for `weight_bits`. Without VNNI oneDNN adds 128 to these, so that
+    # about half of the range multiplies each weight, and sums saturate that do not behind a ReLU.
+    signed_weight_bits: Literal[7, 8] | None = None
 
-    @property
-    def largest_weight(self) -> int:
-        """The largest code of a weight."""
-        return INT8_MAX if self.weight_bits == 8 else INT8_MAX >> 1
+    @classmethod
+    def of(cls, record: CpuModel | CpuTrial | Trial) -> Self:
+        """Return what a record says of a file."""
+        return cls(**{field.name: getattr(record, field.name) for field in fields(cls)})
+
+    def largest_weight(self, *, reads_signed: bool) -> int:
+        """Return the largest code of a weight."""
+        bits = self.signed_weight_bits if reads_signed and self.signed_weight_bits else self.weight_bits
+        return INT8_MAX if bits == 8 else INT8_MAX >> 1
 
 
 TENSORRT = Arithmetic()  # TensorRT takes symmetric zero points only
@@ -84,9 +93,12 @@ def insert_qdq(
     reads = quantized_reads(quantized.graph, exclude)
     float_type = _float_type(quantized, graph)
     inserter = _Inserter(quantized.graph, float_type, weights, arithmetic)
+    weighted = [read for read in reads if read.axis is not None]
+    beside_signed = {read.tensor for read in weighted if not graph.is_nonnegative(read.node.input[0])}
     for read in reads:
         if read.axis is not None:
-            inserter.quantize_weights(graph.initializers[read.tensor], read.axis)
+            largest = arithmetic.largest_weight(reads_signed=read.tensor in beside_signed)
+            inserter.quantize_weights(graph.initializers[read.tensor], read.axis, largest)
         else:
             scale = _checked_scale(scales, graph.scale_source(read.tensor))
             inserter.quantize_activation(read.tensor, scale, graph.is_nonnegative(read.tensor))
@@ -149,13 +161,12 @@ class _Inserter:
         else:
             self._add_pair(tensor, np.asarray(scale), axis=None)
 
-    def quantize_weights(self, tensor: TensorProto, axis: int) -> None:
-        """Per-channel scales max|w| / 127 (or 63). Weights shared by several nodes are quantized once."""
+    def quantize_weights(self, tensor: TensorProto, axis: int, largest: int) -> None:
+        """Per-channel scales max|w| / `largest` code. Weights shared by several nodes are quantized once."""
         if tensor.name in self.pairs:
             return
         values = numpy_helper.to_array(tensor).astype(np.float32)
         others = tuple(dim for dim in range(values.ndim) if dim != axis)
-        largest = self.arithmetic.largest_weight
         scales = np.abs(values).max(axis=others) / largest  # [channels]
         self._add_pair(tensor.name, scales, axis)
         if self.weights == "dq":

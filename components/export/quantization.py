@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,18 +53,19 @@ def first_arithmetic(fp32: onnx.ModelProto) -> Arithmetic:
     )
 
 
-def cpu_models(activations: Literal["signed", "unsigned"], weight_bits: int | None) -> tuple[CpuModel, ...]:
+def cpu_models(activations: Literal["signed", "unsigned"], chosen: Arithmetic | None) -> tuple[CpuModel, ...]:
     """The files for CPUs: one with 8-bit weights, and one that is exact on every CPU.
 
     Args:
         activations: of both.
-        weight_bits: chosen by measurement on this CPU; None where nothing was measured on it.
+        chosen: by measurement on this CPU; None where nothing was measured on it.
     """
     here = instruction_set()
-    unfit = tuple(name for name in SATURATING if weight_bits is None or name != here)
-    unfit += (here,) if weight_bits == 7 else ()
+    unfit = tuple(name for name in SATURATING if chosen is None or name != here)
+    unfit += (here,) if chosen is not None and chosen.weight_bits == 7 else ()
+    eight = chosen if chosen is not None and chosen.weight_bits == 8 else Arithmetic(activations=activations)
     return (
-        CpuModel(file="int8_cpu.onnx", weight_bits=8, activations=activations, saturates_on=unfit),
+        CpuModel(file="int8_cpu.onnx", **asdict(eight), saturates_on=unfit),
         CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations=activations, saturates_on=()),
     )
 
@@ -84,7 +85,7 @@ class ArithmeticSearch:
     trials: list[CpuTrial] = field(default_factory=list)
 
     def choose(self) -> Arithmetic:
-        """The activations that are more accurate or faster, and 8-bit weights unless they saturate here."""
+        """The activations that are more accurate or faster, and the most accurate weights that don't saturate here."""
         self._images = np.concatenate([to_numpy(images) for images in self.batches])
         self._expected = self.candidates.logits(self.fp32, self.batches)
         first = first_arithmetic(self.fp32)
@@ -102,13 +103,14 @@ class ArithmeticSearch:
         eight_bits = self._trial(eight)
         if first.weight_bits == 8 and not eight_bits.saturates:
             return eight
-        seven_bits = self._trial(seven)
-        better = not eight_bits.saturates and eight_bits.logits_error <= seven_bits.logits_error
-        return eight if better else seven
+        ways = [eight, seven]
+        if chosen.activations == "unsigned":
+            ways.append(replace(eight, signed_weight_bits=7))
+        exact = [way for way in ways if not self._trial(way).saturates]
+        return min(exact, key=lambda way: self._trial(way).logits_error, default=seven)
 
     def _trial(self, arithmetic: Arithmetic) -> CpuTrial:
-        wanted = arithmetic.weight_bits, arithmetic.activations
-        if known := [trial for trial in self.trials if (trial.weight_bits, trial.activations) == wanted]:
+        if known := [trial for trial in self.trials if Arithmetic.of(trial) == arithmetic]:
             return known[0]
         model = insert_qdq(self.fp32, self.scales, arithmetic=arithmetic)
         error = self._error(self.candidates.logits(model, self.batches))
@@ -118,8 +120,7 @@ class ArithmeticSearch:
         simulated_error = self._error(simulated)
         self.trials.append(
             CpuTrial(
-                weight_bits=arithmetic.weight_bits,
-                activations=arithmetic.activations,
+                **asdict(arithmetic),
                 instruction_set=instruction_set(),
                 logits_error=error,
                 simulated_error=simulated_error,
@@ -149,7 +150,7 @@ class ArithmeticSearch:
                     speeds[way].append(timing.images_per_s)
         timed = []
         for index, trial in enumerate(self.trials):
-            way = Arithmetic(weight_bits=trial.weight_bits, activations=trial.activations)
+            way = Arithmetic.of(trial)
             if way in speeds:
                 self.trials[index] = trial.model_copy(update={"images_per_s": statistics.median(speeds[way])})
                 timed.append(self.trials[index])
@@ -230,7 +231,7 @@ def quantize(
     return Quantization(
         scales=scales[method],
         excluded=excluded,
-        cpu_models=cpu_models(activations, chooser.arithmetic.weight_bits if chooser.on_cpu else None),
+        cpu_models=cpu_models(activations, chooser.arithmetic if chooser.on_cpu else None),
         calibration=CalibrationEntry(
             method=method,
             num_images=calibration.num_images,

@@ -89,7 +89,7 @@ def _write_precisions(fp32: onnx.ModelProto, quantized: Quantization, output: Pa
     log.progress("writing ONNX", 0, 3, "int8.onnx", unit="precisions")
     onnx.save(insert_qdq(fp32, scales, exclude=excluded), output / ONNX_FILES["int8"])
     for model in quantized.cpu_models:
-        arithmetic = Arithmetic(weight_bits=model.weight_bits, activations=model.activations)
+        arithmetic = Arithmetic.of(model)
         onnx.save(insert_qdq(fp32, scales, exclude=excluded, arithmetic=arithmetic), output / model.file)
     log.progress("writing ONNX", 1, 3, "fp16.onnx", unit="precisions")
     fp16 = to_fp16(fp32)

@@ -4,7 +4,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -244,8 +244,8 @@ class Selection:
 
     def trial(self, method: str, excluded: tuple[str, ...]) -> Trial | None:
         """The measurement of a candidate; None if there is none."""
-        wanted = (method, excluded, self.arithmetic.weight_bits, self.arithmetic.activations)
-        found = (t for t in self.trials if (t.method, t.excluded, t.weight_bits, t.activations) == wanted)
+        wanted = method, excluded, self.arithmetic
+        found = (t for t in self.trials if (t.method, t.excluded, Arithmetic.of(t)) == wanted)
         return next(found, None)
 
     def _held(self, method: str, excluded: tuple[str, ...]) -> bool:
@@ -274,8 +274,7 @@ class Selection:
                 high_points=difference.high_points,
                 agreement_pct=own.agreement_pct(self._fp32),
                 within_budget=self.budget.holds(self._fp32, own),
-                weight_bits=self.arithmetic.weight_bits,
-                activations=self.arithmetic.activations,
+                **asdict(self.arithmetic),
             )
         )
 

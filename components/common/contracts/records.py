@@ -157,6 +157,9 @@ class CpuModel(Record):
     activations: Literal["signed", "unsigned"] = Field(
         description='"signed": -127..127; "unsigned": 0..255 for tensors that are never negative, such as after a ReLU.'
     )
+    signed_weight_bits: Literal[7, 8] | None = Field(
+        None, description="Of layers that read tensors which can be negative; None: those of all."
+    )
     saturates_on: tuple[str, ...] = Field(
         description="Instruction sets, by oneDNN's names, on which sums of its products saturate; empty for none."
     )
@@ -164,7 +167,8 @@ class CpuModel(Record):
     @property
     def arithmetic(self) -> str:
         """Return text such as "7-bit weights, unsigned activations"."""
-        return f"{self.weight_bits}-bit weights, {self.activations} activations"
+        fewer = f" ({self.signed_weight_bits}-bit beside signed activations)" if self.signed_weight_bits else ""
+        return f"{self.weight_bits}-bit weights{fewer}, {self.activations} activations"
 
 
 class CpuTrial(Record):
@@ -172,6 +176,7 @@ class CpuTrial(Record):
 
     weight_bits: Literal[7, 8]
     activations: Literal["signed", "unsigned"]
+    signed_weight_bits: Literal[7, 8] | None = None
     instruction_set: str = Field(description="What OpenVINO ran it with, by oneDNN's name.")
     logits_error: float = Field(description="RMS difference of OpenVINO's logits from FP32's, over the RMS of FP32's.")
     simulated_error: float = Field(description="The same of ONNX Runtime, which computes Q/DQ in floating point.")
@@ -195,6 +200,7 @@ class Trial(Record):
     within_budget: bool
     weight_bits: Literal[7, 8] = 8
     activations: Literal["signed", "unsigned"] = "signed"
+    signed_weight_bits: Literal[7, 8] | None = None
 
 
 class LayerCost(Record):

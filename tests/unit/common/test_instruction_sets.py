@@ -25,6 +25,7 @@ WAYS = {
     "unsigned_7bit": Arithmetic(weight_bits=7, activations="unsigned"),
 }
 SCALES = {"r": 1 / 127, "d": 288 / 127, "e": 9000 / 127}
+SMALL_CODES = {"images": 1 / 127, "d": 1000 / 127, "e": 1000 / 127}  # but for the first convolution's
 # In a process of its own, since oneDNN reads the variable once. Prints each file's answers and kernels.
 PROBE = """
 import json, sys
@@ -47,7 +48,7 @@ for file in sorted(folder.glob("*.onnx")):
 print(json.dumps([instruction_set(), answers, kernels]))
 """
 
-# The same with a choice, as on an instruction set that no list names.
+# The same with a choice; of "fp32.onnx" as on an instruction set that no list names.
 CHOICE = """
 import json, sys
 from pathlib import Path
@@ -58,18 +59,24 @@ from components.common.contracts.transforms import ShapeSpec
 from components.export import quantization
 from components.export.selection import Candidates
 
-quantization.SATURATING = ()
-folder = Path(sys.argv[1])
-candidates = Candidates(shapes=ShapeSpec(height=8, width=8), device=torch.device("cpu"), directory=folder, log=None)
+if sys.argv[3] == "fp32.onnx":
+    quantization.SATURATING = ()
+quantization._CLOSE = float("inf")  # unsigned activations are as accurate as signed ones, and faster
+folder, shapes = Path(sys.argv[1]), ShapeSpec(channels=32, height=8, width=8)
+candidates = Candidates(shapes=shapes, device=torch.device("cpu"), directory=folder, log=None)
 search = quantization.ArithmeticSearch(
-    fp32=onnx.load(folder / "fp32.onnx"),
+    fp32=onnx.load(folder / sys.argv[3]),
     scales=json.loads(sys.argv[2]),
     batches=[torch.from_numpy(np.load(folder / "images.npy"))],
     candidates=candidates,
 )
+speeds = {"unsigned": 2.0, "signed": 1.0}
+search._time = lambda *ways: [
+    search._trial(way).model_copy(update={"images_per_s": speeds[way.activations]}) for way in ways
+]
 chosen = search.choose()
-eight, seven = quantization.cpu_models(chosen.activations, chosen.weight_bits)
-print(json.dumps([chosen.weight_bits, eight.saturates_on, seven.saturates_on]))
+eight, seven = quantization.cpu_models(chosen.activations, chosen)
+print(json.dumps([chosen.weight_bits, eight.signed_weight_bits, eight.saturates_on, seven.saturates_on]))
 """
 
 
@@ -79,10 +86,21 @@ def files(tmp_path_factory):
     rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("files")
     images = np.ones((2, 32, 8, 8), np.float32)
     images[1] = rng.uniform(0, 1, images.shape[1:])
-    weights = {"w1": np.ones((32, 32, 3, 3)), "w2": rng.choice([-1.0, 1.0], (16, 32, 1, 1), p=[0.1, 0.9])}
+    w1, w2 = np.ones((32, 32, 3, 3)), rng.choice([-1.0, 1.0], (16, 32, 1, 1), p=[0.1, 0.9])
+    fp32 = network(w1, w2, after="Relu")
+    np.save(folder / "images.npy", images)
+    models = {"fp32": fp32, **{name: insert_qdq(fp32, SCALES, arithmetic=way) for name, way in WAYS.items()}}
+    models["signed_input"] = network(w1, rng.normal(0, 0.1, w2.shape).clip(-1, 1), after="Identity")
+    for name, model in models.items():
+        onnx.save(model, folder / f"{name}.onnx")
+    return folder
+
+
+def network(w1: np.ndarray, w2: np.ndarray, *, after: str) -> onnx.ModelProto:
+    """Two convolutions; what the first reads comes out of `after`."""
     graph = helper.make_graph(
         [
-            helper.make_node("Relu", ["images"], ["r"]),
+            helper.make_node(after, ["images"], ["r"]),
             helper.make_node("Conv", ["r", "w1"], ["c"], "first", pads=[1, 1, 1, 1]),
             helper.make_node("Relu", ["c"], ["d"]),
             helper.make_node("Conv", ["d", "w2"], ["e"], "second"),
@@ -92,14 +110,9 @@ def files(tmp_path_factory):
         "saturating",
         [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N", 32, 8, 8])],
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 16])],
-        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()],
+        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in (("w1", w1), ("w2", w2))],
     )
-    fp32 = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    np.save(folder / "images.npy", images)
-    models = {"fp32": fp32, **{name: insert_qdq(fp32, SCALES, arithmetic=way) for name, way in WAYS.items()}}
-    for name, model in models.items():
-        onnx.save(model, folder / f"{name}.onnx")
-    return folder
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +151,17 @@ def test_only_7_bit_weights_are_exact_on_every_instruction_set(files, simulated,
 
 @pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
 @pytest.mark.parametrize("limit", [name for name in available() if name in (available()[0], "AVX2")])
-def test_sums_that_saturate_count_whatever_the_instruction_set_is_called(files, limit):
-    command = [sys.executable, "-c", CHOICE, str(files), json.dumps(SCALES)]
+@pytest.mark.parametrize(
+    ("file", "scales", "bits"), [("fp32.onnx", SCALES, [7, None]), ("signed_input.onnx", SMALL_CODES, [8, 7])]
+)
+def test_only_weights_whose_sums_saturate_have_7_bits(files, limit, file, scales, bits):
+    command = [sys.executable, "-c", CHOICE, str(files), json.dumps(scales), file]
     done = subprocess.run(
         command, env={**os.environ, VARIABLE: limit}, capture_output=True, text=True, check=True, timeout=600
     )
-    found = json.loads(done.stdout)
-    assert found == ([7, [limit], []] if limit in SATURATING else [8, [], []])
+    *found, eight_saturates_on, seven_saturates_on = json.loads(done.stdout)
+    assert found == (bits if limit in SATURATING else [8, None])
+    assert (limit in eight_saturates_on, seven_saturates_on) == (found[0] == 7, [])
 
 
 def cpu(tmp_path, flags: str):

@@ -203,6 +203,15 @@ def test_openvino_runs_the_same_file_in_int8(resnet18, tmp_path, weights):
     assert precisions in ({"i8": 20}, {"u8": 20})
 
 
+def test_fewer_bits_of_weights_beside_signed_activations(resnet18):
+    """The images can be negative; everything else in a ResNet is read behind a ReLU."""
+    _, model, _, scales = resnet18
+    mixed = insert_qdq(model, scales, arithmetic=Arithmetic(activations="unsigned", signed_weight_bits=7))
+    graph = Graph(mixed)
+    weights = [graph.array(graph.producer[node.input[1]].input[0]) for node in graph.of_type("Conv", "Gemm")]
+    assert [int(np.abs(codes).max()) for codes in weights] == [63] + [127] * (len(weights) - 1)
+
+
 def test_unsigned_codes_where_nothing_is_negative(resnet18):
     """The same range in twice as many steps after a ReLU; the images and downsampled shortcuts keep their sign."""
     _, model, images, scales = resnet18

@@ -23,6 +23,7 @@ from components.export import quantization
 from components.export.calibration import split_samples
 from components.export.config import CACHE_VARIABLE, CALIBRATION_METHODS, ExportConfig
 from components.export.onnx_export import export_onnx
+from components.export.qdq import Arithmetic
 from components.export.run import run
 from components.export.selection import Candidates
 
@@ -149,7 +150,7 @@ def test_the_file_for_cpus_is_the_one_that_openvino_runs_as_simulated(plain):
     trials = plain.manifest.calibration.cpu_trials
     assert {trial.instruction_set for trial in trials} == {instruction_set()}
     chosen = fit_model(plain.manifest.int8_on_cpus)
-    own = next(t for t in trials if (t.weight_bits, t.activations) == (chosen.weight_bits, chosen.activations))
+    own = next(t for t in trials if Arithmetic.of(t) == Arithmetic.of(chosen))
     assert not own.saturates
     assert {trial.weight_bits for trial in trials} == ({7, 8} if instruction_set() in SATURATING else {8})
     codes = [
