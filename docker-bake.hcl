@@ -2,7 +2,7 @@
 # Without a target: all images. PYTORCH_BASE, TRITON_BASE and PYTHON_BASE replace the bases, for smoke tests.
 
 variable "REGISTRY" { default = "ghcr.io/enginery" }
-variable "VERSION" { default = "0.1.0" }
+variable "VERSION" { default = "0.2.0" }
 variable "SOURCE" { default = "unknown" }
 variable "REVISION" { default = "unknown" }
 variable "SOURCE_DATE_EPOCH" { default = "315532800" } # 1980-01-01: no zip file can hold an earlier time

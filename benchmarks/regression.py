@@ -18,7 +18,7 @@ _NOT_A_RATE = "images_per_s_per_w"  # follows the clock that the power limit lea
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class MeasureChange:
     """One measure of one result file, then and now."""
 
     name: str
@@ -32,11 +32,11 @@ class Change:
         return 100.0 * (self.before - self.after) / self.before
 
 
-def changes(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Change]:
+def changes(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[MeasureChange]:
     """The rates that both results have."""
     for measure, value in before.items():
         if _RATE in measure and _NOT_A_RATE not in measure and value > 0 and measure in after:
-            yield Change(name=name, measure=measure, before=value, after=after[measure])
+            yield MeasureChange(name=name, measure=measure, before=value, after=after[measure])
 
 
 @click.command()
@@ -45,7 +45,7 @@ def changes(name: str, before: Mapping[str, float], after: Mapping[str, float]) 
 @click.option("--allowed-pct", default=5.0, help="The largest fall of a rate that is no regression.")
 def main(before: Path, after: Path, allowed_pct: float) -> None:
     """Print each rate then and now."""
-    found: list[Change] = []
+    found: list[MeasureChange] = []
     for file in sorted(after.glob("*.json")):
         if (earlier := before / file.name).is_file():
             then, now = (json.loads(path.read_bytes())["measures"] for path in (earlier, file))

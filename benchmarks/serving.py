@@ -33,7 +33,7 @@ from enginery.serving.client.transport import RetryPolicy
 from enginery.serving.loading import loading_key
 from enginery.serving.loadtest import generator
 from enginery.serving.loadtest.generator import bind
-from enginery.serving.loadtest.measuring import Plan, run_load_test
+from enginery.serving.loadtest.measuring import LoadPlan, run_load_test
 from enginery.serving.loadtest.results import LoadTest, find_knee
 
 _HTTP, _GRPC, _METRICS = 18300, 18301, 18302
@@ -207,8 +207,10 @@ def _closed(setup: Setup, clients: int, images: int) -> dict[str, Any]:
     return {**level.model_dump(), "mean_batch": level.mean_batch}
 
 
-def _plan(setup: Setup, *, concurrencies: tuple[int, ...], rates: tuple[float, ...] | None, images: int = 1) -> Plan:
-    return Plan(
+def _plan(
+    setup: Setup, *, concurrencies: tuple[int, ...], rates: tuple[float, ...] | None, images: int = 1
+) -> LoadPlan:
+    return LoadPlan(
         concurrencies=concurrencies,
         rates=rates,
         seconds=setup.seconds,
@@ -226,7 +228,7 @@ def _loading_client() -> AsyncClient:
     return AsyncClient(URL, model=_NAME, retry=RetryPolicy(timeout_s=60), loading_key=loading_key("localhost"))
 
 
-def _run(setup: Setup, plan: Plan) -> LoadTest:
+def _run(setup: Setup, plan: LoadPlan) -> LoadTest:
     def make(about: Any) -> generator.Payload:
         return generator.tensors(_loading_client().address, about.network, plan.images_per_request)
 

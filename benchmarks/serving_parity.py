@@ -21,7 +21,7 @@ from benchmarks.results import RESULTS, write_result
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest, load
 from components.common.registry.version_evaluation import PREDICTIONS
-from enginery.serving.sources import Source, find_source
+from enginery.serving.sources import ModelSource, find_source
 
 
 def validation_images(dataset: Artifact[DatasetManifest]) -> Iterator[bytes]:
@@ -35,7 +35,7 @@ def validation_images(dataset: Artifact[DatasetManifest]) -> Iterator[bytes]:
                     yield file.read()
 
 
-def recorded_labels(source: Source) -> list[list[str]]:
+def recorded_labels(source: ModelSource) -> list[list[str]]:
     """Labels that validate recorded for each image, the likeliest first."""
     if source.report is None:
         raise UserError("nothing was recorded of a bundle alone; name a registered version or a release")

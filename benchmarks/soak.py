@@ -23,7 +23,7 @@ from benchmarks.results import RESULTS, write_result
 from benchmarks.serving import URL, served
 from enginery.serving.client.client import AsyncClient
 from enginery.serving.loadtest import generator
-from enginery.serving.loadtest.generator import Load, Samples, bind, generate, get_ready
+from enginery.serving.loadtest.generator import Load, RequestSamples, bind, generate, get_ready
 from enginery.serving.loadtest.results import summarize
 
 _SHARE = 0.8  # of the knee
@@ -79,7 +79,7 @@ def main(source: str, machine: str, minutes: float, server_core: int, client_cor
     )
 
 
-def _hold(pid: int, rate: float, seconds: float, core: int) -> tuple[Samples, list[tuple[float, float]], float]:
+def _hold(pid: int, rate: float, seconds: float, core: int) -> tuple[RequestSamples, list[tuple[float, float]], float]:
     """The outcome of the requests, the server's memory by time, and when it began."""
     about = asyncio.run(_about())
     spawn = multiprocessing.get_context("spawn")

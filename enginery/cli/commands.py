@@ -6,9 +6,9 @@ from importlib import import_module
 import click
 
 _COMMANDS = {
-    "run": "Run a pipeline file on this machine.",
-    "compile": "Compile a pipeline file for a cluster.",
-    "submit": "Submit a pipeline file to a Kubeflow Pipelines server.",
+    "run": "Run a pipeline on this machine.",
+    "compile": "Compile a pipeline for a cluster.",
+    "submit": "Submit a pipeline to a Kubeflow Pipelines server.",
     "watch": "Follow a run on a Kubeflow Pipelines server.",
     "engines": "Build and measure engines of a bundle for the GPU here.",
     "benchmark": "Measure networks by batch size, beside published rows.",

@@ -29,12 +29,15 @@ def load_for_cluster(file: Path, path: Path | None, num_nodes: int | None) -> tu
     return loaded, settings
 
 
-@click.command(params=[click.Argument(["file"], type=FILE, metavar="FILE.py"), *settings_options()])
-@click.option("--output", type=FILE, metavar="FILE.yaml", help="Where to write.  [default: FILE.yaml in this folder]")
+@click.command(params=[click.Argument(["file"], type=FILE, metavar="PIPELINE"), *settings_options()])
+@click.option("--output", type=FILE, metavar="FILE.yaml", help="Where to write.  [default: NAME.yaml in this folder]")
 def compile(  # the command's name
     file: Path, output: Path | None, settings: Path | None, num_nodes: int | None
 ) -> None:
-    """Compile a pipeline file for a cluster; without --settings the stock `kfp dsl compile` gives the same."""
+    """Compile a pipeline, by its name or file, for a cluster.
+
+    Without --settings the stock `kfp dsl compile` gives the same.
+    """
     loaded = load_for_cluster(file, settings, num_nodes)[0]
     target = output or Path(f"{file.stem}.yaml")
     if target.suffix not in (".yaml", ".yml", ".json"):

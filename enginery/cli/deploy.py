@@ -12,7 +12,7 @@ from enginery.registry.models import find_version, open_registry
 from enginery.release.deploy import (
     ROLLBACK,
     Checkout,
-    Environment,
+    DeployEnvironment,
     Pins,
     approve_pins,
     approve_repository,
@@ -99,7 +99,7 @@ def deploy(
     click.echo("Push it, and Argo CD or Flux roll it out: git push")
 
 
-def _new(target: Environment, model: str, images: dict[str, str], repository: Path | None) -> _Deployment:
+def _new(target: DeployEnvironment, model: str, images: dict[str, str], repository: Path | None) -> _Deployment:
     pins = target.read()
     pins = replace(pins, images={**pins.images, **images})
     if not model:
@@ -126,7 +126,7 @@ def _new(target: Environment, model: str, images: dict[str, str], repository: Pa
     )
 
 
-def _from(origin: Environment, target: Environment, checkout: Checkout) -> _Deployment:
+def _from(origin: DeployEnvironment, target: DeployEnvironment, checkout: Checkout) -> _Deployment:
     if origin.name == target.name:
         raise UserError(
             f"--from and --env are both {target.name}; name two environments", code="same-environment", setting="--from"
@@ -143,14 +143,14 @@ def _from(origin: Environment, target: Environment, checkout: Checkout) -> _Depl
     )
 
 
-def _approve(pins: Pins, where: str, target: Environment) -> None:
+def _approve(pins: Pins, where: str, target: DeployEnvironment) -> None:
     """See that what an environment's file names may run in another, or in this one again."""
     registry = open_registry()
     with registry.reached("nothing was deployed"):
         approve_pins(registry, pins, where, target.name)
 
 
-def _back(target: Environment, checkout: Checkout) -> _Deployment:
+def _back(target: DeployEnvironment, checkout: Checkout) -> _Deployment:
     """Return what the environment ran before, if the trust policy still accepts it.
 
     Without a policy the registry is not asked: it was when this was committed, and may be what is down now.

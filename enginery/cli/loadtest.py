@@ -17,7 +17,7 @@ from enginery.formats import new_console, number
 if TYPE_CHECKING:
     from enginery.serving.client.client import AsyncClient
     from enginery.serving.loadtest.generator import Payload
-    from enginery.serving.loadtest.measuring import About, Plan
+    from enginery.serving.loadtest.measuring import About, LoadPlan
     from enginery.serving.loadtest.results import Level, LoadTest
 
 _MAX_LOAD = 4096  # clients
@@ -139,10 +139,10 @@ def loadtest(
     from enginery.serving.client.client import AsyncClient
     from enginery.serving.client.transport import RetryPolicy, parse_address
     from enginery.serving.loading import loading_key
-    from enginery.serving.loadtest.measuring import Plan, run_load_test
+    from enginery.serving.loadtest.measuring import LoadPlan, run_load_test
     from enginery.serving.loadtest.page import page
 
-    plan = Plan(
+    plan = LoadPlan(
         concurrencies=concurrency,
         rates=rates,
         seconds=seconds,
@@ -171,7 +171,7 @@ def loadtest(
     click.echo(f"{output}/loadtest.html and loadtest.json written")
 
 
-def _payload(client: "AsyncClient", plan: "Plan", about: "About", data: Path | None) -> "Payload":
+def _payload(client: "AsyncClient", plan: "LoadPlan", about: "About", data: Path | None) -> "Payload":
     from enginery.serving.loadtest import generator
 
     if plan.tensors:

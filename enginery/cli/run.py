@@ -10,7 +10,7 @@ import click
 from enginery.cli.options import FILE
 from enginery.local.parameters import PipelineFile, load_pipeline, options_of, resolve_arguments, settings_help
 
-# Options after FILE.py are for the command line that the file itself defines.
+# Options after PIPELINE are for the command line that the file itself defines.
 FILE_FIRST: dict[str, Any] = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
@@ -19,18 +19,18 @@ FILE_FIRST: dict[str, Any] = {
 
 
 @click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
-@click.argument("file", type=FILE, metavar="FILE.py [OPTIONS]")
+@click.argument("file", type=FILE, metavar="PIPELINE [OPTIONS]")
 @click.pass_context
 def run(ctx: click.Context, file: Path) -> None:
-    """Run a pipeline file on this machine.
+    """Run a pipeline on this machine: a ready one by its name, such as resnet50, or a file.
 
-    The options are the pipeline's own: `enginery run FILE.py --help` lists them.
+    The options are the pipeline's own: `enginery run PIPELINE --help` lists them.
     """
     if str(file) in ("-h", "--help"):
         click.echo(ctx.get_help())
         return
     if str(file).startswith("-"):
-        raise click.UsageError(f"FILE.py comes first, before {file}: enginery run FILE.py {file} ...", ctx)
+        raise click.UsageError(f"PIPELINE comes first, before {file}: enginery run PIPELINE {file} ...", ctx)
     command_for(file).main(args=ctx.args, prog_name=f"enginery run {file}", standalone_mode=True)
 
 

@@ -16,7 +16,7 @@ from components.common.contracts.errors import UserError
 from enginery.cli.compile import load_for_cluster
 from enginery.cli.options import login_options, logs_option, settings_options
 from enginery.cli.run import FILE_FIRST, pipeline_command
-from enginery.cluster.server import Server, quiet
+from enginery.cluster.server import KfpServer, quiet
 from enginery.cluster.settings import ClusterSettings, settings_rows
 from enginery.cluster.watch import follow
 from enginery.local.parameters import PipelineFile, load_pipeline
@@ -25,14 +25,14 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.py --endpoint URL [OPTIONS]")
+@click.argument("file", type=click.Path(path_type=Path), metavar="PIPELINE --endpoint URL [OPTIONS]")
 @click.pass_context
 def submit(ctx: click.Context, file: Path) -> None:
-    """Submit a pipeline file to a Kubeflow Pipelines server.
+    """Submit a pipeline, by its name or file, to a Kubeflow Pipelines server.
 
-    The options are the pipeline's own, and some more: `enginery submit FILE.py --help` lists them, and `enginery submit
-    --settings-help` the keys of the settings file. Paths among them are the cluster's. A bearer token is taken from
-    the environment variable KFP_TOKEN, a login page's cookie from KFP_COOKIE.
+    The options are the pipeline's own, and some more: `enginery submit PIPELINE --help` lists them, and `enginery
+    submit --settings-help` the keys of the settings file. Paths among them are the cluster's. A bearer token is taken
+    from the environment variable KFP_TOKEN, a login page's cookie from KFP_COOKIE.
     """
     if str(file) in ("-h", "--help"):
         click.echo(ctx.get_help())
@@ -84,7 +84,7 @@ def command_for(path: Path) -> click.Command:
         every: str | None,
         **values: Any,
     ) -> None:
-        server = Server.find(*(values.pop(name) for name in ("endpoint", "token_file", "cookie_file", "ca_file")))
+        server = KfpServer.find(*(values.pop(name) for name in ("endpoint", "token_file", "cookie_file", "ca_file")))
         placed, of_cluster = file, ClusterSettings()
         if settings is not None or num_nodes is not None:
             placed, of_cluster = load_for_cluster(path, settings, num_nodes)
@@ -144,7 +144,7 @@ def _every_s(text: str) -> int:
     return int(match[1]) * _SECONDS[match[2]]
 
 
-def _submit(file: PipelineFile, request: Request, server: Server, *, wait: bool, logs: bool) -> int:
+def _submit(file: PipelineFile, request: Request, server: KfpServer, *, wait: bool, logs: bool) -> int:
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, f"{file.name}.yaml")
         compiler.Compiler().compile(file.pipeline, str(package))
@@ -176,7 +176,7 @@ def _once(client: Any, package: Path, request: Request) -> str:
     return str(result.run_id)
 
 
-def _recurring(client: Any, package: Path, request: Request, server: Server) -> list[str]:
+def _recurring(client: Any, package: Path, request: Request, server: KfpServer) -> list[str]:
     """Have KFP start the pipeline again and again. Returns the lines to print.
 
     Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from enginery.cli.options import login_options, logs_option
-from enginery.cluster.server import Server
+from enginery.cluster.server import KfpServer
 from enginery.cluster.watch import follow
 
 
@@ -25,5 +25,5 @@ def watch(
 
     Ctrl-C stops the watching, not the run.
     """
-    server = Server.find(endpoint, token_file, cookie_file, ca_file)
+    server = KfpServer.find(endpoint, token_file, cookie_file, ca_file)
     sys.exit(follow(server, server.client(), run_id, namespace=namespace, logs=logs))

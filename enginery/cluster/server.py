@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import kfp_server_api  # type: ignore[import-untyped]
 import urllib3
@@ -83,7 +83,7 @@ def _read(file: Path, source: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class KfpServer:
     """One KFP server, as one user sees it."""
 
     endpoint: str  # without a slash at its end
@@ -91,7 +91,7 @@ class Server:
     ca_file: Path | None = None
 
     @classmethod
-    def find(cls, endpoint: str, token_file: Path | None, cookie_file: Path | None, ca_file: Path | None) -> "Server":
+    def find(cls, endpoint: str, token_file: Path | None, cookie_file: Path | None, ca_file: Path | None) -> Self:
         """Make one from the values of the options of the same names.
 
         Raises:

@@ -118,7 +118,7 @@ class Volume(_Part):
     sub_path: SubFolder = Field("", description="Folder of the volume to mount; empty for its root.")
 
 
-class Gpu(_Part):
+class GpuResources(_Part):
     """GPUs of a step, on each node."""
 
     count: int = Field(1, ge=0, le=16, description="GPUs; 0 for none, so that the step works on the CPU.")
@@ -187,12 +187,12 @@ class Placement(_Part):
 class GpuPlacement(Placement):
     """Resources of a step with GPUs."""
 
-    gpu: Gpu = Field(Gpu(), description="GPUs on each node.")
+    gpu: GpuResources = Field(GpuResources(), description="GPUs on each node.")
 
 
-def gpu_of(placed: Placement) -> Gpu:
+def gpu_of(placed: Placement) -> GpuResources:
     """GPUs of any step; of most none."""
-    return placed.gpu if isinstance(placed, GpuPlacement) else Gpu(count=0)
+    return placed.gpu if isinstance(placed, GpuPlacement) else GpuResources(count=0)
 
 
 class TrainPlacement(GpuPlacement):

@@ -21,7 +21,7 @@ from components.common.contracts.errors import (
     EngineryError,
     UserError,
 )
-from enginery.cluster.server import KFP_NAMESPACE, Server, kubernetes_api
+from enginery.cluster.server import KFP_NAMESPACE, KfpServer, kubernetes_api
 from enginery.formats import echo
 
 RUN_LABEL = "pipeline/runid"
@@ -144,7 +144,7 @@ _NO_STEPS = ("root", "executor", "iteration")
 class RunFollower:
     """One run, as its states are printed."""
 
-    server: Server
+    server: KfpServer
     client: Any
     run_id: str
     logs: PodLogs | None = None
@@ -263,7 +263,7 @@ def _of_several(states: list[str]) -> str:
     return states[0].lower()
 
 
-def follow(server: Server, client: Any, run_id: str, *, namespace: str, logs: bool) -> int:
+def follow(server: KfpServer, client: Any, run_id: str, *, namespace: str, logs: bool) -> int:
     """Follow a run to its end, with the logs of its pods if they are wanted. Returns the exit code."""
     of_pods = PodLogs(namespace or KFP_NAMESPACE, run_id) if logs else None
     return RunFollower(server, client, run_id, of_pods, namespace).follow()

@@ -14,7 +14,7 @@ from kubernetes import client  # type: ignore[import-untyped]
 
 from components.common.contracts.container_images import IMAGE_OF
 from components.common.contracts.errors import EXIT_FAILURE, EngineryError
-from enginery.cluster.server import KFP_NAMESPACE, Server
+from enginery.cluster.server import KFP_NAMESPACE, KfpServer
 from enginery.cluster.settings import Volume
 from enginery.doctor import cluster_nodes
 from enginery.doctor.access import LIMIT_S, ClusterAccess
@@ -93,7 +93,7 @@ def pipelines_server(cluster: ClusterAccess) -> Finding:
     """KFP where the user says that it answers, or else its service."""
     if cluster.endpoint:
         try:
-            Server(endpoint=cluster.endpoint, login=cluster.login, ca_file=cluster.ca_file).client()
+            KfpServer(endpoint=cluster.endpoint, login=cluster.login, ca_file=cluster.ca_file).client()
         except EngineryError as error:
             text, _, fix = str(error).partition(". ")
             return missing(text, fix or "see Kubeflow Pipelines' own log (kubectl -n kubeflow logs deploy/ml-pipeline)")

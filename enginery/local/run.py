@@ -303,7 +303,7 @@ class _Chain:
             if cached.step not in known:
                 builder.add_reused(cached)
         builder.steps.sort(key=lambda step: STEP_ORDER.index(step.name) if step.name in STEP_ORDER else -1)
-        return RunSummary(
+        return builder.summary(
             pipeline=self.file.name,
             run_id=self.record.directory.name,
             status=status,
@@ -311,15 +311,6 @@ class _Chain:
             message=failure["message"] if failure else "",
             seconds_total=seconds,
             arguments=dict(self.arguments),
-            steps=builder.steps,
-            rows=builder.rows(),
-            checks=builder.checks,
-            recommendation=builder.recommendation,
-            **builder.digests(),
-            registered=builder.registered,
-            champion=builder.champion,
-            promotion=builder.promotion,
-            report=builder.report,
             run_directory=str(self.record.directory),
             tracking_uri=self.record.uri,
             mlflow_run_id=self.record.tracked.run_id,

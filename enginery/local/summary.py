@@ -149,10 +149,15 @@ class SummaryBuilder:
             self.checks = list(cached.manifest.checks)
             self.recommendation = cached.manifest.recommendation
 
-    def digests(self) -> dict[str, str]:
-        """Digests of what was measured, as RunSummary names them; empty if nothing was measured."""
-        names = ("dataset_digest", "split_digest", "bundle_digest")
-        return {name: getattr(self._accuracy, name) for name in names} if self._accuracy else {}
+    def summary(self, **fields: Any) -> RunSummary:
+        """What the events say, with the `fields` that they do not have."""
+        seen: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("steps", "checks", "recommendation", "registered", "champion", "promotion", "report")
+        }
+        for name in ("dataset_digest", "split_digest", "bundle_digest"):
+            seen[name] = getattr(self._accuracy, name, "")
+        return RunSummary(**{**seen, "rows": self.rows(), **fields})
 
     def _close_step(self, event: dict[str, Any]) -> None:
         seconds = event.get("seconds", {})

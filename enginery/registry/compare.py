@@ -5,20 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.common.contracts.digests import short
-from components.common.contracts.records import PRECISIONS
+from components.common.contracts.records import PRECISIONS, Record
 from enginery.local.summary import PrecisionRow, RunSummary
 
 NOTHING = "not set"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ComparedRun(_Record):
+class ComparedRun(Record):
     """One of the runs. `label` is what tables and differences call it."""
 
     label: str = Field(description="A, B, C, ... in the order in which the runs were named.")
@@ -28,7 +24,7 @@ class ComparedRun(_Record):
     rows: dict[str, PrecisionRow] = Field(description="What was measured, by precision; empty if it did not get there.")
 
 
-class Comparison(_Record):
+class Comparison(Record):
     """Output of `enginery compare --json`."""
 
     schema_version: int = 1

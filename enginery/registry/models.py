@@ -123,7 +123,7 @@ def version_summary(registry: "Registry", text: str) -> RunSummary:
     builder.handle({"event": "results", **results})
     builder.handle({"event": "verdict", "word": verdict.word, **verdict.model_dump(mode="json")})
     training = {"train": bundle.training.config} if bundle.training is not None else {}
-    return RunSummary(
+    return builder.summary(
         pipeline=version.name,
         run_id=label,
         status="done",
@@ -131,15 +131,10 @@ def version_summary(registry: "Registry", text: str) -> RunSummary:
         message="",
         seconds_total=0.0,
         arguments={**training, "export": bundle.config, "validate": report.config},
-        steps=[],
-        rows=builder.rows(),
-        checks=builder.checks,
-        recommendation=builder.recommendation,
         registered=label,
         champion=CHAMPION in version.aliases,
         run_directory="",
         tracking_uri=without_credentials(registry.uri),
         mlflow_run_id=version.run_id,
         environment=report.environment,
-        **builder.digests(),
     )

@@ -155,7 +155,7 @@ class Pins:
         return self.serving and bool(self.model or self.digest)
 
 
-def image_digests(references: tuple[str, ...], target: "Environment") -> dict[str, str]:
+def image_digests(references: tuple[str, ...], target: "DeployEnvironment") -> dict[str, str]:
     """Digests by image, from references such as ghcr.io/team/serve@sha256:...
 
     Raises:
@@ -184,7 +184,7 @@ def image_digests(references: tuple[str, ...], target: "Environment") -> dict[st
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class DeployEnvironment:
     """One environment."""
 
     name: str
@@ -238,13 +238,15 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
-def environments(directory: Path) -> dict[str, Environment]:
+def environments(directory: Path) -> dict[str, DeployEnvironment]:
     """Every environment of a directory, by name.
 
     Raises:
         UserError: there is none.
     """
-    found = {file.parent.name: Environment(name=file.parent.name, file=file) for file in directory.glob(f"*/{VALUES}")}
+    found = {
+        file.parent.name: DeployEnvironment(name=file.parent.name, file=file) for file in directory.glob(f"*/{VALUES}")
+    }
     if not found:
         raise UserError(
             f"{directory} holds no environments, which are folders with a {VALUES}. Run this in your checkout, or "
@@ -255,7 +257,7 @@ def environments(directory: Path) -> dict[str, Environment]:
     return dict(sorted(found.items()))
 
 
-def environment(directory: Path, name: str) -> Environment:
+def environment(directory: Path, name: str) -> DeployEnvironment:
     """One of them.
 
     Raises:
@@ -341,7 +343,7 @@ def approve_pins(registry: "Registry", pins: Pins, where: str, environment: str)
         )
 
 
-def check_environments(registry: "Registry", found: list[Environment]) -> dict[str, str]:
+def check_environments(registry: "Registry", found: list[DeployEnvironment]) -> dict[str, str]:
     """Check that all that environments serve is approved.
 
     Returns:

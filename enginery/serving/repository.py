@@ -26,7 +26,7 @@ from components.common.registry.trust import sign_folder
 from components.common.runtimes import RUNTIMES
 from components.serve.repository_check import CPU, VERSION, open_repository
 from enginery.new_folders import check_new, new_folder
-from enginery.serving.sources import Source
+from enginery.serving.sources import ModelSource
 
 UNMEASURED_QUEUE_SIZE = 128
 LARGEST_QUEUE_SIZE = 1024  # what waits is in memory
@@ -357,7 +357,7 @@ class RepositoryConfig(BaseModel):
 
 
 def write_repository(
-    source: Source, output: Path, config: RepositoryConfig, key: Path | None = None
+    source: ModelSource, output: Path, config: RepositoryConfig, key: Path | None = None
 ) -> Artifact[RepositoryManifest]:
     """Write the models beside their final place, check all of it, and only then give it its name.
 
@@ -418,7 +418,7 @@ def gpu_server_options(repository: RepositoryManifest) -> tuple[str, ...]:
 class _Writer:
     """Puts one repository into an empty folder."""
 
-    def __init__(self, source: Source, root: Path, name: str, config: RepositoryConfig) -> None:
+    def __init__(self, source: ModelSource, root: Path, name: str, config: RepositoryConfig) -> None:
         self.source, self.root, self.config = source, root, config
         self.bundle = source.bundle.manifest
         self.names = ModelNames(ensemble=name)

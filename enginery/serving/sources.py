@@ -23,7 +23,7 @@ _PARTS: tuple["Part", ...] = (BUNDLE, REPORT, VERDICT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelSource:
     """One precision of a bundle, and what is known of it."""
 
     name: str
@@ -48,7 +48,7 @@ class Source:
 
 
 @contextmanager
-def find_source(text: str, precision: Precision | None) -> Iterator[Source]:
+def find_source(text: str, precision: Precision | None) -> Iterator[ModelSource]:
     """Open the source that `text` names, with every file checked, as long as the context lasts.
 
     Args:
@@ -78,7 +78,7 @@ def find_source(text: str, precision: Precision | None) -> Iterator[Source]:
 
 
 @contextmanager
-def _registered(text: str, precision: Precision | None) -> Iterator[Source]:
+def _registered(text: str, precision: Precision | None) -> Iterator[ModelSource]:
     registry = open_registry()
     with registry.reached("nothing is served"):
         version = find_version(registry, text)
@@ -144,16 +144,16 @@ def open_release(folder: Path, shown: str) -> tuple[ReleaseRecord, Chain]:
     return checked.record, chain
 
 
-def _released(folder: Path, shown: str, precision: Precision | None) -> Source:
+def _released(folder: Path, shown: str, precision: Precision | None) -> ModelSource:
     record, chain = open_release(folder, shown)
     return of_chain(chain, record.name, record.version, precision, read_statements(folder))
 
 
 def of_chain(
     chain: Chain, name: str, version: str, precision: Precision | None, statements: dict[str, bytes]
-) -> Source:
+) -> ModelSource:
     """A precision of it; None for what its verdict says to ship."""
-    return Source(
+    return ModelSource(
         name=name,
         version=version,
         precision=precision or chain.verdict.manifest.served_precision,
@@ -164,10 +164,10 @@ def of_chain(
     )
 
 
-def _bundle_alone(folder: Path, precision: Precision | None) -> Source:
+def _bundle_alone(folder: Path, precision: Precision | None) -> ModelSource:
     bundle = load(folder, BundleManifest, verify=ALL_FILES)
     check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, read_statements(folder))
-    return Source(
+    return ModelSource(
         name=bundle.manifest.architecture,
         version="",
         precision=precision or "int8",

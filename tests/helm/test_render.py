@@ -327,7 +327,7 @@ def test_releases_of_two_environments_do_not_meet() -> None:
 
 def test_a_packaged_chart_renders_the_same(tmp_path: Path) -> None:
     archive = Path(helm_python.package(CHART, destination=tmp_path))
-    assert archive.name == "enginery-0.1.0.tgz"
+    assert archive.name == "enginery-0.2.0.tgz"
     with helm_python.Chart.load(archive) as chart:
         files = chart.render(case("minimal"), name="demo", namespace="team-vision")
         packed = {entry["name"] for entry in chart.files}

@@ -3,7 +3,7 @@
 import os
 
 REGISTRY = os.environ.get("ENGINERY_IMAGE_REGISTRY", "ghcr.io/enginery")
-TAG = os.environ.get("ENGINERY_IMAGE_TAG", "0.1.0")
+TAG = os.environ.get("ENGINERY_IMAGE_TAG", "0.2.0")
 # Steps that need little share an image.
 IMAGE_OF = {
     "preprocess": "preprocess",
@@ -17,7 +17,7 @@ IMAGE_OF = {
 
 
 def image_for(step: str) -> str:
-    """Image reference of a step, such as "ghcr.io/enginery/train:0.1.0"."""
+    """Image reference of a step, such as "ghcr.io/enginery/train:0.2.0"."""
     return reference(IMAGE_OF[step], REGISTRY, TAG)
 
 

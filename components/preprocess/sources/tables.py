@@ -39,7 +39,7 @@ _MAX_GROUP_BYTES = 1 << 30  # of one of its row groups, unpacked
 _INTEGER = re.compile("-?[0-9]{1,18}")
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table."""
 
     number: int  # the header is row 1
@@ -48,12 +48,12 @@ class Row(NamedTuple):
     split: str | None  # None where there is no such column
 
 
-class _Entry(NamedTuple):
+class _Label(NamedTuple):
     label: str
     split: str
 
 
-def table_source(rows: Callable[[Path, str], Iterator[Row]], data: str, scratch: Path, options: Options) -> Source:
+def table_source(rows: Callable[[Path, str], Iterator[TableRow]], data: str, scratch: Path, options: Options) -> Source:
     """List the images that a table names.
 
     Args:
@@ -106,8 +106,8 @@ def _sorted(labels: set[str]) -> list[str]:
     return sorted(labels)
 
 
-def _entries(rows: Iterator[Row], place: Place, name: str) -> tuple[dict[str, _Entry], bool]:
-    entries: dict[str, _Entry] = {}
+def _entries(rows: Iterator[TableRow], place: Place, name: str) -> tuple[dict[str, _Label], bool]:
+    entries: dict[str, _Label] = {}
     has_splits = False
     for row in rows:
         where = f"{name}, row {row.number}"
@@ -118,7 +118,7 @@ def _entries(rows: Iterator[Row], place: Place, name: str) -> tuple[dict[str, _E
             if row.split not in _SPLITS:
                 has = f"the split {_shown(row.split, name)}" if row.split else "no split"
                 raise _invalid(f"{where} has {has}; write train, val, valid or validation, or take the row away")
-        entry = _Entry(row.label, _SPLITS[row.split or "train"])
+        entry = _Label(row.label, _SPLITS[row.split or "train"])
         if entries.setdefault(path, entry) != entry:
             raise _invalid(f"{where} names {_shown(path, name)} again with another label or split; keep one row of it")
     return entries, has_splits
@@ -160,7 +160,7 @@ def _relative(path: str, place: Place, where: str) -> str:
     return found
 
 
-def csv_rows(table: Path, name: str) -> Iterator[Row]:
+def csv_rows(table: Path, name: str) -> Iterator[TableRow]:
     """Rows of a CSV file. Raises UserError."""
     # Paths need not be UTF-8.
     with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -172,7 +172,7 @@ def csv_rows(table: Path, name: str) -> Iterator[Row]:
             for number, cells in enumerate(reader, 2):
                 if cells:
                     row = {key: cells[at].strip() if at < len(cells) else "" for key, at in columns.items()}
-                    yield Row(number, row["path"], row["label"], row.get("split"))
+                    yield TableRow(number, row["path"], row["label"], row.get("split"))
         except csv.Error as error:
             raise UserError(
                 f"{name} is no CSV after row {number} ({error}); write it again with quotes closed",
@@ -191,7 +191,7 @@ def _lines(file: TextIO, name: str) -> Iterator[str]:
         yield line
 
 
-def parquet_rows(table: Path, name: str) -> Iterator[Row]:
+def parquet_rows(table: Path, name: str) -> Iterator[TableRow]:
     """Rows of a Parquet file. Raises UserError."""
     try:
         import pyarrow
@@ -215,7 +215,7 @@ def parquet_rows(table: Path, name: str) -> Iterator[Row]:
                 for cells in batch.to_pylist():
                     number += 1
                     row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
-                    yield Row(number, row["path"], row["label"], row.get("split"))
+                    yield TableRow(number, row["path"], row["label"], row.get("split"))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # the latter of texts that are not UTF-8
         raise UserError(
             f"{name} is no Parquet file that can be read ({error}); write it again", code="damaged-table"

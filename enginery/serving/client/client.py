@@ -11,8 +11,8 @@ import numpy as np
 
 from components.common.contracts.errors import EngineryError, UserError
 from enginery.serving.client.transport import (
-    Address,
     RetryPolicy,
+    ServerAddress,
     ServingError,
     Transport,
     parse_address,
@@ -191,7 +191,7 @@ class AsyncClient:
         retry: RetryPolicy | None = None,
         loading_key: str = "",
     ) -> None:
-        self.address: Address = parse_address(url)
+        self.address: ServerAddress = parse_address(url)
         self.num_retries = 0  # requests that were sent again, so far
         self._retry = retry or RetryPolicy()
         self._name, self._loading_key = model, loading_key

@@ -25,7 +25,7 @@ _EXAMPLES = "write http://HOST:8000 or grpc://HOST:8001 (https and grpcs with TL
 
 
 @dataclass(frozen=True)
-class Address:
+class ServerAddress:
     """Protocol, host with port, and whether the connection is encrypted."""
 
     protocol: Literal["http", "grpc"]
@@ -36,7 +36,7 @@ class Address:
         return f"{self.protocol}{'s' if self.tls else ''}://{self.target}"
 
 
-def parse_address(url: str) -> Address:
+def parse_address(url: str) -> ServerAddress:
     """An address as people write it: the scheme says the protocol; without one port 8001 is gRPC, any other HTTP.
 
     Raises:
@@ -66,7 +66,7 @@ def parse_address(url: str) -> Address:
         scheme = "grpc" if port == _DEFAULT_PORTS["grpc"] else "http"
     protocol, tls = _PROTOCOLS[scheme.lower()]
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return Address(protocol=protocol, target=f"{host}:{port or _DEFAULT_PORTS[protocol]}", tls=tls)
+    return ServerAddress(protocol=protocol, target=f"{host}:{port or _DEFAULT_PORTS[protocol]}", tls=tls)
 
 
 Kind = Literal["unreachable", "overloaded", "timeout", "refused", "failed"]
@@ -120,7 +120,7 @@ class RequestRefused(ServingError, UserError):
     kind = "refused"
 
 
-def failure(error: BaseException, address: Address, timeout_s: float) -> ServingError:
+def failure(error: BaseException, address: ServerAddress, timeout_s: float) -> ServingError:
     """Return our error for one of tritonclient, aiohttp or asyncio.
 
     Args:
@@ -143,7 +143,7 @@ def failure(error: BaseException, address: Address, timeout_s: float) -> Serving
     return status_failure(status, message, address)
 
 
-def status_failure(status: str, message: str, address: Address) -> ServingError:
+def status_failure(status: str, message: str, address: ServerAddress) -> ServingError:
     """Return our error for an answer with another status than success.
 
     Args:
@@ -166,7 +166,7 @@ def status_failure(status: str, message: str, address: Address) -> ServingError:
     return ServingError(f"{address} failed: {message}; its log says more")
 
 
-def _unreachable(address: Address, reason: object) -> ServerUnreachable:
+def _unreachable(address: ServerAddress, reason: object) -> ServerUnreachable:
     return ServerUnreachable(
         f"no model server answers at {address} ({_short(str(reason) or type(reason).__name__)}); start one with "
         "`enginery serve NAME@champion`, or name another with --url"
@@ -204,7 +204,7 @@ class RetryPolicy:
 
 
 async def with_retries(
-    call: Callable[[], Awaitable[Result]], retry: RetryPolicy, address: Address, note_retry: Callable[[], None]
+    call: Callable[[], Awaitable[Result]], retry: RetryPolicy, address: ServerAddress, note_retry: Callable[[], None]
 ) -> Result:
     """The call's result, in as many attempts as retry allows.
 
@@ -264,7 +264,7 @@ class Transport:
         EngineryError: tritonclient is not installed.
     """
 
-    def __init__(self, address: Address, loading_key: str = "") -> None:
+    def __init__(self, address: ServerAddress, loading_key: str = "") -> None:
         self._is_grpc = address.protocol == "grpc"
         options = {"channel_args": CHANNEL} if self._is_grpc else {"conn_limit": 0, "conn_timeout": _HTTP_TIMEOUT_S}
         try:

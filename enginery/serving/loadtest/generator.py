@@ -15,7 +15,7 @@ import numpy as np
 
 from components.common.contracts.errors import UserError
 from enginery.serving.client.client import NetworkModel, find_images
-from enginery.serving.client.transport import CHANNEL, PLAIN, Address, failure, input_tensors, status_failure
+from enginery.serving.client.transport import CHANNEL, PLAIN, ServerAddress, failure, input_tensors, status_failure
 
 
 def poisson_arrivals(rate: float, duration_s: float, rng: np.random.Generator) -> np.ndarray:
@@ -49,7 +49,7 @@ class Payload:
     description: str
 
 
-def tensors(address: Address, network: NetworkModel, images_per_request: int) -> Payload:
+def tensors(address: ServerAddress, network: NetworkModel, images_per_request: int) -> Payload:
     """Random normalized images for the network."""
     rng = np.random.default_rng(0)
     shape = (images_per_request, *network.shape)
@@ -60,7 +60,12 @@ def tensors(address: Address, network: NetworkModel, images_per_request: int) ->
 
 
 def images(
-    address: Address, model: str, image_input: str, network: NetworkModel, folder: Path | None, images_per_request: int
+    address: ServerAddress,
+    model: str,
+    image_input: str,
+    network: NetworkModel,
+    folder: Path | None,
+    images_per_request: int,
 ) -> Payload:
     """Image files of a folder, or random ones of the network's size as JPEG."""
     _check_batch(network, images_per_request)
@@ -129,7 +134,7 @@ class Sender(Protocol):
         ...
 
 
-def prepare(address: Address, model: str, inputs: Mapping[str, np.ndarray]) -> bytes:
+def prepare(address: ServerAddress, model: str, inputs: Mapping[str, np.ndarray]) -> bytes:
     """One inference request in the bytes that go over the wire, behind its header's length where it is HTTP."""
     if address.protocol == "http":
         import tritonclient.http as library
@@ -146,7 +151,7 @@ def prepare(address: Address, model: str, inputs: Mapping[str, np.ndarray]) -> b
     return bytes(request.SerializeToString())
 
 
-def open_sender(address: Address, model: str) -> Sender:
+def open_sender(address: ServerAddress, model: str) -> Sender:
     """A sender within the running event loop."""
     return HttpSender(address, model) if address.protocol == "http" else GrpcSender(address)
 
@@ -154,7 +159,7 @@ def open_sender(address: Address, model: str) -> Sender:
 class HttpSender:
     """A connection for each request on its way, all kept open."""
 
-    def __init__(self, address: Address, model: str) -> None:
+    def __init__(self, address: ServerAddress, model: str) -> None:
         import aiohttp
 
         self._url = f"{address}/v2/models/{quote(model)}/infer"
@@ -178,7 +183,7 @@ class HttpSender:
 class GrpcSender:
     """One HTTP/2 connection for all requests."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ServerAddress) -> None:
         import grpc
 
         if address.tls:
@@ -208,7 +213,7 @@ _TO_START_S = 0.3
 class Load:
     """The load of one process. Either `concurrency` or `request_rate` is set."""
 
-    address: Address
+    address: ServerAddress
     model: str
     requests: Sequence[bytes]  # as `sending.prepare` makes them; sent in turn
     concurrency: int | None = None  # clients, each waiting for its answer
@@ -220,7 +225,7 @@ class Load:
 
 
 @dataclass
-class Samples:
+class RequestSamples:
     """Outcomes of the requests, a row for each. Times are seconds on the monotonic clock."""
 
     due: list[float] = field(default_factory=list)
@@ -229,7 +234,7 @@ class Samples:
     kinds: list[str] = field(default_factory=list)  # "" for an answer, else what failed
     messages: Counter[str] = field(default_factory=Counter)  # of failures; few differ
 
-    def extend(self, other: "Samples") -> None:
+    def extend(self, other: "RequestSamples") -> None:
         """Add the other's rows."""
         self.due += other.due
         self.sent += other.sent
@@ -244,7 +249,7 @@ def bind(cores: Sequence[int] | None) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def get_ready(address: Address) -> None:
+def get_ready(address: ServerAddress) -> None:
     """Import what sending takes, which needs seconds, and hold this process long enough for all others to start."""
 
     async def open_and_close() -> None:
@@ -254,13 +259,13 @@ def get_ready(address: Address) -> None:
     time.sleep(_TO_START_S)
 
 
-def generate(load: Load) -> Samples:
+def generate(load: Load) -> RequestSamples:
     """Apply a load from start to end, and wait for the last answers."""
     return asyncio.run(_generate(load))
 
 
-async def _generate(load: Load) -> Samples:
-    sender, samples = open_sender(load.address, load.model), Samples()
+async def _generate(load: Load) -> RequestSamples:
+    sender, samples = open_sender(load.address, load.model), RequestSamples()
     try:
         await asyncio.sleep(max(0.0, load.start_at - time.monotonic()))
         if load.concurrency is not None:
@@ -272,7 +277,7 @@ async def _generate(load: Load) -> Samples:
     return samples
 
 
-async def _client(sender: Sender, load: Load, samples: Samples, index: int) -> None:
+async def _client(sender: Sender, load: Load, samples: RequestSamples, index: int) -> None:
     """A client that sends its next request when it has the answer to the last."""
     end, turn = load.start_at + load.duration_s, index
     while (now := time.monotonic()) < end:
@@ -282,7 +287,7 @@ async def _client(sender: Sender, load: Load, samples: Samples, index: int) -> N
             await asyncio.sleep(0.01)  # a refusal comes at once: without a pause this loop would do nothing else
 
 
-async def _arrive(sender: Sender, load: Load, samples: Samples) -> None:
+async def _arrive(sender: Sender, load: Load, samples: RequestSamples) -> None:
     """Requests at their times, whether or not earlier ones have been answered."""
     assert load.request_rate is not None
     waiting: set[asyncio.Task[bool]] = set()
@@ -298,7 +303,7 @@ async def _arrive(sender: Sender, load: Load, samples: Samples) -> None:
         await asyncio.wait(waiting)
 
 
-async def _send(sender: Sender, load: Load, request: bytes, due: float, samples: Samples) -> bool:
+async def _send(sender: Sender, load: Load, request: bytes, due: float, samples: RequestSamples) -> bool:
     """One request; whether it failed."""
     sent, kind, message = time.monotonic(), "", ""
     try:

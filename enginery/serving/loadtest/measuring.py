@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError, UserError
 from enginery.serving.client.client import AsyncClient, NetworkModel
-from enginery.serving.client.transport import Address
-from enginery.serving.loadtest.generator import Load, Payload, Samples, bind, generate, get_ready
+from enginery.serving.client.transport import ServerAddress
+from enginery.serving.loadtest.generator import Load, Payload, RequestSamples, bind, generate, get_ready
 from enginery.serving.loadtest.results import (
     Level,
     LoadTest,
@@ -36,7 +36,7 @@ _WITH, _WITHOUT = "dynamic batching", "without"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LoadPlan:
     """The levels to measure, and how."""
 
     concurrencies: tuple[int, ...]
@@ -53,7 +53,7 @@ class Plan:
 
 def run_load_test(
     client: Callable[[], AsyncClient],
-    plan: Plan,
+    plan: LoadPlan,
     make: Callable[["About"], Payload],
     say: Callable[[str], None],
 ) -> LoadTest:
@@ -164,7 +164,7 @@ def _ask(client: Callable[[], AsyncClient], work: Callable[[AsyncClient], Awaita
 
 
 @contextmanager
-def _processes(plan: Plan, address: Address) -> Iterator[Executor]:
+def _processes(plan: LoadPlan, address: ServerAddress) -> Iterator[Executor]:
     with ProcessPoolExecutor(
         plan.num_processes, multiprocessing.get_context("spawn"), initializer=bind, initargs=(plan.cores,)
     ) as pool:
@@ -178,7 +178,7 @@ class _Tester:
     def __init__(
         self,
         client: Callable[[], AsyncClient],
-        plan: Plan,
+        plan: LoadPlan,
         payload: Payload,
         target: str,
         network: str,
@@ -242,7 +242,7 @@ class _Tester:
         before = _ask(self._client, lambda opened: opened.statistics(self._network))
         start_at = time.monotonic() + _START_S
         loads = share_load(load, plan.num_processes, start_at, self._seed, concurrency, request_rate)
-        samples = Samples()
+        samples = RequestSamples()
         for part in self._pool.map(generate, loads):
             samples.extend(part)
         after = _ask(self._client, lambda opened: opened.statistics(self._network))

@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.common.contracts.environment import Environment
-from enginery.serving.loadtest.generator import Samples
+from components.common.contracts.records import Record
+from enginery.serving.loadtest.generator import RequestSamples
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Level(_Record):
+class Level(Record):
     """One load, held for some seconds."""
 
     concurrency: int | None = Field(None, description="Closed loop: clients, each of which waits for its answer.")
@@ -54,7 +51,7 @@ class Level(_Record):
         return sum(self.errors.values())
 
 
-class Knee(_Record):
+class Knee(Record):
     """The highest request rate at which all is well: answers keep up, none is missing, and p99 is within the budget."""
 
     request_rate: float = Field(description="Requests per second.")
@@ -63,7 +60,7 @@ class Knee(_Record):
     is_highest_tried: bool = Field(description="No higher rate was tried, so the knee may be above.")
 
 
-class Series(_Record):
+class Series(Record):
     """One configuration of the server under all loads."""
 
     name: str
@@ -73,7 +70,7 @@ class Series(_Record):
     knee: Knee | None = Field(description="None where even the lowest rate was too much, or none was tried.")
 
 
-class LoadTest(_Record):
+class LoadTest(Record):
     """All of it."""
 
     schema_version: Literal[1] = 1
@@ -96,7 +93,7 @@ _ANSWERED = ""
 
 
 def summarize(
-    samples: Samples,
+    samples: RequestSamples,
     *,
     window: tuple[float, float],
     images_per_request: int,

@@ -62,7 +62,7 @@ def test_what_a_step_gets_falls_to_every_step() -> None:
     assert (train.timeout_s, promote.timeout_s) == (259200, 86400)
     assert set(train.env) == set(promote.env) == {"MLFLOW_TRACKING_URI"}
     assert [settings.of(step).shm for step in ("preprocess", "train", "export")] == ["", "64Gi", "8Gi"]
-    assert settings.image("gate") == "registry.example.com/vision/promote:0.1.0"
+    assert settings.image("gate") == "registry.example.com/vision/promote:0.2.0"
     assert settings.image("train").startswith("registry.example.com/vision/train@sha256:1111")
 
 

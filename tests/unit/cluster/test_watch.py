@@ -15,7 +15,7 @@ from kubernetes import client as k8s
 
 from components.common.contracts.errors import EngineryError
 from enginery.cluster import watch
-from enginery.cluster.server import Login, Server
+from enginery.cluster.server import KfpServer, Login
 from enginery.cluster.watch import PodLogs, RunFollower, core_api, step_of, steps_of
 from tests.kubernetes_api import answer
 from tests.pipelines.running import ROOT
@@ -121,7 +121,7 @@ def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(monkeypatch: pyte
     monkeypatch.setattr(watch, "_SHORTEST_POLL_S", 0.0)
     endpoint = "http://127.0.0.1:1"
     client = Mock(**{"get_run.side_effect": urllib3.exceptions.HTTPError("refused")})
-    server = Server(endpoint=endpoint, login=Login(source=""))
+    server = KfpServer(endpoint=endpoint, login=Login(source=""))
     with pytest.raises(EngineryError) as caught:
         RunFollower(server, client, RUN_ID, namespace="mine").follow()
     assert (client.get_run.call_count, caught.value.exit_code, caught.value.code) == (3, 1, "kfp-lost")

@@ -43,7 +43,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterApi]
 def access(api: ClusterApi, num_nodes: int = 2, endpoint: str = "here", **changes: Any) -> ClusterAccess:
     """By the example settings, with the images in the test's registry."""
     values = yaml.safe_load(EXAMPLE.read_text())
-    values["images"] = {"registry": f"{api.host}/vision", "tag": "0.1.0"}
+    values["images"] = {"registry": f"{api.host}/vision", "tag": "0.2.0"}
     for key, value in changes.items():
         values[key] = {**values[key], **value} if isinstance(value, dict) else value
     file = api.folder / "cluster.yaml"
@@ -271,7 +271,7 @@ def test_options_are_checked_before_anything_is_asked(api: ClusterApi, options: 
 @pytest.mark.parametrize(
     ("reference", "parts"),
     [
-        ("ghcr.io/enginery/train:0.1.0", ("ghcr.io", "enginery/train", "0.1.0")),
+        ("ghcr.io/enginery/train:0.2.0", ("ghcr.io", "enginery/train", "0.2.0")),
         ("localhost:5000/train", ("localhost:5000", "train", "latest")),
         ("r.example.com:5000/a/b@sha256:12", ("r.example.com:5000", "a/b", "sha256:12")),
         ("team/train:1", ("registry-1.docker.io", "team/train", "1")),

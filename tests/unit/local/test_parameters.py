@@ -253,4 +253,4 @@ def test_the_file_comes_first() -> None:
     """Which options there are, only the file says."""
     result = CliRunner().invoke(cli, ["run", "--in-containers", "pipelines/resnet50.py"])
     assert result.exit_code == 2
-    assert "FILE.py comes first, before --in-containers: enginery run FILE.py --in-containers" in result.output
+    assert "PIPELINE comes first, before --in-containers: enginery run PIPELINE --in-containers" in result.output

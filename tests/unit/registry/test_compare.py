@@ -126,16 +126,16 @@ def test_other_devices_versions_and_failed_runs(tmp_path: Path) -> None:
     assert result.warnings[1].startswith("speed was measured on different devices (CPU, 2 cores; NVIDIA H100)")
 
 
-def test_summary_builder_keeps_the_digests_of_the_report() -> None:
+def test_summary_builder_keeps_the_digests_of_the_report(tmp_path: Path) -> None:
     builder = SummaryBuilder(0.0)
-    assert builder.digests() == {}
+    fields = run_summary(tmp_path).model_dump(exclude_unset=True)
+    assert builder.summary(**fields).split_digest == ""
     measured = AccuracyRow(precision="fp32", runtime="openvino", top1_pct=90.0)
     accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=(measured,))
     benchmark = BenchmarkReport(bundle_digest="b", rows=())
     builder.handle({"event": "results", "accuracy": accuracy.model_dump(), "benchmark": benchmark.model_dump()})
-    digests = {"dataset_digest": "d", "split_digest": "s", "bundle_digest": "b"}
-    assert builder.digests() == digests
-    assert summary(FIRST, Path(), **digests).split_digest == "s"
+    made = builder.summary(**fields)
+    assert (made.dataset_digest, made.split_digest, made.bundle_digest) == ("d", "s", "b")
 
 
 def enginery(home: Path, *arguments: str) -> Result:

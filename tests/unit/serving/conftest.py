@@ -22,7 +22,7 @@ from components.common.contracts.manifests import Artifact, RepositoryManifest
 from enginery.release.verify import load_chain
 from enginery.serving.installation import find_triton, triton_folder
 from enginery.serving.repository import RepositoryConfig, write_repository
-from enginery.serving.sources import Source
+from enginery.serving.sources import ModelSource
 from tests.pipelines.servers import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -138,9 +138,9 @@ def triton() -> None:
 
 
 @pytest.fixture(scope="session")
-def source(proved) -> Source:
+def source(proved) -> ModelSource:
     chain = load_chain(*proved.parts.values())
-    return Source(
+    return ModelSource(
         name=NAME,
         version="1",
         precision="int8",

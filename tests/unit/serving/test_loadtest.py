@@ -12,7 +12,7 @@ from components.common.contracts.environment import environment
 from components.common.contracts.errors import UserError
 from enginery.cli.commands import cli
 from enginery.serving.client.transport import parse_address
-from enginery.serving.loadtest.generator import Load, Samples, poisson_arrivals
+from enginery.serving.loadtest.generator import Load, RequestSamples, poisson_arrivals
 from enginery.serving.loadtest.measuring import share_load
 from enginery.serving.loadtest.page import caution_text, gain_text, knee_text, load_text, page
 from enginery.serving.loadtest.results import (
@@ -91,7 +91,7 @@ def test_processes_share_a_load() -> None:
 
 def summary(rows: list[tuple[float, float, float, str]], images_per_request: int = 1) -> Level:
     due, sent, ended, kinds = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [], [])
-    samples = Samples(due=due, sent=sent, ended=ended, kinds=kinds)
+    samples = RequestSamples(due=due, sent=sent, ended=ended, kinds=kinds)
     return summarize(samples, window=(1.0, 3.0), images_per_request=images_per_request, server=SERVER, request_rate=1.0)
 
 
@@ -135,7 +135,7 @@ def test_the_server_s_part_is_the_difference_of_its_counters(kind: type) -> None
     after = counters({1: 10, 4: 5, 16: 1}, 20, 13_000_000, 60_000_000, kind)
     change = server_change(before, after)
     assert change == {"batches": {4: 3, 16: 1}, "queue_ms": 1.0, "compute_ms": 5.0}
-    measured = summarize(Samples(), window=(0, 1), images_per_request=1, server=change, concurrency=1)
+    measured = summarize(RequestSamples(), window=(0, 1), images_per_request=1, server=change, concurrency=1)
     assert measured.mean_batch == (3 * 4 + 16) / 4
     assert server_change(after, after) == SERVER
     assert server_change({}, before)["batches"] == {1: 10, 4: 2}

@@ -22,12 +22,12 @@ from components.serve.repository_check import open_from, open_repository
 from enginery.cli.commands import cli
 from enginery.serving.installation import find_triton
 from enginery.serving.repository import RepositoryConfig, gpu_server_options, write_repository
-from enginery.serving.sources import Source, find_source
+from enginery.serving.sources import ModelSource, find_source
 
 from .conftest import NAME
 
 
-def built_as(source: Source, *flags: str) -> Source:
+def built_as(source: ModelSource, *flags: str) -> ModelSource:
     """The source with other flags of its plans."""
     engines = tuple(entry.model_copy(update={"flags": flags}) for entry in source.bundle.manifest.engines)
     manifest = source.bundle.manifest.model_copy(update={"engines": engines})
@@ -56,7 +56,7 @@ def plan(precision: str, capability: str) -> EngineEntry:
 
 
 @pytest.fixture
-def on_gpu(source, tmp_path: Path) -> Source:
+def on_gpu(source, tmp_path: Path) -> ModelSource:
     """The source as if plans had been built, and one of INT8 measured: two files that no TensorRT would take."""
     folder = tmp_path / "bundle"
     shutil.copytree(source.bundle.path, folder)

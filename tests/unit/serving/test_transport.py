@@ -12,9 +12,9 @@ from aiohttp import web
 from components.common.contracts.errors import UserError
 from enginery.serving.client.client import AsyncClient
 from enginery.serving.client.transport import (
-    Address,
     RequestRefused,
     RetryPolicy,
+    ServerAddress,
     ServerOverloaded,
     ServerTimeout,
     ServerUnreachable,
@@ -159,7 +159,7 @@ def test_a_refusal_and_a_late_answer_are_not_tried_again() -> None:
 
 
 @asynccontextmanager
-async def server(handle: Callable[[web.Request], web.StreamResponse]) -> AsyncIterator[Address]:
+async def server(handle: Callable[[web.Request], web.StreamResponse]) -> AsyncIterator[ServerAddress]:
     async def answer(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(0)
         return handle(request)
