@@ -122,6 +122,8 @@ def test_a_damaged_state_is_refused(
     with pytest.raises(EngineryError) as caught:
         build(digits_dataset, state=state)
     assert caught.value.code == "damaged-loader-state"
+    with pytest.raises(ValueError, match="evaluation"):
+        Loader(digits_dataset, "val", SPEC, batch_size=8).state()
 
 
 @pytest.mark.parametrize("kind", ["mixup_alpha", "cutmix_alpha"])

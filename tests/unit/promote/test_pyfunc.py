@@ -139,6 +139,7 @@ def test_logits_with_nan_name_no_class() -> None:
 
 def test_every_form_of_an_image_gives_the_same(model, images, tmp_path: Path) -> None:
     expected = model.predict(images[:2])
+    assert Image.open(io.BytesIO(images[0])).mode == "L"  # the loader shows the network a gray image as an RGB one
     files = [tmp_path / "0.img", tmp_path / "1.img"]
     for file, data in zip(files, images, strict=False):
         file.write_bytes(data)
