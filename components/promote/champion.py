@@ -5,28 +5,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable
 from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.records import Precision
 from components.common.process.steplog import StepLog
 from components.common.registry.audit_log import Entry, Proposal, Situation
-from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
+from components.common.registry.model_registry import RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION, ChampionComparison
 from components.common.registry.trust import check_chain
 from components.common.registry.version_evaluation import (
     Measured,
+    PresentChampion,
     VersionEvaluation,
-    check_log,
+    champion_to_beat,
     check_tags,
     compare_versions,
-    evaluation_of,
 )
 from components.promote.config import PromoteConfig
-
-if TYPE_CHECKING:
-    pass
 
 _CPU_BATCH_SIZE = 32
 
@@ -156,44 +152,47 @@ class Decision:
         )
 
     def _judge(self, situation: Situation) -> Judgement:
-        champion = situation.champion
         if back := _rolled_back(self.evaluation.digests["bundle"], situation.entries):
             return Judgement(champion=False, why=f"{back}; {self._how_to_force()}")
-        if champion is None:
-            return Judgement(champion=True, why="passed its gate, and there was no champion")
+        refused: list[str] = []  # by the machine's trust policy
+        number, comparison = situation.champion, None
         try:
-            comparison = self._compare(champion, situation.entries)
+            with champion_to_beat(self.registry, self.config.registered_model, situation, refused.append) as champion:
+                if champion is not None:
+                    number = champion.version.number
+                    comparison = self._compare(champion)
         except EngineryError as error:
-            why = f"it can't be compared with the champion, version {champion}: {error}"
+            why = f"it can't be compared with the champion, version {number}: {error}"
             return Judgement(
                 champion=False, why=f"{why}. Promote again on a machine that can, or {self._how_to_force()}"
             )
+        ignored = "".join(f"; {reason}" for reason in refused)
+        if comparison is None:
+            trusted = " that the trust policy accepts" if refused else ""
+            return Judgement(champion=True, why=f"passed its gate, and there was no champion{trusted}{ignored}")
         if comparison.not_worse:
-            return Judgement(champion=True, why=f"not worse: {comparison.text}", comparison=comparison)
+            return Judgement(champion=True, why=f"not worse: {comparison.text}{ignored}", comparison=comparison)
         allowed = f", allowed {comparison.tolerance_points:g} points less" if comparison.tolerance_points else ""
-        why = f"worse than the champion: {comparison.text}{allowed}"
+        why = f"worse than the champion: {comparison.text}{allowed}{ignored}"
         return Judgement(champion=False, why=why, comparison=comparison)
 
-    def _compare(self, champion: str, entries: Sequence[Entry]) -> ChampionComparison:
-        version = self.registry.version(self.config.registered_model, champion)
-        tolerance = self.config.tolerance_points
-        with evaluation_of(self.registry, version) as present:
-            check_log(version, entries, {part: present.digests[part] for part in PARTS})
-            if present.split_digest == self.evaluation.split_digest:
-                measured = present.measured(f"the champion, version {champion},")
-                return compare_versions(self.evaluation, measured, champion, tolerance)
-            self.evaluation.measured("the version")  # before the champion is measured for nothing
-            if champion not in self._measured:
-                self.log.note(f"the champion, version {champion}, was measured on other images; now on these")
-                self._measured[champion] = remeasure(
-                    self.registry,
-                    version,
-                    present.precision,
-                    self.data,
-                    lambda done, total: self.log.progress("measuring the champion", done, total, unit="images"),
-                    self.log.note,
-                )
-            return compare_versions(self.evaluation, self._measured[champion], champion, tolerance)
+    def _compare(self, champion: PresentChampion) -> ChampionComparison:
+        number, present = champion.version.number, champion.evaluation
+        if present.split_digest == self.evaluation.split_digest:
+            measured = present.measured(f"the champion, version {number},")
+            return compare_versions(self.evaluation, measured, number, self.config.tolerance_points)
+        self.evaluation.measured("the version")  # before the champion is measured for nothing
+        if number not in self._measured:
+            self.log.note(f"the champion, version {number}, was measured on other images; now on these")
+            self._measured[number] = remeasure(
+                self.registry,
+                champion.version,
+                present.precision,
+                self.data,
+                lambda done, total: self.log.progress("measuring the champion", done, total, unit="images"),
+                self.log.note,
+            )
+        return compare_versions(self.evaluation, self._measured[number], number, self.config.tolerance_points)
 
     def _how_to_force(self) -> str:
         name = self.config.registered_model

@@ -9,6 +9,7 @@ from components.common.registry.model_registry import PARTS, RegisteredVersion, 
 from components.common.registry.promotions import CHAMPION, ChampionComparison
 from components.common.registry.trust import check_chain
 from components.common.registry.version_evaluation import (
+    champion_to_beat,
     check_log,
     check_tags,
     compare_versions,
@@ -112,23 +113,24 @@ def _review(registry: Registry, version: RegisteredVersion, situation: Situation
     """Compare a version with the champion of a situation; None if it is not to become champion."""
     with evaluation_of(registry, version) as evaluation:
         digests = evaluation.digests
-        champion = situation.champion if situation is not None else None
-        if situation is None or champion is None:
+        if situation is None:
             return _Review(digests=digests)
+        number = situation.champion
         try:
-            against = registry.version(version.name, champion)
-            with evaluation_of(registry, against) as present:
-                check_log(against, situation.entries, {part: present.digests[part] for part in PARTS})
+            with champion_to_beat(registry, version.name, situation) as champion:
+                if champion is None:
+                    return _Review(digests=digests)
+                number, present = champion.version.number, champion.evaluation
                 if present.split_digest != evaluation.split_digest:
                     objection = (
-                        f"it was measured on other images than the champion, version {champion}, so the two can't be "
+                        f"it was measured on other images than the champion, version {number}, so the two can't be "
                         "compared here; a run of the pipeline on the images of one of them measures both"
                     )
                     return _Review(objection=objection, code="other-images", digests=digests)
-                measured = present.measured(f"the champion, version {champion},")
-                comparison = compare_versions(evaluation, measured, champion, 0.0)
+                measured = present.measured(f"the champion, version {number},")
+                comparison = compare_versions(evaluation, measured, number, 0.0)
         except EngineryError as error:
-            objection = f"it can't be compared with the champion, version {champion}: {error}"
+            objection = f"it can't be compared with the champion, version {number}: {error}"
             return _Review(objection=objection, code="not-comparable", digests=digests)
         objection = "" if comparison.not_worse else f"it is worse: {comparison.text}"
         return _Review(objection=objection, code="worse", comparison=comparison, digests=digests)

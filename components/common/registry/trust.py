@@ -110,7 +110,8 @@ def find_policy() -> TrustPolicy | None:
         ) from None
 
 
-def _to_stderr(text: str) -> None:
+def to_stderr(text: str) -> None:
+    """Show a text beside what a command answers."""
     print(shown(text), file=sys.stderr)
 
 
@@ -121,7 +122,7 @@ def check_chain(
     *,
     environment: str | None = None,
     model: str = "",
-    say: Callable[[str], None] = _to_stderr,
+    say: Callable[[str], None] = to_stderr,
 ) -> None:
     """Refuse what nobody whom the policy names has vouched for; without a policy say that nobody does.
 
@@ -280,7 +281,7 @@ def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -
         ) from None
 
 
-def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = _to_stderr) -> str:
+def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = to_stderr) -> str:
     """Refuse a folder that no key of the policy signed as it is; without a policy say that nobody vouches for it.
 
     Returns:

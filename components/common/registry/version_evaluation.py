@@ -1,7 +1,7 @@
 """The evaluation of a registered version, read from its sealed report and verdict, and the comparison of two."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,13 @@ from components.common.contracts.foreign import read_arrays
 from components.common.contracts.manifests import ALL_FILES, Artifact, ReportManifest, VerdictManifest, load
 from components.common.contracts.records import AccuracyRow, Precision
 from components.common.contracts.statistics import mcnemar, paired_difference
-from components.common.registry.audit_log import Entry
-from components.common.registry.model_registry import RegisteredVersion, Registry
+from components.common.registry.audit_log import Entry, Situation, champions
+from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import ChampionComparison, PairedImages
+from components.common.registry.trust import check_chain, find_policy, to_stderr
 
 PREDICTIONS = "predictions.npz"
+_MAX_ARRAY_BYTES = 1 << 28  # of predictions: 5 classes each for 13 million images
 _DIGITS = 9  # percentages carry rounding noise; a difference of exactly the tolerance is within it
 
 
@@ -161,6 +163,57 @@ def evaluation_of(registry: Registry, version: RegisteredVersion) -> Iterator[Ve
         evaluation = load_evaluation(report_path, verdict_path)
         check_tags(version, {"report": evaluation.report.digest, "verdict": evaluation.verdict.digest})
         yield evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresentChampion:
+    """The version that a new champion must not be worse than, and its evaluation."""
+
+    version: RegisteredVersion
+    evaluation: VersionEvaluation
+
+
+@contextmanager
+def champion_to_beat(
+    registry: Registry, model: str, situation: Situation, say: Callable[[str], None] = to_stderr
+) -> Iterator[PresentChampion | None]:
+    """The champion; with a trust policy the last champion that it trusts; None where there is none.
+
+    Who can write the registry can make up a champion of any accuracy. With a policy such a one counts for nothing: it
+    neither keeps a version from being champion, nor lets one through that is worse than the champion before.
+
+    Args:
+        registry: of the model.
+        model: its name.
+        situation: of its aliases and log.
+        say: called with a text for each champion that the policy refuses.
+
+    Raises:
+        EngineryError: without a policy, the champion's files are not what was promoted; with one, they can't be read.
+    """
+    if situation.champion is None:
+        yield None
+        return
+    policy = find_policy()
+    earlier = champions(situation.entries)[::-1] if policy is not None else []
+    with ExitStack() as stack:
+        for number in dict.fromkeys((situation.champion, *earlier)):
+            try:
+                version = registry.version(model, number)
+                evaluation = stack.enter_context(evaluation_of(registry, version))
+                digests: dict[str, str] = {part: evaluation.digests[part] for part in PARTS}
+                check_log(version, situation.entries, digests)
+                if policy is not None:
+                    check_chain(version.label, digests, registry.statements(version), environment="")
+            except EngineryError as error:
+                if policy is None or error.code == "files-missing":  # it may be there again in a minute
+                    raise
+                if error.code != "no-version":  # it was deleted since
+                    say(f"version {number} does not count as champion ({error.code}): {error}")
+            else:
+                yield PresentChampion(version=version, evaluation=evaluation)
+                return
+        yield None
 
 
 def load_evaluation(report: Path, verdict: Path) -> VersionEvaluation:

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.registry import trust
+from components.common.registry.audit_log import Proposal, change_aliases
 from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote import champion
@@ -232,6 +233,51 @@ def test_a_registry_writer_without_a_key(trusted: Machine, registry: Registry, t
                 enginery(*command)
         registry.add_statement(registry.version("m", number), "verdict.dsse.json", own)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("way", "top1"),
+    [("registered", 99), ("registered", 1), ("with the verdict of another", 99), ("changed in the store", 1)],
+)
+def test_a_forged_champion_neither_blocks_a_version_nor_lets_a_worse_one_through(
+    machine: Machine, store: str, registry: Registry, way: str, top1: int
+) -> None:
+    """Alias, tags and entry in the log are right; versions are compared with the last champion that was signed."""
+    machine.promote(store, "a-050")
+    forged = make_chain(machine.folder / f"forged-{top1}", top1)
+    if way == "changed in the store":
+        machine.promote(store, "b-055")
+        for part in ("report", "verdict"):
+            with registry.files(registry.version("m", "2"), part) as folder:
+                shutil.copytree(forged[part], folder, dirs_exist_ok=True)
+        evaluation = load_evaluation(forged["report"], forged["verdict"])
+        for name, value in evaluation.tags.items():
+            registry.client.set_model_version_tag("m", "2", name, value)
+        entry = Proposal(kind="promote", aliases={"champion": "2"}, why="x", digests=evaluation.digests)
+        change_aliases(registry, "m", lambda situation: entry)
+    else:
+        register_forged(registry, forged, "champion")
+    code = "no-verdict" if way == "registered" else "statement-other-digest"
+    if way == "with the verdict of another":
+        own = registry.statements(registry.version("m", "1"))["verdict.dsse.json"]
+        registry.add_statement(registry.version("m", "2"), "verdict.dsse.json", own)
+    said = machine.promote(store, "c-040")
+    assert "worse than the champion: top-1 40.00 % (INT8), champion version 1 50.00 %" in said
+    with refuses("worse"):
+        enginery("promote", "m", "3", "--why", "x")
+    said = machine.promote(store, "d-051")
+    assert "not worse: top-1 51.00 % (INT8), champion version 1 50.00 %" in said
+    assert f"; version 2 does not count as champion ({code}): m version 2 is refused" in said
+    assert registry.aliases("m")["champion"] == "4"
+
+
+def test_champions_from_before_the_policy_count_no_more(machine: Machine, store: str, registry: Registry) -> None:
+    machine.without_policy()
+    promote_chain(store, machine.judged("a-090", ""), machine.folder / "promotion")
+    machine.policy()
+    said = machine.promote(store, "b-050")
+    assert "there was no champion that the trust policy accepts; version 1 does not count as champion (no-v" in said
+    assert registry.aliases("m")["champion"] == "2"
 
 
 def test_every_part_of_a_statement_counts(trusted: Machine, registry: Registry, tmp_path: Path) -> None:
