@@ -3,7 +3,7 @@
 import re
 from urllib.parse import parse_qsl, urlsplit
 
-from components.common.registry.store import without_credentials
+from components.common.registry.store import split_scheme, without_credentials
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -56,14 +56,19 @@ class Preempted(KeyboardInterrupt):
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}://"
 # Addresses of a text, up to the next one's scheme. A quote ends one, unless an @ behind it makes it part of a password.
-_ADDRESS = re.compile(rf"{_SCHEME}(?:(?:(?!{_SCHEME})\S)*@)?(?:(?!{_SCHEME})[^\s'\"<>])*")
+# Without a scheme only those with a user are looked for: others are paths.
+_ADDRESS = re.compile(
+    rf"{_SCHEME}(?:(?:(?!{_SCHEME})\S)*@)?(?:(?!{_SCHEME})[^\s'\"<>])*|(?<![\w.:/])//[^\s'\"<>/@]+@[^\s'\"<>]*"
+)
 _PATH_SECRET = re.compile(r";([^;/?#=]*)=([^;/?#]*)")  # a parameter behind a ; of a path, such as ;token=...
 # Terminals obey the first two; the rest puts text into another order, or is no UTF-8.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _SECRET_NAME = re.compile(r"key|token|sig|secret|pass|pwd|auth|cred|session|policy", re.IGNORECASE)
 _DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")  # behind the name of an artifact in an OCI registry
 _MAX_PLAIN = 15  # characters of a query's value, such as 1 or main; longer ones may be anything
-_NAMED_USERS = ("abfs", "abfss", "az", "adl", "sftp", "ssh")  # what stands before the @ is no secret
+_CONTAINERS = ("abfs", "abfss", "az", "adl")  # what stands before the @ is no user
+_LOGINS = ("sftp", "ssh")  # a name alone stands before the @, or a token
+_MIN_PORT = 1000  # of a service that is not the web; smaller numbers before a slash may be of a password
 
 
 def shown(text: str) -> str:
@@ -89,17 +94,19 @@ def holds_secret(text: str) -> bool:
 
 
 def _is_secret(uri: str) -> bool:
-    scheme, mark, rest = uri.partition("://")
-    if not mark or rest.startswith("/"):
+    scheme, rest = split_scheme(uri)
+    if rest is None:
         return False
+    if not scheme:
+        return "@" in rest.partition("/")[0]
     try:
-        parts = urlsplit(uri)
-        has_port = parts.port is not None  # raises for most passwords with a slash
+        parts = urlsplit(f"{scheme}://{rest}")
+        port = parts.port  # raises for most passwords with a slash
     except ValueError:
         return "@" in rest
-    if parts.password is not None or (parts.username is not None and scheme.lower() not in _NAMED_USERS):
+    if parts.password is not None or (parts.username is not None and _may_be_token(scheme.lower(), parts.username)):
         return True
-    if has_port and _may_be_password(parts.hostname or "", rest):
+    if port is not None and _may_be_password(parts.hostname or "", port, rest):
         return True
     is_web = scheme.lower() in ("http", "https")
     if any(
@@ -111,10 +118,20 @@ def _is_secret(uri: str) -> bool:
     return any(_SECRET_NAME.search(name) or max(len(name), len(value)) > _MAX_PLAIN for name, value in pairs)
 
 
-def _may_be_password(host: str, rest: str) -> bool:
+def _may_be_token(scheme: str, user: str) -> bool:
+    """True for what stands before an @, unless it is a container, or a login of short parts or of letters."""
+    if scheme in _CONTAINERS:
+        return False
+    is_name = (len(part) <= _MAX_PLAIN or (part.isalpha() and part.islower()) for part in re.split("[._-]", user))
+    return scheme not in _LOGINS or not all(is_name)
+
+
+def _may_be_password(host: str, port: int, rest: str) -> bool:
     """True if what seems to be host, port and a path with an @ may be a user, a password with a slash, and a host."""
     before, _, after = _DIGEST.sub("", rest).rpartition("@")
     if not before or before.endswith("/") or host == "localhost" or ":" in host or host.replace(".", "").isdigit():
+        return False
+    if port >= _MIN_PORT or port in (80, 443):  # an @ in a path is no user
         return False
     return "." not in host or "/" in after
 

@@ -14,6 +14,7 @@ for _way in ("UPLOAD", "DOWNLOAD"):
     os.environ.setdefault(f"MLFLOW_ENABLE_PROXY_MULTIPART_{_way}", "false")
 
 _CONNECT_S = 15  # a database server may take to answer
+_OF_FILES = ("file:", "sqlite", "hdfs:", "unix:")  # how addresses begin, behind whose third slash a path begins
 # How drivers name a connection that failed or was cut, as against a transaction that was refused: those have classes
 # of their own below psycopg's and numbers of their own in MySQL.
 _GONE = re.compile(
@@ -28,13 +29,24 @@ def without_credentials(uri: str) -> str:
     A password that should have been quoted may hold any character, so everything before the last @ goes. A query may
     hold a password (`?password=` of databases) or a token.
     """
-    scheme, mark, rest = uri.partition("://")
-    if rest.startswith("/"):  # a file, whose path may have an @
+    _, rest = split_scheme(uri)
+    if rest is None:
         return uri
+    head = uri[: len(uri) - len(rest)]
     if "@" in rest:
         rest = f"***@{rest.rpartition('@')[2]}"
     address, asks, _ = rest.partition("?")
-    return f"{scheme}{mark}{address}{asks and '?***'}"
+    return f"{head}{address}{asks and '?***'}"
+
+
+def split_scheme(uri: str) -> tuple[str, str | None]:
+    """Scheme of an address, empty where it begins with //, and what follows the slashes; None of a path."""
+    scheme, mark, rest = uri.partition("//")
+    is_path = not mark or (scheme and not scheme.endswith(":")) or (not scheme and rest.startswith("/"))
+    # The path of a file, which may have an @. Others have no third slash, but somebody may have typed it.
+    if is_path or (rest.startswith("/") and scheme.startswith(_OF_FILES)):
+        return "", None
+    return scheme.removesuffix(":"), rest.lstrip("/")
 
 
 def without_folders(uri: str) -> str:
