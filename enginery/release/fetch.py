@@ -6,27 +6,33 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlparse
 
 from components.common.contracts.digests import digest_bytes, digest_file
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import MANIFEST, check_seal, claims_of, file_problem, read_manifest
+from components.common.contracts.manifests import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    check_seal,
+    claims_of,
+    file_problem,
+    read_manifest,
+)
 from components.common.contracts.records import FileEntry
 from components.common.registry.trust import (
+    MAX_SIGNATURE_BYTES,
     SIGNATURE,
-    STATEMENTS,
     check_chain,
     check_folder,
     find_policy,
     read_statements,
+    statement_names,
 )
 from enginery.new_folders import check_new
-from enginery.release.verify import OLD_SIGNATURE, SUMS, read_sums
+from enginery.release.verify import OLD_SIGNATURE, SUMS, read_list, read_sums
 
 OCI = "oci://"
-_MAX_MANIFEST_BYTES = 64 << 20
 _SPARED_BYTES = 1 << 30
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,40}")  # stands in messages
 _NUM_DOWNLOADS = 8  # at once
@@ -168,7 +174,7 @@ def _checked(folder: Path, digest: str, source: str) -> Identity:
 def _checked_release(folder: Path, digest: str, source: str) -> Identity:
     from enginery.serving.sources import open_release
 
-    files, _ = read_sums((folder / SUMS).read_bytes())
+    files, _ = read_sums(read_list(folder))
     entries = {
         name: FileEntry(size_bytes=(folder / name).stat().st_size, digest=listed)
         for name, listed in files.items()
@@ -227,10 +233,10 @@ def _download_listed(source: str, folder: Path, digest: str) -> None:
 
     there = list_files(source)
     main = MANIFEST if MANIFEST in there else SUMS
-    _check_sizes(source, folder, {main: _MAX_MANIFEST_BYTES}, there)
+    _check_sizes(source, folder, {main: MAX_MANIFEST_BYTES}, there)
     download(f"{source}/{main}", folder / main)
     if main == SUMS:
-        listed = [*read_sums((folder / SUMS).read_bytes())[0]]
+        listed = [*read_sums(read_list(folder))[0]]
         found = Identity(kind="release", digest=digest_file(folder / SUMS), inputs={}, files={})
     else:
         found = read_identity(folder)
@@ -239,8 +245,8 @@ def _download_listed(source: str, folder: Path, digest: str) -> None:
     for parent in {PurePosixPath(name).parent for name in listed} - {PurePosixPath(".")}:
         there |= {f"{parent}/{name}": size_bytes for name, size_bytes in list_files(f"{source}/{parent}").items()}
     most = {name: found.files[name].size_bytes if found.files else there.get(name, 0) for name in listed}
-    signed = [name for name in there if name in (SIGNATURE, OLD_SIGNATURE) or fnmatch(name, STATEMENTS)]
-    most |= dict.fromkeys(signed, _MAX_MANIFEST_BYTES)
+    signed = [name for name in (SIGNATURE, OLD_SIGNATURE) if name in there] + statement_names(there)
+    most |= dict.fromkeys(signed, MAX_SIGNATURE_BYTES)
     _check_sizes(source, folder, most, there)
     for name in most:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

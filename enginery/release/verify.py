@@ -22,6 +22,7 @@ from components.common.contracts.foreign import read_yaml
 from components.common.contracts.manifests import (
     ALL_FILES,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     SCHEMA_VERSION,
     Artifact,
     BundleManifest,
@@ -54,6 +55,7 @@ REPORT_CARD = "model_card.md"  # what it is a copy of
 MODEL_FILES = ("MLmodel", "requirements.txt", "python_env.yaml")  # the release is a model of MLflow, too
 SUMS = "SHA256SUMS"
 OLD_SIGNATURE = "SHA256SUMS.sig"  # Ed25519, of releases up to version 0.1
+_OLD_BYTES = 64
 ROOT_FILES = (RECORD, BOM, CARD, *MODEL_FILES)  # what SUMS lists besides the three artifacts
 REQUIRED = (*ROOT_FILES, *(f"{part}/{MANIFEST}" for part in (BUNDLE, REPORT, VERDICT)))
 
@@ -94,6 +96,7 @@ class ReleaseRecord(Record):
 
 
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>.+)")
+_MAX_SUMS_BYTES = 1 << 20  # thousands of files
 _UNLISTED = (SUMS, SIGNATURE, OLD_SIGNATURE)
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\\\\]+")  # names that sha256sum writes as they are
 
@@ -340,13 +343,18 @@ def verify(folder: Path, key: PublicKey | None = None) -> Verification:
     Raises:
         UserError: it is no release.
     """
-    listed = _read_list(folder)
+    listed = read_list(folder)
     problems, signature = _check_signature(folder, listed, key)
     entries, wrong = read_sums(listed)
     problems += wrong
     problems += [f"{name} is not listed in {SUMS}; every release has one" for name in REQUIRED if name not in entries]
     problems += [f"{name} has no place in a release" for name in entries if not _has_a_place(name)]
     problems += check_files(folder, entries)
+    problems += [
+        f"{name} has more than {MAX_MANIFEST_BYTES:,} bytes"
+        for name in (name for name in ROOT_FILES if (folder / name).is_file())
+        if (folder / name).stat().st_size > MAX_MANIFEST_BYTES
+    ]
     if problems:  # what the files say means something only where they are those of the list
         return Verification(problems=tuple(problems), signature=signature, num_files=len(entries))
     try:
@@ -367,7 +375,13 @@ def verify(folder: Path, key: PublicKey | None = None) -> Verification:
     )
 
 
-def _read_list(folder: Path) -> bytes:
+def read_list(folder: Path) -> bytes:
+    """The content of a release's SHA256SUMS.
+
+    Raises:
+        UserError: there is none.
+        EngineryError: it is a link, or larger than that of any release.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; name one that `enginery release` wrote", code="not-a-release")
     file = folder / SUMS
@@ -378,6 +392,8 @@ def _read_list(folder: Path) -> bytes:
             f"{folder} is no release: it has no {SUMS}. Name a folder that `enginery release` wrote",
             code="not-a-release",
         )
+    if file.stat().st_size > _MAX_SUMS_BYTES:
+        raise EngineryError(f"{file} has more than {_MAX_SUMS_BYTES:,} bytes, as no release has", code="not-a-release")
     return file.read_bytes()
 
 
@@ -395,7 +411,7 @@ def _check_signature(folder: Path, listed: bytes, key: PublicKey | None) -> tupl
     if not isinstance(key, Ed25519PublicKey):
         problem = folder_problem(folder, public_pem(key))
     else:
-        valid = is_signed_by(key, files[0].read_bytes(), listed)
+        valid = files[0].stat().st_size == _OLD_BYTES and is_signed_by(key, files[0].read_bytes(), listed)
         problem = "" if valid else f"{name} is no signature of {SUMS} by that key"
     if problem:
         return [f"{problem} ({fingerprint(key)})"], "wrong"
@@ -405,7 +421,7 @@ def _check_signature(folder: Path, listed: bytes, key: PublicKey | None) -> tupl
 def _has_a_place(name: str) -> bool:
     return (
         name in ROOT_FILES
-        or fnmatch(name, STATEMENTS)
+        or ("/" not in name and fnmatch(name, STATEMENTS))
         or (name.split("/")[0] in (BUNDLE, REPORT, VERDICT) and "/" in name)
     )
 

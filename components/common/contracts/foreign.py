@@ -2,7 +2,7 @@
 
 import stat
 import zipfile
-import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,8 @@ import yaml
 if TYPE_CHECKING:
     import numpy as np
 
-_MAX_YAML_BYTES = 1 << 20
-_MAX_ARRAY_BYTES = 1 << 30  # predictions of 5 classes each for 50 million images
+_MAX_YAML_BYTES = 1 << 16  # which may take PyYAML seconds
+_MAX_HEADER_BYTES = 1 << 14  # of an array
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,21 +39,25 @@ def read_yaml(file: Path) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def read_arrays(file: Path, *names: str) -> "dict[str, np.ndarray] | None":
+def read_arrays(file: Path, max_bytes: Mapping[str, int]) -> "dict[str, np.ndarray] | None":
     """Arrays of a foreign .npz; None where one of them is not in it.
 
+    Args:
+        file: the archive.
+        max_bytes: of each array, by its name.
+
     Raises:
-        ValueError: it is damaged, or an array is too large.
-        OSError: it can't be read.
+        ValueError: it can't be read, is damaged, or an array is too large.
     """
     import numpy as np
 
     try:
         with zipfile.ZipFile(file) as archive:  # which reads no more of an entry than its directory says
             sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
-        if too_large := [name for name in names if sizes.get(f"{name}.npy", 0) > _MAX_ARRAY_BYTES]:
-            raise ValueError(f"{too_large[0]} has more than {_MAX_ARRAY_BYTES:,} bytes")
+        for name, most in max_bytes.items():
+            if sizes.get(f"{name}.npy", 0) > most + _MAX_HEADER_BYTES:
+                raise ValueError(f"{name} has more than {most:,} bytes")
         with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in names} if all(name in arrays for name in names) else None
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, MemoryError) as error:
+            return {name: arrays[name] for name in max_bytes} if all(name in arrays for name in max_bytes) else None
+    except Exception as error:  # zipfile, zlib and NumPy have many kinds
         raise ValueError(f"{type(error).__name__}: {error}") from None

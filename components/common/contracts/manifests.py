@@ -313,6 +313,7 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
     return artifact
 
 
+MAX_MANIFEST_BYTES = 8 << 20  # tens of thousands of files; JSON may take 25 times as much in memory
 SCHEMA_VERSION = 2  # of manifests; 1 had no seal, and `migrated` reads it
 # Kind of an artifact -> the step that writes it.
 _STEPS = {
@@ -345,8 +346,14 @@ def read_manifest(file: Path, kind: str) -> bytes:
 
     Raises:
         UserError: there is none, or it can't be read.
+        EngineryError: it is larger than any of ours.
     """
     try:
+        if file.stat().st_size > MAX_MANIFEST_BYTES:
+            raise EngineryError(
+                f"{file} has more than {MAX_MANIFEST_BYTES:,} bytes, so it is no manifest; {how_to_renew(kind)}",
+                code="invalid-manifest",
+            )
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(

@@ -3,7 +3,6 @@
 Nothing here decides anything: audit_log.py changes aliases, by its log.
 """
 
-import fnmatch
 import json
 import os
 import re
@@ -32,7 +31,7 @@ from components.common.registry.tracking import (
     is_unreachable,
     request_limits,
 )
-from components.common.registry.trust import STATEMENTS, read_statements
+from components.common.registry.trust import read_statements, statement_names
 
 Part = Literal["bundle", "report", "verdict"]
 Result = TypeVar("Result")
@@ -311,8 +310,8 @@ class Registry:
             root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
             if urlparse(root).scheme in ("", "file"):
                 return read_statements(Path(url2pathname(urlparse(root).path)))
-            names = [entry.path for entry in mlflow.artifacts.list_artifacts(artifact_uri=root, **at)]
-            for name in fnmatch.filter((Path(name).name for name in names), STATEMENTS):
+            listed = mlflow.artifacts.list_artifacts(artifact_uri=root, **at)
+            for name in statement_names({Path(entry.path).name: int(entry.file_size or 0) for entry in listed}):
                 mlflow.artifacts.download_artifacts(artifact_uri=f"{root}/{name}", dst_path=folder, **at)
             return read_statements(Path(folder))
 

@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime, timedelta
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ PASSPHRASE_VARIABLE = "ENGINERY_KEY_PASSPHRASE"  # noqa: S105  # the name of a v
 SIGNATURE = "model.sig"  # of a folder, by model-signing
 VERDICT = "verdict.dsse.json"
 STATEMENTS = "*.dsse.json"  # beside the artifacts: in a version, a release and a model repository
+MAX_SIGNATURE_BYTES = 16 << 20
+_MAX_STATEMENT_BYTES, _MAX_STATEMENTS = 1 << 16, 100
 MAKE_KEY = (
     "make a pair with `openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out enginery.key` and "
     + ("`openssl pkey -in enginery.key -pubout -out enginery.pub`")
@@ -224,7 +227,7 @@ def _checked(
     _check_right(policy, what, name, kind, environment)
     try:
         envelope.verify([known[name]], 1)
-    except Error:
+    except (Error, AttributeError, TypeError, ValueError):  # of a payload type that is no text, too
         raise _refusal(what, f"{file} was changed after {name} had signed it", "statement-changed") from None
     types = (envelope.payload_type, statement.get("_type"), statement.get("predicateType"))
     if types != (_IN_TOTO, _STATEMENT_TYPE, _PREDICATES[kind]):
@@ -298,6 +301,8 @@ def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = to_std
     if not _is_plain(file):
         raise _refusal(what, f"it is not signed ({SIGNATURE} is not there). Write it again with --key", "not-signed")
     try:
+        if file.stat().st_size > MAX_SIGNATURE_BYTES:
+            raise ValueError("it is too large")
         hint = json.loads(file.read_bytes())["verificationMaterial"]["publicKey"]["hint"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _refusal(what, f"its {SIGNATURE} is no signature by a key, or is damaged", "signature-damaged") from None
@@ -435,8 +440,29 @@ def step_key() -> Any:
 
 
 def read_statements(folder: Path) -> dict[str, bytes]:
-    """The statements that lie in a folder, by file name."""
-    return {file.name: file.read_bytes() for file in sorted(folder.glob(STATEMENTS)) if _is_plain(file)}
+    """The statements that lie in a folder, by file name.
+
+    Raises:
+        EngineryError: see `statement_names`.
+    """
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob(STATEMENTS)) if _is_plain(file)}
+    return {name: (folder / name).read_bytes() for name in statement_names(sizes)}
+
+
+def statement_names(sizes: Mapping[str, int]) -> list[str]:
+    """The statements among the files of a folder or store, by their names and sizes in bytes.
+
+    Raises:
+        EngineryError: they are more or larger than any that a signer of ours writes.
+    """
+    names = [name for name in sizes if "/" not in name and fnmatch(name, STATEMENTS)]
+    if len(names) > _MAX_STATEMENTS or any(sizes[name] > _MAX_STATEMENT_BYTES for name in names):
+        raise EngineryError(
+            f"there are {len(names)} signed statements of up to {max(sizes[name] for name in names):,} bytes, and at "
+            f"most {_MAX_STATEMENTS} of {_MAX_STATEMENT_BYTES:,} are read. Remove what nobody needs",
+            code="statements-too-large",
+        )
+    return names
 
 
 def _is_plain(file: Path) -> bool:

@@ -89,15 +89,20 @@ class VersionEvaluation:
 
     def _correct(self) -> np.ndarray | None:
         file = self.report.path / PREDICTIONS
-        if not file.is_file():
+        if not file.is_file() or self.row is None:
             return None
+        num_images = self.row.num_images  # each with a label of up to 8 bytes and up to 5 classes
+        most = {
+            name: min(_MAX_ARRAY_BYTES, 8 * num_images * many) for name, many in ((self.precision, 5), ("labels", 1))
+        }
         try:
-            arrays = read_arrays(file, self.precision, "labels")
+            arrays = read_arrays(file, most)
             if arrays is None:
                 return None
             top, labels = arrays[self.precision], arrays["labels"]
-            if top.ndim != 2 or labels.shape != (len(top),) or {top.dtype.kind, labels.dtype.kind} - {*"iu"}:
-                raise ValueError("it does not hold a row of classes for each label")
+            shapes = (top.shape[:1], top.ndim, labels.shape)
+            if shapes != ((num_images,), 2, (num_images,)) or {top.dtype.kind, labels.dtype.kind} - {*"iu"}:
+                raise ValueError(f"it does not hold a row of classes and a label for each of {num_images:,} images")
             correct: np.ndarray = top[:, 0] == labels
         except (ValueError, IndexError) as error:
             raise EngineryError(

@@ -102,14 +102,15 @@ class OpenVINORunner:
 
 
 def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
+    content = onnx_path.read_bytes()  # once: what was looked at can't be swapped any more
     # The server's image has no onnx: what it opens was read when it was written, and is held against its digest.
     if find_spec("onnx") is not None:
-        from components.common.runtimes.onnx_files import read_onnx
+        from components.common.runtimes.onnx_files import parse_onnx
 
-        read_onnx(onnx_path)  # refuses weights in other files
+        parse_onnx(content, onnx_path)  # refuses weights in other files
     core = _core()
     settings = {props.hint.inference_precision: ov.Type.f32, props.inference_num_threads: num_cores(), **hints}
-    return core.compile_model(core.read_model(onnx_path), "CPU", settings)
+    return core.compile_model(core.read_model(content), "CPU", settings)
 
 
 def _time_queue(queue: ov.AsyncInferQueue, images: np.ndarray, num_streams: int, how: BenchmarkOptions) -> Timing:

@@ -17,6 +17,7 @@ from components.preprocess.sources.places import (
     LocalPlace,
     RemotePlace,
     is_below,
+    is_uri,
     nothing_at,
     translate_errors,
 )
@@ -490,7 +491,7 @@ def _from_synset_map(tree: Tree, folders: Sequence[str]) -> ClassNames | None:
     found = [name for name in SYNSET_MAPS if name in tree.names("")]
     if not found:
         return None
-    synsets = parse_class_names(_text(tree, found[0]), shown(tree.name, found[0]))
+    synsets = parse_class_names(_text(tree, found[0]), shown(tree.name, found[0]), is_fetched=is_uri(tree.name))
     if not set(folders) & set(synsets.wnids):
         return None
     unknown = set(folders) - set(synsets.wnids)

@@ -29,6 +29,9 @@ class ClassNames:
         return _of_synsets([wnid for wnid, _ in kept], [name for _, name in kept])
 
 
+NOT_SHOWN = "(not shown, since it was fetched)"  # in place of text from a file that may be none of ours
+
+
 def plain_names(names: Iterable[str]) -> ClassNames:
     """Classes that the data calls by their names."""
     listed = tuple(names)
@@ -52,16 +55,17 @@ def read_class_names(path: Path) -> ClassNames:
     return parse_class_names(text, str(path))
 
 
-def parse_class_names(text: str, where: str) -> ClassNames:
-    """As read_class_names, of the text of a file called `where`."""
+def parse_class_names(text: str, where: str, *, is_fetched: bool = False) -> ClassNames:
+    """As read_class_names, of the text of a file called `where`, of which no message shows any if it was fetched."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         raise UserError(f"{where} names no class; write one class per line", code="no-class-names")
     synsets = [_SYNSET_LINE.fullmatch(line) for line in lines]
     keys = [match[1] for match in synsets if match] if all(synsets) else lines
     if twice := sorted(name for name, times in Counter(keys).items() if times > 1):
+        which = NOT_SHOWN if is_fetched else ", ".join(twice[:5])
         raise UserError(
-            f"{where} names a class twice: {', '.join(twice[:5])}. Each line must name another class",
+            f"{where} names a class twice: {which}. Each line must name another class",
             code="duplicate-class-names",
         )
     if not all(synsets):
@@ -76,9 +80,6 @@ def parse_class_names(text: str, where: str) -> ClassNames:
 def _of_synsets(wnids: list[str], names: list[str]) -> ClassNames:
     labels = {name: label for label, name in enumerate(names)} | {wnid: label for label, wnid in enumerate(wnids)}
     return ClassNames(tuple(names), labels, tuple(wnids))
-
-
-NOT_SHOWN = "(not shown, since it was fetched)"  # in place of text from a file that may be none of ours
 
 
 def check_two_classes(names: tuple[str, ...], where: str, fix: str, *, is_fetched: bool = False) -> None:

@@ -390,7 +390,7 @@ def _names_beside(place: Place) -> ClassNames | None:
         return _names_of_manifest(_read_beside(place, MANIFEST) or b"")
     name = shown(place.name, _NAMES_FILE)
     try:
-        return parse_class_names(data.decode("utf-8-sig"), name)
+        return parse_class_names(data.decode("utf-8-sig"), name, is_fetched=is_uri(name))
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 ({error}); write it again in that encoding", code="not-utf8") from None
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.common.contracts import foreign
 from components.common.contracts.foreign import read_arrays
 
 
@@ -19,18 +18,23 @@ def write(file: Path, shape: tuple[int, ...], num_bytes: int) -> None:
         archive.writestr("labels.npy", head.getvalue() + bytes(num_bytes))
 
 
-def test_arrays_within_their_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_within_their_bound(tmp_path: Path) -> None:
     file = tmp_path / "predictions.npz"
-    monkeypatch.setattr(foreign, "_MAX_ARRAY_BYTES", 1 << 20)
+    most = {"labels": 1 << 20}
     write(file, (1000,), 1000)
-    found = read_arrays(file, "labels")
+    found = read_arrays(file, most)
     assert found is not None
     assert found["labels"].shape == (1000,)
-    assert read_arrays(file, "labels", "int8") is None
+    assert read_arrays(file, {**most, "int8": 1}) is None
     for shape, num_bytes in (((1 << 21,), 1 << 21), ((1 << 60,), 1000), ((1000,), 10)):
         write(file, shape, num_bytes)
         with pytest.raises(ValueError, match=r"labels|MemoryError|EOF|array"):
-            read_arrays(file, "labels")
-    file.write_bytes(b"PK")
-    with pytest.raises(ValueError, match="BadZipFile"):
-        read_arrays(file, "labels")
+            read_arrays(file, most)
+    encrypted = bytearray(file.read_bytes())
+    encrypted[6] = encrypted[encrypted.rindex(b"PK\x01\x02") + 8] = 1
+    misplaced = bytearray(file.read_bytes())
+    misplaced[-6:-2] = bytes([255] * 4)  # where the directory begins
+    for data, said in ((b"PK", "BadZipFile"), (encrypted, "RuntimeError"), (misplaced, None)):
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=said):
+            read_arrays(file, most)

@@ -70,6 +70,12 @@ def refusal(path: Path, kind: Any = PromotionManifest, **options: Any) -> tuple[
     return caught.value.code, caught.value.exit_code, str(caught.value)
 
 
+def test_a_manifest_without_end(sealed: Path) -> None:
+    with (sealed / MANIFEST).open("r+b") as file:
+        file.truncate(1 << 40)
+    assert refusal(sealed)[0] == "invalid-manifest"
+
+
 def test_what_is_sealed_comes_back_with_a_digest_of_its_content_alone(tmp_path: Path) -> None:
     written = seal_one(tmp_path / "artifact")
     read = load(tmp_path / "artifact", PromotionManifest, verify=("",))

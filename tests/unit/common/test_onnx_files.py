@@ -17,6 +17,7 @@ from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.torch import TorchRunner
 from components.export.engines import _content, _Order
 from components.export.onnx_export import read_user_onnx
+from tests.unit.registered import SIDE, constant_model
 
 SECRET = "secret.bin"  # in the working directory
 
@@ -117,6 +118,20 @@ def test_weights_in_other_files_are_refused(attack: Path, read: Callable[[Path],
 
 
 SHAPES = ShapeSpec(height=8, width=8, input_name="x", output_name="y")
+
+
+def test_a_file_swapped_between_check_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO runs what was looked at."""
+    file, parse = tmp_path / "int8.onnx", onnx_files.parse_onnx
+    file.write_bytes(constant_model(1, 2))
+
+    def late(content: bytes, path: Path) -> onnx.ModelProto:
+        file.write_bytes(constant_model(0, 2))
+        return parse(content, path)
+
+    monkeypatch.setattr(onnx_files, "parse_onnx", late)
+    runner = OpenVINORunner(file, ShapeSpec(height=SIDE, width=SIDE))
+    assert runner.infer(np.zeros((1, 3, SIDE, SIDE), np.float32)).tolist() == [[0.0, 1.0]]
 
 
 def test_what_is_larger_than_protobuf_allows_is_not_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

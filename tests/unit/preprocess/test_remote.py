@@ -400,6 +400,17 @@ def test_a_redirect_into_the_inner_network_is_not_followed(tmp_path: Path, name:
         assert "SecretAccessKey" not in str(error.value)
 
 
+def test_no_message_shows_class_names_that_were_fetched(tmp_path: Path) -> None:
+    write_shard(tmp_path / "up/train-0.tar", shard(["0", "1", "0", "1"]))
+    (tmp_path / "up/classes.txt").write_text("AKIA0123\nAKIA0123\n")
+    with refuses("duplicate-class-names") as here:
+        find(tmp_path / "up")
+    assert "AKIA0123" in str(here.value)
+    with serving(tmp_path / "up") as uri, refuses("duplicate-class-names") as caught:
+        find(f"{uri}/train-0.tar", tmp_path / "scratch")
+    assert "AKIA" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "target",
     [

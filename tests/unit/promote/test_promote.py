@@ -1,10 +1,12 @@
 """Which version becomes the champion, under which name, what is recorded of it, and what is refused."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pytest
 
 from components.common.contracts.errors import EngineryError
@@ -20,10 +22,21 @@ from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.registry.audit_log import AuditLog, champions, expected_aliases
 from components.common.registry.model_registry import Registry
+from components.common.registry.version_evaluation import load_evaluation
 from components.promote.config import PromoteConfig
 from components.promote.run import run
 from enginery.registry.models import version_summary
-from tests.unit.registered import CHANGED, flip, make_and_promote, make_chain, promote_chain, refuses, register_forged
+from tests.unit.registered import (
+    CHANGED,
+    flip,
+    make_and_promote,
+    make_chain,
+    promote_chain,
+    refuses,
+    register_forged,
+    replace_file,
+    reseal,
+)
 
 
 def promotion(folder: Path) -> PromotionManifest:
@@ -122,6 +135,29 @@ def test_a_champion_that_nothing_can_be_compared_with(store: str, registry: Regi
     assert (CHANGED in said) is changed
     assert "Promote again on a machine that can, or make it champion" in said
     assert registry.aliases("m") == {"candidate": "2", "champion": "1"}
+
+
+@pytest.mark.parametrize(
+    ("int8", "labels"),
+    [
+        (np.zeros((99, 2), np.int16), np.zeros(100, np.int32)),
+        (np.zeros((101, 2), np.int16), np.zeros(101, np.int32)),  # than the report says
+        (np.zeros(100, np.int16), np.zeros(100, np.int32)),
+        (np.zeros((100, 2), np.float32), np.zeros(100, np.int32)),
+        (np.zeros((100, 0), np.int16), np.zeros(100, np.int32)),
+        (np.zeros((100, 2), np.int16), np.array(0)),
+        (np.zeros((100, 1000), np.int32), np.zeros(100, np.int32)),  # more than 5 classes of 8 bytes
+    ],
+)
+def test_predictions_of_another_shape(tmp_path: Path, int8: np.ndarray, labels: np.ndarray) -> None:
+    paths = make_chain(tmp_path, 50)
+    stream = io.BytesIO()
+    np.savez_compressed(stream, int8=int8, labels=labels)
+    report = replace_file(paths["report"], "predictions.npz", stream.getvalue())
+    reseal(paths["verdict"], lambda record: record["inputs"].update(report=report))
+    evaluation = load_evaluation(paths["report"], paths["verdict"])
+    with refuses("predictions-damaged"):
+        evaluation.measured("it")
 
 
 def test_a_model_that_was_registered_before_there_was_a_log(store: str, registry: Registry, tmp_path: Path) -> None:

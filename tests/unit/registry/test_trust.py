@@ -289,6 +289,7 @@ def test_every_part_of_a_statement_counts(trusted: Machine, registry: Registry, 
         ({"payload": foreign["payload"]}, "statement-changed"),
         ({"payload": foreign["payload"][:40]}, "statement-damaged"),
         ({"payloadType": "text/plain"}, "statement-changed"),
+        ({"payloadType": []}, "statement-changed"),
         ({"signatures": []}, "key-unknown"),
     ):
         registry.add_statement(version, "verdict.dsse.json", json.dumps({**own, **change}).encode())
@@ -471,6 +472,21 @@ def test_a_deeply_nested_signature(machine: Machine, tmp_path: Path, head: bytes
     with refuses("signature-damaged"):
         trust.check_folder("it", tmp_path / "signed")
     assert "does not fit" in trust.folder_problem(tmp_path / "signed", machine.keys["ci"][1].read_text())
+
+
+def test_signatures_and_statements_without_end(machine: Machine, tmp_path: Path) -> None:
+    with (tmp_path / trust.SIGNATURE).open("wb") as file:
+        file.truncate(1 << 40)
+    with refuses("signature-damaged"):
+        trust.check_folder("it", tmp_path)
+    (tmp_path / "a.dsse.json").write_bytes(bytes(1 << 20))
+    with refuses("statements-too-large"):
+        trust.read_statements(tmp_path)
+    (tmp_path / "a.dsse.json").unlink()
+    for number in range(101):
+        (tmp_path / f"{number}.dsse.json").touch()
+    with refuses("statements-too-large"):
+        trust.read_statements(tmp_path)
 
 
 def test_who_says_that_nobody_vouches_leaves_the_terminal_alone(

@@ -170,6 +170,21 @@ def test_a_list_that_is_no_text_or_empty(release: Path) -> None:
         assert said in problems(release)
 
 
+def test_lists_and_files_without_end(release: Path) -> None:
+    with (release / "inputs.cdx.json").open("r+b") as file:
+        file.truncate(100 << 20)
+    list_again(release)
+    assert "inputs.cdx.json has more than 8,388,608 bytes" in problems(release)
+    (release / "other").mkdir()
+    (release / "other" / "z.dsse.json").touch()
+    list_again(release)
+    assert "other/z.dsse.json has no place in a release" in problems(release)
+    with (release / "SHA256SUMS").open("r+b") as file:
+        file.truncate(1 << 40)
+    with refuses("not-a-release"):
+        verify(release)
+
+
 def age(record) -> None:
     record["schema_version"] = 1
     del record["seal"]
