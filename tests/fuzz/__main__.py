@@ -4,9 +4,9 @@ import sys
 
 import click
 
-from tests.fuzz import images, parsers, shards
+from tests.fuzz import images, parsers, releases, shards
 
-TARGETS = {"images": images, "parsers": parsers, "shards": shards}
+TARGETS = {"images": images, "parsers": parsers, "releases": releases, "shards": shards}
 
 
 @click.command()

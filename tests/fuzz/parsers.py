@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -144,9 +144,9 @@ def originals() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
 
 
 def damaged(number: int, seed: int) -> tuple[str, bytes]:
-    """Case `number`: the name of one of the files, and what it holds now."""
+    """Case `number`: the name of one of the files, each in its turn, and what it holds now."""
     chance = random.Random(f"{seed}:{number}")
-    name = chance.choice([*originals()])
+    name = [*originals()][number % len(originals())]
     data = bytearray(originals()[name][0])
     for _ in range(chance.choice((1, 1, 2, 4, 16))):
         if chance.randrange(8):
@@ -169,16 +169,20 @@ def _set_checksum(data: bytearray, head: int) -> None:
 
 def check_batch(numbers: range, seed: int) -> dict[int, str]:
     """Failures by case."""
-    originals()
+    cases = ((number, *damaged(number, seed)) for number in numbers)
+    return judged(cases, {name: read for name, (_, read) in originals().items()})
+
+
+def judged(cases: Iterable[tuple[int, str, bytes]], readers: Mapping[str, Callable[[Path], object]]) -> dict[int, str]:
+    """Failures by case, of (number, name of the file, what is in it)."""
     wrong = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number in numbers:
-            name, data = damaged(number, seed)
-            file = Path(folder, name)
+        for number, name, data in cases:
+            file = Path(folder, Path(name).name)
             file.write_bytes(data)
             started, before = time.monotonic(), _most_bytes()
             try:
-                originals()[name][1](file)
+                readers[name](file)
             except (EngineryError, Unreadable):
                 pass
             except Exception as error:

@@ -1,10 +1,10 @@
-"""A few of the fuzz targets' cases; `make test-all` runs 18,000."""
+"""A few of the fuzz targets' cases; `make test-all` runs 26,000."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz import images, parsers, shards
+from tests.fuzz import images, parsers, releases, shards
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -21,17 +21,24 @@ def test_damaged_shards_end_with_a_word() -> None:
 
 
 def test_what_is_not_damaged_is_read(tmp_path: Path) -> None:
-    for name, (data, read) in parsers.originals().items():
-        (tmp_path / name).write_bytes(data)
-        read(tmp_path / name)
+    for name, (data, read) in (parsers.originals() | releases.originals()).items():
+        file = tmp_path / Path(name).name
+        file.write_bytes(data)
+        found = read(file)
+        assert not (isinstance(found, list) and found), name  # problems of a release
 
 
 def test_damaged_tables_archives_models_and_manifests() -> None:
     assert dict(images.run_cases(200, 0, parsers.check_batch, parsers.BATCH)) == {}
 
 
+def test_damaged_releases_signatures_and_registry_manifests() -> None:
+    assert dict(images.run_cases(100, 0, releases.check_batch, releases.BATCH)) == {}
+
+
 @pytest.mark.slow
 def test_many_damaged_files() -> None:
     assert dict(images.run_cases(8000, 2, images.check_batch)) == {}
     assert dict(images.run_cases(8000, 2, parsers.check_batch)) == {}
+    assert dict(images.run_cases(8000, 2, releases.check_batch)) == {}
     assert dict(images.run_cases(2000, 2, shards.check_batch, shards.BATCH)) == {}
