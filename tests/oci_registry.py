@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import ssl
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -113,10 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def oci_registry() -> Iterator[Registry]:
+def oci_registry(tls: ssl.SSLContext | None = None) -> Iterator[Registry]:
+    """A registry on the loopback. With TLS under a name for which nobody leaves that out."""
     registry = Registry()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Configured", (_Handler,), {"registry": registry}))
-    registry.address = f"127.0.0.1:{server.server_port}"
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    registry.address = f"{'127.0.0.1' if tls is None else 'Localhost'}:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:

@@ -139,6 +139,14 @@ def _run(address: Address, work: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run(work)
     except AddressRefused as error:
         raise EngineryError(f"{address} can't be used: {error.strerror}", code="address-refused") from None
+    except aiohttp.ClientConnectorCertificateError as error:
+        reason = getattr(error.certificate_error, "verify_message", "") or type(error.certificate_error).__name__
+        raise EngineryError(
+            f"the registry of {address} has no certificate that is trusted here: {reason}. Name the file of its "
+            "authority, in PEM, in SSL_CERT_FILE",
+            code="certificate-refused",
+            setting="SSL_CERT_FILE",
+        ) from None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         if isinstance(error.__cause__, AddressRefused):
             raise EngineryError(

@@ -81,6 +81,30 @@ def test_an_images_name_stands_for_its_dockerfile(tmp_path: Path, image: str, op
     assert done.stdout.strip().endswith(f"{options} -t tag .")
 
 
+@pytest.mark.parametrize("option", ["", "--model-control-mode=explicit", "--model-contr explicit"])
+@pytest.mark.parametrize("key", ["", "the-key-of-a-load-test"])
+def test_the_server_starts_closed_to_clients(tmp_path: Path, option: str, key: str) -> None:
+    """What `start` gives to Triton: interfaces that change it have keys that nobody knows, or the operator's."""
+    (tmp_path / "tritonserver").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "tritonserver").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **({"ENGINERY_LOADING_KEY": key} if key else {})}
+
+    def given() -> list[str]:
+        command = ["sh", str(CONTAINERS / "serve/start"), *option.split()]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+    keys: dict[str, set[str]] = {}
+    for line in given() + given():
+        if found := re.fullmatch(r"--(http-restricted-api|grpc-restricted-protocol)=(.+):([a-z-]+)=(.{16,})", line):
+            keys.setdefault(f"{found[1]} {found[2]}", set()).add(found[4])
+    shut = {f"{way} logging,trace,shared-memory" for way in ("http-restricted-api", "grpc-restricted-protocol")}
+    loading = {name.replace("logging,trace,shared-memory", "model-repository") for name in shut} if option else set()
+    assert keys.keys() == shut | loading
+    assert {len(keys[name]) for name in shut} == {2}  # another one at each start
+    assert all(keys[name] == {key} if key else len(keys[name]) == 2 for name in loading)
+    assert given()[-len(option.split()) or None :] == option.split() or not option
+
+
 def test_the_repository_fits_and_can_be_released() -> None:
     done = subprocess.run([sys.executable, CONTAINERS / "check_versions.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

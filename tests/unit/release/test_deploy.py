@@ -1,5 +1,6 @@
 """deploy: what is written and committed, what goes from one environment to the next, what is refused."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ from tests.unit.registered import (
     deploy,
     enginery,
     exported,
+    flip,
     git,
     make_and_promote,
     pins,
     refuses,
     register_failed,
+    replace_file,
 )
 
 SERVE = "sha256:" + "5e" * 32
@@ -112,6 +115,28 @@ def test_ci_refuses_what_was_written_manually(checkout: Path, three: str, regist
     edited("dev", 'version: "1"', 'version: "77"')
     with pytest.raises(EngineryError, match="m has no version 77"):
         enginery("deploy", "--check", "--env", "dev")
+
+
+def test_a_version_whose_files_were_changed_in_the_registry(
+    checkout: Path, store: str, registry: Registry, tmp_path: Path
+) -> None:
+    make_and_promote(store, tmp_path, "a-050")
+    command = ("deploy", "--env", "dev", "m/1", "--repository", exported("m/1"))
+    for part, file in (("bundle", "int8.onnx"), ("report", "predictions.npz"), ("verdict", "manifest.json")):
+        with registry.files(registry.version("m", "1"), part) as folder:
+            shutil.copytree(folder, tmp_path / part)
+            flip(folder / file)
+            with pytest.raises(EngineryError) as caught:
+                enginery(*command)
+            assert caught.value.code in ("damaged-artifact", "invalid-manifest", "broken-seal")
+            shutil.copytree(tmp_path / part, folder, dirs_exist_ok=True)
+            replace_file(folder, "more.txt", b"x")  # with a seal that fits
+            with refuses("not-as-registered"):
+                enginery(*command)
+            shutil.copytree(tmp_path / part, folder, dirs_exist_ok=True)
+    assert not pins("dev").is_deployed
+    enginery(*command)
+    assert pins("dev").version == "1"
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,22 @@
 import json
 import os
 import shutil
+import ssl
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from components.common.contracts.digests import digest_file
 from components.common.contracts.manifests import BundleManifest, load
@@ -262,6 +269,38 @@ def test_credentials_are_for_the_registry_alone(machine: Machine, oci: Registry,
     machine.monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     file.write_text(json.dumps({"credsStore": "test"}))
     push(machine, signed(machine, "helped-090"), target)
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, ssl.SSLContext]:
+    """A self-signed certificate of a host, and what serves with it."""
+    key, subject = generate_private_key(SECP256R1()), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    made = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(datetime(2020, 1, 1)).not_valid_after(datetime(2999, 1, 1))
+    made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    file, private = folder / f"{name}.pem", folder / f"{name}.key"
+    file.write_bytes(made.sign(key, SHA256()).public_bytes(Encoding.PEM))
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file, private)
+    return file, context
+
+
+def test_certificates(machine: Machine, tmp_path: Path, oci: Registry) -> None:
+    """Only an authority that SSL_CERT_FILE names is trusted beside the system's, and for its name alone."""
+    made = pushed(machine, oci.address)
+    for name, works in (("localhost", True), ("elsewhere", False)):
+        authority, context = certificate(tmp_path, name)
+        with oci_registry(context) as secure:
+            secure.blobs, secure.manifests = oci.blobs, oci.manifests
+            address = f"oci://{secure.address}/team/m@{made.oci_digest}"
+            not_fetched("certificate-refused", address, tmp_path / "pod")
+            command = [sys.executable, "-m", "enginery.cli.main", "fetch", address, tmp_path / name]
+            environment = {**os.environ, "SSL_CERT_FILE": str(authority)}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+            assert (done.returncode == 0, (tmp_path / name).exists()) == (works, works), done.stderr
+            assert ("no certificate that is trusted here" in done.stderr) is not works
+            assert bool(secure.asked) is works
 
 
 def _tool(name: str, module: str, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import tarfile
@@ -114,6 +115,15 @@ def test_metrics_that_are_not_there_are_told(triton, exported, images, monkeypat
             assert running.infer(images[:1]).status == 200
     finally:
         server.kill()
+
+
+def test_a_damaged_repository_is_not_served(triton, exported, tmp_path: Path) -> None:
+    folder = shutil.copytree(exported.path, tmp_path / "models")
+    (folder / f"{NAME}_labels/1/model.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    running = start_serving(folder, tmp_path)
+    assert running.process.wait(600) == 1
+    assert "[file-damaged]" in running.log.read_text()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_port_in_use_is_named(exported, triton) -> None:
