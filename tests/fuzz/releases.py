@@ -29,9 +29,9 @@ from securesystemslib.signer import CryptoSigner
 from components.common.contracts.digests import canonical_json
 from components.common.contracts.manifests import MANIFEST, seal_of
 from components.common.registry import trust
-from components.common.registry.version_evaluation import VersionEvaluation, load_evaluation
+from components.common.registry.version_evaluation import load_evaluation
 from enginery.release.oci import Address, _files_of
-from enginery.release.verify import BOM, RECORD, SUMS, public_key, verify, write_sums
+from enginery.release.verify import BOM, RECORD, SUMS, verify, write_sums
 from enginery.release.writing import write_release
 from tests.fuzz.images import mutate
 from tests.fuzz.parsers import BATCH, judged
@@ -39,7 +39,6 @@ from tests.unit.registered import PARTS, make_chain, replace_file, reseal, write
 
 __all__ = ["BATCH", "check_batch", "originals"]
 _APPROVAL = trust.approval_file("prod")
-_SIGNED_NAMES = (SUMS, trust.SIGNATURE)  # what no list names
 _VALUES = (None, True, 0, -1, 1e308, 10**400, "", "sha256:", "a" * 5000, "\x1b[2J", [], {}, [[]], {"a": {}}, ["a"] * 99)
 
 
@@ -48,9 +47,9 @@ class _Release:
 
     def __init__(self) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="enginery-fuzz-"))
-        self.private, self.public = write_keys(self.home / "ci")
+        private, public = write_keys(self.home / "ci")
         rights = {"signs": ["verdict", "model"], "approves": ["prod"], "expires": "2999-01-01"}
-        policy = {"environment": "prod", "keys": {"ci": {"public_key": self.public.read_text(), **rights}}}
+        policy = {"environment": "prod", "keys": {"ci": {"public_key": public.read_text(), **rights}}}
         (self.home / "trust.yaml").write_text(yaml.safe_dump(policy))
         paths = make_chain(self.home, 90)
         provenance = {"code": {"commit": "", "modified": False, "version": "1"}, "digests": {}, "environments": {}}
@@ -59,7 +58,7 @@ class _Release:
         reseal(paths["verdict"], lambda record: record["inputs"].update(report=report))
         self.evaluation = load_evaluation(paths["report"], paths["verdict"])
         self.digests = {part: self.evaluation.digests[part] for part in PARTS}
-        self.key = trust.signing_key(self.private)
+        self.key = trust.signing_key(private)
         statements = {
             trust.VERDICT: trust.sign_verdict(self.digests, True, self.key),
             _APPROVAL: trust.sign_approval(self.digests, "m", "1", "prod", 9, self.key),
@@ -67,7 +66,7 @@ class _Release:
         self.folder = self.home / "release"
         parts = {part: paths[part] for part in PARTS}
         with self.trusted():
-            write_release(parts, self.folder, name="m", statements=statements, key=self.private)
+            write_release(parts, self.folder, name="m", statements=statements, key=private)
 
     @contextmanager
     def trusted(self) -> Iterator[None]:
@@ -76,30 +75,35 @@ class _Release:
 
     def check(self, name: str, file: Path) -> list[str]:
         """The problems of the release with another content of one of its files."""
-        changed = shutil.copytree(self.folder, file.parent / "release")
-        try:
-            shutil.copyfile(file, changed / name)
-            if name not in _SIGNED_NAMES:
-                (changed / SUMS).write_bytes(write_sums(changed))
-            problems = [*verify(changed, public_key(self.public)).problems, *verify(changed).problems]
-            with self.trusted():
-                if name == trust.SIGNATURE:
-                    trust.check_folder("it", changed, say=str)
-                trust.check_chain("it", self.digests, trust.read_statements(changed), model="m", say=str)
-        finally:
-            shutil.rmtree(changed)
+        with self._changed(self.folder / name, file):
+            if name == trust.SIGNATURE:
+                with self.trusted():
+                    trust.check_folder("it", self.folder, say=str)
+                return []
+            with self._changed(self.folder / SUMS, None):
+                if name != SUMS:
+                    (self.folder / SUMS).write_bytes(write_sums(self.folder))
+                problems = [*verify(self.folder).problems]
+            if name in (trust.VERDICT, _APPROVAL):
+                with self.trusted():
+                    trust.check_chain("it", self.digests, trust.read_statements(self.folder), model="m", say=str)
         return problems
 
     def measured(self, file: Path) -> None:
         """Read predictions."""
-        report = self.evaluation.report
-        changed = shutil.copytree(report.path, file.parent / "report")
+        with self._changed(self.evaluation.report.path / "predictions.npz", file):
+            self.evaluation.measured("it")
+
+    @contextmanager
+    def _changed(self, place: Path, file: Path | None) -> Iterator[None]:
+        """Another content in a file's place, which then is as before."""
+        before = place.read_bytes()
         try:
-            shutil.copyfile(file, changed / "predictions.npz")
-            moved = type(report)(path=changed, manifest=report.manifest, digest=report.digest)
-            VersionEvaluation(report=moved, verdict=self.evaluation.verdict).measured("it")
+            if file is not None:
+                shutil.copyfile(file, place)
+            yield
         finally:
-            shutil.rmtree(changed)
+            place.write_bytes(before)
 
 
 @cache
