@@ -430,7 +430,7 @@ def _seal_problem(record: dict[str, Any], data: bytes) -> str:
     try:
         if seal == seal_of(record):
             return "" if data == canonical_json(record) else "its content is the same, its layout is not"
-    except ValueError:  # what has no canonical form, such as 1e999, was never sealed
+    except (ValueError, RecursionError):  # what has no canonical form, such as 1e999, was never sealed
         pass
     return f"its content does not fit its seal {seal or '(empty)'}"
 

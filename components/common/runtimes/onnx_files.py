@@ -52,9 +52,10 @@ def parse_onnx(content: bytes, path: Path) -> onnx.ModelProto:
     proto = onnx.ModelProto()
     try:
         proto.ParseFromString(content)
-    except DecodeError as error:
+        others = [t for t in _tensors(proto) if t.data_location == TensorProto.EXTERNAL or t.external_data]
+    except (DecodeError, UnicodeError) as error:
         raise UserError(f"{path}: not an ONNX file ({error}).", code="not-onnx") from error
-    if any(tensor.data_location == TensorProto.EXTERNAL or tensor.external_data for tensor in _tensors(proto)):
+    if others:
         raise UserError(
             f"{path}: keeps its weights in external data files. Write one file: "
             f"onnx.save(onnx.load('{path.name}'), 'single.onnx', save_as_external_data=False).",
@@ -64,13 +65,20 @@ def parse_onnx(content: bytes, path: Path) -> onnx.ModelProto:
 
 
 def _tensors(message: Message) -> Iterator[TensorProto]:
-    for _, value in message.ListFields():
-        for entry in [value] if isinstance(value, Message) else value if _holds_messages(value) else ():
-            if isinstance(entry, TensorProto):
+    """Every tensor in a message.
+
+    Raises:
+        UnicodeError: a name is no UTF-8, which protobuf gives as bytes.
+    """
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            if any(isinstance(name, bytes) for name in ([value] if isinstance(value, str | bytes) else value)):
+                raise UnicodeError(f"its {field.full_name} is no UTF-8")
+        elif field.type == field.TYPE_MESSAGE:
+            for entry in [value] if isinstance(value, Message) else value:
+                if not isinstance(entry, TensorProto):
+                    yield from _tensors(entry)
+                    continue
+                if isinstance(entry.name, bytes):  # all of its fields would be a copy of its numbers
+                    raise UnicodeError("the name of a tensor is no UTF-8")
                 yield entry
-            else:
-                yield from _tensors(entry)
-
-
-def _holds_messages(value: object) -> bool:
-    return not isinstance(value, str | bytes | int | float) and bool(value) and isinstance(value[0], Message)  # type: ignore[index]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,19 @@ def test_a_manifest_without_end(sealed: Path) -> None:
     with (sealed / MANIFEST).open("r+b") as file:
         file.truncate(1 << 40)
     assert refusal(sealed)[0] == "invalid-manifest"
+
+
+def test_a_manifest_nested_as_deep_as_json_can_just_be_read(sealed: Path) -> None:
+    """A little less deep it could be written, too; the seal fits."""
+    record = {**json.loads((sealed / MANIFEST).read_bytes()), "config": "DEEP"}
+    del record["seal"]
+    for depth in range(900, 1000):
+        nested = f'{{"a":{"[" * depth}{"]" * depth}}}'.encode()
+        unsealed = canonical_json(record).replace(b'"DEEP"', nested)
+        whole = canonical_json({**record, "seal": digest_bytes(unsealed)}).replace(b'"DEEP"', nested)
+        (sealed / MANIFEST).write_bytes(whole)
+        with suppress(EngineryError):
+            load(sealed, PromotionManifest)
 
 
 def test_what_is_sealed_comes_back_with_a_digest_of_its_content_alone(tmp_path: Path) -> None:

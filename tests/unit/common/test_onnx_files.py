@@ -120,6 +120,18 @@ def test_weights_in_other_files_are_refused(attack: Path, read: Callable[[Path],
 SHAPES = ShapeSpec(height=8, width=8, input_name="x", output_name="y")
 
 
+@pytest.mark.parametrize("name", [b"logits", b"images", b"last", b"constant"])
+def test_names_that_are_no_text(tmp_path: Path, name: bytes) -> None:
+    """Of outputs of nodes, inputs, tensors and the graph."""
+    content = constant_model(0, 2)
+    assert name in content
+    (tmp_path / "model.onnx").write_bytes(content.replace(name, b"\xd7" * len(name)))
+    for read in (read_onnx, read_user_onnx):
+        with pytest.raises(UserError) as error:
+            read(tmp_path / "model.onnx")
+        assert error.value.code == "not-onnx"
+
+
 def test_a_file_swapped_between_check_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO runs what was looked at."""
     file, parse = tmp_path / "int8.onnx", onnx_files.parse_onnx

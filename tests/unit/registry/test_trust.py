@@ -474,6 +474,15 @@ def test_a_deeply_nested_signature(machine: Machine, tmp_path: Path, head: bytes
     assert "does not fit" in trust.folder_problem(tmp_path / "signed", machine.keys["ci"][1].read_text())
 
 
+def test_a_signature_file_without_a_signature(machine: Machine, tmp_path: Path) -> None:
+    trust.sign_folder(tmp_path, machine.key("ci"))
+    record = json.loads((tmp_path / trust.SIGNATURE).read_bytes())
+    record["dsseEnvelope"]["signatures"] = []
+    (tmp_path / trust.SIGNATURE).write_text(json.dumps(record))
+    with refuses("signature-mismatch"):
+        trust.check_folder("it", tmp_path)
+
+
 def test_signatures_and_statements_without_end(machine: Machine, tmp_path: Path) -> None:
     with (tmp_path / trust.SIGNATURE).open("wb") as file:
         file.truncate(1 << 40)
