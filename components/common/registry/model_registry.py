@@ -6,6 +6,7 @@ Nothing here decides anything: audit_log.py changes aliases, by its log.
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ _NUMBER = re.compile(r"[0-9]{1,9}")  # of a version
 _USUAL_NAME = re.compile(r"[\w. -]+")
 _PATIENCE_S = 30.0  # with a database that is busy
 _MAX_RESULTS = 200
+_MAX_ENTRIES = 10_000  # of a version's bundle, report or verdict
+_SPARED_BYTES = 1 << 30  # of the disk that they are brought to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,9 +296,9 @@ class Registry:
                 if urlparse(uri).scheme in ("", "file"):
                     path = url2pathname(urlparse(uri).path)
                 else:
-                    path = mlflow.artifacts.download_artifacts(
-                        artifact_uri=uri, dst_path=folder, tracking_uri=str(self.client.tracking_uri)
-                    )
+                    at = {"tracking_uri": str(self.client.tracking_uri)}
+                    _check_room(f"{root}/{PARTS[part]}", file, Path(folder), **at)
+                    path = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder, **at)
             yield Path(path)
 
     def statements(self, version: RegisteredVersion) -> dict[str, bytes]:
@@ -331,6 +334,8 @@ def _downloading(what: str) -> Iterator[None]:
     try:
         with request_limits(DOWNLOAD_LIMITS):
             yield
+    except EngineryError:
+        raise
     except Exception as error:  # each store's client has its own
         if is_unreachable(error) and not isinstance(error, ValueError):  # an answer that is no JSON is both
             raise
@@ -338,6 +343,35 @@ def _downloading(what: str) -> Iterator[None]:
             f"{what} can't be read from the registry's store: {error}. Put its files back, or delete the version",
             code="files-missing",
         ) from error
+
+
+def _check_room(uri: str, file: str, folder: Path, tracking_uri: str) -> None:
+    """Refuse what a disk has no room for, by the sizes that the store tells, before any of it is brought.
+
+    Args:
+        uri: of a folder.
+        file: the only one of it that is wanted; empty for all, at any depth.
+        folder: on the disk.
+        tracking_uri: of the server that may stand before the store.
+    """
+    left, num_entries, num_bytes = [uri], 0, 0
+    while left:
+        place = left.pop()
+        for entry in mlflow.artifacts.list_artifacts(artifact_uri=place, tracking_uri=tracking_uri):
+            name = Path(entry.path).name
+            if file not in ("", name):
+                continue
+            if entry.is_dir:
+                left.append(f"{place}/{name}")
+            num_entries += 1
+            num_bytes += int(entry.file_size or 0)
+        free = shutil.disk_usage(folder).free - _SPARED_BYTES
+        if num_entries > _MAX_ENTRIES or num_bytes > free:
+            raise EngineryError(
+                f"{without_credentials(uri)} has {num_entries:,} files and folders of {num_bytes:,} bytes or more, and "
+                f"at most {_MAX_ENTRIES:,} of {max(free, 0):,} are brought here",
+                code="no-space",
+            )
 
 
 def list_files(uri: str) -> dict[str, int]:

@@ -18,6 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
 from components.common.contracts.errors import EngineryError
+from components.common.registry import model_registry
 from components.common.registry.model_registry import RegisteredVersion, Registry, patiently
 from components.common.registry.store import (
     beside_database,
@@ -150,6 +151,28 @@ def test_a_redirect_of_a_download_does_not_get_the_token(monkeypatch: pytest.Mon
             pass
         assert any("/mlflow-artifacts/artifacts" in path for _, path, _ in state.requests)
         assert thief.requests == []
+
+
+@pytest.mark.parametrize("file", ["", "manifest.json"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"path": "manifest.json", "is_dir": False, "file_size": 1 << 60},
+        {"path": "manifest.json", "is_dir": True},  # which holds one of its kind, and so on
+    ],
+)
+def test_files_without_end_are_not_brought(monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], file: str) -> None:
+    monkeypatch.setattr(model_registry, "_MAX_ENTRIES", 20)
+    version = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
+    with serving(TrackingServer()) as state:
+        state.listing = (200, {"files": [entry]})
+        registry = Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
+        with refuses("no-space"), registry.files(version, "bundle", file):
+            pass
+        assert not any("/mlflow-artifacts/artifacts/" in path for _, path, _ in state.requests)
+        state.listing = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": False, "file_size": 1 << 60}]})
+        with refuses("statements-too-large"):
+            registry.statements(version)
 
 
 @pytest.mark.parametrize(
