@@ -1,7 +1,7 @@
-"""Damaged bytes for every parser of foreign ones: how many cases went wrong, how long they took, how memory grew.
+"""Damaged bytes for the parsers of foreign ones: how many cases went wrong, how long they took, how memory grew.
 
-python -m benchmarks.fuzz --machine cpu-2core
-python -m benchmarks.fuzz --machine cpu-2core --source NAME@champion    # requests to a server of it
+python -m benchmarks.fuzz parsers --machine cpu-2core
+python -m benchmarks.fuzz requests --machine cpu-2core --source NAME@champion
 """
 
 import os
@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -25,60 +24,52 @@ from tests.fuzz import images, parsers, releases, requests, shards
 _HTTP, _GRPC, _METRICS = 8100, 8101, 8102
 _NAME = "digits"
 _START_S = 600
+_FILES = {"images": images, "parsers": parsers, "releases": releases, "shards": shards}
 _OF_REQUESTS = (
-    "one that is slow is sent a second time, and what counts is that. They go to a Triton with the repository of the "
-    "digits; bytes: by which the server's processes grew"
+    "request; one that is slow is sent a second time, and what counts is that. They go to a Triton with the repository "
+    "of the digits; bytes: by which the server's processes grew"
 )
 _OF_FILES = (
-    "over 60 s without a word from a worker, and for parsers and releases growth by 1 GB. parsers: {}; releases: {}; "
-    "bytes: the most that a worker had, its libraries included"
+    "case, over 60 s without a word from a worker, and for parsers and releases growth by 1 GB; bytes: the most that a "
+    "worker had, its libraries included"
 )
 
 
 @click.command()
+@click.argument("target", type=click.Choice([*_FILES, "requests"]))
 @click.option("--machine", required=True, help="Plain name of the machine.")
-@click.option("--source", default="", help="What `enginery serve` takes: requests to it, instead of files.")
-@click.option(
-    "--num-cases", default=10000, show_default=True, help="For each parser and protocol; a tenth of them for shards."
-)
+@click.option("--source", default="", help="Of requests: what `enginery serve` takes.")
+@click.option("--num-cases", default=10000, show_default=True, help="For each kind of file, or each protocol.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(machine: str, source: str, num_cases: int, seed: int, results: Path) -> None:
-    runs = list(_requests(source, num_cases, seed) if source else _files(num_cases, seed))
-    largest = max(run["bytes"] for run in runs)
+def main(target: str, machine: str, source: str, num_cases: int, seed: int, results: Path) -> None:
+    of_files = target in _FILES
+    runs = [_files(target, num_cases, seed)] if of_files else [*_requests(source, num_cases, seed)]
+    kinds = list(_FILES[target].originals()) if target in ("parsers", "releases") else []
     write_result(
         machine,
-        "fuzz_requests" if source else "fuzz",
+        f"fuzz_{target}",
         measures={
             "num_cases": sum(run["num_cases"] for run in runs),
             "num_wrong": sum(len(run["wrong"]) for run in runs),
-            "server_growth_bytes" if source else "largest_worker_bytes": largest,
+            "largest_worker_bytes" if of_files else "server_growth_bytes": max(run["bytes"] for run in runs),
         },
         runs=runs,
         notes=f"seed {seed}; wrong is a crash, an exception that is none of ours, over {parsers.MAX_SECONDS:g} s for a "
-        + ("request; " + _OF_REQUESTS if source else "case, " + _OF_FILES.format(*map(_names, (parsers, releases)))),
+        f"{_OF_FILES if of_files else _OF_REQUESTS}{'; kinds: ' if kinds else ''}{', '.join(kinds)}",
         directory=results,
     )
     sys.exit(1 if any(run["wrong"] for run in runs) else 0)
 
 
-def _names(target: ModuleType) -> str:
-    return ", ".join(target.originals())
-
-
-def _files(num_cases: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Cases of every file's parsers, each in its turn."""
-    totals = {
-        "images": (images, num_cases),
-        "parsers": (parsers, num_cases * len(parsers.originals())),
-        "releases": (releases, num_cases * len(releases.originals())),
-        "shards": (shards, num_cases // 10),
-    }
-    for name, (target, total) in totals.items():
-        started = time.monotonic()
-        wrong = dict(images.run_cases(total, seed, target.check_batch, target.BATCH))
-        most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        yield _run(name, total, wrong, started, most)
+def _files(target: str, num_cases: int, seed: int) -> dict[str, Any]:
+    """Cases of every kind of file, each in its turn."""
+    module = _FILES[target]
+    num_kinds = len(module.originals()) if target in ("parsers", "releases") else 1
+    started = time.monotonic()
+    wrong = dict(images.run_cases(num_cases * num_kinds, seed, module.check_batch, module.BATCH))
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    return _run(target, num_cases * num_kinds, wrong, started, most)
 
 
 def _requests(source: str, num_cases: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -221,6 +221,8 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
 
 def _parse(content: bytes, path: Path) -> onnx.ModelProto:
     proto = parse_onnx(content, path)
+    if any(not node.output or (node.op_type == "Identity" and not node.input) for node in proto.graph.node):
+        raise UserError(f"{path}: not an ONNX file, it has a node without an output or input.", code="not-onnx")
     if proto.functions:
         raise UserError(
             f"{path}: defines functions of its own, supported are plain graphs. {_REEXPORT}", code="unsupported-graph"

@@ -132,6 +132,16 @@ def test_names_that_are_no_text(tmp_path: Path, name: bytes) -> None:
         assert error.value.code == "not-onnx"
 
 
+@pytest.mark.parametrize("node", [("Constant", [], []), ("Identity", [], ["x"]), ("Relu", ["images"], [])])
+def test_nodes_that_are_not_whole(tmp_path: Path, node: tuple[str, list[str], list[str]]) -> None:
+    model = onnx.load_from_string(constant_model(0, 2))
+    model.graph.node.append(helper.make_node(*node, value=numpy_helper.from_array(np.zeros(1))))
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(UserError) as error:
+        read_user_onnx(tmp_path / "model.onnx")
+    assert error.value.code == "not-onnx"
+
+
 def test_a_file_swapped_between_check_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO runs what was looked at."""
     file, parse = tmp_path / "int8.onnx", onnx_files.parse_onnx
