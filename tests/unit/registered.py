@@ -10,8 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from mlflow import MlflowClient
 from onnx import TensorProto, helper, numpy_helper
 
 from components.common.contracts.digests import canonical_json, digest_bytes
-from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
     MANIFEST,
     Artifact,
@@ -72,6 +70,7 @@ from components.promote.run import run as promote
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
 from tests.conftest import Shared
+from tests.unit.refusals import refuses as refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("bundle", "report", "verdict")
@@ -80,16 +79,6 @@ NUM_IMAGES = 100
 SIDE = 16  # of the constant model's images
 CHANGED = "was changed after it was sealed"
 FUTURE, PAST = "2999-01-01", "2001-01-01"
-
-
-@contextmanager
-def refuses(code: str, setting: str | None = None) -> Iterator[pytest.ExceptionInfo[EngineryError]]:
-    """Check that the body ends with an error of this code."""
-    with pytest.raises(EngineryError) as caught:
-        yield caught
-    assert caught.value.code == code, caught.value
-    if setting is not None:
-        assert caught.value.setting == setting
 
 
 def enginery(*arguments: object) -> Result:

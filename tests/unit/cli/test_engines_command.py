@@ -9,12 +9,13 @@ import torch
 from click.testing import CliRunner
 
 from components.common.contracts.environment import Gpu
-from components.common.contracts.errors import EngineryError, RuntimeUnavailable
+from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import BundleManifest, CheckpointManifest, seal
 from components.common.contracts.records import CalibrationEntry
 from components.common.contracts.settings import StepConfig
 from components.common.contracts.transforms import ShapeSpec, transform_for
 from enginery.cli.commands import cli
+from tests.unit.refusals import refuses
 
 command = importlib.import_module("enginery.cli.engines")
 GPU = Gpu(name="NVIDIA H100", memory_bytes=80 << 30, driver="580")
@@ -90,9 +91,8 @@ def test_the_bundle_comes_first(bundle: Path, started: list[list[str]]) -> None:
 
 
 def test_without_tensorrt(bundle: Path, started: list[list[str]]) -> None:
-    with pytest.raises(RuntimeUnavailable) as error:
+    with refuses("tensorrt-unavailable"):
         engines(bundle, "--data", bundle)
-    assert error.value.code == "tensorrt-unavailable"
     assert not started
 
 
@@ -104,6 +104,5 @@ def test_in_containers_tensorrt_is_the_images(
     engines(bundle, "--data", bundle, "--in-containers")
     assert started == [["--model", str(bundle), "--data", str(bundle), "--in-containers"]]
     monkeypatch.setattr(command, "gpus", lambda: ())
-    with pytest.raises(RuntimeUnavailable) as error:
+    with refuses("no-gpu"):
         engines(bundle, "--data", bundle, "--in-containers")
-    assert error.value.code == "no-gpu"

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from components.common.contracts.errors import UserError
 from enginery.cli.commands import cli
 from enginery.cluster.settings import ClusterSettings, load_settings, settings_rows
 from tests.pipelines.running import CLUSTER_YAML, compiled
+from tests.unit.refusals import refuses
 
 VOLUME = "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: %s}]}"
 OTHER_VOLUME = "train_job: {volume: {claim: b, mount_path: /s}}"
@@ -48,9 +48,8 @@ OTHER_VOLUME = "train_job: {volume: {claim: b, mount_path: /s}}"
 def test_settings_that_can_not_be(tmp_path: Path, text: str, setting: str, words: str) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(text)
-    with pytest.raises(UserError) as caught:
+    with refuses("bad-cluster-settings", setting) as caught:
         load_settings(file)
-    assert (caught.value.code, caught.value.setting) == ("bad-cluster-settings", setting)
     assert str(caught.value).startswith(f"{file}: ")
     assert words in str(caught.value)
 

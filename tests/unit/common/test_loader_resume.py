@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import Augmentation, transform_for
 from components.common.data.loader import Batch, Loader
+from tests.unit.refusals import refuses
 
 SPEC = transform_for(32, resize_ratio=1.0)
 EVERYTHING = Augmentation(brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1, mixup_alpha=0.4, cutmix_alpha=1.0)
@@ -96,9 +96,8 @@ def test_the_state_of_another_loader_is_refused(
     digits_dataset: Artifact[DatasetManifest], other: dict[str, Any], message: str
 ) -> None:
     state = build(digits_dataset).state()
-    with pytest.raises(EngineryError) as caught:
+    with refuses("other-loader-state") as caught:
         build(digits_dataset, state=state, **other)
-    assert caught.value.code == "other-loader-state"
     assert message in str(caught.value)
 
 
@@ -119,9 +118,8 @@ def test_a_damaged_state_is_refused(
 ) -> None:
     state = build(digits_dataset).state()
     damage(state)
-    with pytest.raises(EngineryError) as caught:
+    with refuses("damaged-loader-state"):
         build(digits_dataset, state=state)
-    assert caught.value.code == "damaged-loader-state"
     with pytest.raises(ValueError, match="evaluation"):
         Loader(digits_dataset, "val", SPEC, batch_size=8).state()
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from components.common.contracts.digests import canonical_json, digest_bytes, digest_file
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
     MANIFEST,
     Artifact,
@@ -36,6 +36,7 @@ from components.export.sources import check_model
 from components.promote.config import PromoteConfig
 from components.train.config import TrainConfig
 from components.validate.config import ValidateConfig
+from tests.unit.refusals import refuses
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FIELDS = {"registered_model": "m", "version": "1", "alias": "a", "bundle_digest": "b", "verdict_digest": "v"}
@@ -328,6 +329,5 @@ def test_output_directories(tmp_path: Path) -> None:
         (tmp_path / "file" / "below", "output-is-file"),
         (Path("/sys/enginery"), "output-not-writable"),  # closed to root, too
     ):
-        with pytest.raises(UserError) as refused:
+        with refuses(code, "--output"):
             prepare_directory(path)
-        assert (refused.value.code, refused.value.setting) == (code, "--output")

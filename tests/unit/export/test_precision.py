@@ -13,6 +13,7 @@ from components.common.contracts.errors import EngineryError
 from components.export.placement import model_opset
 from components.export.precision import FP16_QDQ_OPSET, raise_opset, round_weights, to_fp16
 from components.export.qdq import insert_qdq
+from tests.unit.refusals import refuses
 
 from ..onnx_outputs import relative, run_ort
 
@@ -75,9 +76,8 @@ def test_raise_opset(resnet18):
     assert model_opset(raise_opset(raised, 17)) == FP16_QDQ_OPSET  # never lowered
     np.testing.assert_allclose(logits(raised, images), logits(model, images), rtol=1e-6)
     unknown = helper.make_graph([helper.make_node("Mystery", ["x"], ["y"])], "g", [], [])
-    with pytest.raises(EngineryError) as error:
+    with refuses("conversion-failed"):
         raise_opset(helper.make_model(unknown, opset_imports=[helper.make_opsetid("", 17)]))
-    assert error.value.code == "conversion-failed"
 
 
 def test_int8_fp16_is_typed_fp16_around_int8(int8_fp16):
@@ -108,8 +108,7 @@ def test_int8_fp16_has_the_scales_of_int8_and_answers_as_it(resnet18, int8_fp16)
     pairs, typed = ([node.op_type for node in m.graph.node].count("QuantizeLinear") for m in (int8, int8_fp16))
     assert pairs == typed
     expected = logits(model, images)
-    for storage in (int8_fp16, insert_qdq(raise_opset(to_fp16(model)), scales, weights="qdq")):
-        assert relative(logits(storage, images), expected) < 0.08
+    assert relative(logits(int8_fp16, images), expected) < 0.08
 
 
 def test_tiny_scales_are_raised_to_normal_numbers(resnet18, fp16):
@@ -121,9 +120,8 @@ def test_tiny_scales_are_raised_to_normal_numbers(resnet18, fp16):
 
 
 def test_fp16_needs_opset_19(resnet18, fp16):
-    with pytest.raises(EngineryError) as error:
+    with refuses("unsupported-opset"):
         insert_qdq(fp16, resnet18[3])
-    assert error.value.code == "unsupported-opset"
 
 
 # --- weights of fewer mantissa bits

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from components.common.contracts.digests import canonical_json
-from components.common.contracts.errors import GateFailed, UserError
+from components.common.contracts.errors import GateFailed
 from components.common.contracts.instruction_sets import instruction_set
 from components.common.contracts.manifests import ReportManifest, VerdictManifest, load, seal, seal_of
 from components.common.contracts.records import AccuracyRow, BenchmarkReport, CpuModel, Recommendation
@@ -32,6 +32,7 @@ from components.validate.config import ValidateConfig
 from enginery.local.rendering import _print_recommendation
 from enginery.local.summary import SummaryBuilder
 from tests.unit.measurements import accuracy_report, accuracy_row, compared_row, speeds
+from tests.unit.refusals import refuses
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GPU = {"fp32": 1000.0, "fp16": 3000.0, "int8": 4000.0}
@@ -138,9 +139,8 @@ def test_a_verdict_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 def test_a_report_of_other_thresholds_is_refused_with_both_ways_out(tmp_path: Path) -> None:
     # validate's setting replaces all thresholds, so those that agree must be named too.
     source = report(tmp_path / "report", compared_row(0), max_top1_drop_points=2.0, min_top1_pct=60.0)
-    with pytest.raises(UserError) as caught:
+    with refuses("other-thresholds", "max_top1_drop_points") as caught:
         run(GateConfig(min_top1_pct=60.0), StepLog("gate"), report=source, output=tmp_path / "verdict")
-    assert (caught.value.code, caught.value.setting) == ("other-thresholds", "max_top1_drop_points")
     assert "max_top1_drop_points 2.0 there, 0.5 here" in str(caught.value)
     assert "(--max-top1-drop-points 2.0)" in str(caught.value)
     assert "(--gate '{max_top1_drop_points: 0.5, min_top1_pct: 60.0}')" in str(caught.value)

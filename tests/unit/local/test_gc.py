@@ -15,13 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 from mlflow import MlflowClient
 
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import UserError
 from enginery.cli.commands import cli
 from enginery.local import gc
 from enginery.local.gc import InUse, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
 from enginery.local.runs import PastRun, past_runs
 from enginery.local.state import MLFLOW_RUN_ID, StateDirectory
 from enginery.local.summary import StepSummary
+from tests.unit.refusals import refuses
 from tests.unit.runs import write_run
 
 NOTHING = InUse()
@@ -166,9 +167,8 @@ def test_moved_state_directory_and_database_of_another_one(
 def test_unreachable_store_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(EngineryError) as caught:
+    with refuses("tracking-unreachable", "MLFLOW_TRACKING_URI"):
         in_use(StateDirectory(path=tmp_path))
-    assert (caught.value.code, caught.value.setting) == ("tracking-unreachable", "MLFLOW_TRACKING_URI")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     in_use(StateDirectory(path=tmp_path))
     assert not (tmp_path / "mlflow.db").exists()  # a question makes no database

@@ -5,16 +5,13 @@ import json
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
-from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import TransformSpec
 from components.preprocess.sources import Source, Unreadable, find_samples
@@ -130,11 +127,3 @@ def shard(labels: list[str], first: int = 0, suffix: str = "jpg") -> dict[str, s
 
 def write_shard(file: Path, members: Mapping[str, str]) -> Path:
     return write_tar(file, *(member(name, data.encode()) for name, data in members.items()))
-
-
-@contextmanager
-def refuses(code: str, setting: str = "") -> Iterator[pytest.ExceptionInfo[EngineryError]]:
-    """Expect an error with this code about this setting."""
-    with pytest.raises(EngineryError) as caught:
-        yield caught
-    assert (caught.value.code, caught.value.setting) == (code, setting), str(caught.value)

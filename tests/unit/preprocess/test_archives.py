@@ -18,6 +18,7 @@ import pytest
 
 from components.common.contracts.errors import UserError
 from components.preprocess.sources import Sample, Source, Unreadable, read_sample
+from tests.unit.refusals import refuses
 
 from .builders import (
     IRREGULAR,
@@ -29,7 +30,6 @@ from .builders import (
     member,
     paths,
     reasons,
-    refuses,
     shard,
     write_shard,
     write_tar,

@@ -21,8 +21,9 @@ from components.common.data.loader import Loader
 from components.common.runtimes.runner import to_numpy
 from components.preprocess.decoding import Rejected, as_png, decode, shrink
 from tests.conftest import preprocess
+from tests.unit.refusals import refuses
 
-from .builders import gradient, listing, plain, refuses, rejected, write_tree
+from .builders import gradient, listing, plain, rejected, write_tree
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SIDE = 24

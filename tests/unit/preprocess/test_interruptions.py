@@ -17,8 +17,9 @@ import pytest
 from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT, Artifact, DatasetManifest, load
 from components.common.process.partial_output import EARLIER_VARIABLE
 from tests.conftest import Shared, preprocess
+from tests.unit.refusals import refuses
 
-from .builders import refuses, write_tree
+from .builders import write_tree
 
 SHARD_BYTES = 1_000_000
 REPOSITORY = Path(__file__).resolve().parents[3]

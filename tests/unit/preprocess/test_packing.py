@@ -16,8 +16,9 @@ from components.preprocess.decoding import PixelSums
 from components.preprocess.packing import TarWriter, plan_shards, stratified
 from components.preprocess.sources import Sample
 from tests.conftest import preprocess
+from tests.unit.refusals import refuses
 
-from .builders import every_path, find, gradient, listing, member, paths, refuses, write_tar, write_tree
+from .builders import every_path, find, gradient, listing, member, paths, write_tar, write_tree
 
 
 def samples(sizes: list[int]) -> list[Sample]:

@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 
-from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, DatasetPartManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.merge.config import MergeConfig
 from components.merge.run import run as merge
 from tests.conftest import preprocess, run_step
-
-from .builders import refuses
+from tests.unit.refusals import refuses
 
 SETTINGS: dict[str, Any] = {"shard_bytes": 1_000_000}
 
@@ -65,7 +63,7 @@ def test_parts_that_do_not_belong_together(few_digits: Path, tmp_path: Path) -> 
             join(parts, tmp_path / "joined")
         assert not (tmp_path / "joined").exists()
     next(second.glob("records/*.jsonl")).write_text("{}")
-    with pytest.raises(EngineryError, match="records/"):
+    with refuses("damaged-artifact"):
         join([first, second], tmp_path / "joined")
 
 
@@ -80,13 +78,13 @@ def test_a_join_that_was_refused_or_killed_can_be_given_again(few_digits: Path, 
     output = tmp_path / "joined"
     with refuses("leak", "preprocess.on_leak"):
         join(parts, output)
-    with pytest.raises(UserError, match="is not empty"):  # it would write into the parts
+    with refuses("output-not-empty"):  # it would write into the parts
         preprocess(data, output, on_leak="warn", **SETTINGS)
     (output / "train-000001.tar").unlink(missing_ok=True)
     joined = join(parts, output, on_leak="warn")
     assert joined.digest == preprocess(data, tmp_path / "whole", on_leak="warn", **SETTINGS).digest
     assert [load(part, DatasetPartManifest, verify=ALL_FILES).path for part in parts] == parts
-    with pytest.raises(UserError, match="is not empty"):
+    with refuses("output-not-empty"):
         join(parts, output, on_leak="warn")
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from components.common.contracts.errors import UserError
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.packing import ShardTask, write_shard
 from tests.conftest import preprocess
+from tests.unit.refusals import refuses
 
-from .builders import find, refuses, write_tree
+from .builders import find, write_tree
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DATA, NAMES = "data", "preprocess.class_names_file"
@@ -99,7 +99,7 @@ def test_a_refusal_is_one_line_and_failure_json(tmp_path: Path) -> None:
 def test_an_output_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="is not empty"):
+    with refuses("output-not-empty"):
         preprocess(write_tree(tmp_path / "images", {"cat": 3, "dog": 3}), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 

@@ -19,8 +19,9 @@ from fsspec.implementations.http import HTTPFileSystem
 from components.common.contracts.errors import UserError
 from components.preprocess.sources import check_data_folder, places, web
 from tests.conftest import preprocess
+from tests.unit.refusals import refuses
 
-from .builders import archive, contents, find, listing, paths, reasons, refuses, shard, write_shard, write_tree
+from .builders import archive, contents, find, listing, paths, reasons, shard, write_shard, write_tree
 
 Store = Callable[[Path], str]
 

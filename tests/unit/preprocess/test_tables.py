@@ -12,7 +12,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from .builders import contents, find, paths, reasons, refuses, write_tree
+from tests.unit.refusals import refuses
+
+from .builders import contents, find, paths, reasons, write_tree
 
 Rows = Sequence[Sequence[Any]]
 NAMES = "preprocess.class_names_file"

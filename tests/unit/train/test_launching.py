@@ -23,6 +23,7 @@ from components.train.config import TrainConfig
 from components.train.distributed import World, describe_links, diagnose, find_world
 from components.train.launching import RankEnd, _failure, _Group, launch, num_processes
 from components.train.run import run
+from tests.unit.refusals import refuses
 
 from .conftest import SETTINGS, Train, as_rank_0_of_two, config
 
@@ -127,16 +128,14 @@ def test_as_many_processes_as_gpus(monkeypatch: pytest.MonkeyPatch, num_gpus: in
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert [num_processes(config(num_processes=number)) for number in (0, 1, 3)] == expected
     if num_gpus:
-        with pytest.raises(UserError) as caught:
+        with refuses("too-few-gpus", "train.num_processes"):
             num_processes(config(num_processes=5))
-        assert (caught.value.code, caught.value.setting) == ("too-few-gpus", "train.num_processes")
 
 
 def test_a_step_of_several_nodes_without_torchrun(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NNODES", "2")
-    with pytest.raises(UserError) as caught:
+    with refuses("no-torchrun"):
         train()
-    assert caught.value.code == "no-torchrun"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +189,7 @@ def test_the_world_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_world().world_size == 1
     for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="not LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start the processes with tor"):
+    with refuses("no-torchrun"):
         find_world()
     for name, value in {"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -200,9 +199,8 @@ def test_the_world_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for local_rank, code in (("1", "too-few-gpus"), ("five", "no-torchrun")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        with pytest.raises(UserError) as caught:
+        with refuses(code):
             find_world()
-        assert caught.value.code == code
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.common.contracts.errors import EngineryError, Preempted, UserError
+from components.common.contracts.errors import Preempted, UserError
 from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.architectures import build_model
 from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, choose_folder, parse
 from components.train.distributed import World
 from components.train.trainer import Trainer
+from tests.unit.refusals import refuses
 
 from .conftest import Log, Train, config
 
@@ -125,16 +126,14 @@ def test_damaged_and_partial_checkpoints(go: Go, tmp_path: Path) -> None:
     assert not partial.exists()
     for path in (tmp_path / "out" / PARTIAL_OUTPUT).glob("*/step-*.safetensors"):
         path.write_bytes(b"nothing")
-    with pytest.raises(EngineryError) as caught:
+    with refuses("checkpoints-damaged"):
         go()
-    assert caught.value.code == "checkpoints-damaged"
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", bytes(100)])
 def test_what_is_no_checkpoint(content: bytes) -> None:
-    with pytest.raises(EngineryError) as caught:
+    with refuses("checkpoint-damaged"):
         parse(content)
-    assert caught.value.code == "checkpoint-damaged"
 
 
 def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +197,5 @@ def test_two_at_once_and_foreign_files(go: Go, tmp_path: Path, monkeypatch: pyte
     assert caught.value.code == "output-in-use"
     assert (tmp_path / "out" / ".partial.1.tmp").exists()
     (tmp_path / "out" / "train-000000.tar").write_bytes(b"theirs")
-    with pytest.raises(UserError, match=r"holds train-000000\.tar") as caught:
+    with refuses("output-occupied"):
         go()
-    assert caught.value.code == "output-occupied"

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.contracts.records import Split
 from components.common.data.loader import Loader
@@ -17,6 +16,7 @@ from components.common.runtimes.architectures import build_model
 from components.train.checkpointing import WEIGHTS
 from components.train.run import run
 from components.train.training import warn_of_chance_level
+from tests.unit.refusals import refuses
 
 from .conftest import Log, Train, config
 
@@ -74,9 +74,8 @@ def test_a_model_that_only_training_mode_can_use_is_refused(
 ) -> None:
     # MNASNet's BatchNorm follows so slowly that at this rate its evaluation overflows while training does not.
     settings = config(architecture="mnasnet0_5", epochs=1, warmup_fraction=0.3)
-    with pytest.raises(EngineryError) as caught:
+    with refuses("validation-loss-not-finite"):
         run(settings, Log(), dataset=digits_dataset.path, output=tmp_path / "out")
-    assert caught.value.code == "validation-loss-not-finite"
 
 
 def test_a_changed_shard_or_no_dataset_is_refused(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
@@ -85,9 +84,9 @@ def test_a_changed_shard_or_no_dataset_is_refused(tiny_dataset: Artifact[Dataset
     content = bytearray(shard.read_bytes())
     content[700] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(EngineryError, match=shard.name):
+    with refuses("damaged-artifact"):
         run(config(verify=True), Log(), dataset=copy, output=tmp_path / "out")
-    with pytest.raises(UserError, match="no finished dataset"):
+    with refuses("no-manifest"):
         run(config(), Log(), dataset=tmp_path, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -95,14 +94,15 @@ def test_a_changed_shard_or_no_dataset_is_refused(tiny_dataset: Artifact[Dataset
 @pytest.mark.parametrize(
     ("architecture", "hint"),
     [
-        ("resnet51", r"did you mean .*resnet50.*timm/NAME"),
+        ("resnet51", "did you mean resnet50"),
         ("zzz", "such as resnet50"),
         ("timm/resnet51x", "timm has no model"),
     ],
 )
 def test_an_unknown_architecture_suggests(train: Train, tmp_path: Path, architecture: str, hint: str) -> None:
-    with pytest.raises(UserError, match=hint):
+    with refuses("unknown-architecture") as caught:
         train(architecture=architecture)
+    assert hint in str(caught.value)
     assert not list((tmp_path / "out").glob("*/*/step-*"))
 
 

@@ -30,6 +30,7 @@ from enginery.local.runs import bundle_of_run, latest_bundle
 from enginery.local.summary import StepSummary
 from tests.conftest import Preprocess
 from tests.unit.conftest import Proved
+from tests.unit.refusals import refuses
 from tests.unit.runs import write_run
 
 FIRST, SECOND, THIRD = "own-20260101-120000-aaaa", "own-20260102-120000-bbbb", "own-20260103-120000-cccc"
@@ -193,9 +194,8 @@ def test_what_has_no_maps_is_shown_without(
     with monkeypatch.context() as patch:
         patch.setattr(inspection, "feature_layers", lambda *_: [])
         assert inspect(opened, [digit]).maps_missing == "the model has no feature maps of more than one pixel"
-        with pytest.raises(UserError) as refused:
+        with refuses("no-feature-maps"):
             inspect(opened, [digit], layers=["0.0 Conv"])
-        assert refused.value.code == "no-feature-maps"
 
     def refuse(*_: object) -> None:
         raise UnsupportedOperators("PyTorch runner: operators Einsum are not supported")
@@ -253,12 +253,12 @@ def test_the_bundle_of_a_run(command: Command, tmp_path: Path, bundle: Path, dig
     finished(runs.parent, THIRD, None, status="failed", exit_code=1)
     assert bundle_of_run(FIRST, runs) == bundle_of_run("own-20260102", runs) == place
     assert latest_bundle(runs) == place  # the newest run that has one
-    with pytest.raises(UserError, match=f"the run {THIRD} .failed. has no bundle"):
+    with refuses("no-bundle"):
         bundle_of_run("latest", runs)
-    with pytest.raises(UserError, match="there is no run 'x' in"):
+    with refuses("no-such-run"):
         bundle_of_run("x", runs)
     place.unlink()
-    with pytest.raises(UserError, match=r"none of the 3 runs in .* --bundle DIR"):
+    with refuses("no-bundle", "--bundle"):
         latest_bundle(runs)
 
 
@@ -290,9 +290,9 @@ def test_mistakes_are_refused_before_anything_is_written(
             command(*arguments)
         assert (refused.value.code, refused.value.exit_code) == (code, 2)
     for arguments in ((digit,), (digit, "--run", "latest")):
-        with pytest.raises(UserError, match=r"there are no runs in .*home/runs"):
+        with refuses("no-runs", "ENGINERY_HOME"):
             command(*arguments)
     monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)  # root may write anywhere
-    with pytest.raises(UserError, match="is not writable"):
+    with refuses("no-output", "--output"):
         command(digit, *here, "--output", "new.png")
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["folder.png", "inspect.png"]

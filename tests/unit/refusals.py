@@ -1,0 +1,17 @@
+"""How tests expect an error: by its code, and the setting it is about."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from components.common.contracts.errors import EngineryError
+
+
+@contextmanager
+def refuses(code: str, setting: str | None = None) -> Iterator[pytest.ExceptionInfo[EngineryError]]:
+    """Check that the body ends with an error of this code about this setting."""
+    with pytest.raises(EngineryError) as caught:
+        yield caught
+    assert caught.value.code == code, caught.value
+    assert setting in (None, caught.value.setting), caught.value
