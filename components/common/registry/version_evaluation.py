@@ -194,7 +194,7 @@ def champion_to_beat(
         say: called with a text for each champion that the policy refuses.
 
     Raises:
-        EngineryError: without a policy, the champion's files are not what was promoted; with one, they can't be read.
+        EngineryError: without a policy, the champion's files are not what was promoted.
     """
     if situation.champion is None:
         yield None
@@ -211,7 +211,7 @@ def champion_to_beat(
                 if policy is not None:
                     check_chain(version.label, digests, registry.statements(version), environment="")
             except EngineryError as error:
-                if policy is None or error.code == "files-missing":  # it may be there again in a minute
+                if policy is None:
                     raise
                 if error.code != "no-version":  # it was deleted since
                     say(f"version {number} does not count as champion ({error.code}): {error}")

@@ -237,7 +237,13 @@ def test_a_registry_writer_without_a_key(trusted: Machine, registry: Registry, t
 
 @pytest.mark.parametrize(
     ("way", "top1"),
-    [("registered", 99), ("registered", 1), ("with the verdict of another", 99), ("changed in the store", 1)],
+    [
+        ("registered", 99),
+        ("registered", 1),
+        ("with the verdict of another", 99),
+        ("changed in the store", 1),
+        ("without files", 99),
+    ],
 )
 def test_a_forged_champion_neither_blocks_a_version_nor_lets_a_worse_one_through(
     machine: Machine, store: str, registry: Registry, way: str, top1: int
@@ -255,9 +261,13 @@ def test_a_forged_champion_neither_blocks_a_version_nor_lets_a_worse_one_through
             registry.client.set_model_version_tag("m", "2", name, value)
         entry = Proposal(kind="promote", aliases={"champion": "2"}, why="x", digests=evaluation.digests)
         change_aliases(registry, "m", lambda situation: entry)
+    elif way == "without files":
+        registry.client.create_model_version("m", "nobody-knows://host/m")
+        entry = Proposal(kind="promote", aliases={"champion": "2"}, why="x")
+        change_aliases(registry, "m", lambda situation: entry)
     else:
         register_forged(registry, forged, "champion")
-    code = "no-verdict" if way == "registered" else "statement-other-digest"
+    code = {"registered": "no-verdict", "without files": "files-missing"}.get(way, "statement-other-digest")
     if way == "with the verdict of another":
         own = registry.statements(registry.version("m", "1"))["verdict.dsse.json"]
         registry.add_statement(registry.version("m", "2"), "verdict.dsse.json", own)
@@ -267,7 +277,7 @@ def test_a_forged_champion_neither_blocks_a_version_nor_lets_a_worse_one_through
         enginery("promote", "m", "3", "--why", "x")
     said = machine.promote(store, "d-051")
     assert "not worse: top-1 51.00 % (INT8), champion version 1 50.00 %" in said
-    assert f"; version 2 does not count as champion ({code}): m version 2 is refused" in said
+    assert f"; version 2 does not count as champion ({code}): " in said
     assert registry.aliases("m")["champion"] == "4"
 
 
