@@ -67,7 +67,10 @@ def _files(target: str, num_cases: int, seed: int) -> dict[str, Any]:
     module = _FILES[target]
     num_kinds = len(module.originals()) if target in ("parsers", "releases") else 1
     started = time.monotonic()
-    wrong = dict(images.run_cases(num_cases * num_kinds, seed, module.check_batch, module.BATCH))
+    wrong = {}
+    for number, what in images.run_cases(num_cases * num_kinds, seed, module.check_batch, module.BATCH):
+        wrong[number] = what
+        print(f"case {number}: {what}", flush=True)
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return _run(target, num_cases * num_kinds, wrong, started, most)
 
