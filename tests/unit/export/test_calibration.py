@@ -163,9 +163,17 @@ def entropy_amax_by_the_book(histogram):
     return best * histogram.bin_width
 
 
-@pytest.mark.parametrize("outlier", [6.0, 9.0])
-def test_entropy_equals_the_plain_loop(outlier):
-    histogram = histogram_of(np.maximum(gaussian_with_outliers(20_000, outlier), 0))
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.maximum(gaussian_with_outliers(20_000, 6.0), 0),
+        np.maximum(gaussian_with_outliers(20_000, 9.0), 0),
+        np.abs(np.random.default_rng(0).standard_cauchy(5000)).clip(0, 50),  # the last bin that stays is not empty
+    ],
+    ids=["outliers", "far outliers", "long tail"],
+)
+def test_entropy_equals_the_plain_loop(values):
+    histogram = histogram_of(values)
     expected = min(entropy_amax_by_the_book(histogram), histogram.max_abs)
     assert compute_scale(histogram, "entropy") * 127 == pytest.approx(expected)
 
