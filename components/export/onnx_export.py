@@ -20,6 +20,7 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx
+from components.export.folding import fold_constants
 from components.export.placement import inline_constants, model_opset
 
 OPSET = 17
@@ -80,6 +81,7 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
         with _eval_mode(model), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # The classic exporter is chosen on purpose: the new one writes opset 18, which TensorRT 8.6 gets wrong.
             warnings.filterwarnings("ignore", "You are using the legacy TorchScript", DeprecationWarning)
+            warnings.filterwarnings("ignore", "Converting a tensor to a Python")  # the file is compared with the model
             warnings.filterwarnings("ignore", "The feature will be removed", DeprecationWarning, r"torch\.onnx")
             torch.onnx.export(
                 model,
@@ -92,7 +94,7 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
                 dynamic_axes={shapes.input_name: {0: "batch"}, shapes.output_name: {0: "batch"}},
             )
             proto = inline_constants(onnx.load(Path(folder, "model.onnx")))
-    except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError) as error:
         raise EngineryError(
             f"export: torch can't write {type(model).__name__} as ONNX opset {OPSET} at {shapes.height} x "
             f"{shapes.width} pixels: {_first_line(error)}",
@@ -100,6 +102,7 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
         ) from error
     proto.ir_version = IR_VERSION
     _verify_export(proto, shapes)
+    proto = fold_constants(proto)
     write_atomically(path, proto.SerializeToString())
 
 
@@ -143,7 +146,8 @@ def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, i
 def normalize_user_onnx(source: Path, destination: Path) -> OnnxClassifier:
     """Take over a user's classifier: check it and write it to `destination` at opset 17 and IR 8, with logits.
 
-    A file that fits already is copied byte for byte; others are converted, and must answer as before. Names stay.
+    A file that fits already is copied byte for byte; others are converted, or their shapes computed once, and must
+    answer as before. Names stay.
 
     Args:
         source: see `read_user_onnx`.
@@ -188,6 +192,9 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
         proto = _converted(proto, source)
         content = proto.SerializeToString()
     expected = _probe(original, classifier, source)
+    folded = fold_constants(proto)
+    if folded is not proto:
+        proto, content = folded, folded.SerializeToString()
     actual = _probe(content, classifier, source)
     if not _relative_error(actual, expected) <= MAX_RELATIVE_ERROR:
         raise UserError(

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torchvision
 from torch import nn
+from torchvision.models import VisionTransformer
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
@@ -32,6 +33,14 @@ def digits_network(dataset: Artifact[DatasetManifest]) -> nn.Module:
     with torch.no_grad():
         net(batch.images)
     return net.eval()
+
+
+def small_vit(image_size: int = 32, seed: int = 0) -> VisionTransformer:
+    """A ViT of two blocks, 64 wide, with random weights, also where torchvision starts with zeros."""
+    torch.manual_seed(seed)
+    vit = VisionTransformer(image_size, image_size // 4, 2, 4, hidden_dim=64, mlp_dim=128, num_classes=10)
+    nn.init.normal_(vit.heads.head.weight, std=0.1)
+    return vit.eval()
 
 
 def _stage(inputs: int, outputs: int) -> nn.Sequential:

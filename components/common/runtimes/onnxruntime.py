@@ -21,9 +21,10 @@ def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.In
         model: its file, or what is in it.
         optimize: False computes each node as it stands, so that Q/DQ are computed in floating point.
     """
+    levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
-    if not optimize:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    # Not ORT_ENABLE_ALL: its changes of layout end the process on a ViT in FP16 (onnxruntime 1.31.1).
+    options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED if optimize else levels.ORT_DISABLE_ALL
     options.intra_op_num_threads = num_cores()
     options.log_severity_level = 3
     content = onnx_content(model) if isinstance(model, Path) else model

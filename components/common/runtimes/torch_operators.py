@@ -45,7 +45,7 @@ def as_tensor(proto: TensorProto) -> Tensor:
 
 
 def why_unsupported(node: NodeProto, num_outputs: int) -> str | None:
-    """The part of `node` that is not supported, such as "Einsum" or "Conv with auto_pad=SAME_UPPER"; None if all is.
+    """The part of `node` that is not supported, such as "Hardmax" or "Conv with auto_pad=SAME_UPPER"; None if all is.
 
     Args:
         node: any node.
@@ -258,6 +258,22 @@ def _constant(
     return given[0] if isinstance(given[0], Tensor) else torch.tensor(given[0])
 
 
+def _range(start: Tensor, limit: Tensor, delta: Tensor, /) -> Tensor:
+    return torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
+
+
+def _scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, /, *, reduction: Literal["none"] = "none") -> Tensor:
+    return x.index_put(tuple(indices.to(x.device).unbind(-1)), updates.to(x.device))
+
+
+def _cumsum(x: Tensor, axis: Tensor, /, *, exclusive: Literal[0] = 0, reverse: Literal[0] = 0) -> Tensor:
+    return x.cumsum(int(axis))
+
+
+def _tile(x: Tensor, repeats: Tensor, /) -> Tensor:
+    return x.tile(repeats.tolist())
+
+
 def _constant_of_shape(shape: Tensor, /, *, value: Tensor | None = None) -> Tensor:
     return (torch.zeros(1) if value is None else value).expand(shape.tolist())
 
@@ -315,6 +331,10 @@ def conv(
     return torch.convolution(x, weights, bias, strides or ones, begin, dilations or ones, False, zeros, group)
 
 
+def _einsum(*tensors: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation, _together(*tensors))
+
+
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -360,6 +380,11 @@ def layer_normalization(
     """Normalization over all axes from `axis` on."""
     shape = x.shape[axis:]
     return functional.layer_norm(x, shape, scale.expand(shape), None if bias is None else bias.expand(shape), epsilon)
+
+
+def instance_normalization(x: Tensor, scale: Tensor, bias: Tensor, /, *, epsilon: float = 1e-5) -> Tensor:
+    """Normalization of each channel of each image."""
+    return functional.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
 
 
 def lrn(x: Tensor, /, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
@@ -571,9 +596,12 @@ OPERATORS: dict[str, Function] = {
     "Constant": _constant,
     "ConstantOfShape": _constant_of_shape,
     "Conv": conv,
+    "Cos": _unary(torch.cos),
+    "CumSum": _cumsum,
     "DequantizeLinear": dequantize_linear,
     "Div": _binary(_divide),
     "Dropout": _dropout,
+    "Einsum": _einsum,
     "Elu": _elu,
     "Equal": _binary(torch.eq),
     "Erf": _unary(torch.erf),
@@ -587,6 +615,7 @@ OPERATORS: dict[str, Function] = {
     "HardSigmoid": _hard_sigmoid,
     "HardSwish": _unary(functional.hardswish),
     "Identity": _unary(lambda x: x),
+    "InstanceNormalization": instance_normalization,
     "LRN": lrn,
     "LayerNormalization": layer_normalization,
     "LeakyRelu": _leaky_relu,
@@ -595,17 +624,22 @@ OPERATORS: dict[str, Function] = {
     "Mod": _mod,
     "Mul": _binary(torch.mul),
     "Neg": _unary(torch.neg),
+    "Not": _unary(torch.logical_not),
     "Pad": _pad,
     "Pow": _binary(_power),
     "QuantizeLinear": quantize_linear,
+    "Range": _range,
     "Reciprocal": _unary(torch.reciprocal),
     "ReduceL2": reduce(functools.partial(torch.linalg.vector_norm, ord=2)),
+    "ReduceMax": reduce(torch.amax),
     "ReduceMean": reduce(torch.mean),
     "ReduceSum": reduce(torch.sum),
     "Relu": _unary(torch.relu),
     "Reshape": _reshape,
+    "ScatterND": _scatter_nd,
     "Shape": _shape,
     "Sigmoid": _unary(torch.sigmoid),
+    "Sin": _unary(torch.sin),
     "Slice": _slice,
     "Softmax": _softmax,
     "Softplus": _unary(functional.softplus),
@@ -614,6 +648,7 @@ OPERATORS: dict[str, Function] = {
     "Squeeze": _squeeze,
     "Sub": _binary(torch.sub),
     "Tanh": _unary(torch.tanh),
+    "Tile": _tile,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
     "Where": _where,

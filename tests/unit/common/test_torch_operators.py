@@ -63,9 +63,13 @@ OPERATORS = [
     ("AveragePool", [IMAGE], {**POOL, "pads": [0, 1, 1, 0], "count_include_pad": 1}),
     ("AveragePool", [IMAGE], {"kernel_shape": [2, 2], "strides": [2, 2], "pads": [1, 0, 0, 0], "ceil_mode": 1}),
     ("GlobalAveragePool", [IMAGE], {}),
+    ("InstanceNormalization", [IMAGE, normal(4), normal(4)], {"epsilon": 1e-3}),
     ("LRN", [IMAGE], {"size": 3, "alpha": 0.1}),
     ("LRN", [IMAGE], {"size": 5, "alpha": 0.1, "beta": 0.5, "bias": 2.0}),
     ("Erf", [IMAGE], {}),
+    ("Cos", [IMAGE], {}),
+    ("Sin", [IMAGE], {}),
+    ("Not", [IMAGE > 0], {}),
     ("BatchNormalization", [IMAGE, normal(4), normal(4), normal(4), np.abs(normal(4))], {"epsilon": 1e-3}),
     ("LayerNormalization", [IMAGE, normal(9), normal(9)], {}),
     ("LayerNormalization", [IMAGE, normal(11, 9)], {"axis": 2, "epsilon": 1e-3}),
@@ -108,6 +112,14 @@ OPERATORS = [
     ("Gather", [IMAGE, ints(0, -2)], {"axis": -1}),
     ("Shape", [IMAGE], {"start": -3, "end": -1}),
     ("Expand", [normal(3, 1), ints(2, 1, 5)], {}),
+    ("Range", [np.array(7), np.array(-3), np.array(-4)], {}),
+    ("Range", [np.array(0.5, np.float32), np.float32(3), np.float32(0.5)], {}),
+    ("CumSum", [IMAGE, np.array(1)], {}),
+    ("Einsum", [normal(2, 3, 4), normal(5, 4)], {"equation": "bij,kj->bik"}),
+    ("ReduceMax", [IMAGE], {"axes": [1]}),
+    ("ScatterND", [normal(4, 5), ints(1, 2, -1, 0).reshape(2, 2), normal(2)], {}),
+    ("ScatterND", [normal(4, 5), ints(3, 0).reshape(2, 1), normal(2, 5)], {}),
+    ("Tile", [IMAGE, ints(2, 1, 1, 3)], {}),
     ("ConstantOfShape", [ints(2, 3)], {}),
     ("Cast", [IMAGE * 9], {"to": TensorProto.INT32}),
     ("Pad", [IMAGE, ints(0, 1, 2, 0, 0, 0, 1, 3), np.float32(1.5)], {}),
@@ -177,7 +189,7 @@ def test_fake_quantization_rounds_halves_as_onnxruntime(dtype):
 
 def test_all_that_is_unsupported_is_named_at_once():
     nodes = [
-        helper.make_node("Einsum", ["images"], ["a"], equation="bchw->bc"),
+        helper.make_node("Hardmax", ["images"], ["a"]),
         helper.make_node("Conv", ["images", "w"], ["b"], auto_pad="SAME_UPPER"),
         helper.make_node("GridSample", ["images", "b"], ["c"]),
         helper.make_node("MaxPool", ["images"], ["d", "indices"], kernel_shape=[2, 2]),
@@ -190,7 +202,7 @@ def test_all_that_is_unsupported_is_named_at_once():
     model = helper.make_model(helper.make_graph(nodes, "g", [value], [logits], [weights]), opset_imports=opsets)
     with pytest.raises(UnsupportedOperators) as error:
         TorchGraph(model)
-    named = "Conv with auto_pad=SAME_UPPER, Einsum, GridSample, MaxPool with 2 outputs, com.microsoft.FusedConv"
+    named = "Conv with auto_pad=SAME_UPPER, GridSample, Hardmax, MaxPool with 2 outputs, com.microsoft.FusedConv"
     assert named in str(error.value)
 
 
