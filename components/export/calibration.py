@@ -111,6 +111,8 @@ class Histogram:
     exponent: int = _MIN_EXPONENT
     """The bins cover [0, 2**exponent), the smallest such range that holds `max_abs`."""
     max_abs: float = 0.0
+    channel_max: np.ndarray | None = None
+    """Largest magnitude by index of the last axis, [C] float32; None where nobody asked for it."""
 
     @property
     def bin_width(self) -> float:
@@ -133,6 +135,10 @@ class Histogram:
             return
         low, high = float(flat.min()), float(flat.max())  # a NaN anywhere makes both NaN
         self._grow(low, high)
+        if self.channel_max is not None:
+            by_channel = flat.reshape(-1, self.channel_max.size)
+            largest = np.maximum(by_channel.max(axis=0), -by_channel.min(axis=0))
+            self.channel_max = np.maximum(self.channel_max, largest)
         # Multiplying by a power of two is exact, so a value's bin is the same whatever batch it arrives in.
         bins_per_unit = np.float32(1.0 / self.bin_width)
         offset = NUM_BINS if low < 0 else 0
@@ -156,6 +162,9 @@ class Histogram:
             return
         low, high = (float(bound) for bound in torch.aminmax(flat))
         self._grow(low, high)
+        if self.channel_max is not None:
+            lowest, highest = torch.aminmax(flat.reshape(-1, self.channel_max.size), dim=0)
+            self.channel_max = np.maximum(self.channel_max, torch.maximum(highest, -lowest).cpu().numpy())
         codes = (flat.abs() * (1.0 / self.bin_width)).to(torch.int32)  # towards zero
         self.counts += torch.bincount(codes, minlength=NUM_BINS).cpu().numpy()
 
@@ -274,6 +283,7 @@ RANGES: dict[str, Callable[[Histogram, float], float]] = {
     "percentile": _percentile_amax,
     "entropy": lambda histogram, percentile: _entropy_amax(histogram),
     "mse": lambda histogram, percentile: _mse_amax(histogram),
+    "smoothquant": lambda histogram, percentile: _mse_amax(histogram),  # of what smoothing leaves as it is
 }
 
 
@@ -288,6 +298,7 @@ def collect_with_torch(
     batches: Iterable[torch.Tensor],
     device: torch.device,
     progress: Callable[[int], None] | None = None,
+    channels: Mapping[str, int] | None = None,
 ) -> dict[str, Histogram]:
     """Runs the FP32 graph with PyTorch over the calibration images and returns the histogram of each tensor.
 
@@ -297,6 +308,7 @@ def collect_with_torch(
         batches: [B, C, H, W] float32, normalized as for the model. Read once, one at a time.
         device: what the graph runs on.
         progress: called with the number of images seen so far, after every batch.
+        channels: length of the last axis of those tensors whose `channel_max` is wanted.
 
     Raises:
         UnsupportedOperators: PyTorch has no counterpart for an operator of the graph.
@@ -304,7 +316,7 @@ def collect_with_torch(
     """
     _check_known(model, tensors, "the model")
     graph = TorchGraph(model, device)
-    return _collected(tensors, batches, lambda images: graph.run(images, keep=tensors)[1], progress)
+    return _collected(tensors, batches, lambda images: graph.run(images, keep=tensors)[1], progress, channels)
 
 
 def collect_with_onnxruntime(
@@ -312,6 +324,7 @@ def collect_with_onnxruntime(
     tensors: Sequence[str],
     batches: Iterable[np.ndarray],
     progress: Callable[[int], None] | None = None,
+    channels: Mapping[str, int] | None = None,
 ) -> dict[str, Histogram]:
     """Runs the FP32 model over the calibration images and returns the histogram of each tensor.
 
@@ -320,6 +333,7 @@ def collect_with_onnxruntime(
         tensors: names from `placement.activation_tensors`.
         batches: [B, C, H, W] float32 arrays, normalized as for the model. Read once, one at a time.
         progress: called with the number of images seen so far, after every two.
+        channels: length of the last axis of those tensors whose `channel_max` is wanted.
 
     Raises:
         EngineryError: the file has no such tensor, there are no batches, or a tensor is not finite.
@@ -346,7 +360,7 @@ def collect_with_onnxruntime(
     def values_of(images: np.ndarray) -> dict[str, np.ndarray]:
         return {input_name: images, **dict(zip(outputs, session.run(outputs, {input_name: images}), strict=True))}
 
-    return _collected(tensors, runs, values_of, progress)
+    return _collected(tensors, runs, values_of, progress, channels)
 
 
 def _collected(
@@ -354,9 +368,12 @@ def _collected(
     batches: Iterable[Any],
     values_of: Callable[[Any], Mapping[str, Any]],
     progress: Callable[[int], None] | None,
+    channels: Mapping[str, int] | None,
 ) -> dict[str, Histogram]:
     """Histograms of what a model computes from each batch; see the two functions above."""
     histograms = {name: Histogram(name) for name in tensors}
+    for name, num_channels in (channels or {}).items():
+        histograms[name].channel_max = np.zeros(num_channels, np.float32)
     num_images = 0
     for images in batches:
         values = values_of(images)
@@ -418,10 +435,13 @@ def cached_histograms(
 
 def _written(histograms: Histograms, address: Mapping[str, Any]) -> bytes:
     ordered = list(histograms.values())
+    by_channel = [np.zeros(0, np.float32) if entry.channel_max is None else entry.channel_max for entry in ordered]
     arrays = {
         "counts": np.stack([histogram.counts for histogram in ordered]),  # [T, 2048] int64
         "exponents": np.array([histogram.exponent for histogram in ordered], np.int64),
         "max_abs": np.array([histogram.max_abs for histogram in ordered], np.float64),
+        "num_channels": np.array([len(maxima) for maxima in by_channel], np.int64),  # 0 where nobody asked
+        "channel_max": np.concatenate(by_channel),
     }
     head = {"address": dict(address), "names": list(histograms), "content": _content_digest(arrays)}
     buffer = io.BytesIO()
@@ -432,15 +452,16 @@ def _written(histograms: Histograms, address: Mapping[str, Any]) -> bytes:
 def _read(file: Path, address: Mapping[str, Any]) -> Histograms:
     with np.load(file, allow_pickle=False) as stored:
         head = json.loads(stored["head"].tobytes())
-        arrays = {name: stored[name] for name in ("counts", "exponents", "max_abs")}
+        arrays = {name: stored[name] for name in ("counts", "exponents", "max_abs", "num_channels", "channel_max")}
     if head["address"] != json.loads(json.dumps(dict(address))):
         raise ValueError("it belongs to another calibration")
     if head["content"] != _content_digest(arrays) or arrays["counts"].shape != (len(head["names"]), NUM_BINS):
         raise ValueError("its content does not match its digest")
-    rows = zip(head["names"], arrays["counts"], arrays["exponents"], arrays["max_abs"], strict=True)
+    by_channel = np.split(arrays["channel_max"], np.cumsum(arrays["num_channels"])[:-1])
+    rows = zip(head["names"], arrays["counts"], arrays["exponents"], arrays["max_abs"], by_channel, strict=True)
     return {
-        name: Histogram(name, counts=counts.copy(), exponent=int(exponent), max_abs=float(max_abs))
-        for name, counts, exponent, max_abs in rows
+        name: Histogram(name, counts.copy(), int(exponent), float(max_abs), maxima.copy() if maxima.size else None)
+        for name, counts, exponent, max_abs, maxima in rows
     }
 
 

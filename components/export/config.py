@@ -21,6 +21,7 @@ CALIBRATION_METHODS = {
     "percentile": "clips above calibration_percentile",
     "entropy": "loses the least information",
     "mse": "has the least squared error of rounding and clipping",
+    "smoothquant": "is mse after ranges of channels went from activations into weights, behind LayerNormalizations",
 }
 if TYPE_CHECKING:
     CalibrationOption = str

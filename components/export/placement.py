@@ -35,14 +35,14 @@ def keep_apart(model: onnx.ModelProto) -> list[str]:
         weights = node.input[1]
         while weights in before:
             weights = before[weights]
-        kernel = _attribute(node, "kernel_shape", []) or kernels.get(weights, [])
+        kernel = attribute(node, "kernel_shape", []) or kernels.get(weights, [])
         if set(kernel) == {1}:
             sharing.setdefault(node.input[0], []).append((node, len(kernel)))
     changed = []
     for row in sharing.values():
         for dilation, (node, num_axes) in enumerate(row, start=1):
             dilations = [dilation] * num_axes
-            if len(row) > 1 and _attribute(node, "dilations", [1] * num_axes) != dilations:
+            if len(row) > 1 and attribute(node, "dilations", [1] * num_axes) != dilations:
                 others = [entry for entry in node.attribute if entry.name != "dilations"]
                 del node.attribute[:]
                 node.attribute.extend([*others, helper.make_attribute("dilations", dilations)])
@@ -124,7 +124,7 @@ class Graph:
         if node.op_type in _NONNEGATIVE:
             return True
         if node.op_type == "Clip":
-            low = _attribute(node, "min", None)  # before opset 11; an input since
+            low = attribute(node, "min", None)  # before opset 11; an input since
             if len(node.input) > 1 and node.input[1] in self.initializers:
                 low = numpy_helper.to_array(self.initializers[node.input[1]])
             return low is not None and float(low) >= 0
@@ -255,8 +255,8 @@ def weight_channel_axis(node: NodeProto, graph: Graph) -> int | None:
     rank = len(graph.initializers[node.input[1]].dims)
     if node.op_type == "Conv":
         return 0
-    if node.op_type == "Gemm" and not _attribute(node, "transA", 0):
-        return 0 if _attribute(node, "transB", 0) else 1
+    if node.op_type == "Gemm" and not attribute(node, "transA", 0):
+        return 0 if attribute(node, "transB", 0) else 1
     if node.op_type == "MatMul" and rank == 2:
         return 1
     return None
@@ -266,7 +266,7 @@ def _is_spatial_mean(node: NodeProto, graph: Graph) -> bool:
     """True if the node is a ReduceMean over height and width, which some exporters write for global pooling."""
     if node.op_type != "ReduceMean":
         return False
-    axes = _attribute(node, "axes", None)
+    axes = attribute(node, "axes", None)
     if axes is None and len(node.input) > 1 and node.input[1] in graph.initializers:  # opset 18 and newer
         axes = numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()
     return axes is not None and sorted(axes) in ([2, 3], [-2, -1])
@@ -289,7 +289,7 @@ def _shortcut_index(node: NodeProto, graph: Graph, quantized_convs: set[str]) ->
     return 1 - main if main_conv is not None and main_conv.output[0] in quantized_convs else None
 
 
-def _attribute(node: NodeProto, name: str, default: Any) -> Any:
+def attribute(node: NodeProto, name: str, default: Any) -> Any:
     """Value of an attribute, or `default`."""
     return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
 

@@ -35,6 +35,7 @@ from components.export.placement import activation_tensors, has_unsigned_activat
 from components.export.precision import FP16_MAX
 from components.export.qdq import TENSORRT, Arithmetic, insert_qdq, scales_below_fp16
 from components.export.selection import Budget, Candidates, Ranking, Selection, rank_layers
+from components.export.smoothing import ALPHA, channels, smooth, smoothed_scales
 from components.export.sources import SourceModel
 
 NUM_IMAGES = 64
@@ -161,6 +162,7 @@ class ArithmeticSearch:
 class Quantization:
     """Scales and layers for `placement` and `qdq`, and the record of how they were chosen."""
 
+    network: onnx.ModelProto  # FP32, of which the INT8 files are made: smoothed where that was chosen
     scales: dict[str, float]  # by tensor
     excluded: tuple[str, ...]  # node ids
     cpu_models: tuple[CpuModel, ...]
@@ -175,6 +177,12 @@ class _Calibrated:
     address: Mapping[str, Any]  # what the histograms depend on
     cached: bool
     seconds: float
+
+    @property
+    def channel_maxima(self) -> dict[str, np.ndarray]:
+        """Largest magnitudes by channel of the tensors that can be smoothed, by name."""
+        found = {name: histogram.channel_max for name, histogram in self.histograms.items()}
+        return {name: maxima for name, maxima in found.items() if maxima is not None}
 
 
 def quantize(
@@ -204,7 +212,9 @@ def quantize(
     if overflowing := [name for name, histogram in calibrated.histograms.items() if histogram.max_abs > FP16_MAX]:
         log.warning(f"{len(overflowing)} activations exceed FP16's range, such as {overflowing[0]}: FP16 will be wrong")
     automatic = config.calibration_method == "auto"
-    methods = list(CALIBRATION_METHODS) if automatic else [config.calibration_method]
+    maxima = calibrated.channel_maxima
+    applicable = [name for name in CALIBRATION_METHODS if maxima or name != "smoothquant"]
+    methods = applicable if automatic else [config.calibration_method]
     scales = {
         method: {
             name: compute_scale(histogram, method, config.calibration_percentile)
@@ -212,13 +222,20 @@ def quantize(
         }
         for method in methods
     }
+    networks = {}
+    if "smoothquant" in methods and maxima:
+        networks["smoothquant"], balanced = smooth(fp32, maxima)
+        scales["smoothquant"] |= smoothed_scales(balanced)
+    elif "smoothquant" in methods:
+        log.note("there is nothing to smooth: no LayerNormalization is read by matrix products alone")
     method, entry = methods[0], None
     excluded: tuple[str, ...] = ()
     candidates = Candidates(shapes=source.shapes, device=device, directory=fp32_file.parent, log=log)
     chooser = _Chooser(config, fp32, calibration, candidates)
     if selection is not None and (automatic or config.fallback):
-        method, excluded, entry = _select(config, scales, selection, chooser)
+        method, excluded, entry = _select(config, scales, networks, selection, chooser)
     else:
+        chooser.fp32 = networks.get(method, fp32)
         chooser.choose_arithmetic(scales[method])
     if selection is None and config.num_selection_images and (automatic or config.fallback):
         log.note(
@@ -226,9 +243,10 @@ def quantize(
         )
     if tiny := scales_below_fp16(scales[method]):
         log.warning(f"{len(tiny)} INT8 scales are too small for FP16, such as that of {tiny[0]}: int8_fp16.onnx loses")
-    parameters = {"percentile": config.calibration_percentile} if method == "percentile" else {}
+    parameters = {"percentile": {"percentile": config.calibration_percentile}, "smoothquant": {"alpha": ALPHA}}
     activations = chooser.arithmetic.activations if chooser.on_cpu else first_arithmetic(fp32).activations
     return Quantization(
+        network=chooser.fp32,
         scales=scales[method],
         excluded=excluded,
         cpu_models=cpu_models(activations, chooser.arithmetic if chooser.on_cpu else None),
@@ -239,7 +257,7 @@ def quantize(
             seconds=calibrated.seconds,
             ids=calibration.ids(),
             images_digest=str(calibrated.address["images"]),
-            digest=digest_json({**calibrated.address, "method": method, "parameters": parameters}),
+            digest=digest_json({**calibrated.address, "method": method, "parameters": parameters.get(method, {})}),
             cached=calibrated.cached,
             excluded=excluded,
             selection=entry,
@@ -276,32 +294,41 @@ def _calibrate(
         "model": digest_file(fp32_file),
         "images": calibration.digest(),
         "tensors": activation_tensors(fp32),
-        "histograms": {"bins": NUM_BINS, "version": 1, "device": device.type},
+        "channels": (by_channel := channels(fp32)),
+        "histograms": {"bins": NUM_BINS, "version": 2, "device": device.type},
     }
     histograms, cached = cached_histograms(
         cache / "calibration" if cache else None,
         address,
-        lambda: _collect(fp32, fp32_file, calibration, device, log),
+        lambda: _collect(fp32, fp32_file, calibration, device, by_channel, log),
         log.warning,
     )
     return _Calibrated(histograms=histograms, address=address, cached=cached, seconds=time.monotonic() - started)
 
 
 def _collect(
-    fp32: onnx.ModelProto, fp32_file: Path, calibration: Samples, device: torch.device, log: StepLog
+    fp32: onnx.ModelProto,
+    fp32_file: Path,
+    calibration: Samples,
+    device: torch.device,
+    by_channel: Mapping[str, int],
+    log: StepLog,
 ) -> Histograms:
     def progress(done: int) -> None:
         log.progress("calibrating", done, calibration.num_images, unit="images")
 
     tensors = activation_tensors(fp32)
     if device.type == "cuda":
-        return collect_with_torch(fp32, tensors, (batch.images for batch in calibration), device, progress)
-    return collect_with_onnxruntime(fp32_file, tensors, (to_numpy(batch.images) for batch in calibration), progress)
+        images = (batch.images for batch in calibration)
+        return collect_with_torch(fp32, tensors, images, device, progress, by_channel)
+    arrays = (to_numpy(batch.images) for batch in calibration)
+    return collect_with_onnxruntime(fp32_file, tensors, arrays, progress, by_channel)
 
 
 def _select(
     config: ExportConfig,
     scales: dict[str, dict[str, float]],
+    networks: dict[str, onnx.ModelProto],
     samples: Samples,
     chooser: "_Chooser",
 ) -> tuple[str, tuple[str, ...], SelectionEntry]:
@@ -315,12 +342,14 @@ def _select(
     search = Selection(
         model=chooser.fp32,
         scales=scales,
+        smoothed=networks,
         measure=lambda models, text: chooser.candidates.predictions(models, samples, text),
         budget=budget,
         deadline=started + config.search_seconds,
         arithmetic=chooser.arithmetic,
     )
     method = search.choose_method()
+    chooser.fp32 = networks.get(method, chooser.fp32)
     search.arithmetic = chooser.choose_arithmetic(scales[method])
     ranking = Ranking(layers=(), num_images=0)
     excluded: tuple[str, ...] = ()

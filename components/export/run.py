@@ -50,7 +50,8 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     _check_numerics(source, calibration, fp32_file, log)
     quantized = quantize(config, source, fp32_file, calibration, selection, cache, log)
     fp32 = with_names(read_onnx(fp32_file))
-    _write_precisions(fp32, quantized, output, log)
+    network = with_names(quantized.network) if quantized.calibration.method == "smoothquant" else fp32
+    _write_precisions(fp32, network, quantized, output, log)
     write_atomically(output / "scales.json", json.dumps(quantized.scales, indent=1, sort_keys=True).encode())
     engines, missing = build_plans(config, source.shapes, output, cache, log)
     layers = quantizable_layers(fp32)
@@ -83,19 +84,25 @@ def _check_numerics(source: SourceModel, samples: Samples, fp32_file: Path, log:
     log.metrics({"onnx_relative_error": check_against_torch(source.module, fp32_file, source.shapes, images)})
 
 
-def _write_precisions(fp32: onnx.ModelProto, quantized: Quantization, output: Path, log: StepLog) -> None:
-    """The files beside fp32.onnx: one graph, one set of scales, the same layers in INT8."""
+def _write_precisions(
+    fp32: onnx.ModelProto, network: onnx.ModelProto, quantized: Quantization, output: Path, log: StepLog
+) -> None:
+    """The files beside fp32.onnx: one graph, one set of scales, the same layers in INT8.
+
+    Those of INT8 are made of `network`, which computes what `fp32` does, perhaps smoothed.
+    """
     scales, excluded = quantized.scales, quantized.excluded
     log.progress("writing ONNX", 0, 3, "int8.onnx", unit="precisions")
-    onnx.save(insert_qdq(fp32, scales, exclude=excluded), output / ONNX_FILES["int8"])
+    onnx.save(insert_qdq(network, scales, exclude=excluded), output / ONNX_FILES["int8"])
     for model in quantized.cpu_models:
         arithmetic = Arithmetic.of(model)
-        onnx.save(insert_qdq(fp32, scales, exclude=excluded, arithmetic=arithmetic), output / model.file)
+        onnx.save(insert_qdq(network, scales, exclude=excluded, arithmetic=arithmetic), output / model.file)
     log.progress("writing ONNX", 1, 3, "fp16.onnx", unit="precisions")
     fp16 = to_fp16(fp32)
     onnx.save(fp16, output / ONNX_FILES["fp16"])
     log.progress("writing ONNX", 2, 3, "int8_fp16.onnx", unit="precisions")
-    onnx.save(insert_qdq(raise_opset(fp16), scales, exclude=excluded), output / ONNX_FILES["int8_fp16"])
+    typed = raise_opset(fp16 if network is fp32 else to_fp16(network))
+    onnx.save(insert_qdq(typed, scales, exclude=excluded), output / ONNX_FILES["int8_fp16"])
     log.progress("writing ONNX", 3, 3, unit="precisions")
 
 

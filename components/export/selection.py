@@ -180,6 +180,7 @@ class Selection:
 
     model: onnx.ModelProto  # FP32
     scales: dict[str, Scales]
+    smoothed: Mapping[str, onnx.ModelProto] = field(default_factory=dict)  # by method, where it is another network
     measure: Measure
     budget: Budget
     deadline: float  # on the clock of time.monotonic(): nothing new is tried after it
@@ -259,7 +260,8 @@ class Selection:
         return self._held(method, excluded)
 
     def _quantized(self, method: str, excluded: tuple[str, ...]) -> onnx.ModelProto:
-        return insert_qdq(self.model, self.scales[method], exclude=excluded, arithmetic=self.arithmetic)
+        model = self.smoothed.get(method, self.model)
+        return insert_qdq(model, self.scales[method], exclude=excluded, arithmetic=self.arithmetic)
 
     def _remember(self, method: str, excluded: tuple[str, ...], own: Predictions) -> None:
         assert self._fp32 is not None  # choose_method comes first

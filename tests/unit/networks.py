@@ -43,6 +43,18 @@ def small_vit(image_size: int = 32, seed: int = 0) -> VisionTransformer:
     return vit.eval()
 
 
+def with_outliers(vit: VisionTransformer, factor: float) -> VisionTransformer:
+    """The same function, with two channels of each normalized tensor `factor` times as large."""
+    with torch.no_grad():
+        for block in vit.encoder.layers:
+            pairs = ((block.ln_1, block.self_attention.in_proj_weight), (block.ln_2, block.mlp[0].weight))
+            for norm, weights in pairs:
+                norm.weight[[3, 50]] *= factor
+                norm.bias[[3, 50]] *= factor
+                weights[:, [3, 50]] /= factor
+    return vit
+
+
 def _stage(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU())
 

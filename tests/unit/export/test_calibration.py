@@ -238,12 +238,23 @@ class Cache:
         for name, size in (("images", 3.0), ("/conv/Conv_output_0", 70.0)):
             histograms[name] = Histogram(name)
             histograms[name].add(rng.standard_normal(1000) * size)
+        histograms["tokens"] = Histogram("tokens", channel_max=np.zeros(8, np.float32))
+        histograms["tokens"].add(rng.standard_normal((3, 5, 8)))
         return histograms
 
     def get(self, address=ADDRESS):
         """Return the ranges in a form that can be compared, and True if they were in the cache."""
         found, cached = cached_histograms(self.folder, address, self.collect, self.warnings.append)
-        return {name: (h.counts.tolist(), h.exponent, h.max_abs) for name, h in found.items()}, cached
+        ranges = {
+            name: (
+                h.counts.tolist(),
+                h.exponent,
+                h.max_abs,
+                h.channel_max if h.channel_max is None else [*h.channel_max],
+            )
+            for name, h in found.items()
+        }
+        return ranges, cached
 
 
 @pytest.fixture
@@ -297,5 +308,5 @@ def test_no_damage_gets_through(cache):
 def test_an_unwritable_folder_costs_only_the_cache(tmp_path):
     (tmp_path / "file").write_text("in the way")
     cache = Cache(tmp_path / "file" / "cache")
-    assert (len(cache.get()[0]), cache.get()[1]) == (2, False)
+    assert (len(cache.get()[0]), cache.get()[1]) == (3, False)
     assert "can't keep the calibration" in cache.warnings[0]

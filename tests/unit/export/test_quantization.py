@@ -27,6 +27,9 @@ from components.export.qdq import Arithmetic
 from components.export.run import run
 from components.export.selection import Candidates
 
+from ..networks import random_images, small_vit, with_outliers
+from ..onnx_outputs import run_ort
+
 NUM_TRAINING = 480
 SMALL = {"tensorrt": "off", "num_ranking_images": 2}
 
@@ -133,10 +136,34 @@ def test_auto_tries_every_method_and_records_all(export):
     bundle, lines = export(max_batch=8)
     calibration = bundle.manifest.calibration
     entry = calibration.selection
-    assert [trial.method for trial in entry.trials[:4]] == list(CALIBRATION_METHODS)
+    # There is no LayerNormalization to smooth behind.
+    assert [trial.method for trial in entry.trials[:4]] == [m for m in CALIBRATION_METHODS if m != "smoothquant"]
     assert (calibration.num_images, entry.num_images, entry.runtime) == (240, 240, "openvino")
     assert bundle.manifest.shapes.opt_batch == 8
     assert not any(line.startswith("warning") for line in lines), lines
+
+
+def test_smoothing_is_chosen_where_channels_have_outliers(export, tmp_path):
+    source = tmp_path / "own.onnx"
+    export_onnx(with_outliers(small_vit(), 300.0), source, ShapeSpec(height=32, width=32))
+    bundle, _ = export(source, num_calibration_images=64, num_selection_images=150, fallback=False)
+    calibration = bundle.manifest.calibration
+    assert calibration.method == "smoothquant"
+    assert {trial.method for trial in calibration.selection.trials} == set(CALIBRATION_METHODS)
+    assert bundle.file("fp32.onnx").read_bytes() == source.read_bytes()  # it stays as it is
+    fp32, int8 = (onnx.load(bundle.file(name)) for name in ("fp32.onnx", "int8.onnx"))
+    assert {node.name for node in fp32.graph.node} < {node.name for node in int8.graph.node}
+    images = random_images(bundle.manifest.shapes, 16)
+    expected = run_ort(fp32, images)["logits"]
+    for name in ("int8.onnx", "int8_fp16.onnx", *(model.file for model in bundle.manifest.cpu_models)):
+        actual = run_ort(onnx.load(bundle.file(name)), images)["logits"]
+        assert np.linalg.norm(actual - expected) < 0.3 * np.linalg.norm(expected), name
+    mse, _ = export(source, calibration_method="mse", num_calibration_images=64, fallback=False)
+    actual = run_ort(onnx.load(mse.file("int8.onnx")), images)["logits"]
+    assert np.linalg.norm(actual - expected) > 0.6 * np.linalg.norm(expected)
+    own, lines = export(calibration_method="smoothquant", fallback=False)
+    assert any("there is nothing to smooth" in line for line in lines)
+    assert own.manifest.calibration.method == "smoothquant"
 
 
 def test_without_fallback_or_choice_nothing_is_measured(plain):
