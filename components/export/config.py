@@ -64,6 +64,12 @@ class ExportConfig(StepConfig):
         description="Time after which ranking and fallback stop where they are, in seconds. Calibrations are always "
         "compared.",
     )
+    mixed_engines: int = Field(
+        2,
+        ge=0,
+        description="INT8 engines with blocks in float that are built and measured beside the one with all in INT8, "
+        "where the times of the blocks promise more speed; 0 for none.",
+    )
     gate: Thresholds = Field(
         Thresholds(),
         description="The gate's thresholds; the top-1 limits are the budget of INT8. In a pipeline they are those of "

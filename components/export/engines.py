@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,6 @@ from components.common.contracts.records import (
     STRIPPED,
     VERSION_COMPATIBLE,
     EngineEntry,
-    EngineLayers,
     Precision,
 )
 from components.common.contracts.transforms import ShapeSpec
@@ -394,9 +393,22 @@ def cache_folder(settings: ExportConfig) -> Path | None:
 
 
 def build_plans(
-    settings: ExportConfig, shapes: ShapeSpec, output: Path, cache: Path | None, log: StepLog
+    settings: ExportConfig,
+    shapes: ShapeSpec,
+    output: Path,
+    cache: Path | None,
+    log: StepLog,
+    build_int8: Callable[[EngineEntry], EngineEntry] | None = None,
 ) -> tuple[tuple[EngineEntry, ...], str]:
     """Build the plans of all precisions beside the ONNX files in `output`. Returns them, and why there are none.
+
+    Args:
+        settings: of TensorRT.
+        shapes: of the models.
+        output: folder of the ONNX files, and of the plans.
+        cache: folder of timing caches; None for none.
+        log: gets progress.
+        build_int8: makes the INT8 plan, given the FP16 plan; None compiles the INT8 file as it is.
 
     Raises:
         RuntimeUnavailable: TensorRT can't be used here, and `settings.tensorrt` is "on".
@@ -413,38 +425,61 @@ def build_plans(
         log.note(f"no TensorRT engines: {missing}")
         return (), missing
     check_options(settings.engine_options)  # asked for by name: with auto, too, it is no reason to do without
-    graph = read_onnx(output / "fp32.onnx").graph
-    convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
     entries: list[EngineEntry] = []
     for number, precision in enumerate(PRECISIONS):
         log.progress("building engines", number, len(PRECISIONS), precision)
         try:
-            entry = build_engine(
-                output / onnx_file_for(precision),
-                output / f"{precision}.plan",
-                precision=precision,
-                shapes=shapes,
-                timing_cache_path=cache / TIMING_CACHES if cache else None,
-                optimization_level=settings.optimization_level,
-                workspace_bytes=settings.workspace_bytes,
-                options=settings.engine_options,
-                mantissa_bits=settings.fp16_mantissa_bits,
-            )
-            layers: EngineLayers | None = inspect_engine(output / entry.file, entry, shapes, convolutions)
-        except UnreadableLayers as error:
-            log.warning(f"the report says nothing of the layers of {precision}.plan: {error}")
-            layers = None
+            if precision == "int8" and build_int8 is not None:
+                entry = build_int8(entries[-1])
+            else:
+                file = output / onnx_file_for(precision)
+                entry = compile_plan(settings, shapes, file, precision=precision, cache=cache, log=log)
         except EngineryError as error:
-            # A plan that no entry tells of would be shipped, and nobody would measure it.
-            (output / f"{precision}.plan").unlink(missing_ok=True)
             if settings.tensorrt == "on":
                 raise
             log.warning(f"no {precision} engine: {error}")
             return tuple(entries), str(error)
         log.metrics({f"engine_build_seconds_{precision}": entry.build_seconds})
-        entries.append(entry.model_copy(update={"layers": layers}))
+        entries.append(entry)
     log.progress("building engines", len(PRECISIONS), len(PRECISIONS))
     return tuple(entries), ""
+
+
+def compile_plan(
+    settings: ExportConfig,
+    shapes: ShapeSpec,
+    onnx_path: Path,
+    *,
+    precision: Precision,
+    cache: Path | None,
+    log: StepLog,
+) -> EngineEntry:
+    """Build a plan beside an ONNX file, and ask for its layers.
+
+    Raises:
+        EngineryError: it can't be built; nothing is left of it.
+    """
+    plan_path = onnx_path.with_name(f"{precision}.plan")
+    convolutions = [node_id(node) for node in read_onnx(onnx_path).graph.node if node.op_type == "Conv"]
+    try:
+        entry = build_engine(
+            onnx_path,
+            plan_path,
+            precision=precision,
+            shapes=shapes,
+            timing_cache_path=cache / TIMING_CACHES if cache else None,
+            optimization_level=settings.optimization_level,
+            workspace_bytes=settings.workspace_bytes,
+            options=settings.engine_options,
+            mantissa_bits=settings.fp16_mantissa_bits,
+        )
+        return entry.model_copy(update={"layers": inspect_engine(plan_path, entry, shapes, convolutions)})
+    except UnreadableLayers as error:
+        log.warning(f"the report says nothing of the layers of {plan_path.name}: {error}")
+        return entry
+    except EngineryError:
+        plan_path.unlink(missing_ok=True)  # a plan that no entry tells of would be shipped, and nobody would measure it
+        raise
 
 
 def describe_plans(entries: Sequence[EngineEntry]) -> str:

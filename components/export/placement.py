@@ -51,6 +51,7 @@ def keep_apart(model: onnx.ModelProto) -> list[str]:
 
 
 _POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool")
+SPATIAL_POOLS = ("GlobalAveragePool", "GlobalMaxPool")
 # Operators that pass values through unchanged (or a selection of them): what comes out keeps the scale of what went
 # in, so that requantizing after them loses nothing and TensorRT can move the Q/DQ across.
 _VALUE_PRESERVING = (
@@ -239,7 +240,7 @@ def quantized_reads(proto: onnx.GraphProto, exclude: Collection[str]) -> list[Qu
             reads += [QuantizedRead(node, 0), QuantizedRead(node, 1, axis)]
             if node.op_type == "Conv":
                 quantized_convs.add(node.output[0])
-        elif node.op_type in _POOLS or _is_spatial_mean(node, graph):
+        elif node.op_type in _POOLS or is_spatial_mean(node, graph):
             reads.append(QuantizedRead(node, 0))
         elif node.op_type == "Add":
             shortcut = _shortcut_index(node, graph, quantized_convs)
@@ -262,7 +263,7 @@ def weight_channel_axis(node: NodeProto, graph: Graph) -> int | None:
     return None
 
 
-def _is_spatial_mean(node: NodeProto, graph: Graph) -> bool:
+def is_spatial_mean(node: NodeProto, graph: Graph) -> bool:
     """True if the node is a ReduceMean over height and width, which some exporters write for global pooling."""
     if node.op_type != "ReduceMean":
         return False

@@ -334,11 +334,7 @@ def _select(
 ) -> tuple[str, tuple[str, ...], SelectionEntry]:
     """The method, the layers that stay in float, and the record of all that was tried."""
     started = time.monotonic()
-    budget = Budget(
-        max_top1_drop_points=config.gate.max_top1_drop_points,
-        min_relative_top1_pct=config.gate.min_relative_top1_pct,
-        num_validation_images=samples.dataset.manifest.splits["val"].num_images if config.gate.confident else 0,
-    )
+    budget = Budget.of(config, samples.dataset)
     search = Selection(
         model=chooser.fp32,
         scales=scales,

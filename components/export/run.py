@@ -19,6 +19,7 @@ from components.common.contracts.manifests import (
 from components.common.process.steplog import StepLog
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.runner import to_numpy
+from components.export.backends import Int8Plans
 from components.export.calibration import Samples, split_samples
 from components.export.config import ONNX_FILES, ExportConfig
 from components.export.engines import build_plans, cache_folder, describe_plans
@@ -28,6 +29,7 @@ from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, insert_qdq
 from components.export.quantization import Quantization, quantize
 from components.export.rebuild import is_bundle, rebuild
+from components.export.selection import Budget
 from components.export.sources import SourceModel, write_fp32_onnx
 
 
@@ -53,7 +55,19 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     network = with_names(quantized.network) if quantized.calibration.method == "smoothquant" else fp32
     _write_precisions(fp32, network, quantized, output, log)
     write_atomically(output / "scales.json", json.dumps(quantized.scales, indent=1, sort_keys=True).encode())
-    engines, missing = build_plans(config, source.shapes, output, cache, log)
+    int8 = Int8Plans(
+        config=config,
+        shapes=source.shapes,
+        fp32=fp32,
+        scales=quantized.scales,
+        excluded=quantized.excluded,
+        samples=selection,
+        budget=Budget.of(config, data),
+        output=output,
+        cache=cache,
+        log=log,
+    )
+    engines, missing = build_plans(config, source.shapes, output, cache, log, int8.build)
     layers = quantizable_layers(fp32)
     bundle = seal(
         output,
@@ -69,7 +83,8 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         engines=engines,
         engines_missing=missing,
         calibration=quantized.calibration,
-        num_quantized_layers=len(set(layers) - set(quantized.excluded)),
+        placement=int8.record,
+        num_quantized_layers=len(set(layers) - set(int8.excluded)),
         num_quantizable_layers=len(layers),
         training=source.training,
     )

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import onnx
 import torch
 
+from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.records import LayerCost, Trial
 from components.common.contracts.statistics import drop_upper, paired_difference
 from components.common.contracts.transforms import ShapeSpec
@@ -19,6 +21,7 @@ from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
 from components.export.calibration import Samples
+from components.export.config import ExportConfig
 from components.export.placement import Graph, float_graph, node_id, quantized_reads
 from components.export.qdq import Arithmetic, insert_qdq
 
@@ -162,6 +165,15 @@ class Budget:
     max_top1_drop_points: float
     min_relative_top1_pct: float
     num_validation_images: int = 0  # that the gate's proof will rest on; 0 where it judges the measured drop alone
+
+    @classmethod
+    def of(cls, config: ExportConfig, dataset: Artifact[DatasetManifest]) -> Self:
+        """The gate's limits of top-1, and the images that it will judge by."""
+        return cls(
+            max_top1_drop_points=config.gate.max_top1_drop_points,
+            min_relative_top1_pct=config.gate.min_relative_top1_pct,
+            num_validation_images=dataset.manifest.splits["val"].num_images if config.gate.confident else 0,
+        )
 
     def holds(self, fp32: Predictions, own: Predictions) -> bool:
         """True if the gate would pass it with as large a share of regressed and improved validation images as here."""

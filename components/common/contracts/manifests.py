@@ -27,6 +27,7 @@ from components.common.contracts.records import (
     EpochRecord,
     FileEntry,
     GateCheck,
+    PlacementEntry,
     Precision,
     ProfileRecord,
     Recommendation,
@@ -102,6 +103,7 @@ class BundleManifest(Manifest):
     engines: tuple[EngineEntry, ...] = Field(description="TensorRT plans for the GPU that export ran on.")
     engines_missing: str = Field("", description="Why TensorRT plans are missing, all or some; empty when none is.")
     calibration: CalibrationEntry
+    placement: PlacementEntry | None = Field(None, description="None where the blocks in INT8 were not chosen by time.")
     num_quantized_layers: int = Field(description="Convolutions and matrix products with INT8 inputs and weights.")
     num_quantizable_layers: int
     training: TrainingRecord | None = Field(None, description="None for a model that was not trained by this chain.")

@@ -146,7 +146,61 @@ class EngineEntry(Record):
         "of 10; None where all were kept.",
     )
     build_seconds: float
+    weights: Literal["dq", "qdq"] = Field(
+        "dq", description='Of INT8: "dq" stores 8 bits; "qdq" stores float and quantizes, which some networks need.'
+    )
+    failed_forms: tuple[str, ...] = Field((), description="Forms of the graph that TensorRT did not build, and why.")
     layers: EngineLayers | None = Field(None, description="What the engine inspector says; None where nothing asked.")
+
+
+class BlockRecord(Record):
+    """A block of the network, and the time of its layers in a batch, conversions between precisions included."""
+
+    name: str
+    kind: str = Field(description='"convolution", "depthwise", "attention" or "product" (matrix products).')
+    num_layers: int = Field(description="Convolutions and matrix products with weights.")
+    num_int8_layers: int = Field(description="Of these, in INT8 in the candidate that was chosen.")
+    float_ms: float = Field(description="In FP16, on CPUs in FP32.")
+    int8_ms: float = Field(description="With every block in INT8.")
+    chosen_ms: float
+
+
+class PlacementTrial(Record):
+    """One candidate of the search for the blocks in INT8."""
+
+    name: str
+    precision: Precision
+    excluded: tuple[str, ...] = Field(description="Nodes of fp32.onnx in float, in graph order.")
+    images_per_s: float = Field(description="Median of the turns.")
+    latency_ms: float = Field(description="Of a batch, at that rate.")
+    turns_images_per_s: tuple[float, ...]
+    build_seconds: float = 0.0
+    delta_top1_points: float | None = Field(None, description="On the selection images; None where not measured.")
+    agreement_pct: float | None = Field(None, description="Images on which FP32 predicts the same class, in per cent.")
+    within_budget: bool | None = None
+    chosen: bool = False
+
+
+class PlacementEntry(Record):
+    """Which blocks run in INT8, chosen by their measured times."""
+
+    runtime: str
+    device: str
+    batch_size: int
+    blocks: tuple[BlockRecord, ...] = Field(description="In graph order; empty where nothing was profiled.")
+    trials: tuple[PlacementTrial, ...] = Field(description="The fastest without INT8 first, then INT8 everywhere.")
+    seconds: float = Field(description="Without the time of builds.")
+
+    @property
+    def chosen(self) -> PlacementTrial:
+        """The candidate that is served as INT8."""
+        return next(trial for trial in self.trials if trial.chosen)
+
+    @property
+    def int8_time_pct(self) -> float | None:
+        """Share of the chosen candidate's time in blocks with INT8 layers; None where nothing was profiled."""
+        total = sum(block.chosen_ms for block in self.blocks)
+        return 100 * sum(block.chosen_ms for block in self.blocks if block.num_int8_layers) / total if total else None
 
 
 class CpuModel(Record):
