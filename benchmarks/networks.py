@@ -1,0 +1,210 @@
+"""INT8 on many networks, on one GPU: trained on textures, exported, validated, and measured again in turns.
+
+    enginery data textures DIR --num-train 40000 --num-val 10000 --num-classes 20 --image-size 144
+    python -m components.preprocess --data DIR --output DATASET
+    python -m benchmarks.networks --dataset DATASET --work DIR --machine h200 resnet50 mobilenet_v3_large
+
+Every step is the command that users run. "INT8 everywhere" is the export with `mixed_engines` 0; "chosen" is what the
+gate recommends of FP16 and INT8. A row that the result has already is replaced, the others stay.
+"""
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.results import RESULTS, current_commit, write_result
+from components.common.contracts.manifests import Artifact, BundleManifest, ReportManifest, load
+from components.common.contracts.verdict import Thresholds, judge
+from components.common.runtimes.runner import Runner
+from components.common.runtimes.tensorrt import TensorRTRunner
+
+_BATCHES, _TURNS = (1, 128), 9
+_TIMES: dict[str, Any] = {"warmup_s": 0.2, "duration_s": 0.3, "min_iterations": 10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """How a network is trained until its top-1 means something."""
+
+    epochs: int = 12
+    image_size: int = 128
+    options: tuple[str, ...] = ("--learning-rate", "0.3")
+
+
+_ADAMW = ("--optimizer", "adamw", "--learning-rate", "0.0005")
+NETWORKS = {
+    "resnet50": Network(),
+    "resnext50_32x4d": Network(),
+    "densenet121": Network(),
+    "mobilenet_v2": Network(epochs=16),
+    "mobilenet_v3_large": Network(epochs=16),
+    "efficientnet_b0": Network(epochs=16),
+    "efficientnet_v2_s": Network(epochs=16),
+    "regnet_y_1_6gf": Network(),
+    "convnext_tiny": Network(epochs=20, options=_ADAMW),
+    "shufflenet_v2_x1_0": Network(epochs=16),
+    "inception_v3": Network(),
+    "googlenet": Network(),
+    "vgg16_bn": Network(options=("--learning-rate", "0.05")),
+    "vit_b_16": Network(epochs=20, image_size=224, options=_ADAMW),
+    "swin_t": Network(epochs=20, options=_ADAMW),
+    "timm/vit_small_patch16_224": Network(epochs=30, image_size=224, options=_ADAMW),
+}
+
+
+@click.command()
+@click.argument("networks", nargs=-1, type=click.Choice(list(NETWORKS)), required=True)
+@click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
+@click.option("--work", required=True, type=click.Path(path_type=Path), help="Directory of what is made.")
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--optimization-level", default=1, show_default=True, help="0 builds fastest, 5 runs fastest.")
+@click.option("--cache", type=click.Path(path_type=Path), help="Of calibrations and timings.  [default: in --work]")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(
+    networks: tuple[str, ...],
+    dataset: Path,
+    work: Path,
+    machine: str,
+    optimization_level: int,
+    cache: Path | None,
+    results: Path,
+) -> None:
+    file = results / machine / "networks.json"
+    rows = {row["network"]: row for row in json.loads(file.read_text())["runs"]} if file.exists() else {}
+    for name in networks:
+        try:
+            rows[name] = _row(name, dataset, work / name.replace("/", "_"), optimization_level, cache or work / "cache")
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        print(json.dumps(rows[name]), flush=True)
+        write_result(
+            machine,
+            "networks",
+            measures=_measures(list(rows.values())),
+            runs=[rows[name] for name in NETWORKS if name in rows],
+            notes=f"TensorRT at optimization level {optimization_level}, kernels tuned for batch 128. Speeds are "
+            f"medians of {_TURNS} turns after the choice, all engines of a network in each turn, copies included. Each "
+            "row names its commit.",
+            directory=results,
+        )
+
+
+def _row(name: str, dataset: Path, work: Path, level: int, cache: Path) -> dict[str, Any]:
+    network, seconds = NETWORKS[name], {}
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    size = ("--image-size", str(network.image_size), "--resize-ratio", "1.125")
+    training = ("--architecture", name, "--epochs", str(network.epochs), *size, *network.options)
+    seconds["train"] = _step("train", dataset, work / "checkpoint", *training)
+    plans = ("--tensorrt", "on", "--optimization-level", str(level), "--opt-batch", "128", "--cache", str(cache))
+    bundles = {}
+    for label, number in (("everywhere", "0"), ("chosen", "2")):
+        options = ("--model", str(work / "checkpoint"), *plans, "--mixed-engines", number)
+        seconds[f"export_{label}"] = _step("export", dataset, work / label, *options)
+        bundles[label] = load(work / label, BundleManifest)
+    options = ("--bundle", str(work / "chosen"), "--benchmark-batch-sizes", "[1, 128]", "--benchmark-streams", "[1]")
+    seconds["validate"] = _step("validate", dataset, work / "report", *options)
+    report = load(work / "report", ReportManifest).manifest
+    verdict = judge(Thresholds(), report.accuracy, report.benchmark)
+    chosen = verdict.recommendation.precision if verdict.recommendation is not None else "fp16"
+    record = bundles["chosen"].manifest
+    everywhere = next(plan for plan in bundles["everywhere"].manifest.engines if plan.precision == "int8")
+    int8 = next(plan for plan in record.engines if plan.precision == "int8")
+    selection, placement = record.calibration.selection, record.placement
+    return {
+        "network": name,
+        "commit": current_commit(),
+        "image_size": network.image_size,
+        "epochs": network.epochs,
+        "chosen": chosen,
+        "chosen_candidate": placement.chosen.name if placement is not None else "",
+        "calibration": record.calibration.method,
+        "excluded_for_accuracy": len(record.calibration.excluded),
+        "form": int8.weights,
+        "failed_forms": list(int8.failed_forms),
+        "int8_layers": record.num_quantized_layers,
+        "layers": record.num_quantizable_layers,
+        "int8_time_pct": placement.int8_time_pct if placement is not None else None,
+        **_accuracy(report, "fp32", "fp16", "int8"),
+        "within_budget": verdict.passed,
+        **_speeds(bundles, chosen),
+        "build_seconds": sum(plan.build_seconds for plan in record.engines),
+        "build_seconds_int8_everywhere": everywhere.build_seconds,
+        "search_seconds": (selection.seconds if selection else 0.0) + (placement.seconds if placement else 0.0),
+        "trials": [trial.model_dump(mode="json", exclude={"excluded"}) for trial in placement.trials]
+        if placement is not None
+        else [],
+        "seconds": {key: round(value, 1) for key, value in seconds.items()},
+    }
+
+
+def _step(step: str, dataset: Path, output: Path, *options: str) -> float:
+    """Run a step, with its output kept beside what it writes. Returns its seconds."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", f"components.{step}", "--dataset", str(dataset), "--output", str(output), *options]
+    with output.with_name(f"{step}_{output.name}.log").open("w") as log:
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+    return time.monotonic() - started
+
+
+def _accuracy(report: ReportManifest, *precisions: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for precision in precisions:
+        row = report.accuracy.row(precision)
+        found[f"top1_pct_{precision}"] = row.top1_pct
+        if row.comparison is not None:
+            found[f"delta_points_{precision}"] = row.comparison.delta_top1_points
+            found[f"drop_upper_points_{precision}"] = row.comparison.drop_upper_points
+        found["num_images"] = row.num_images
+    return found
+
+
+def _speeds(bundles: dict[str, Artifact[BundleManifest]], chosen: str) -> dict[str, Any]:
+    """Images per second of every engine, in turns."""
+    shapes = bundles["chosen"].manifest.shapes
+    runners: dict[str, Runner] = {}
+    for label, bundle in bundles.items():
+        for plan in bundle.manifest.engines:
+            if label == "chosen" or plan.precision == "int8":
+                name = "int8_everywhere" if label == "everywhere" else plan.precision
+                runners[name] = TensorRTRunner(bundle.file(plan.file), shapes, plan)
+    found: dict[str, Any] = {}
+    ratios = {}
+    for batch in _BATCHES:
+        turns = [
+            {name: runner.measure(batch, **_TIMES).images_per_s for name, runner in runners.items()}
+            for _ in range(_TURNS)
+        ]
+        for name in runners:
+            found[f"images_per_s_{name}_b{batch}"] = statistics.median(turn[name] for turn in turns)
+        for other in ("fp16", "int8_everywhere"):
+            ratios[f"chosen_over_{other}_b{batch}"] = statistics.median(turn[chosen] / turn[other] for turn in turns)
+    for runner in runners.values():
+        runner.close()
+    return found | ratios
+
+
+def _measures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    over_best = [min(row["chosen_over_fp16_b128"], row["chosen_over_int8_everywhere_b128"]) for row in rows]
+    return {
+        "num_networks": len(rows),
+        "chosen_over_best_b128_min": min(over_best),
+        "chosen_over_fp16_b128_geomean": math.exp(
+            statistics.fmean(math.log(row["chosen_over_fp16_b128"]) for row in rows)
+        ),
+        "search_seconds_max": max(row["search_seconds"] for row in rows),
+    }
+
+
+if __name__ == "__main__":
+    main()
