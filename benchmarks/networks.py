@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from benchmarks.results import RESULTS, current_commit, write_result
-from components.common.contracts.manifests import Artifact, BundleManifest, ReportManifest, load
+from components.common.contracts.manifests import MANIFEST, Artifact, BundleManifest, ReportManifest, load
 from components.common.contracts.verdict import Thresholds, judge
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.tensorrt import TensorRTRunner
@@ -35,7 +35,7 @@ _TIMES: dict[str, Any] = {"warmup_s": 0.2, "duration_s": 0.3, "min_iterations": 
 class Network:
     """How a network is trained until its top-1 means something."""
 
-    epochs: int = 12
+    epochs: int = 8
     image_size: int = 128
     options: tuple[str, ...] = ("--learning-rate", "0.3")
 
@@ -45,19 +45,19 @@ NETWORKS = {
     "resnet50": Network(),
     "resnext50_32x4d": Network(),
     "densenet121": Network(),
-    "mobilenet_v2": Network(epochs=16),
-    "mobilenet_v3_large": Network(epochs=16),
-    "efficientnet_b0": Network(epochs=16),
-    "efficientnet_v2_s": Network(epochs=16),
+    "mobilenet_v2": Network(epochs=12),
+    "mobilenet_v3_large": Network(epochs=12),
+    "efficientnet_b0": Network(epochs=12),
+    "efficientnet_v2_s": Network(epochs=12),
     "regnet_y_1_6gf": Network(),
-    "convnext_tiny": Network(epochs=20, options=_ADAMW),
-    "shufflenet_v2_x1_0": Network(epochs=16),
+    "convnext_tiny": Network(epochs=12, options=_ADAMW),
+    "shufflenet_v2_x1_0": Network(epochs=12),
     "inception_v3": Network(),
     "googlenet": Network(),
     "vgg16_bn": Network(options=("--learning-rate", "0.05")),
-    "vit_b_16": Network(epochs=20, image_size=224, options=_ADAMW),
-    "swin_t": Network(epochs=20, options=_ADAMW),
-    "timm/vit_small_patch16_224": Network(epochs=30, image_size=224, options=_ADAMW),
+    "vit_b_16": Network(epochs=12, image_size=224, options=_ADAMW),
+    "swin_t": Network(epochs=12, options=_ADAMW),
+    "timm/vit_small_patch16_224": Network(epochs=16, image_size=224, options=_ADAMW),
 }
 
 
@@ -68,6 +68,7 @@ NETWORKS = {
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--optimization-level", default=1, show_default=True, help="0 builds fastest, 5 runs fastest.")
 @click.option("--cache", type=click.Path(path_type=Path), help="Of calibrations and timings.  [default: in --work]")
+@click.option("--only-train", is_flag=True, help="Leave the checkpoints for a later run, which takes them.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(
     networks: tuple[str, ...],
@@ -76,16 +77,21 @@ def main(
     machine: str,
     optimization_level: int,
     cache: Path | None,
+    only_train: bool,
     results: Path,
 ) -> None:
     file = results / machine / "networks.json"
     rows = {row["network"]: row for row in json.loads(file.read_text())["runs"]} if file.exists() else {}
     for name in networks:
         try:
-            rows[name] = _row(name, dataset, work / name.replace("/", "_"), optimization_level, cache or work / "cache")
+            folder = work / name.replace("/", "_")
+            row = _row(name, dataset, folder, optimization_level, cache or work / "cache", only_train)
         except subprocess.CalledProcessError as error:
             print(f"{name}: {error}", file=sys.stderr)
             continue
+        if row is None:
+            continue
+        rows[name] = row
         print(json.dumps(rows[name]), flush=True)
         write_result(
             machine,
@@ -99,13 +105,17 @@ def main(
         )
 
 
-def _row(name: str, dataset: Path, work: Path, level: int, cache: Path) -> dict[str, Any]:
+def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_train: bool) -> dict[str, Any] | None:
     network, seconds = NETWORKS[name], {}
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    for label in ("everywhere", "chosen", "report"):
+        shutil.rmtree(work / label, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
     size = ("--image-size", str(network.image_size), "--resize-ratio", "1.125")
-    training = ("--architecture", name, "--epochs", str(network.epochs), *size, *network.options)
-    seconds["train"] = _step("train", dataset, work / "checkpoint", *training)
+    training = ("--architecture", name, "--epochs", str(network.epochs), "--compile", "off", *size, *network.options)
+    if not (work / "checkpoint" / MANIFEST).exists():
+        seconds["train"] = _step("train", dataset, work / "checkpoint", *training)
+    if only_train:
+        return None
     plans = ("--tensorrt", "on", "--optimization-level", str(level), "--opt-batch", "128", "--cache", str(cache))
     bundles = {}
     for label, number in (("everywhere", "0"), ("chosen", "2")):
