@@ -269,8 +269,8 @@ def fastest(
     int8_times: Sequence[BlockTime],
     conversion_ms: Callable[[str, bool], float],
     fixed: Mapping[int, bool],
-) -> Plan:
-    """The blocks to run in INT8, by their times in engines that are all float and all INT8.
+) -> tuple[Plan, float]:
+    """The blocks to run in INT8, by their times in engines that are all float and all INT8, and what that will take.
 
     A path through the blocks of the least time, by dynamic programming: each in INT8 or float, with a conversion where
     that changes. Gates stay in float.
@@ -281,6 +281,9 @@ def fastest(
         int8_times: of each block.
         conversion_ms: of a tensor, to INT8 or from it.
         fixed: blocks whose precision is given: True for INT8.
+
+    Returns:
+        The plan and its time in milliseconds, conversions included.
     """
     best: dict[bool, tuple[float, tuple[bool, ...]]] = {True: (0.0, ()), False: (0.0, ())}
     for number, (block, own, other) in enumerate(zip(blocks, float_times, int8_times, strict=True)):
@@ -297,8 +300,8 @@ def fastest(
                 options.append((total + change + milliseconds, (*path, in_int8)))
             row[in_int8] = min(options)
         best = row
-    _, path = min(best.values())
-    return plan_of(blocks, path)
+    total, path = min(best.values())
+    return plan_of(blocks, path), total
 
 
 def plan_of(blocks: Sequence[Block], int8: Sequence[bool]) -> Plan:

@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 import torch
 
-from components.common.contracts.digests import digest_file
+from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import (
@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _STRONGLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8_fp16.onnx"}
 _WEAKLY_TYPED_FILES = {"fp32": "fp32.onnx", "fp16": "fp32.onnx", "int8": "int8.onnx"}
+_CACHE_REFUSED = "timing cache will not be used"  # 8.6, of what it wrote for another Myelin graph
 _FAILS_TO_MERGE = "chooseHigherPrecision"  # where 8.6.0's graph optimizer ends; see `placement.keep_apart`
 
 
@@ -117,7 +118,9 @@ def build_engine(
     if not onnx_path.is_file():
         raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from", code="onnx-missing")
     trt = load_tensorrt()
-    cache_file = None if timing_cache_path is None else timing_cache_path / _timing_cache_name(trt, precision, options)
+    cache_file = None
+    if timing_cache_path is not None:
+        cache_file = timing_cache_path / _timing_cache_name(trt, precision, options, read_onnx(onnx_path))
     bits = mantissa_bits if precision == "fp16" else FP16_MANTISSA_BITS
     order = _Order(
         onnx_path, precision, shapes, cache_file, optimization_level, workspace_bytes, frozenset(options), bits
@@ -202,7 +205,11 @@ def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tu
     config.add_optimization_profile(_profile(builder, order.shapes))
     _load_timing_cache(config, order.cache_file)
     plan = builder.build_serialized_network(network, config)
-    if plan is not None:
+    if plan is not None and any(_CACHE_REFUSED in error for error in tensorrt_logger().errors):
+        _log.warning("TensorRT could not use the timing cache %s, which starts again", order.cache_file)
+        if order.cache_file is not None:
+            order.cache_file.unlink(missing_ok=True)
+    elif plan is not None:
         _save_timing_cache(config, order.cache_file)
     return plan, flags
 
@@ -346,14 +353,18 @@ def _leave_out_external_kernels(trt: ModuleType, config: Any) -> None:
     config.set_tactic_sources(sources)
 
 
-def _timing_cache_name(trt: ModuleType, precision: str, options: Collection[EngineOption]) -> str:
+def _timing_cache_name(
+    trt: ModuleType, precision: str, options: Collection[EngineOption], model: onnx.ModelProto
+) -> str:
     """Timings hold for one TensorRT version, GPU model and driver.
 
-    A file per precision, because 8.6 can't read all that it wrote for another one, and per set of options, because
-    timings belong to builder flags such as TF32 and REFIT (TensorRT developer guide, "Timing Cache").
+    A file per network and precision, because 8.6 can't read all that it wrote for another one and does without the
+    cache then, and per set of options, because timings belong to builder flags such as TF32 and REFIT (TensorRT
+    developer guide, "Timing Cache"). A network is the shapes of its weights, so that training again changes no name.
     """
+    weights = digest_json(sorted(list(tensor.dims) for tensor in model.graph.initializer if len(tensor.dims) > 1))
     name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{driver_version()}"
-    name = "_".join([name, precision, *sorted(set(options))])
+    name = "_".join([name, weights.removeprefix("sha256:")[:16], precision, *sorted(set(options))])
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()) + ".timing"
 
 

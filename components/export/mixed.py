@@ -14,6 +14,7 @@ from typing import Protocol
 
 import onnx
 
+from components.common.contracts.errors import EngineryError
 from components.common.contracts.records import (
     BlockRecord,
     EngineEntry,
@@ -40,6 +41,7 @@ from components.export.selection import Budget
 
 _TURNS, _TURN_S, _MIN_ITERATIONS = 5, 0.3, 3
 _LAUNCH_MS = 0.003  # of one more kernel
+_PROMISE = 0.98  # of the time of INT8 everywhere: what the blocks' times must promise for an engine to be built
 _GAIN = 1.01  # a mixed engine has to be faster than INT8 everywhere by more than turns scatter
 
 Profile = list[tuple[str, tuple[str, ...], float]]
@@ -119,16 +121,21 @@ class MixedSearch:
         """
         started = time.monotonic()
         self._blocks = find_blocks(self.fp32)
-        self._build("INT8", plan_of(self._blocks, [True] * len(self._blocks)), gates=True)
+        self._build("INT8", Plan(int8=(True,) * len(self._blocks), excluded=()))
         if not self.max_engines:
             return self.compiled[0], None
         self._float_times = self._profiled(self.backend.reference)
         plans = self._first_plans()
         while plans and len(self.compiled) <= self.max_engines:
             plan = plans.pop(0)
-            if self._is_new(plan):
+            if not self._is_new(plan):
+                continue
+            try:
                 self._build(f"mixed {len(self.compiled)}", plan)
-                plans.insert(0, without_losing_runs(self._blocks, plan, self._float_times, self._times[-1]))
+            except EngineryError as error:  # INT8 everywhere is there
+                self.log.warning(f"no mixed engine: {error}")
+                break
+            plans.insert(0, without_losing_runs(self._blocks, plan, self._float_times, self._times[-1]))
         rows = self._measure(accuracy, budget)
         candidates = [row for row in rows if row.precision == "int8" and row.within_budget is not False]
         best = max(candidates or rows[1:], key=lambda row: row.images_per_s)
@@ -147,9 +154,9 @@ class MixedSearch:
         )
         return self.compiled[number], record
 
-    def _build(self, name: str, plan: Plan, *, gates: bool = False) -> None:
-        """Compile and profile a plan; `gates` are in INT8, too, where they are asked for."""
-        left_out = set(self.excluded) | (set() if gates else set(plan.excluded))
+    def _build(self, name: str, plan: Plan) -> None:
+        """Compile and profile a plan."""
+        left_out = {*self.excluded, *plan.excluded}
         order = [node for block in self._blocks for node in block.layers]
         self.log.progress("building INT8 engines", len(self.compiled), 1 + self.max_engines, name)
         compiled = self.backend.compile(name, tuple(node for node in order if node in left_out))
@@ -187,8 +194,9 @@ class MixedSearch:
             moved = elements.get(tensor, 0) * (3 if to_int8 else 1) / rate
             return moved + (_LAUNCH_MS if to_int8 else 0.0)
 
-        plan = fastest(self._blocks, float_times, int8_times, conversion_ms, fixed)
-        plans = [plan]
+        plan, milliseconds = fastest(self._blocks, float_times, int8_times, conversion_ms, fixed)
+        promises = milliseconds < _PROMISE * sum(entry.total for entry in int8_times)
+        plans = [plan] if promises else []
         for rows, kind in by_kind:
             more = [number in rows and block.kind == kind for number, block in enumerate(self._blocks)]
             either = [one or other for one, other in zip(plan.int8, more, strict=True)]
@@ -196,7 +204,7 @@ class MixedSearch:
         return plans
 
     def _is_new(self, plan: Plan) -> bool:
-        return any(plan.int8) and plan.excluded != () and plan not in self._plans
+        return any(plan.int8) and plan not in self._plans
 
     def _measure(
         self,

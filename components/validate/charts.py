@@ -18,6 +18,7 @@ from components.common.contracts.records import (
     BenchmarkReport,
     EpochRecord,
     LayerCost,
+    PlacementEntry,
     Precision,
     SelectionEntry,
     Trial,
@@ -287,6 +288,28 @@ def layers_chart(ranking: Sequence[LayerCost], excluded: Sequence[str], max_laye
                 face = "none" if hatch else edge
                 axes.barh(rows, widths, height=0.62, facecolor=face, edgecolor=edge, hatch=hatch, label=label)
         figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+        return as_svg(figure)
+
+
+def placement_chart(placement: PlacementEntry) -> str:
+    """Draw the candidates of the search for the blocks in INT8: time of a batch against agreement with FP32."""
+    trials = placement.trials
+    agreement = [100.0 if trial.agreement_pct is None else trial.agreement_pct for trial in trials]
+    known = any(trial.agreement_pct is not None for trial in trials)
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "placement"}):
+        figure, axes = new_axes(
+            f"time of a batch of {placement.batch_size}, in ms", "same class as FP32, in %" if known else ""
+        )
+        if not known:
+            axes.set_yticks([])
+        for trial, y in zip(trials, agreement, strict=True):
+            style: Literal["chosen", "within", "outside"] = "outside" if trial.within_budget is False else "within"
+            _point(axes, (trial.latency_ms, y), "chosen" if trial.chosen else style)
+            text = f"{trial.name} (chosen)" if trial.chosen else trial.name
+            axes.annotate(
+                text, (trial.latency_ms, y), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=9
+            )
+        axes.margins(0.2, 0.25)
         return as_svg(figure)
 
 

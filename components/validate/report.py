@@ -39,7 +39,14 @@ from components.common.contracts.verdict import judge
 from components.common.data.evaluation import Predictions
 from components.common.data.image_files import open_image, read_images
 from components.validate import report_text, speed_text
-from components.validate.charts import confusion_picture, layers_chart, speed_chart, training_chart, trials_chart
+from components.validate.charts import (
+    confusion_picture,
+    layers_chart,
+    placement_chart,
+    speed_chart,
+    training_chart,
+    trials_chart,
+)
 from components.validate.config import ValidateConfig
 from components.validate.schema import (
     Calibration,
@@ -226,6 +233,7 @@ def gather_report(
         confusion=_confusion(classes, *compared, others) if compared else None,
         class_changes=class_changes(classes, *compared) if compared else (),
         calibration=Calibration(**bundle.manifest.calibration.model_dump(), **_shared(Calibration, bundle.manifest)),
+        placement=bundle.manifest.placement,
         training=bundle.manifest.training,
         data=_data(data.manifest),
         provenance=gather_provenance(config, bundle, data),
@@ -387,6 +395,7 @@ def _charts(report: Report) -> dict[str, str]:
         "speed": speed_chart(report.benchmark),
         "training": training_chart(history) if history else "",
         "trials": trials_chart(selection, calibration.chosen) if selection and selection.trials else "",
+        "placement": placement_chart(report.placement) if report.placement else "",
         "layers": layers_chart(ranking, calibration.excluded, _MAX_LAYERS) if ranking else "",
         **{f"confusion {name}": confusion_picture(entry, classes, name) for name, entry in matrices.items()},
     }

@@ -10,9 +10,12 @@ from components.common.contracts.records import (
     FP16_MANTISSA_BITS,
     AccuracyRow,
     ClassLoss,
+    CpuModel,
+    CpuTrial,
     EngineEntry,
     GateCheck,
     ProfileRecord,
+    Trial,
 )
 from components.common.contracts.statistics import SIGNIFICANCE
 from components.common.contracts.verdict import CHECKS, deciding_images, drops_allowed, largest_batch, reaches_top1
@@ -365,7 +368,37 @@ def built_as(engine: EngineEntry) -> str:
     level = [] if engine.optimization_level is None else [f"level {engine.optimization_level}"]
     kept = engine.mantissa_bits
     bits = [] if kept is None else [f"weights of {kept} of {FP16_MANTISSA_BITS} mantissa bits"]
-    return ", ".join([*engine.flags, *level, *bits])
+    weights = ["weights in float behind QuantizeLinear"] if engine.weights == "qdq" else []
+    failed = [f"not built as: {form}" for form in engine.failed_forms]
+    return ", ".join([*engine.flags, *level, *bits, *weights, *failed])
+
+
+def placement_sentences(report: Report) -> list[str]:
+    """How the blocks in INT8 were chosen; nothing where they were not chosen by time."""
+    placement = report.placement
+    if placement is None:
+        return []
+    reference, everywhere, chosen = placement.trials[0], placement.trials[1], placement.chosen
+    blocks = sum(bool(block.num_int8_layers) for block in placement.blocks)
+    share = placement.int8_time_pct
+    sentences = [
+        f"Which blocks run in INT8 was chosen by their time on {placement.device}, batch {placement.batch_size}, by "
+        f"{placement.runtime}, in {number(placement.seconds, 1)} s without builds: {blocks} of "
+        f"{_of(len(placement.blocks), 'block')}"
+        + (f", which take {number(share, 1)} % of the time." if share is not None else ".")
+    ]
+    if chosen is everywhere:
+        sentences.append("No mixture of both that was tried is faster than INT8 everywhere.")
+    over = [(reference, reference.name), (everywhere, "INT8 everywhere")]
+    ratios = [f"{chosen.images_per_s / other.images_per_s:.2f}x {name}" for other, name in over if other is not chosen]
+    sentences.append(f"Throughput of the chosen candidate, in turns: {' and '.join(ratios)}.")
+    return sentences
+
+
+def written_as(record: CpuModel | CpuTrial | Trial) -> str:
+    """Return text such as "8-bit weights (7-bit beside signed activations), unsigned activations"."""
+    fewer = f" ({record.signed_weight_bits}-bit beside signed activations)" if record.signed_weight_bits else ""
+    return f"{record.weight_bits}-bit weights{fewer}, {record.activations} activations"
 
 
 def layer_exceptions(report: Report) -> Facts:

@@ -110,7 +110,9 @@ def profile_layers(
     for layer in compiled.get_runtime_model().get_ordered_ops():
         info = layer.get_rt_info()
         if "originalLayersNames" in info:
-            origins[layer.get_friendly_name()] = tuple(info["originalLayersNames"].astype(str).split(","))
+            names = info["originalLayersNames"].astype(str).split(",")
+            # A convolution or product with a bias is read as two operators, and its own name is that of the sum.
+            origins[layer.get_friendly_name()] = tuple(name.removesuffix("/WithoutBiases") for name in names)
     request = compiled.create_infer_request()
     images = np.random.default_rng(0).standard_normal(shapes.input_shape(batch_size), dtype=np.float32)
     found: dict[str, list[float]] = {}

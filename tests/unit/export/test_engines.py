@@ -3,6 +3,7 @@
 tests/gpu builds real engines, and tests/unit/test_tensorrt_api.py holds the names against the real bindings.
 """
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,10 +149,18 @@ def test_timings_of_other_builds_are_not_read(monkeypatch):
     monkeypatch.setattr(engines, "driver_version", lambda: "580.159.04")
     both = ("tf32", "refittable")
     orders = [("fp32", ()), ("fp32", ("tf32",)), ("fp16", ()), ("fp16", ("refittable",)), ("fp16", both)]
-    names = [engines._timing_cache_name(TENSORRT_8, *order) for order in orders]
-    assert names[1] == "tensorrt-8.6.0_nvidia-h200_driver-580.159.04_fp32_tf32.timing"
+    names = [engines._timing_cache_name(TENSORRT_8, *order, convolution(1.0)) for order in orders]
+    assert re.fullmatch(r"tensorrt-8\.6\.0_nvidia-h200_driver-580\.159\.04_[0-9a-f]{16}_fp32_tf32\.timing", names[1])
     assert len(set(names)) == len(names)
-    assert engines._timing_cache_name(TENSORRT_8, "fp16", both[::-1]) == names[-1]  # in any order
+    assert engines._timing_cache_name(TENSORRT_8, "fp16", both[::-1], convolution(1.0)) == names[-1]  # in any order
+    assert engines._timing_cache_name(TENSORRT_8, "fp16", both, convolution(2.0)) == names[-1]  # trained again
+    assert engines._timing_cache_name(TENSORRT_8, "fp16", both, convolution(1.0, width=5)) not in names
+
+
+def convolution(value: float, width: int = 4) -> onnx.ModelProto:
+    """A convolution."""
+    weights = numpy_helper.from_array(np.full((width, 3, 1, 1), value, np.float32), "weights")
+    return helper.make_model(helper.make_graph([], "one", [], [], [weights]))
 
 
 @pytest.mark.parametrize(

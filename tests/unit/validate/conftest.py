@@ -12,6 +12,7 @@ from components.common.contracts.records import (
     AccuracyRow,
     BenchmarkReport,
     BenchmarkRow,
+    BlockRecord,
     DatasetStatistics,
     EngineEntry,
     EngineLayer,
@@ -21,6 +22,8 @@ from components.common.contracts.records import (
     LatencyBudget,
     LayerCost,
     OperatingPoint,
+    PlacementEntry,
+    PlacementTrial,
     SelectionEntry,
     TrainingRecord,
     Trial,
@@ -160,6 +163,57 @@ def latency_budget() -> LatencyBudget:
 KEPT_IN_FLOAT = ("/conv1/Conv", "/fc/Gemm")
 
 
+def placement() -> PlacementEntry:
+    """A search in which a mixed engine won."""
+    rows = (
+        ("FP16", "fp16", 0, 18_143.0, None),
+        ("INT8", "int8", 1, 19_217.0, -0.42),
+        ("mixed 1", "int8", 3, 23_911.0, -0.13),
+    )
+    return PlacementEntry(
+        runtime="tensorrt",
+        device="NVIDIA H200",
+        batch_size=129,
+        blocks=(
+            BlockRecord(
+                name="/layer1/layer1.0",
+                kind="convolution",
+                num_layers=3,
+                num_int8_layers=3,
+                float_ms=0.417,
+                int8_ms=0.2791,
+                chosen_ms=0.2813,
+            ),
+            BlockRecord(
+                name="/layer2/layer2.0",
+                kind="depthwise",
+                num_layers=4,
+                num_int8_layers=0,
+                float_ms=0.3371,
+                int8_ms=0.5573,
+                chosen_ms=0.3391,
+            ),
+        ),
+        trials=tuple(
+            PlacementTrial(
+                name=name,
+                precision=precision,
+                excluded=KEPT_IN_FLOAT[:1] * num_excluded,
+                images_per_s=rate,
+                latency_ms=129e3 / rate,
+                turns_images_per_s=(rate,),
+                build_seconds=41.7 + num_excluded,
+                delta_top1_points=delta,
+                agreement_pct=None if delta is None else 99.2 + delta,
+                within_budget=None if delta is None else delta > -0.3,
+                chosen=name == "mixed 1",
+            )
+            for name, precision, num_excluded, rate, delta in rows
+        ),
+        seconds=23.7,
+    )
+
+
 def selection() -> SelectionEntry:
     tried = (("max", ()), ("percentile", ()), ("percentile", KEPT_IN_FLOAT))
     trials = (
@@ -229,6 +283,8 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
                     optimization_level=4,
                     mantissa_bits=7,
                     build_seconds=19.37,
+                    weights="qdq",
+                    failed_forms=("weights in INT8, level 4: assertion failed",),
                     layers=EngineLayers(
                         file="int8.layers.json",
                         num_layers=61,
@@ -280,6 +336,7 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
             num_quantized_layers=51,
             num_quantizable_layers=53,
         ),
+        placement=placement(),
         training=TrainingRecord(
             history=history(num_epochs),
             config={"epochs": num_epochs, "learning_rate": 0.4173},

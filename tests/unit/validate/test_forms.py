@@ -181,7 +181,8 @@ def test_the_card_says_what_the_page_says(written: Written) -> None:
 NOT_SHOWN = re.compile(
     r"verdict\.(passed|precision|thresholds|checks\.\d+\.(name|measured|threshold))|schema_version|created"
     r"|benchmark\.(bundle_digest|rows\.\d+\.(num_iterations|runtime|turns_images_per_s\.\d+))|accuracy\.(bundle_digest|rows\.\d+\.file)"
-    r"|model\.(classes|shapes\.(output_name|opt_batch))|model\.engines\.\d+\.precision"
+    r"|model\.(classes|shapes\.(output_name|opt_batch))|model\.engines\.\d+\.(precision|weights)"
+    r"|placement\.trials\.\d+\.(precision|excluded|turns_images_per_s|within_budget|chosen)"
     r"|disagreements\.\d+\.index|confusion\.(matrix|others)|class_changes\.(2\d|[3-9]\d|\d{3})|calibration\.(seconds|cached)"
     r"|class_changes\.\d+\.(p_corrected|significant)"
     r"|mcnemar|drop_lower|calibration\.selection\.(ranking|out_of_time|trials\.\d+\.(excluded|within_budget))|training\.environment|code\.modified"

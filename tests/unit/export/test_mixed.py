@@ -1,0 +1,126 @@
+"""The search for the blocks in INT8, with OpenVINO as the runtime that serves."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from openvino import Core
+
+from components.common.data.evaluation import Predictions, top_classes
+from components.common.process.steplog import StepLog
+from components.export.backends import OpenVINOBackend
+from components.export.blocks import attribute_times, find_blocks
+from components.export.mixed import Compiled, MixedSearch, Profile
+from components.export.placement import quantizable_layers
+from components.export.qdq import Arithmetic
+from components.export.selection import Budget
+
+from ..networks import shapes_of
+
+BUDGET = Budget(max_top1_drop_points=5, min_relative_top1_pct=50)
+LOSING = 3  # the block that INT8 slows down
+
+
+@dataclass(kw_only=True)
+class SlowBlock(OpenVINOBackend):
+    """OpenVINO, but for times of layers in which one block takes longer in INT8: no CPU's own times are so for sure."""
+
+    built: list[Compiled] = field(default_factory=list)
+
+    def compile(self, name: str, excluded: tuple[str, ...]) -> Compiled:
+        self.built.append(super().compile(name, excluded))
+        return self.built[-1]
+
+    def profile(self, compiled: Compiled) -> Profile:
+        in_int8 = set(quantizable_layers(self.fp32)) - set(compiled.excluded)
+        rows = []
+        for number, block in enumerate(find_blocks(self.fp32)):
+            slow = 3.0 if number == LOSING else 0.5
+            rows.append((block.nodes[0], block.nodes, slow if set(block.nodes) & in_int8 else 1.0))
+        return rows
+
+
+@pytest.fixture
+def backend(resnet18, tmp_path):
+    path, model, _, scales = resnet18
+    everything = tuple(quantizable_layers(model))
+    reference = Compiled(name="FP32", precision="fp32", excluded=everything, graph=model, file=path)
+    return SlowBlock(
+        shapes=shapes_of("resnet18"),
+        fp32=model,
+        scales=scales,
+        arithmetic=Arithmetic(weight_bits=7),
+        reference=reference,
+        folder=tmp_path,
+    )
+
+
+def search(backend: OpenVINOBackend, **options) -> MixedSearch:
+    defaults = {"excluded": (), "max_engines": 2, "log": StepLog("export")}
+    return MixedSearch(fp32=backend.fp32, shapes=backend.shapes, backend=backend, **defaults | options)
+
+
+def accuracy_of(wrong: str):
+    """Every candidate is right everywhere, but one."""
+    labels = np.arange(40, dtype=np.int32) % 10
+
+    def accuracy(runners):
+        found = {
+            name: Predictions(top=top_classes(np.eye(10)[(labels + (name == wrong)) % 10]), labels=labels)
+            for name in runners
+        }
+        return found["FP32"], found
+
+    return accuracy
+
+
+def test_the_block_that_int8_slows_down_is_built_in_float_and_measured(backend, resnet18):
+    _, model, _, _ = resnet18
+    chosen, record = search(backend).run(accuracy_of(""), BUDGET)
+    blocks = find_blocks(model)
+    assert [trial.name for trial in record.trials] == ["FP32", "INT8", "mixed 1"]
+    mixed = backend.built[1]
+    assert mixed.excluded == blocks[LOSING].layers
+    executed = Core().compile_model(str(mixed.file), "CPU").get_runtime_model().get_ops()
+    convolutions = [node for node in executed if node.get_rt_info()["layerType"].astype(str) == "Convolution"]
+    in_int8 = {
+        name
+        for node in convolutions
+        if node.get_rt_info()["runtimePrecision"].astype(str) in ("i8", "u8")
+        for name in node.get_rt_info()["originalLayersNames"].astype(str).split(",")
+    }
+    assert not in_int8 & set(blocks[LOSING].nodes)
+    assert all(in_int8 & set(block.nodes) for block in blocks[:LOSING])
+    assert chosen.name == record.chosen.name
+    fastest = max(record.trials[1:], key=lambda trial: trial.images_per_s)
+    assert record.chosen.images_per_s >= fastest.images_per_s / 1.01
+    found = record.blocks[LOSING]
+    assert found.num_int8_layers == (0 if chosen is mixed else found.num_layers)
+    assert all(len(trial.turns_images_per_s) == 5 for trial in record.trials)
+
+
+@pytest.mark.parametrize("wrong", ["INT8", "mixed 1"])
+def test_a_candidate_that_loses_too_much_is_not_chosen(backend, wrong):
+    chosen, record = search(backend).run(accuracy_of(wrong), BUDGET)
+    assert chosen.name == ({"INT8", "mixed 1"} - {wrong}).pop()
+    assert {trial.name: trial.within_budget for trial in record.trials}[wrong] is False
+
+
+def test_layers_in_float_for_the_accuracy_stay_there(backend, resnet18):
+    _, model, _, _ = resnet18
+    first = find_blocks(model)[0].layers
+    search(backend, excluded=first).run(None, BUDGET)
+    assert all(set(first) <= set(built.excluded) for built in backend.built)
+
+
+def test_without_mixed_engines_nothing_is_measured(backend):
+    chosen, record = search(backend, max_engines=0).run(None, BUDGET)
+    assert (chosen.name, record, len(backend.built)) == ("INT8", None, 1)
+
+
+def test_openvino_tells_the_time_of_every_block(backend):
+    profile = OpenVINOBackend.profile(backend, backend.reference)
+    times, spans = attribute_times(find_blocks(backend.fp32), backend.fp32, profile)
+    assert all(entry.total > 0 for entry in times)
+    assert not spans
+    assert sum(entry.total for entry in times) == pytest.approx(sum(milliseconds for _, _, milliseconds in profile))
