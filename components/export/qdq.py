@@ -1,6 +1,5 @@
 """Q/DQ pairs and INT8 weights, inserted into an ONNX graph from given scales where `placement` says.
 
-Weights are stored as int8 and read by DequantizeLinear: a quarter of the size. TensorRT 8.6 builds such files.
 The pass works on FP32 graphs (opset 13 or newer) and on typed FP16 graphs (opset 19 or newer).
 """
 
@@ -24,6 +23,12 @@ from components.export.placement import (
     replace_nodes,
     weight_channel_axis,
 )
+
+# How quantized weights are stored. "dq": int8 weights and DequantizeLinear, a quarter of the size; TensorRT 8.6 builds
+# it (the H200 results were made so), newer versions and OpenVINO document it.
+# "qdq": float weights, QuantizeLinear, DequantizeLinear, for what refuses constants of type int8: TensorRT 8.6 in
+# transformers, which it hands to Myelin.
+WeightStorage = Literal["qdq", "dq"]
 
 UINT8_MAX = 255
 
@@ -66,6 +71,7 @@ def insert_qdq(
     scales: Mapping[str, float],
     *,
     exclude: Collection[str] = frozenset(),
+    weights: WeightStorage = "dq",
     arithmetic: Arithmetic = TENSORRT,
 ) -> onnx.ModelProto:
     """Returns a copy of `model` with Q/DQ pairs inserted.
@@ -74,6 +80,7 @@ def insert_qdq(
         model: FP32 graph, or typed FP16 graph of opset 19 or newer; at most 2 GiB.
         scales: real value of INT8 code 1 for each of `activation_tensors(model, exclude)`; others are ignored.
         exclude: ids of nodes to keep out of INT8.
+        weights: how quantized weights are stored.
         arithmetic: how INT8 is written. The scales are the same for each: unsigned codes divide the same range finer.
 
     Raises:
@@ -86,7 +93,7 @@ def insert_qdq(
         raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.", code="unknown-layer")
     reads = quantized_reads(quantized.graph, exclude)
     float_type = _float_type(quantized, graph)
-    inserter = _Inserter(quantized.graph, float_type, arithmetic)
+    inserter = _Inserter(quantized.graph, float_type, weights, arithmetic)
     weighted = [read for read in reads if read.axis is not None]
     beside_signed = {read.tensor for read in weighted if not graph.is_nonnegative(read.node.input[0])}
     for read in reads:
@@ -140,10 +147,11 @@ def _checked_scale(scales: Mapping[str, float], tensor: str) -> float:
 class _Inserter:
     """Adds Q/DQ nodes and their constants to a graph, once per tensor."""
 
-    def __init__(self, graph: onnx.GraphProto, float_type: int, arithmetic: Arithmetic) -> None:
+    def __init__(self, graph: onnx.GraphProto, float_type: int, weights: WeightStorage, arithmetic: Arithmetic) -> None:
         self.graph, self.arithmetic = graph, arithmetic
         self.dtype: np.dtype = helper.tensor_dtype_to_np_dtype(float_type)
         self.min_scale = _MIN_SCALES[float_type]
+        self.weights = weights
         self.pairs: dict[str, list[NodeProto]] = {}  # by the tensor that they read
 
     def quantize_activation(self, tensor: str, scale: float, nonnegative: bool) -> None:
@@ -162,11 +170,12 @@ class _Inserter:
         others = tuple(dim for dim in range(values.ndim) if dim != axis)
         scales = np.abs(values).max(axis=others) / largest  # [channels]
         self._add_pair(tensor.name, scales, axis)
-        shape = [-1 if dim == axis else 1 for dim in range(values.ndim)]
-        stored = self._stored_scale(scales).astype(np.float32).reshape(shape)
-        codes = np.clip(np.rint(values / stored), -largest, largest).astype(np.int8)
-        self.graph.initializer.append(numpy_helper.from_array(codes, f"{tensor.name}_quantized"))
-        del self.pairs[tensor.name][0]
+        if self.weights == "dq":
+            shape = [-1 if dim == axis else 1 for dim in range(values.ndim)]
+            stored = self._stored_scale(scales).astype(np.float32).reshape(shape)
+            codes = np.clip(np.rint(values / stored), -largest, largest).astype(np.int8)
+            self.graph.initializer.append(numpy_helper.from_array(codes, f"{tensor.name}_quantized"))
+            del self.pairs[tensor.name][0]
 
     def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
         stored: np.ndarray = np.maximum(scale, self.min_scale).astype(self.dtype)

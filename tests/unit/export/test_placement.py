@@ -174,13 +174,22 @@ def test_int8_agrees_with_fp32(resnet18):
     assert 1e-4 < relative(actual, expected) < 0.08
 
 
-def test_openvino_runs_the_same_file_in_int8(resnet18, tmp_path):
+def test_weight_storage_changes_size_and_nothing_else(resnet18):
+    _, model, images, scales = resnet18
+    float_weights = insert_qdq(model, scales, weights="qdq")
+    int8_weights = insert_qdq(model, scales, weights="dq")
+    onnx.checker.check_model(int8_weights, full_check=True)
+    assert int8_weights.ByteSize() < 0.3 * float_weights.ByteSize()
+    np.testing.assert_allclose(run(int8_weights, images), run(float_weights, images), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["qdq", "dq"])
+def test_openvino_runs_the_same_file_in_int8(resnet18, tmp_path, weights):
     import openvino
 
     _, model, images, scales = resnet18
     # Of 7 bits, so that no sum saturates whatever CPU this is; common/test_instruction_sets.py has the others.
-    quantized = insert_qdq(model, scales, arithmetic=Arithmetic(weight_bits=7))
-    assert quantized.ByteSize() < 0.3 * model.ByteSize()
+    quantized = insert_qdq(model, scales, weights=weights, arithmetic=Arithmetic(weight_bits=7))
     onnx.save(quantized, tmp_path / "int8.onnx")
     hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     compiled = openvino.Core().compile_model(tmp_path / "int8.onnx", "CPU", hints)
@@ -339,13 +348,13 @@ def test_shared_and_zero_weights():
     nodes = [helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node("Conv", ["a", "w"], ["y"])]
     model = graph_model(nodes, {"w": weights}, "y")
     scales = dict.fromkeys(activation_tensors(model), 0.05)
-    quantized = insert_qdq(model, scales)
-    onnx.checker.check_model(quantized, full_check=True)
-    graph = Graph(quantized)
-    first, second = graph.of_type("Conv")
-    assert first.input[1] == second.input[1]
-    assert (graph.array("w_scale") > 0).all()
-    assert np.isfinite(run(quantized, np.ones((1, 4, 8, 8), np.float32))).all()
+    for storage in ("qdq", "dq"):
+        quantized = insert_qdq(model, scales, weights=storage)
+        graph = Graph(quantized)
+        first, second = graph.of_type("Conv")
+        assert first.input[1] == second.input[1]
+        assert (graph.array("w_scale") > 0).all()
+        assert np.isfinite(run(quantized, np.ones((1, 4, 8, 8), np.float32))).all()
 
 
 def test_inline_constants_reads_initializers_directly():
