@@ -18,7 +18,6 @@ from components.common.contracts.records import EngineEntry, PlacementEntry
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import Predictions, predict
 from components.common.process.steplog import StepLog
-from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.runner import Runner
 from components.export.blocks import find_blocks
 from components.export.calibration import Samples
@@ -26,7 +25,7 @@ from components.export.config import ONNX_FILES, ExportConfig
 from components.export.engines import compile_plan, onnx_file_for
 from components.export.mixed import Compiled, MixedSearch, Profile
 from components.export.placement import quantizable_layers
-from components.export.precision import raise_opset
+from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
 from components.export.selection import Budget
 
@@ -237,7 +236,7 @@ class Int8Plans:
 
     config: ExportConfig
     shapes: ShapeSpec
-    fp32: onnx.ModelProto
+    fp32: onnx.ModelProto  # that INT8 is written into, perhaps smoothed
     scales: Mapping[str, float]
     excluded: tuple[str, ...]  # nodes in float: at first for the accuracy, in the end those of the plan
     samples: Samples | None  # images to compare the plans' classes on; None compares none
@@ -256,7 +255,7 @@ class Int8Plans:
         Raises:
             EngineryError: TensorRT builds INT8 in no form.
         """
-        graphs = {"int8": self.fp32, "int8_fp16": raise_opset(read_onnx(self.output / ONNX_FILES["fp16"]))}
+        graphs = {"int8": self.fp32, "int8_fp16": raise_opset(to_fp16(self.fp32))}
         compiled, other = sorted(graphs, key=lambda name: ONNX_FILES[name] != onnx_file_for("int8"))
         with tempfile.TemporaryDirectory(dir=self.output, prefix=".int8-") as folder:
             backend = TensorRTBackend(

@@ -58,7 +58,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     int8 = Int8Plans(
         config=config,
         shapes=source.shapes,
-        fp32=fp32,
+        fp32=network,
         scales=quantized.scales,
         excluded=quantized.excluded,
         samples=selection,
