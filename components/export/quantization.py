@@ -1,5 +1,6 @@
 """INT8 chosen by measurement: the calibration, the layers that stay in float, and how CPUs' files write it."""
 
+import functools
 import statistics
 import time
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ from components.export.config import CALIBRATION_METHODS, ExportConfig
 from components.export.placement import activation_tensors, has_unsigned_activations
 from components.export.precision import FP16_MAX
 from components.export.qdq import TENSORRT, Arithmetic, insert_qdq, scales_below_fp16
-from components.export.selection import Budget, Candidates, Ranking, Selection, rank_layers
+from components.export.selection import Budget, Candidates, Ranking, Selection
 from components.export.smoothing import ALPHA, channels, smooth, smoothed_scales
 from components.export.sources import SourceModel
 
@@ -339,24 +340,25 @@ def _select(
         model=chooser.fp32,
         scales=scales,
         smoothed=networks,
-        measure=lambda models, text: chooser.candidates.predictions(models, samples, text),
+        measure=lambda models, text, detail: chooser.candidates.measure(
+            models, replace(samples, num_images=search.num_images), text, detail
+        ),
+        num_images=samples.num_images,
         budget=budget,
         deadline=started + config.search_seconds,
         arithmetic=chooser.arithmetic,
     )
     method = search.choose_method()
+    if search.num_images < samples.num_images:
+        chooser.log.note(
+            f"FP32 is slow here: INT8 is measured on {search.num_images:,} of {samples.num_images:,} images, to end in "
+            f"{config.search_seconds:g} s (export.search_seconds)"
+        )
     chooser.fp32 = networks.get(method, chooser.fp32)
     search.arithmetic = chooser.choose_arithmetic(scales[method])
-    ranking = Ranking(layers=(), num_images=0)
-    excluded: tuple[str, ...] = ()
-    if config.fallback:
-
-        def rank() -> Ranking:
-            nonlocal ranking
-            ranking = chooser.rank(scales[method], search.deadline)
-            return ranking
-
-        excluded = search.exclude_layers(method, rank)
+    ranking = chooser.ranking(scales[method], search)
+    num_layers = len(ranking.operators) if config.num_ranking_images else 0
+    excluded = search.exclude_layers(method, ranking, num_layers) if config.fallback else ()
     chosen = search.trial(method, excluded)
     if chosen is None or not chosen.within_budget:
         chooser.log.warning(
@@ -365,12 +367,12 @@ def _select(
         )
     entry = SelectionEntry(
         runtime=chooser.candidates.runtime,
-        num_images=samples.num_images,
+        num_images=search.num_images,
         fp32_top1_pct=search.fp32_top1_pct,
         max_top1_drop_points=budget.max_top1_drop_points,
         min_relative_top1_pct=budget.min_relative_top1_pct,
         trials=tuple(search.trials),
-        ranking=ranking.layers,
+        ranking=ranking.measured,
         num_ranking_images=ranking.num_images,
         out_of_time=search.out_of_time,
         seconds=time.monotonic() - started,
@@ -399,18 +401,18 @@ class _Chooser:
             self.arithmetic, self.trials = search.choose(), tuple(search.trials)
         return self.arithmetic
 
-    def rank(self, scales: dict[str, float], deadline: float) -> Ranking:
-        """The cost of each layer in INT8; nothing where no images are given to it."""
-        if self.config.num_ranking_images == 0:
-            return Ranking(layers=(), num_images=0)
-        batches = self._images(self.config.num_ranking_images)
-        return rank_layers(
+    def ranking(self, scales: dict[str, float], search: Selection) -> Ranking:
+        """The layers by their cost in INT8. Nothing is measured yet."""
+        batches = functools.cache(lambda: self._images(self.config.num_ranking_images))
+        return Ranking(
             self.fp32,
             scales,
             self.arithmetic,
-            lambda model: self.candidates.logits(model, batches),
-            deadline=deadline,
-            progress=lambda done, total: self.log.progress("ranking layers", done, total, unit="layers"),
+            lambda model: self.candidates.logits(model, batches()),
+            deadline=search.deadline,
+            progress=lambda done, most: self.log.progress(
+                "ranking layers", done, most, search.time_left(), unit="groups at most"
+            ),
         )
 
     def _images(self, num_images: int) -> list[torch.Tensor]:

@@ -1,9 +1,11 @@
 """INT8 chosen by measurement: which calibration, and which layers stay in float to keep the accuracy."""
 
+import heapq
+import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
@@ -14,16 +16,24 @@ import torch
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.records import LayerCost, Trial
-from components.common.contracts.statistics import drop_upper, paired_difference
+from components.common.contracts.statistics import PairedDifference, drop_upper, paired_difference
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import Predictions, predict
+from components.common.data.loader import Batch
 from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
-from components.export.calibration import Samples
+from components.export.calibration import MIN_SELECTION_IMAGES, Samples
 from components.export.config import ExportConfig
 from components.export.placement import Graph, float_graph, node_id, quantized_reads
 from components.export.qdq import Arithmetic, insert_qdq
+
+_MAX_STAGES = 4  # after which a candidate is looked at: an eighth of the images, a quarter, a half, all
+_MAX_GROUPS, _MAX_ROUNDS = 8, 2  # of layers that go back into INT8
+_Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up at a look
+
+Advance = Callable[[Collection[str], int], dict[str, Predictions]]
+"""Predictions of models, by name, on the next images: so many, filled up to whole batches, or all that are left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +54,26 @@ class Candidates:
         """Name of the runtime that the candidates run on."""
         return "torch" if self.device.type == "cuda" else "openvino"
 
-    def predictions(self, models: Mapping[str, onnx.ModelProto], samples: Samples, text: str) -> dict[str, Predictions]:
-        """Predictions of each model, all on the same images; `text` is shown with the progress."""
-        with self.runners(models) as runners:
-            return predict(
-                runners,
-                samples,
-                samples.num_images,
-                lambda done, total: self.log.progress(text, done, total, unit="images"),
+    @contextmanager
+    def measure(
+        self, models: Mapping[str, onnx.ModelProto], samples: Samples, text: str, detail: Callable[[], str]
+    ) -> Iterator[Advance]:
+        """A pass of models over the images, as far as it is asked for; text and detail are shown with the progress."""
+        batches, seen = iter(samples), 0
+
+        def advance(names: Collection[str], num_images: int) -> dict[str, Predictions]:
+            nonlocal seen
+            found = predict(
+                {name: runners[name] for name in names},
+                _first(batches, num_images),
+                num_images,
+                lambda done, _: self.log.progress(text, seen + done, samples.num_images, detail(), unit="images"),
             )
+            seen += next(iter(found.values())).num_images
+            return found
+
+        with self.runners(models) as runners:
+            yield advance
 
     def logits(self, model: onnx.ModelProto, batches: list[torch.Tensor]) -> np.ndarray:
         """Logits of some images, [N, classes] float32. batches: [B, 3, H, W] float32 each, normalized."""
@@ -82,59 +103,108 @@ class Candidates:
         return OpenVINORunner(file, self.shapes)
 
 
+def _first(batches: Iterator[Batch], num_images: int) -> Iterator[Batch]:
+    """The next batches, until they hold so many images."""
+    while num_images > 0 and (batch := next(batches, None)) is not None:
+        num_images -= len(batch.images)
+        yield batch
+
+
 Logits = Callable[[onnx.ModelProto], np.ndarray]
 """Logits of a model on the same few images, [N, classes] float32, by the runtime that serves."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Layers, the costliest first."""
+    """Nodes that read through Q/DQ, the costliest first: layers with weights, poolings and residual additions.
 
-    layers: tuple[LayerCost, ...]  # fewer than there are when time ran out
-    num_images: int
+    The cost of a node, or of a group of nodes, is the Kullback-Leibler divergence between the classes that the float
+    model predicts and those it predicts with these nodes alone in INT8, in nats, averaged over the images. It needs no
+    labels, and unlike top-1 it tells layers apart with few images. An Add runs inside a convolution, which is in INT8
+    with it.
 
+    Of groups of consecutive nodes the costliest is halved until it is a single node: the next in the order. So the
+    costliest of n is found with about 2 log2(n) measurements, and only as many are made as the search needs.
 
-def rank_layers(
-    model: onnx.ModelProto,
-    scales: Mapping[str, float],
-    arithmetic: Arithmetic,
-    logits: Logits,
-    *,
-    deadline: float,
-    progress: Callable[[int, int], None],
-) -> Ranking:
-    """Rank every node that reads through Q/DQ: layers with weights, poolings and residual additions.
-
-    A layer's cost is the Kullback-Leibler divergence between the classes that the float model predicts and those it
-    predicts with this layer alone in INT8, in nats, averaged over the images. It needs no labels, and unlike top-1 it
-    tells layers apart with few images. An Add runs inside a convolution, which is in INT8 with it.
-
-    Args:
-        model: FP32 graph, without Q/DQ.
-        scales: of `placement.activation_tensors(model)`.
-        arithmetic: of the file that serves.
-        logits: runs a model.
-        deadline: on the clock of time.monotonic(); no new layer is measured after it, but one always is.
-        progress: called with the number of layers done, and of all.
+    Attributes:
+        operators: by node, in graph order.
+        costs: of the groups that were measured, in nats.
+        num_images: that they rest on; 0 as long as nothing was measured.
     """
-    layers = _layers(model)
-    expected = _log_probabilities(logits(model))  # [N, classes], as below
-    costs: dict[str, float] = {}
-    for name, (_, together) in layers.items():
-        if costs and time.monotonic() > deadline:
-            break
-        alone = insert_qdq(model, scales, exclude=layers.keys() - together, arithmetic=arithmetic)
-        actual = _log_probabilities(logits(alone))
-        divergence = (expected.exp() * (expected - actual)).sum(dim=1).mean()
-        costs[name] = max(float(divergence), 0.0)
-        progress(len(costs), len(layers))
-    return Ranking(
-        layers=tuple(
-            LayerCost(name=name, operator=layers[name][0], cost_nats=costs[name])
-            for name in sorted(costs, key=lambda name: -costs[name])  # stable: of equals, the earlier layer
-        ),
-        num_images=len(expected),
-    )
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        scales: Mapping[str, float],
+        arithmetic: Arithmetic,
+        logits: Logits,
+        *,
+        deadline: float,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Prepare; nothing is measured.
+
+        Args:
+            model: FP32 graph, without Q/DQ.
+            scales: of `placement.activation_tensors(model)`.
+            arithmetic: of the file that serves.
+            logits: runs a model.
+            deadline: of the search, on the clock of time.monotonic(); half of the time until then is for the ranking.
+            progress: called with the number of measurements made, and the most that are made.
+        """
+        self._model, self._scales, self._arithmetic, self._logits = model, scales, arithmetic, logits
+        self._deadline, self._progress = deadline, progress
+        self._together = _layers(model)
+        self.operators = {name: operator for name, (operator, _) in self._together.items()}
+        self.costs: dict[tuple[str, ...], float] = {}
+        self.num_images = 0
+
+    def __iter__(self) -> Iterator[list[str]]:
+        """Ids of the nodes, as many at a time as are known without another measurement.
+
+        When half of the time is over, all others come at once: first those of the group with the highest cost per node.
+        """
+        now = time.monotonic()
+        deadline = now + (self._deadline - now) / 2
+        expected = _log_probabilities(self._logits(self._model))  # [N, classes]
+        self.num_images = len(expected)
+        groups: list[tuple[float, int, tuple[str, ...]]] = []  # a heap: minus the cost, place of the first node, nodes
+
+        def halve(first: int, names: tuple[str, ...]) -> None:
+            middle = len(names) // 2
+            for start, half in ((first, names[:middle]), (first + middle, names[middle:])):
+                if half:
+                    self.costs[half] = self._cost(half, expected)
+                    self._progress(len(self.costs), 2 * len(self.operators) - 2)
+                    heapq.heappush(groups, (-self.costs[half], start, half))
+
+        halve(0, tuple(self.operators))
+        while groups and time.monotonic() <= deadline:
+            known: list[str] = []
+            while groups and len(groups[0][2]) == 1:
+                known += heapq.heappop(groups)[2]  # of equals the earlier one
+            if known:
+                yield known
+            if groups:
+                halve(*heapq.heappop(groups)[1:])
+        groups.sort(key=lambda group: (group[0] / len(group[2]), group[1]))
+        yield [name for _, _, names in groups for name in names]
+
+    @property
+    def measured(self) -> tuple[LayerCost, ...]:
+        """The nodes that were measured alone, the costliest first; of equals, the earlier one."""
+        alone = {names[0]: cost for names, cost in self.costs.items() if len(names) == 1}
+        return tuple(
+            LayerCost(name=name, operator=operator, cost_nats=alone[name])
+            for name, operator in sorted(self.operators.items(), key=lambda item: -alone.get(item[0], 0.0))
+            if name in alone
+        )
+
+    def _cost(self, names: tuple[str, ...], expected: torch.Tensor) -> float:
+        in_int8 = frozenset[str]().union(*(self._together[name][1] for name in names))
+        exclude = self._together.keys() - in_int8
+        alone = insert_qdq(self._model, self._scales, exclude=exclude, arithmetic=self._arithmetic)
+        actual = _log_probabilities(self._logits(alone))
+        return max(float((expected.exp() * (expected - actual)).sum(dim=1).mean()), 0.0)
 
 
 def _log_probabilities(logits: np.ndarray) -> torch.Tensor:
@@ -154,8 +224,8 @@ def _layers(model: onnx.ModelProto) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 Scales = dict[str, float]
-Measure = Callable[[Mapping[str, onnx.ModelProto], str], dict[str, Predictions]]
-"""Predictions of each model, by name, on the selection images; the text says what is measured."""
+Measure = Callable[[Mapping[str, onnx.ModelProto], str, Callable[[], str]], AbstractContextManager[Advance]]
+"""A pass of models, by name, over the selection images; text, and detail as it changes, say what is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +245,36 @@ class Budget:
             num_validation_images=dataset.manifest.splits["val"].num_images if config.gate.confident else 0,
         )
 
-    def holds(self, fp32: Predictions, own: Predictions) -> bool:
-        """True if the gate would pass it with as large a share of regressed and improved validation images as here."""
+    def holds(self, fp32: Predictions, own: Predictions, num_images: int = 0) -> bool:
+        """True if the gate would pass it with as large a share of regressed and improved validation images as here.
+
+        Args:
+            fp32: predictions of FP32.
+            own: of the candidate, on the same images.
+            num_images: where these are the first of more images, the number of all: then True unless it has become
+                improbable that the budget holds on all.
+        """
         found = paired_difference(fp32.right, own.right)
-        drop = -found.delta_points
+        lost, gained = _at_best(found, max(num_images, found.num_images))
+        total = max(num_images, found.num_images)
+        drop = 100 * (lost - gained) / total
         allowed = min(self.max_top1_drop_points, (1 - self.min_relative_top1_pct / 100) * fp32.top1_pct)
-        count, times = self.num_validation_images, self.num_validation_images / found.num_images
+        count, times = self.num_validation_images, self.num_validation_images / total
         if count and drop_upper(count, 0, 0) <= allowed:  # with fewer images no layer in float makes a proof
-            drop = max(drop, drop_upper(count, round(times * found.num_lost), round(times * found.num_gained)))
+            drop = max(drop, drop_upper(count, round(times * lost), round(times * gained)))
         return round(drop - allowed, 9) <= 0  # percentages carry rounding noise; a value of exactly the limit holds
+
+
+def _at_best(found: PairedDifference, num_images: int) -> tuple[float, float]:
+    """Images lost and gained, of `num_images`, when the rest turns out as well as one in 44 times."""
+    times = num_images / found.num_images
+    differing = times * (found.num_lost + found.num_gained)
+    # Of what is left and of the rates seen, each image lost or gained being as likely to be the other.
+    spread = math.sqrt(
+        times * (num_images - found.num_images) * (found.num_lost + found.num_gained + 1) / found.num_images
+    )
+    difference = times * (found.num_lost - found.num_gained) - _Z_HOPELESS * spread
+    return max((differing + difference) / 2, 0.0), max((differing - difference) / 2, 0.0)
 
 
 @dataclass(kw_only=True)
@@ -194,104 +285,212 @@ class Selection:
     scales: dict[str, Scales]
     smoothed: Mapping[str, onnx.ModelProto] = field(default_factory=dict)  # by method, where it is another network
     measure: Measure
+    num_images: int  # to measure on; it shrinks where FP32 takes too long
     budget: Budget
-    deadline: float  # on the clock of time.monotonic(): nothing new is tried after it
+    deadline: float  # on the clock of time.monotonic(): nothing is begun that would end after it
     arithmetic: Arithmetic  # of the candidates; those measured in another one don't count
     trials: list[Trial] = field(default_factory=list)
     out_of_time: bool = False
     _fp32: Predictions | None = None
+    _pass_s: float = 0.0  # of a candidate over all images
+    _num_planned: int = 0  # candidates, at most
 
     def choose_method(self) -> str:
         """Measure every method with all layers in INT8, and take the one that predicts FP32's class most often.
 
         Those within the budget come first. Top-1 itself tells too little: of the images whose class changes, about as
         many improve as regress, so that most differences are noise. Of equals `max` is taken, which clips nothing
-        that it has seen.
+        that it has seen. At each look the last one drops out, down to two; if none can hold any more, all do.
         """
-        models = {method: self._quantized(method, ()) for method in self.scales}
-        predictions = self.measure({"fp32": self.model, **models}, "comparing calibrations")
-        self._fp32 = fp32 = predictions["fp32"]
-        for method in self.scales:
-            self._remember(method, (), predictions[method])
-        inside = [method for method in self.scales if self._held(method, ())]
-        candidates = sorted(inside or self.scales, key=lambda method: method != "max")
-        return max(candidates, key=lambda method: predictions[method].agreement_pct(fp32))  # of equals the first
+        self._measure_fp32()
+        ordered: list[str] = []
 
-    def exclude_layers(self, method: str, rank: Callable[[], Ranking]) -> tuple[str, ...]:
+        def look(seen: Mapping[str, Predictions]) -> list[str]:
+            nonlocal ordered
+            ordered = sorted(ordered or seen, key=lambda method: self._preference(method, seen[method]))
+            return ordered[: max(2, len(ordered) - 1)] if self._may_hold(seen[ordered[0]]) else []
+
+        models = {method: self._quantized(method, ()) for method in self.scales}
+        started = time.monotonic()
+        found = self._predict(models, "comparing calibrations", self.time_left, look)
+        num_predicted = sum(own.num_images for own in found.values())
+        self._pass_s = (time.monotonic() - started) * self.num_images / num_predicted
+        for method in self.scales:
+            self._remember(method, (), found[method])
+        return ordered[0]
+
+    def exclude_layers(self, method: str, ranking: Iterable[Sequence[str]], num_layers: int) -> tuple[str, ...]:
         """The fewest layers that must stay out of INT8 for the budget to hold, in the order of what they cost.
 
-        Layers are ranked only if the budget does not hold with all of them in INT8. First the shortest beginning of
-        the ranking that brings the model within budget, by doubling and bisection; then each layer of it, the cheapest
-        first, goes back into INT8 if the budget holds without it. When time runs out, the search stops where it is:
-        with the shortest list seen to hold, or the next longer beginning.
+        First the shortest beginning of the ranking that brings the model within budget, by doubling and bisection;
+        then groups of its layers, the cheapest first, go back into INT8 if the budget holds without them. When time
+        runs out, the search stops where it is: with the shortest list seen to hold, or the next longer beginning.
+
+        Args:
+            method: of the calibration.
+            ranking: layers, the costliest first, as many at a time as are known. No more are asked for than are
+                needed: none if the budget holds with all in INT8.
+            num_layers: of the ranking.
         """
-        if self._holds(method, ()):
+        if self.holds(method, ()) or not num_layers:
             return ()
-        names = [layer.name for layer in rank().layers]
-        self._late()  # which may have ended the ranking
-        if not names:
-            return ()
-        low, high = 0, 1  # `low` layers are too few
-        while high < len(names) and not self._holds(method, tuple(names[:high])):
-            low, high = high, min(2 * high, len(names))
-            if self._late():
+        self._num_planned = len(self.trials) + 2 * num_layers.bit_length() + _MAX_ROUNDS * _MAX_GROUPS
+        num_failed, names = 0, list[str]()
+        for names in _beginnings(ranking):
+            if len(names) == num_layers or self._late(2) or self.holds(method, tuple(names)):
                 break
-        while high - low > 1 and not self._late():
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._holds(method, tuple(names[:middle])) else (middle, high)
-        excluded = names[:high]
-        for name in reversed(names[:high]):
-            if len(excluded) == 1 or self._late():
-                break
-            fewer = [other for other in excluded if other != name]
-            if self._holds(method, tuple(fewer)):
-                excluded = fewer
-        self._holds(method, tuple(excluded))  # out of time, it may not have been measured yet
+            num_failed = len(names)
+        high = len(names)
+        while high - num_failed > 1 and not self._late():
+            middle = (num_failed + high) // 2
+            num_failed, high = (num_failed, middle) if self.holds(method, tuple(names[:middle])) else (middle, high)
+        excluded = self._put_back(method, names[:high])
+        self.holds(method, tuple(excluded))  # out of time, it may not have been measured yet
         return tuple(excluded)
+
+    def _put_back(self, method: str, excluded: list[str]) -> list[str]:
+        """Layers that must stay out of INT8, of those that suffice, which without the last one do not.
+
+        Groups of them, the cheapest first, go back if the budget holds without them; if any did, smaller groups again.
+        """
+        for _ in range(_MAX_ROUNDS):
+            before = excluded
+            for group in _groups(before[:-1]):
+                fewer = [name for name in excluded if name not in group]
+                if not self._late() and self.holds(method, tuple(fewer)):
+                    excluded = fewer
+            if len(excluded) == len(before) or len(before) <= _MAX_GROUPS + 1:
+                break
+        return excluded
+
+    def holds(self, method: str, excluded: tuple[str, ...]) -> bool:
+        """True if the budget holds on all images. A candidate is measured once, and only as long as it may hold."""
+        found = self.trial(method, excluded)
+        if found is None:
+            started = time.monotonic()
+            own = self._predict(
+                {"int8": self._quantized(method, excluded)},
+                f"{len(excluded)} layer{'' if len(excluded) == 1 else 's'} out of INT8",
+                lambda: f"candidate {len(self.trials) + 1} of at most {self._num_planned}, {self.time_left()}",
+                lambda seen: ["int8"] if self._may_hold(seen["int8"]) else [],
+            )["int8"]
+            if own.num_images == self.num_images:
+                self._pass_s = max(self._pass_s, time.monotonic() - started)
+            found = self._remember(method, excluded, own)
+        return found.within_budget
+
+    def trial(self, method: str, excluded: tuple[str, ...]) -> Trial | None:
+        """The measurement of a candidate; None if there is none."""
+        wanted = method, set(excluded), self.arithmetic
+        found = (t for t in self.trials if (t.method, set(t.excluded), Arithmetic.of(t)) == wanted)
+        return next(found, None)
+
+    def time_left(self) -> str:
+        """The time until the deadline, in words."""
+        return f"at most {max(self.deadline - time.monotonic(), 0):.0f} s left"
 
     @property
     def fp32_top1_pct(self) -> float:
         """top-1 of FP32 on the selection images."""
+        return self._fp32_on(self.num_images).top1_pct
+
+    def _fp32_on(self, num_images: int) -> Predictions:
+        """FP32's predictions of the first images."""
         assert self._fp32 is not None  # choose_method comes first
-        return self._fp32.top1_pct
+        return Predictions(top=self._fp32.top[:num_images], labels=self._fp32.labels[:num_images])
 
-    def trial(self, method: str, excluded: tuple[str, ...]) -> Trial | None:
-        """The measurement of a candidate; None if there is none."""
-        wanted = method, excluded, self.arithmetic
-        found = (t for t in self.trials if (t.method, t.excluded, Arithmetic.of(t)) == wanted)
-        return next(found, None)
+    def _measure_fp32(self) -> None:
+        """Run FP32 on all images; where that takes more than a third of the time, on a half, a quarter, an eighth."""
+        started = time.monotonic()
+        share_s = (self.deadline - started) / 3
 
-    def _held(self, method: str, excluded: tuple[str, ...]) -> bool:
-        trial = self.trial(method, excluded)
-        return trial is not None and trial.within_budget
+        def look(seen: Mapping[str, Predictions]) -> list[str]:
+            return (
+                ["fp32"] if 2 * (time.monotonic() - started) < share_s else []
+            )  # each stage takes as long as all before
 
-    def _holds(self, method: str, excluded: tuple[str, ...]) -> bool:
-        if self.trial(method, excluded) is None:
-            text = f"{len(excluded)} layer{'' if len(excluded) == 1 else 's'} out of INT8"
-            self._remember(method, excluded, self.measure({"int8": self._quantized(method, excluded)}, text)["int8"])
-        return self._held(method, excluded)
+        self._fp32 = self._predict({"fp32": self.model}, "measuring FP32", self.time_left, look)["fp32"]
+        self.num_images = self._fp32.num_images
+
+    def _predict(
+        self,
+        models: Mapping[str, onnx.ModelProto],
+        text: str,
+        detail: Callable[[], str],
+        look: Callable[[Mapping[str, Predictions]], Collection[str]],
+    ) -> dict[str, Predictions]:
+        """Predictions of models on the first images: an eighth of all, a quarter, a half, all.
+
+        Args:
+            models: by name.
+            text: see `Measure`.
+            detail: see `Measure`.
+            look: takes the predictions so far, returns the models that continue.
+        """
+        ends = [self.num_images]
+        while len(ends) < _MAX_STAGES and ends[0] // 2 >= MIN_SELECTION_IMAGES:
+            ends.insert(0, ends[0] // 2)
+        found: dict[str, Predictions] = {}
+        left, done = list(models), 0
+        with self.measure(models, text, detail) as advance:
+            for end in ends:
+                for name, own in advance(left, end - done).items():
+                    found[name] = found[name] + own if done else own
+                done = found[left[0]].num_images
+                left = list(look(found))
+                if not left:
+                    break
+        return found
+
+    def _may_hold(self, own: Predictions) -> bool:
+        """True unless it has become improbable that the budget holds on all images."""
+        return self.budget.holds(self._fp32_on(own.num_images), own, self.num_images)
+
+    def _preference(self, method: str, own: Predictions) -> tuple[bool, float, bool]:
+        """Sorts methods, the best first."""
+        return not self._may_hold(own), -own.agreement_pct(self._fp32_on(own.num_images)), method != "max"
 
     def _quantized(self, method: str, excluded: tuple[str, ...]) -> onnx.ModelProto:
         model = self.smoothed.get(method, self.model)
         return insert_qdq(model, self.scales[method], exclude=excluded, arithmetic=self.arithmetic)
 
-    def _remember(self, method: str, excluded: tuple[str, ...], own: Predictions) -> None:
-        assert self._fp32 is not None  # choose_method comes first
-        difference = paired_difference(self._fp32.right, own.right)
+    def _remember(self, method: str, excluded: tuple[str, ...], own: Predictions) -> Trial:
+        fp32 = self._fp32_on(own.num_images)
+        difference = paired_difference(fp32.right, own.right)
         self.trials.append(
             Trial(
                 method=method,
                 excluded=excluded,
+                num_images=own.num_images,
                 top1_pct=own.top1_pct,
                 delta_top1_points=difference.delta_points,
                 low_points=difference.low_points,
                 high_points=difference.high_points,
-                agreement_pct=own.agreement_pct(self._fp32),
-                within_budget=self.budget.holds(self._fp32, own),
+                agreement_pct=own.agreement_pct(fp32),
+                within_budget=self.budget.holds(fp32, own),
                 **asdict(self.arithmetic),
             )
         )
+        return self.trials[-1]
 
-    def _late(self) -> bool:
-        self.out_of_time = self.out_of_time or time.monotonic() > self.deadline
+    def _late(self, num_passes: int = 1) -> bool:
+        """True if time is too short for so many candidates that are measured on all images."""
+        self.out_of_time = self.out_of_time or time.monotonic() + num_passes * self._pass_s > self.deadline
         return self.out_of_time
+
+
+def _beginnings(ranking: Iterable[Sequence[str]]) -> Iterator[list[str]]:
+    """The beginnings of a ranking that are tried: all that is known at a time, or twice as much as before."""
+    names: list[str] = []
+    size = 0
+    for known in ranking:
+        names += known
+        while size < len(names):
+            size = min(max(2 * size, 1), len(names))
+            yield names[:size]
+
+
+def _groups(layers: Sequence[str]) -> list[Sequence[str]]:
+    """Layers in groups of equal size, at most `_MAX_GROUPS`, the last group first."""
+    size = math.ceil(len(layers) / _MAX_GROUPS)
+    return [layers[max(end - size, 0) : end] for end in range(len(layers), 0, -size or -1)]

@@ -461,6 +461,8 @@ def selection_sentences(report: Report) -> list[str]:
     fallbacks = len(entry.trials) - methods
     tried = f"{_of(methods, 'calibration')} measured with every layer in INT8"
     tried += f", then {_of(fallbacks, 'set')} of layers kept in float" if fallbacks else ""
+    if any((trial.num_images or entry.num_images) < entry.num_images for trial in entry.trials):
+        tried += "; those without a chance not on all images"
     sentences = [f"{tried}."]
     if chosen is not None:
         layers = f" with {_of(len(chosen.excluded), 'layer')} in float" if chosen.excluded else ""
@@ -490,12 +492,12 @@ def ranking_sentences(report: Report, max_layers: int) -> list[str]:
     shown = [layer.name for layer in entry.ranking[:max_layers]]
     which = "All" if len(shown) == len(entry.ranking) else f"The {len(shown)} costliest of"
     sentences = [
-        f"{which} {_of(len(entry.ranking), 'layer')} that can run in INT8: divergence from FP32's predictions when the "
-        f"layer alone runs in INT8, over {entry.num_ranking_images:,} calibration images."
+        f"{which} {_of(len(entry.ranking), 'layer')} that were measured alone in INT8: divergence from FP32's "
+        f"predictions, over {entry.num_ranking_images:,} calibration images."
     ]
     if any(name not in calibration.excluded for name in shown) and calibration.excluded:
         sentences.append("Costly layers that the budget did not need in float went back into INT8.")
-    if further := sum(layer.name in calibration.excluded for layer in entry.ranking[max_layers:]):
+    if further := len(set(calibration.excluded) - set(shown)):
         sentences.append(f"{_of(further, 'layer')} kept in float cost less than those shown.")
     return [*sentences, "The whole ranking is in report.json."]
 

@@ -243,7 +243,10 @@ class Trial(Record):
 
     method: str
     excluded: tuple[str, ...] = Field(description="Nodes of fp32.onnx kept out of INT8, the costliest first.")
-    top1_pct: float = Field(description="On the selection images, which are training images.")
+    num_images: int | None = Field(
+        None, description="The first of the selection images, or all: measured no longer than it had a chance."
+    )
+    top1_pct: float = Field(description="On these images, which are training images.")
     delta_top1_points: float = Field(description="top-1 minus that of FP32 on the same images, in percentage points.")
     low_points: float = Field(
         description="Lower end of the one-sided 95 % interval of that difference (Tango, 1998); up to version 0.1 of "
@@ -274,7 +277,9 @@ class SelectionEntry(Record):
     max_top1_drop_points: float = Field(description="The budget, in percentage points of top-1.")
     min_relative_top1_pct: float = Field(description="The budget, as the least share of FP32's top-1, in per cent.")
     trials: tuple[Trial, ...] = Field(description="In the order in which they were measured.")
-    ranking: tuple[LayerCost, ...] = Field(description="Every node that can run in INT8, the costliest first.")
+    ranking: tuple[LayerCost, ...] = Field(
+        description="Nodes that were measured alone in INT8, the costliest first; groups of others cost less."
+    )
     num_ranking_images: int = Field(description="Calibration images that the ranking rests on; 0 for no ranking.")
     out_of_time: bool = Field(description="Whether the time limit ended the search.")
     seconds: float

@@ -213,11 +213,11 @@ def test_all_int8_files_leave_the_same_layers_in_float(plain, export, tmp_path, 
     onnx.save(model, tmp_path / "own.onnx")
     last = [node for node in model.graph.node if node.op_type == "Conv"][-1].output[0]
 
-    def exclude_two(search, method, rank):
-        layers = rank().layers
-        assert layers == tuple(sorted(layers, key=lambda layer: -layer.cost_nats))
-        first = next(layer.name for layer in layers if layer.operator == "Conv" and layer.name != last)
-        search._holds(method, (first, last))
+    def exclude_two(search, method, ranking, num_layers):
+        names = [name for names in ranking for name in names]
+        assert [layer.name for layer in ranking.measured] == names
+        first = next(name for name in names if ranking.operators[name] == "Conv" and name != last)
+        search.holds(method, (first, last))
         return (first, last)
 
     monkeypatch.setattr(quantization.Selection, "exclude_layers", exclude_two)
@@ -287,7 +287,11 @@ def test_runners_are_closed_when_one_of_them_fails(plain, digits_dataset, tmp_pa
     _, selection = samples_of(digits_dataset)
     fp32 = onnx.load(plain.file("fp32.onnx"))
     candidates = Fragile(shapes=plain.manifest.shapes, device=torch.device("cpu"), directory=tmp_path, log=Said())
-    with pytest.raises(UserError, match="does not load"):
-        candidates.predictions({"fp32": fp32, "max": fp32, "broken": fp32}, selection, "comparing")
+    models = {"fp32": fp32, "max": fp32, "broken": fp32}
+    with (
+        pytest.raises(UserError, match="does not load"),
+        candidates.measure(models, selection, "comparing", lambda: "60 s left"),
+    ):
+        pass
     assert sorted(closed) == ["fp32", "max"]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]

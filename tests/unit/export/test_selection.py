@@ -2,15 +2,18 @@
 
 import copy
 import itertools
+from collections.abc import Callable, Collection, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
 from torch import nn
 
-from components.common.contracts.records import LayerCost
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import Predictions, top_classes
 from components.common.runtimes.openvino import OpenVINORunner
@@ -20,7 +23,7 @@ from components.export.config import CALIBRATION_METHODS as EVERY_METHOD
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, quantizable_layers
 from components.export.qdq import Arithmetic
-from components.export.selection import Budget, Ranking, Selection, rank_layers
+from components.export.selection import Budget, Ranking, Selection
 
 SHAPES = ShapeSpec(height=8, width=8)
 CALIBRATION_METHODS = [method for method in EVERY_METHOD if method != "smoothquant"]  # convolutions are not smoothed
@@ -76,7 +79,7 @@ class Search:
     def __init__(
         self, model, digits, folder, methods=("max",), runner=OpenVINORunner, deadline=float("inf"), **options
     ):
-        self.runner, self.file, self.digits, self.deadline = runner, folder / "candidate.onnx", digits, deadline
+        self.runner, self.file, self.digits = runner, folder / "candidate.onnx", digits
         export_onnx(model, folder / "fp32.onnx", SHAPES)
         proto = onnx.load(folder / "fp32.onnx")
         seen = collect_with_onnxruntime(folder / "fp32.onnx", activation_tensors(proto), [digits[0][:256]])
@@ -84,11 +87,20 @@ class Search:
             model=proto,
             scales={method: {name: compute_scale(seen[name], method) for name in seen} for method in methods},
             measure=self.measure,
+            num_images=NUM_IMAGES - 256,
             deadline=deadline,
             arithmetic=Arithmetic(weight_bits=7, activations="unsigned"),  # the same on every CPU
             **{"budget": DEFAULT, **options},
         )
         self.method = self.selection.choose_method()
+        self.ranking = Ranking(
+            proto,
+            self.selection.scales["max"],
+            self.selection.arithmetic,
+            lambda model: self.logits(model, digits[0][:64]),
+            deadline=deadline,
+            progress=lambda *_: None,
+        )
 
     def logits(self, model, images):
         onnx.save(model, self.file)
@@ -98,27 +110,27 @@ class Search:
         finally:
             run.close()
 
-    def measure(self, models, text):
+    def measure(self, models, text, detail):
         images, labels = (array[256:NUM_IMAGES] for array in self.digits)
-        return {
-            name: Predictions(top=top_classes(self.logits(model, images)), labels=labels)
-            for name, model in models.items()
-        }
-
-    def rank(self):
-        self.ranking = rank_layers(
-            self.selection.model,
-            self.selection.scales["max"],
-            self.selection.arithmetic,
-            lambda model: self.logits(model, self.digits[0][:64]),
-            deadline=self.deadline,
-            progress=lambda *_: None,
-        )
-        return self.ranking
+        return passing({name: top_classes(self.logits(model, images)) for name, model in models.items()}, labels)
 
     def exclude(self):
-        self.excluded = self.selection.exclude_layers(self.method, self.rank)
+        self.excluded = self.selection.exclude_layers(self.method, self.ranking, len(self.ranking.operators))
         return self.excluded
+
+
+@contextmanager
+def passing(top, labels):
+    """A pass of models over images, of which the best classes ([N, k] by model) are known."""
+    seen = 0
+
+    def advance(names, num_images):
+        nonlocal seen
+        images = slice(seen, min(seen + num_images, len(labels)))
+        seen = images.stop
+        return {name: Predictions(top=top[name][images], labels=labels[images]) for name in names}
+
+    yield advance
 
 
 def test_an_easy_model_keeps_everything_in_int8(trained, digits, tmp_path):
@@ -130,8 +142,8 @@ def test_an_easy_model_keeps_everything_in_int8(trained, digits, tmp_path):
     assert chosen is not None
     assert chosen.within_budget
     assert chosen.agreement_pct == max(trial.agreement_pct for trial in search.trials if trial.within_budget)
-    assert search.exclude_layers(found.method, lambda: pytest.fail("nothing needs to be ranked")) == ()
-    assert len(search.trials) == 4  # nothing else was tried
+    assert found.exclude() == ()
+    assert (len(search.trials), found.ranking.costs) == (4, {})  # nothing else was tried
 
 
 @pytest.mark.parametrize("runner", [OpenVINORunner, TorchRunner])
@@ -144,10 +156,11 @@ def test_fallback_repairs_a_layer_with_outliers_the_same_way_each_time(trained, 
     assert not ruined.within_budget
     layers = quantizable_layers(search.model)
     assert first.exclude() == (layers[HARD_CONV],)
-    assert first.ranking.layers[0].name == layers[HARD_CONV]
-    assert {layer.name for layer in first.ranking.layers} >= set(layers)
+    assert first.ranking.measured[0].name == layers[HARD_CONV]
+    assert len(first.ranking.costs) == 6  # of 8 nodes
     assert search.trial("max", first.excluded).within_budget
-    assert (again.exclude(), again.ranking, again.selection.trials) == (first.excluded, first.ranking, search.trials)
+    assert again.exclude() == first.excluded
+    assert (again.ranking.costs, again.selection.trials) == (first.ranking.costs, search.trials)
 
 
 @pytest.mark.parametrize(
@@ -162,18 +175,22 @@ def test_fallback_repairs_a_layer_with_outliers_the_same_way_each_time(trained, 
     ],
 )
 def test_the_candidate_within_budget_that_agrees_most_with_fp32_is_taken(num_changed, num_lost, expected):
+    order = np.random.default_rng(0).permutation(1000)
     fp32 = np.repeat([1, 0], [100, 900])  # of 1,000 images, all of class 0
-
-    def measure(models, text):
-        found = {"fp32": fp32}
-        for method, changed, lost in zip(CALIBRATION_METHODS, num_changed, num_lost, strict=True):
-            found[method] = fp32.copy()
-            found[method][:changed] = 2  # wrong, as before, but another class
-            found[method][500 : 500 + lost] = 2
-        labels = np.zeros(1000, np.int32)
-        return {name: Predictions(top=top[:, None].astype(np.int32), labels=labels) for name, top in found.items()}
-
-    search = FakeSelection(scales={name: {} for name in CALIBRATION_METHODS}, measure=measure)
+    top = {"fp32": fp32[order, None]}
+    for method, changed, lost in zip(CALIBRATION_METHODS, num_changed, num_lost, strict=True):
+        own = fp32.copy()
+        own[:changed] = 2  # wrong, as before, but another class
+        own[500 : 500 + lost] = 2
+        top[method] = own[order, None]
+    labels = np.zeros(1000, np.int32)
+    chain = Chain(1, additive({"c0": 0.0}))
+    search = replace(
+        chain.selection,
+        scales=dict.fromkeys(CALIBRATION_METHODS, chain.selection.scales["max"]),
+        measure=lambda models, text, detail: passing(top, labels),
+        num_images=1000,
+    )
     assert search.choose_method() == expected
 
 
@@ -188,50 +205,132 @@ def test_out_of_time_stops_with_what_it_has(trained, digits, tmp_path):
     hard = with_outliers(with_outliers(trained, 1000.0), 1000.0, conv=5)
     found = Search(hard, digits, tmp_path, deadline=0.0)
     excluded = found.exclude()
-    assert len(found.ranking.layers) == 1  # one layer is always measured
+    assert len(found.ranking.costs) == 2  # both halves are always measured
     assert found.selection.out_of_time
     assert [len(trial.excluded) for trial in found.selection.trials] == [0, 1]
     assert found.selection.trial("max", excluded) == found.selection.trials[-1]  # what is taken was measured
+    assert {trial.num_images for trial in found.selection.trials} == {125}
 
 
-class FakeSelection(Selection):
-    """The search without models; over layers, costs simply add up."""
+CHAIN_IMAGES = 2000
 
-    def __init__(self, *, scales=None, measure=None, costs=None):
-        super().__init__(
-            model=None,
-            scales=scales or {},
-            measure=measure,
+
+class Chain:
+    """A chain of convolutions with a made damage by those in INT8: their logits, and the images that they lose."""
+
+    def __init__(self, num_layers: int, damage: Callable[[frozenset[str]], float], seed: int = 0) -> None:
+        """`damage` takes names of convolutions, returns the share of images in per cent."""
+        self.damage, self.thresholds = damage, np.random.default_rng(seed).uniform(0, 100, CHAIN_IMAGES)
+        tensors = ["images", *(f"t{index}" for index in range(num_layers))]
+        self.names = [f"c{index}" for index in range(num_layers)]
+        ends = [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, 1, 1, 1]) for name in tensors[::num_layers]
+        ]
+        nodes = [
+            helper.make_node("Conv", [tensor, "weights"], [result], name)
+            for name, (tensor, result) in zip(self.names, itertools.pairwise(tensors), strict=True)
+        ]
+        weights = numpy_helper.from_array(np.ones((1, 1, 1, 1), np.float32), "weights")
+        graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], [weights])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+        scales = dict.fromkeys(tensors, 1.0)
+        self.selection = Selection(
+            model=model,
+            scales={"max": scales},
+            measure=lambda models, text, detail: passing(
+                {name: self.lost(model)[:, None] for name, model in models.items()}, np.zeros(CHAIN_IMAGES, np.int32)
+            ),
+            num_images=CHAIN_IMAGES,
             budget=DEFAULT,
             deadline=float("inf"),
             arithmetic=Arithmetic(),
         )
-        self.costs, self.tried = costs, []
+        self.ranking = Ranking(
+            model,
+            scales,
+            Arithmetic(),
+            lambda model: np.array([[0, self.damage(self.in_int8(model)) ** 0.5]], np.float32),
+            deadline=float("inf"),
+            progress=lambda *_: None,
+        )
 
-    def _quantized(self, method, excluded):
-        return None
+    def exclude(self) -> tuple[str, ...]:
+        return self.selection.exclude_layers(self.selection.choose_method(), self.ranking, len(self.names))
 
-    def _holds(self, method, excluded):
-        if excluded:
-            self.tried.append(excluded)
-        return sum(cost for name, cost in self.costs.items() if name not in excluded) <= 10
+    def in_int8(self, model: onnx.ModelProto) -> frozenset[str]:
+        quantized = {
+            output for node in model.graph.node if node.op_type == "DequantizeLinear" for output in node.output
+        }
+        return frozenset(
+            node.name for node in model.graph.node if node.input[0] in quantized and node.op_type == "Conv"
+        )
+
+    def lost(self, model: onnx.ModelProto) -> np.ndarray:
+        """[N] int32: the class of each image, which is 0; a threshold is passed by the same images each time."""
+        return (self.thresholds < self.damage(self.in_int8(model))).astype(np.int32)
+
+    def holds(self, excluded: Collection[str]) -> bool:
+        num_lost = int((self.thresholds < self.damage(frozenset(self.names) - set(excluded))).sum())
+        return num_lost <= CHAIN_IMAGES * DEFAULT.max_top1_drop_points / 100
+
+    def fewest(self, bad: Sequence[str]) -> int:
+        """The size of the smallest subset of `bad` that suffices."""
+        subsets = (subset for size in range(len(bad) + 1) for subset in itertools.combinations(bad, size))
+        return len(next(subset for subset in subsets if self.holds(subset)))
 
 
-@pytest.mark.parametrize(
-    ("costs", "expected"),
-    [
-        ({"a": 20.0, "b": 1.0}, ("a",)),
-        ({"a": 20.0, "b": 8.0, "c": 6.0}, ("a", "b")),
-        # The ranking is wrong about "b": it goes back into INT8.
-        ({"a": 20.0, "b": 0.0, "c": 15.0, "d": 1.0}, ("a", "c")),
-        ({f"l{i}": 11.0 for i in range(9)}, tuple(f"l{i}" for i in range(9))),
-    ],
-)
-def test_the_fewest_layers_are_left_out(costs, expected):
-    search = FakeSelection(costs=costs)
-    layers = tuple(LayerCost(name=name, operator="Conv", cost_nats=0.0) for name in costs)
-    assert search.exclude_layers("max", lambda: Ranking(layers=layers, num_images=1)) == expected
-    assert len(search.tried) <= 4 * len(costs)
+def additive(costs):
+    return lambda names: sum(costs[name] for name in names)
+
+
+def masking(costs):
+    """The worst layer hides most of the others."""
+    return lambda names: max((costs[name] for name in names), default=0) + additive(costs)(names) / 20
+
+
+def superadditive(costs):
+    return lambda names: additive(costs)(names) ** 1.5 / 3
+
+
+@pytest.mark.parametrize("interaction", [additive, masking, superadditive])
+@pytest.mark.parametrize(("num_layers", "num_bad"), [(1, 1), (2, 1), (24, 4), (72, 1), (72, 6), (120, 9)])
+@pytest.mark.parametrize("seed", range(2))
+def test_few_measurements_find_the_fewest_layers(interaction, num_layers, num_bad, seed):
+    rng = np.random.default_rng(seed)
+    names = [f"c{index}" for index in range(num_layers)]
+    bad = rng.choice(names, num_bad, replace=False).tolist()
+    costs = dict.fromkeys(names, 0.1 / num_layers) | dict(zip(bad, 1 + rng.lognormal(1.0, 1.0, num_bad), strict=True))
+    chain = Chain(num_layers, interaction(costs), seed)
+    excluded = chain.exclude()
+    tried = [frozenset(trial.excluded) for trial in chain.selection.trials]
+    assert chain.holds(excluded)
+    assert len(excluded) == chain.fewest(bad)
+    assert len(set(tried)) == len(tried) <= 1 + 2 * num_layers.bit_length() + 8
+    assert len(chain.ranking.costs) <= 2 * num_bad * num_layers.bit_length()
+
+
+@pytest.mark.parametrize("num_layers", [24, 72])
+def test_many_layers_of_the_same_cost(num_layers):
+    chain = Chain(num_layers, additive(dict.fromkeys([f"c{index}" for index in range(num_layers)], 0.05)))
+    excluded = chain.exclude()
+    assert chain.holds(excluded)
+    assert len(excluded) == next(n for n in range(num_layers) if chain.holds(chain.names[:n]))
+    assert len(chain.selection.trials) <= 1 + 2 * num_layers.bit_length() + 16
+
+
+@pytest.mark.parametrize(("num_layers", "last"), [(6, 2), (40, 39)])
+def test_layers_that_are_ranked_wrongly_go_back(num_layers, last):
+    chain = Chain(num_layers, additive({f"c{index}": 20.0 * (index in (0, last)) for index in range(num_layers)}))
+    ranking = [chain.names[:3], chain.names[3:]]
+    excluded = chain.selection.exclude_layers(chain.selection.choose_method(), ranking, num_layers)
+    assert excluded == ("c0", f"c{last}")
+
+
+def test_a_candidate_that_can_not_hold_any_more_is_not_measured_to_the_end():
+    chain = Chain(24, additive({f"c{index}": 30.0 * (index < 2) for index in range(24)}))
+    assert set(chain.exclude()) == {"c0", "c1"}
+    num_images = {len(trial.excluded): trial.num_images for trial in chain.selection.trials}
+    assert num_images == {0: CHAIN_IMAGES // 8, 1: CHAIN_IMAGES // 8, 2: CHAIN_IMAGES}
 
 
 def predictions(num_right: int, num_images: int) -> Predictions:

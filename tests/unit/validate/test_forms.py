@@ -494,8 +494,8 @@ def test_the_chosen_trial_is_marked_once(reports: dict[str, Report], tmp_path: P
     page, card = calibration_part(reports["ten classes"], tmp_path)
     assert page.count("(chosen)") == card.count("(chosen)") == 1
     (row,) = re.findall(r'<tr class="chosen">(.*?)</tr>', page)
-    cells = ["percentile (chosen)", "8-bit weights, signed activations", "2", "84.42"]
-    assert re.findall(r"<td[^>]*>([^<]*)", row)[:4] == cells
+    cells = ["percentile (chosen)", "8-bit weights, signed activations", "2", "2,053", "84.42"]
+    assert re.findall(r"<td[^>]*>([^<]*)", row)[:5] == cells
     assert f"| {' | '.join(cells)} |" in card
     assert page.count("<svg") == 2
     assert "<dt>kept in float</dt><dd>/conv1/Conv, /fc/Gemm</dd>" in page
@@ -523,7 +523,7 @@ def test_of_many_layers_the_costliest_are_shown(reports: dict[str, Report], tmp_
     entry = selection.model_copy(update={"ranking": ranking})
     page, card = calibration_part(changed(reports["ten classes"], selection=entry, excluded=excluded), tmp_path)
     for text in (page, card):
-        assert "The 20 costliest of 42 layers that can run in INT8" in html.unescape(text)
+        assert "The 20 costliest of 42 layers that were measured alone in INT8" in html.unescape(text)
         assert "2 layers kept in float cost less than those shown." in text
         assert names[40] in text
     assert ">layer20 Conv</text>" in page
