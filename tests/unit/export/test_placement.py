@@ -13,6 +13,7 @@ from torchvision.models.googlenet import Inception
 
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.transforms import ShapeSpec
+from components.export import placement
 from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import (
@@ -293,6 +294,24 @@ def conv_weights(seed=0, out=4):
 
 def quantize_all(model, **options):
     return Graph(insert_qdq(model, dict.fromkeys(activation_tensors(model), 0.05), **options))
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        *[((op, ["relu", "relu"]), True) for op in ("Add", "Concat", "Mul")],
+        *[((op, ["relu", "x"]), False) for op in ("Add", "Concat", "Mul")],
+        *[((op, [of]), of == "relu") for op in ("MaxPool", "Flatten") for of in ("relu", "x")],
+        *[(("Clip", ["x", low]), low == "zero") for low in ("zero", "below")],
+        (("Conv", ["relu", "w"]), False),
+    ],
+)
+def test_tensors_that_can_not_be_negative(node, expected):
+    attributes = {"Concat": {"axis": 1}, "MaxPool": {"kernel_shape": [2, 2]}}.get(node[0], {})
+    nodes = [helper.make_node("Relu", ["x"], ["relu"]), helper.make_node(*node, ["y"], **attributes)]
+    limits = {"zero": np.float32(0), "below": np.float32(-1)}
+    model = graph_model(nodes, {"w": conv_weights(), **{name: np.asarray(low) for name, low in limits.items()}}, "y")
+    assert placement.Graph(model.graph).is_nonnegative("y") == expected
 
 
 def test_batch_normalization_does_not_hide_the_main_branch():
