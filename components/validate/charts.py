@@ -300,6 +300,8 @@ def placement_chart(placement: PlacementEntry) -> str:
         figure, axes = new_axes(
             f"time of a batch of {placement.batch_size}, in ms", "same class as FP32, in %" if known else ""
         )
+        figure.set_size_inches(_WIDTH_INCHES, 3.1)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
         if not known:
             axes.set_yticks([])
         for trial, y in zip(trials, agreement, strict=True):
