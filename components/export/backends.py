@@ -98,6 +98,7 @@ class TensorRTBackend:
                     self.config.model_copy(update={"optimization_level": form.level}),
                     self.shapes,
                     file,
+                    self.fp32.graph,
                     precision="int8",
                     cache=self.cache,
                     log=self.log,

@@ -444,7 +444,8 @@ def build_plans(
                 entry = build_int8(entries[-1])
             else:
                 file = output / onnx_file_for(precision)
-                entry = compile_plan(settings, shapes, file, precision=precision, cache=cache, log=log)
+                graph = read_onnx(output / "fp32.onnx").graph
+                entry = compile_plan(settings, shapes, file, graph, precision=precision, cache=cache, log=log)
         except EngineryError as error:
             if settings.tensorrt == "on":
                 raise
@@ -460,18 +461,19 @@ def compile_plan(
     settings: ExportConfig,
     shapes: ShapeSpec,
     onnx_path: Path,
+    graph: onnx.GraphProto,
     *,
     precision: Precision,
     cache: Path | None,
     log: StepLog,
 ) -> EngineEntry:
-    """Build a plan beside an ONNX file, and ask for its layers.
+    """Build a plan beside an ONNX file, and ask for the layers of its convolutions, which are those of `graph`.
 
     Raises:
         EngineryError: it can't be built; nothing is left of it.
     """
     plan_path = onnx_path.with_name(f"{precision}.plan")
-    convolutions = [node_id(node) for node in read_onnx(onnx_path).graph.node if node.op_type == "Conv"]
+    convolutions = [node_id(node) for node in graph.node if node.op_type == "Conv"]
     try:
         entry = build_engine(
             onnx_path,
