@@ -22,6 +22,7 @@ from kfp.local.cache import LocalCache
 from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError
+from components.common.contracts.instruction_sets import instruction_set
 from components.common.contracts.manifests import (
     PARTIAL_OUTPUT,
     BundleManifest,
@@ -225,7 +226,12 @@ class StepCache:
         contents.pop("cache", None)  # makes the step faster, not different
         _, libraries, hardware = _STEPS[step]
         here = environment()
-        machine = {"cpu": here.cpu, "num_cores": here.num_cores, "gpus": [gpu.model_dump() for gpu in here.gpus]}
+        machine = {
+            "cpu": here.cpu,  # which is no more than "AMD EPYC" of many a virtual one
+            "instruction_set": instruction_set(),
+            "num_cores": here.num_cores,
+            "gpus": [gpu.model_dump() for gpu in here.gpus],
+        }
         return digest_json(
             {
                 "step": step,
