@@ -1,4 +1,4 @@
-"""What compiles, runs and profiles the candidates of `mixed`: TensorRT on a GPU, OpenVINO on a CPU."""
+"""Compiles, runs and profiles the candidates of `mixed` with TensorRT, and makes a bundle's INT8 plan of the best."""
 
 import json
 import tempfile
@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx
 import torch
 
-from components.common.contracts.environment import cpu_name
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.records import EngineEntry, PlacementEntry
 from components.common.contracts.transforms import ShapeSpec
@@ -26,14 +24,13 @@ from components.export.engines import compile_plan, onnx_file_for
 from components.export.mixed import Compiled, MixedSearch, Profile
 from components.export.placement import quantizable_layers
 from components.export.precision import raise_opset, to_fp16
-from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
+from components.export.qdq import WeightStorage, insert_qdq
 from components.export.selection import Budget
 
 if TYPE_CHECKING:
     from components.common.runtimes.tensorrt import TensorRTRunner
 
 _COPIED_BYTES, _COPIES = 1 << 26, 20
-_CPU_BATCH = 16  # of `validate`, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,56 +162,6 @@ class TensorRTBackend:
             target.copy_(source)
         torch.cuda.synchronize()
         return 2 * _COPIES * _COPIED_BYTES / (1e3 * (time.perf_counter() - started))
-
-
-@dataclass(kw_only=True)
-class OpenVINOBackend:
-    """Files for the CPU here."""
-
-    shapes: ShapeSpec
-    fp32: onnx.ModelProto
-    scales: Mapping[str, float]
-    arithmetic: Arithmetic
-    reference: Compiled  # fp32.onnx
-    folder: Path
-    runtime: str = "openvino"
-
-    @property
-    def device(self) -> str:
-        """The CPU's name."""
-        return cpu_name()
-
-    @property
-    def batch_size(self) -> int:
-        """The larger of the batches that `validate` measures on a CPU."""
-        return min(_CPU_BATCH, self.shapes.max_batch)
-
-    def compile(self, name: str, excluded: tuple[str, ...]) -> Compiled:
-        """See `mixed.Backend`. OpenVINO compiles what it opens."""
-        graph = insert_qdq(self.fp32, self.scales, exclude=excluded, arithmetic=self.arithmetic)
-        file = self.folder / f"{name.replace(' ', '_')}.onnx"
-        onnx.save(graph, file)
-        return Compiled(name=name, precision="int8", excluded=excluded, graph=graph, file=file)
-
-    def open(self, compiled: Compiled) -> Runner:
-        """See `mixed.Backend`."""
-        from components.common.runtimes.openvino import OpenVINORunner  # a GPU machine need not have it
-
-        return OpenVINORunner(compiled.file, self.shapes)
-
-    def profile(self, compiled: Compiled) -> Profile:
-        """See `mixed.Backend`."""
-        from components.common.runtimes.openvino import profile_layers
-
-        return profile_layers(compiled.file, self.shapes, self.batch_size)
-
-    def bytes_per_ms(self) -> float:
-        """See `mixed.Backend`."""
-        source = np.zeros(_COPIED_BYTES, np.uint8)
-        target = source.copy()
-        started = time.perf_counter()
-        np.copyto(target, source)
-        return 2 * _COPIED_BYTES / (1e3 * (time.perf_counter() - started))
 
 
 def reference_plan(entry: EngineEntry, folder: Path) -> Compiled:

@@ -40,7 +40,7 @@ class Block:
 
     @property
     def excluded_gates(self) -> tuple[str, ...]:
-        """What is left out of INT8 where the block's gates are."""
+        """The layers that are left out of INT8 where the block's gates are."""
         return tuple(name for name in self.layers if name in self.gates)
 
 

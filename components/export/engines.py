@@ -436,6 +436,7 @@ def build_plans(
         log.note(f"no TensorRT engines: {missing}")
         return (), missing
     check_options(settings.engine_options)  # asked for by name: with auto, too, it is no reason to do without
+    graph = read_onnx(output / "fp32.onnx").graph
     entries: list[EngineEntry] = []
     for number, precision in enumerate(PRECISIONS):
         log.progress("building engines", number, len(PRECISIONS), precision)
@@ -444,7 +445,6 @@ def build_plans(
                 entry = build_int8(entries[-1])
             else:
                 file = output / onnx_file_for(precision)
-                graph = read_onnx(output / "fp32.onnx").graph
                 entry = compile_plan(settings, shapes, file, graph, precision=precision, cache=cache, log=log)
         except EngineryError as error:
             if settings.tensorrt == "on":

@@ -1,4 +1,4 @@
-"""What does not depend on the images, computed once: shapes, masks, position tables, transposed weights."""
+"""Computes once what does not depend on the images: shapes, masks, position tables, transposed weights."""
 
 from collections.abc import Iterable
 

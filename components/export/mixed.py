@@ -1,4 +1,4 @@
-"""INT8 where it is faster: engines with some blocks in float, by measurement, on TensorRT or on a CPU.
+"""INT8 where it is faster: engines with some blocks in float, by measurement.
 
 The profiles of two engines, all float and all INT8, tell what each block takes. From these the blocks in INT8 follow
 (`blocks.fastest`); such an engine is built, profiled again, and measured in turns with the others.

@@ -12,7 +12,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from components.common.contracts.errors import EngineryError
-from components.common.contracts.records import CpuModel, CpuTrial, Trial
+from components.common.contracts.records import Int8Form
 from components.export.calibration import INT8_MAX
 from components.export.placement import (
     Graph,
@@ -48,7 +48,7 @@ class Arithmetic:
     signed_weight_bits: Literal[7, 8] | None = None
 
     @classmethod
-    def of(cls, record: CpuModel | CpuTrial | Trial) -> Self:
+    def of(cls, record: Int8Form) -> Self:
         """Return what a record says of a file."""
         return cls(**{field.name: getattr(record, field.name) for field in fields(cls)})
 

@@ -174,7 +174,7 @@ class _Shapes:
 
 
 def _data_inputs(node: NodeProto) -> Iterator[str]:
-    """What a rearranging node rearranges."""
+    """Return the tensor that a rearranging node rearranges."""
     return iter(node.input if node.op_type == "Concat" else node.input[:1])
 
 

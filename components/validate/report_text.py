@@ -10,12 +10,9 @@ from components.common.contracts.records import (
     FP16_MANTISSA_BITS,
     AccuracyRow,
     ClassLoss,
-    CpuModel,
-    CpuTrial,
     EngineEntry,
     GateCheck,
     ProfileRecord,
-    Trial,
 )
 from components.common.contracts.statistics import SIGNIFICANCE
 from components.common.contracts.verdict import CHECKS, deciding_images, drops_allowed, largest_batch, reaches_top1
@@ -393,12 +390,6 @@ def placement_sentences(report: Report) -> list[str]:
     ratios = [f"{chosen.images_per_s / other.images_per_s:.2f}x {name}" for other, name in over if other is not chosen]
     sentences.append(f"Throughput of the chosen candidate, in turns: {' and '.join(ratios)}.")
     return sentences
-
-
-def written_as(record: CpuModel | CpuTrial | Trial) -> str:
-    """Return text such as "8-bit weights (7-bit beside signed activations), unsigned activations"."""
-    fewer = f" ({record.signed_weight_bits}-bit beside signed activations)" if record.signed_weight_bits else ""
-    return f"{record.weight_bits}-bit weights{fewer}, {record.activations} activations"
 
 
 def layer_exceptions(report: Report) -> Facts:

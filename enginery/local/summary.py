@@ -150,7 +150,7 @@ class SummaryBuilder:
             self.recommendation = cached.manifest.recommendation
 
     def summary(self, **fields: Any) -> RunSummary:
-        """What the events say, with the `fields` that they do not have."""
+        """Return what the events say, with the `fields` that they do not have."""
         seen: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("steps", "checks", "recommendation", "registered", "champion", "promotion", "report")

@@ -84,7 +84,7 @@ def test_an_images_name_stands_for_its_dockerfile(tmp_path: Path, image: str, op
 @pytest.mark.parametrize("option", ["", "--model-control-mode=explicit", "--model-contr explicit"])
 @pytest.mark.parametrize("key", ["", "the-key-of-a-load-test"])
 def test_the_server_starts_closed_to_clients(tmp_path: Path, option: str, key: str) -> None:
-    """What `start` gives to Triton: interfaces that change it have keys that nobody knows, or the operator's."""
+    """Interfaces of Triton that change it have keys that nobody knows, or the operator's."""
     (tmp_path / "tritonserver").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (tmp_path / "tritonserver").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **({"ENGINERY_LOADING_KEY": key} if key else {})}

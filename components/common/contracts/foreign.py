@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(file: Path) -> Any:
-    """What a foreign file in YAML says.
+    """Return what a foreign file in YAML says.
 
     Raises:
         ValueError: it is no YAML, or too large, nested too deeply or with aliases.

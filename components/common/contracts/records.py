@@ -203,19 +203,15 @@ class PlacementEntry(Record):
         return 100 * sum(block.chosen_ms for block in self.blocks if block.num_int8_layers) / total if total else None
 
 
-class CpuModel(Record):
-    """An INT8 file for CPUs: the scales of int8.onnx, written for what CPUs multiply fast and without saturation."""
+class Int8Form(Record):
+    """The form in which a file writes INT8."""
 
-    file: str
     weight_bits: Literal[7, 8] = Field(description="8: weights to +-127; 7: to +-63, which never saturate.")
     activations: Literal["signed", "unsigned"] = Field(
         description='"signed": -127..127; "unsigned": 0..255 for tensors that are never negative, such as after a ReLU.'
     )
     signed_weight_bits: Literal[7, 8] | None = Field(
         None, description="Of layers that read tensors which can be negative; None: those of all."
-    )
-    saturates_on: tuple[str, ...] = Field(
-        description="Instruction sets, by oneDNN's names, on which sums of its products saturate; empty for none."
     )
 
     @property
@@ -225,12 +221,18 @@ class CpuModel(Record):
         return f"{self.weight_bits}-bit weights{fewer}, {self.activations} activations"
 
 
-class CpuTrial(Record):
+class CpuModel(Int8Form):
+    """An INT8 file for CPUs: the scales of int8.onnx, written for what CPUs multiply fast and without saturation."""
+
+    file: str
+    saturates_on: tuple[str, ...] = Field(
+        description="Instruction sets, by oneDNN's names, on which sums of its products saturate; empty for none."
+    )
+
+
+class CpuTrial(Int8Form):
     """One way to write INT8 for CPUs, measured by OpenVINO's own logits against a simulation in floating point."""
 
-    weight_bits: Literal[7, 8]
-    activations: Literal["signed", "unsigned"]
-    signed_weight_bits: Literal[7, 8] | None = None
     instruction_set: str = Field(description="What OpenVINO ran it with, by oneDNN's name.")
     logits_error: float = Field(description="RMS difference of OpenVINO's logits from FP32's, over the RMS of FP32's.")
     simulated_error: float = Field(description="The same of ONNX Runtime, which computes Q/DQ in floating point.")
@@ -238,7 +240,7 @@ class CpuTrial(Record):
     images_per_s: float | None = Field(None, description="None where accuracy alone decided.")
 
 
-class Trial(Record):
+class Trial(Int8Form):
     """One candidate that was measured while INT8 was chosen: a calibration, and layers left in float."""
 
     method: str
@@ -255,9 +257,8 @@ class Trial(Record):
     high_points: float = Field(description="Upper end, likewise.")
     agreement_pct: float = Field(description="Images on which FP32 predicts the same class, in per cent.")
     within_budget: bool
-    weight_bits: Literal[7, 8] = 8
+    weight_bits: Literal[7, 8] = 8  # of manifests up to version 0.1, which don't say
     activations: Literal["signed", "unsigned"] = "signed"
-    signed_weight_bits: Literal[7, 8] | None = None
 
 
 class LayerCost(Record):

@@ -101,28 +101,6 @@ class OpenVINORunner:
         del self._request, self._compiled
 
 
-def profile_layers(
-    onnx_path: Path, shapes: ShapeSpec, batch_size: int, runs: int = 5
-) -> list[tuple[str, tuple[str, ...], float]]:
-    """Measure the layers of a model: name, ONNX nodes that it was fused from, and median milliseconds of a batch."""
-    compiled = _compile(onnx_path, {props.enable_profiling: True})
-    origins = {}
-    for layer in compiled.get_runtime_model().get_ordered_ops():
-        info = layer.get_rt_info()
-        if "originalLayersNames" in info:
-            names = info["originalLayersNames"].astype(str).split(",")
-            # A convolution or product with a bias is read as two operators, and its own name is that of the sum.
-            origins[layer.get_friendly_name()] = tuple(name.removesuffix("/WithoutBiases") for name in names)
-    request = compiled.create_infer_request()
-    images = np.random.default_rng(0).standard_normal(shapes.input_shape(batch_size), dtype=np.float32)
-    found: dict[str, list[float]] = {}
-    for number in range(runs + 1):
-        request.infer([images], share_inputs=True)
-        for entry in request.profiling_info if number else ():  # the first run allocates
-            found.setdefault(entry.node_name, []).append(entry.real_time.total_seconds() * 1e3)
-    return [(name, origins.get(name, ()), float(np.median(values))) for name, values in found.items()]
-
-
 def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
     content = onnx_path.read_bytes()  # once: what was looked at can't be swapped any more
     # The server's image has no onnx: what it opens was read when it was written, and is held against its digest.

@@ -174,25 +174,20 @@ def placement() -> PlacementEntry:
         runtime="tensorrt",
         device="NVIDIA H200",
         batch_size=129,
-        blocks=(
+        blocks=tuple(
             BlockRecord(
-                name="/layer1/layer1.0",
-                kind="convolution",
-                num_layers=3,
-                num_int8_layers=3,
-                float_ms=0.417,
-                int8_ms=0.2791,
-                chosen_ms=0.2813,
-            ),
-            BlockRecord(
-                name="/layer2/layer2.0",
-                kind="depthwise",
-                num_layers=4,
-                num_int8_layers=0,
-                float_ms=0.3371,
-                int8_ms=0.5573,
-                chosen_ms=0.3391,
-            ),
+                name=name,
+                kind=kind,
+                num_layers=num_layers,
+                num_int8_layers=num_int8,
+                float_ms=float_ms,
+                int8_ms=int8_ms,
+                chosen_ms=chosen_ms,
+            )
+            for name, kind, num_layers, num_int8, float_ms, int8_ms, chosen_ms in (
+                ("/layer1/layer1.0", "convolution", 3, 3, 0.417, 0.2791, 0.2813),
+                ("/layer2/layer2.0", "depthwise", 4, 0, 0.3371, 0.5573, 0.3391),
+            )
         ),
         trials=tuple(
             PlacementTrial(
