@@ -57,7 +57,7 @@ NETWORKS = {
     "vgg16_bn": Network(options=("--learning-rate", "0.05")),
     "vit_b_16": Network(epochs=12, image_size=224, options=_ADAMW),
     "swin_t": Network(epochs=12, options=_ADAMW),
-    "timm/vit_small_patch16_224": Network(epochs=16, image_size=224, options=_ADAMW),
+    "timm/vit_small_patch16_224": Network(epochs=12, image_size=224, options=_ADAMW),
 }
 
 
