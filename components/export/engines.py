@@ -18,7 +18,6 @@ import onnx
 import torch
 
 from components.common.contracts.digests import digest_file, digest_json
-from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import (
@@ -195,7 +194,6 @@ def _content(order: _Order) -> tuple[bytes, int | None]:
 def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tuple[str, ...]]:
     """A plan of the ONNX file's content, or None where TensorRT fails, and the flags that it was given."""
     builder = start(lambda: trt.Builder(tensorrt_logger()))
-    builder.max_threads = num_cores()
     network = builder.create_network(_network_flags(trt))
     _parse(trt, network, model, order.onnx_path)
     _check_tensors(network, order.onnx_path, order.shapes)
