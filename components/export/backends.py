@@ -103,7 +103,7 @@ class TensorRTBackend:
             except EngineryError as error:
                 if error.code != "build-failed" or self._form is not None:
                     raise
-                self._failed.append(f"{form}: {error}")
+                self._failed.append(f"{form}: {error}".replace(str(file), file.name))
                 self.log.warning(f"INT8 with {form} can't be built, trying another form: {error}")
                 continue
             self._form = form

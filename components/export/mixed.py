@@ -136,6 +136,7 @@ class MixedSearch:
                 self.log.warning(f"no mixed engine: {error}")
                 break
             plans.insert(0, without_losing_runs(self._blocks, plan, self._float_times, self._times[-1]))
+        self.log.progress("building INT8 engines", len(self.compiled), len(self.compiled))
         rows = self._measure(accuracy, budget)
         candidates = [row for row in rows if row.precision == "int8" and row.within_budget is not False]
         best = max(candidates or rows[1:], key=lambda row: row.images_per_s)

@@ -394,14 +394,14 @@ def placement_sentences(report: Report) -> list[str]:
 
 def layer_exceptions(report: Report) -> Facts:
     """Convolutions that the judged engine runs in another precision than its own: the node, and what it runs in."""
-    excluded = set(report.calibration.excluded)
+    reasons = dict.fromkeys(report.placement.chosen.excluded if report.placement else (), "kept out of INT8 for speed")
+    reasons |= dict.fromkeys(report.calibration.excluded, "kept out of INT8 for accuracy")
     found: Facts = []
     for engine in report.model.engines:
         if engine.precision == report.verdict.precision and engine.layers is not None:
             for name, precision in engine.layers.exceptions.items():
-                kept = engine.precision == "int8" and name in excluded
-                reason = "kept out of INT8 for accuracy" if kept else "chosen by TensorRT"
-                found.append((name, f"{precision}, {reason}"))
+                reason = reasons.get(name) if engine.precision == "int8" else None
+                found.append((name, f"{precision}, {reason or 'chosen by TensorRT'}"))
     return found
 
 

@@ -35,7 +35,7 @@ from components.train.config import TrainConfig
 from components.train.run import run as train
 from components.validate.config import ValidateConfig
 from components.validate.report import read_thumbnails
-from components.validate.report_text import class_sentences, outcome
+from components.validate.report_text import class_sentences, layer_exceptions, outcome
 from components.validate.run import run
 from components.validate.schema import Report, report_schema
 
@@ -310,3 +310,16 @@ def test_the_run_in_mlflow_holds_report_and_data(
         assert {(m.dataset_name, m.dataset_digest) for m in metrics} == {("val", entry.dataset.digest)}
     finally:
         mlflow.set_tracking_uri(None)
+
+
+def test_a_convolution_in_float_has_its_reason(reports: dict[str, Report]) -> None:
+    report = next(iter(reports.values()))
+    (kept, _), (other, _) = layer_exceptions(report)
+    assert dict(layer_exceptions(report)) == {
+        kept: "FP16, kept out of INT8 for accuracy",
+        other: "FP16, chosen by TensorRT",
+    }
+    assert report.placement is not None
+    rows = [row.model_copy(update={"excluded": (*row.excluded, other)}) for row in report.placement.trials]
+    faster = report.model_copy(update={"placement": report.placement.model_copy(update={"trials": tuple(rows)})})
+    assert dict(layer_exceptions(faster))[other] == "FP16, kept out of INT8 for speed"
