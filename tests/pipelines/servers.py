@@ -28,6 +28,8 @@ def server(folder: Path, port: int, store: str = "", workers: int = 1) -> Iterat
     """MLflow's own, on a SQLite file in `folder` or on another store."""
     options = ["--backend-store-uri", store or f"sqlite:///{folder / 'server.db'}"]
     options += ["--artifacts-destination", str(folder / "files"), "--workers", str(workers)]
+    # A door may hold an answer back for longer than the 5 s after which uvicorn closes an idle connection.
+    options += ["--uvicorn-opts", "--timeout-keep-alive 60"]
     process = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", "--port", str(port), *options],
         cwd=folder,
