@@ -1,5 +1,7 @@
 """The beginning of `enginery run` in this process."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -13,9 +15,19 @@ from rich.console import Console
 from enginery.local.parameters import PipelineFile
 from enginery.local.record import RunRecord
 from enginery.local.state import StateDirectory
-from tests.pipelines.running import ROOT
+from tests.pipelines.running import ROOT, STARTED
 
 OpenRecord = Callable[..., RunRecord]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running() -> Iterator[None]:
+    """A test that failed would else disturb the next ones."""
+    yield
+    while STARTED:
+        if (process := STARTED.pop()).poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 @pytest.fixture

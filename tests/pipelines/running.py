@@ -40,6 +40,7 @@ def compiled(name: str, folder: Path, *options: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(output.read_text()))
 
 
+STARTED: list[subprocess.Popen[str]] = []  # what a test leaves running is killed after it
 MESSAGE = "validation images are training images too"
 
 
@@ -52,12 +53,18 @@ def write_leaking(folder: Path) -> Path:
     return folder
 
 
-def start(home: Path, data: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
-    """`enginery run`. Data that does not exist is made so that it ends the run in its first step."""
+def start(home: Path, data: Path, *options: str, held: str = "", **variables: str) -> subprocess.Popen[str]:
+    """`enginery run`. Data that does not exist is made so that it ends the run in its first step.
+
+    A step that is to be `held` stops itself when its work begins: see `hold_in`.
+    """
     if not data.exists():
         write_leaking(data)
+    if held:
+        search = os.pathsep.join([str(Path(__file__).parent / "held"), os.environ.get("PYTHONPATH", "")])
+        variables |= {"HELD_STEP": held, "PYTHONPATH": search}
     command = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--data", str(data)]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, *SETTINGS, *options],
         cwd=ROOT,
         env={**os.environ, "ENGINERY_HOME": str(home), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", **variables},
@@ -66,6 +73,8 @@ def start(home: Path, data: Path, *options: str, **variables: str) -> subprocess
         stderr=subprocess.STDOUT,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 600) -> str:
@@ -103,20 +112,13 @@ def worker_of(process: subprocess.Popen[str], step: str) -> psutil.Process:
 
 
 def hold_in(process: subprocess.Popen[str], home: Path, step: str) -> psutil.Process:
-    """Wait until a step is at work (its run in MLflow has begun) and stop the clock for it."""
+    """Wait until a step that is to be held is at work, stands still, and its run in MLflow has begun."""
     begun_ms = int(psutil.Process(process.pid).create_time() * 1000)
     running = (
-        "select name, runs.status from runs join tags on tags.run_uuid = runs.run_uuid "
+        "select name from runs join tags on tags.run_uuid = runs.run_uuid "
         f"where runs.status = 'RUNNING' and start_time > {begun_ms} and key = 'enginery.step' and value = '{step}'"
     )
     wait_for(process, lambda: query(home, running))
     worker = worker_of(process, step)
-    # Not in the middle of a transaction, which would lock the store for everybody.
-    for _ in range(100):
-        worker.suspend()
-        if (rows := query(home, running, timeout=0.0)) is not None:
-            assert rows, f"{step} was over before it could be stopped"
-            return worker
-        worker.resume()
-        time.sleep(0.005)
-    raise AssertionError(f"{step} never lets go of the store")
+    wait_for(process, lambda: worker.status() == psutil.STATUS_STOPPED)
+    return worker

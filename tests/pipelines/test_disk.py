@@ -58,7 +58,7 @@ def fill(disk: Path) -> Path:
 def test_the_disk_fills_up_while_a_step_is_at_work(disk: Path, few_digits: Path, step: str) -> None:
     home = disk / "home"
     before = set(home.glob("runs/*"))
-    process = start(home, few_digits)
+    process = start(home, few_digits, held=step)
     worker = hold_in(process, home, step)
     filler = fill(disk)
     worker.send_signal(signal.SIGCONT)

@@ -30,9 +30,10 @@ class Home:
     finished: list[str] = field(default_factory=list)  # steps that the next run must not repeat
     pending: dict[str, str] = field(default_factory=dict)  # local run -> status that the next run gives it in MLflow
 
-    def start(self, seed: int = 0, *more: str) -> "Run":
+    def start(self, seed: int = 0, *more: str, held: str = "") -> "Run":
         before = set(self.path.glob("runs/*"))
-        return Run(self, start(self.path, self.data, "--seed", str(seed), *more, OMP_NUM_THREADS="2"), before)
+        process = start(self.path, self.data, "--seed", str(seed), *more, held=held, OMP_NUM_THREADS="2")
+        return Run(self, process, before)
 
     def statuses(self, run: str) -> dict[str, str]:
         """Status in MLflow of a pipeline's run, under its own name, and of the steps below it."""
@@ -100,7 +101,7 @@ def kill(run: Run, worker: psutil.Process, how: str) -> None:
 @pytest.mark.parametrize("how", ["SIGKILL the run", "SIGKILL the step", "SIGTERM", "Ctrl-C"])
 @pytest.mark.parametrize("step", STEPS)
 def test_killed(home: Home, step: str, how: str) -> None:
-    run = home.start()
+    run = home.start(held=step)
     worker = run.hold_in(step)
     name, family = run.directory.name, run.family
     for killed, status in home.pending.items():  # this run has said it for the one that could not
@@ -170,7 +171,7 @@ def test_killed_while_the_end_is_recorded(home: Home, how: str) -> None:
 
 
 def test_a_second_interrupt_ends_a_step_that_does_not_listen(home: Home) -> None:
-    run = home.start(seed=1)
+    run = home.start(seed=1, held="preprocess")
     worker = run.hold_in("preprocess")  # and held it stays: the first interrupt can't end it
     family, name = run.family, run.directory.name
     started = time.monotonic()

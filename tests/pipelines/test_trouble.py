@@ -45,7 +45,7 @@ def test_two_first_runs_at_once(tmp_path: Path, few_digits: Path) -> None:
 def test_a_killed_step_is_explained(tmp_path: Path, empty_store: Path) -> None:
     (home := tmp_path / "home").mkdir()
     shutil.copy(empty_store, home / "mlflow.db")
-    process = start(home, tmp_path / "leaking")
+    process = start(home, tmp_path / "leaking", held="preprocess")
     hold_in(process, home, "preprocess").kill()
     text = finish(process)
     assert process.returncode == 1
@@ -102,16 +102,12 @@ def alive(session_id: int) -> list[str]:
 def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path, empty_store: Path) -> None:
     (home := tmp_path / "home").mkdir()
     shutil.copy(empty_store, home / "mlflow.db")
-    process = start(home, few_digits)
-    try:
-        worker = hold_in(process, home, "preprocess")
-        assert len(alive(process.pid)) >= 2
-        os.killpg(process.pid, signal.SIGINT)
-        worker.resume()
-        text = finish(process)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    process = start(home, few_digits, held="preprocess")
+    worker = hold_in(process, home, "preprocess")
+    assert len(alive(process.pid)) >= 2
+    os.killpg(process.pid, signal.SIGINT)
+    worker.resume()
+    text = finish(process)
     assert process.returncode == 130, text
     assert "interrupted; nothing was promoted" in text
     deadline = time.monotonic() + 60
