@@ -273,8 +273,14 @@ class Registry:
         """Point an alias to a version, or remove it. Only audit_log.py may: the log must know."""
         if number is None:
             patiently(lambda: self.client.delete_registered_model_alias(name, alias))
-        else:
-            patiently(lambda: self.client.set_registered_model_alias(name, alias, number))
+            return
+        point = partial(self.client.set_registered_model_alias, name, alias, number)
+        try:
+            patiently(point)
+        except MlflowException as error:
+            if error.error_code != "BAD_REQUEST":
+                raise
+            patiently(point)  # another process added the alias after MLflow had found none; now MLflow changes it
 
     def set_tag(self, name: str, number: str, key: str, value: str) -> None:
         """Set a tag of a version."""

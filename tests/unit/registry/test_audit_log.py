@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.orm import Session
 
 from components.common.registry.audit_log import (
     AuditLog,
@@ -91,6 +93,19 @@ def test_one_that_comes_to_its_alias_after_the_next_change(registry: Registry, m
     change_aliases(Slow(registry.client), model, to("1"))
     assert registry.aliases(model) == {"champion": "2"}
     assert logged(registry) == ["1", "2"]
+
+
+def test_two_that_add_an_alias_at_once(registry: Registry, model: str) -> None:
+    """Another process adds it after MLflow has found none for this one, and before MLflow adds this one's."""
+
+    def other(*_: object) -> None:
+        change_aliases(registry, model, to("2"))
+
+    event.listen(Session, "before_flush", other, once=True)
+    registry.set_alias(model, "champion", "1")
+    assert registry.aliases(model) == {"champion": "1"}
+    change_aliases(registry, model, to("3"))
+    assert logged(registry) == ["2", "3"]
 
 
 def test_aliases_changed_elsewhere(registry: Registry, model: str) -> None:
