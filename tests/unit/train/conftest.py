@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.contracts.settings import resolve
@@ -103,3 +104,5 @@ def as_rank_0_of_two(
         finally:
             other.kill()
             other.wait()
+            if dist.is_initialized():  # training failed, which is no reason for the next test to fail
+                dist.destroy_process_group()
