@@ -74,6 +74,8 @@ class Candidates:
 
         with self.runners(models) as runners:
             yield advance
+        if 0 < seen < samples.num_images:  # the candidates were given up
+            self.log.progress(text, seen, seen, detail(), unit="images")
 
     def logits(self, model: onnx.ModelProto, batches: list[torch.Tensor]) -> np.ndarray:
         """Logits of some images, [N, classes] float32. batches: [B, 3, H, W] float32 each, normalized."""
@@ -177,15 +179,18 @@ class Ranking:
                     self._progress(len(self.costs), 2 * len(self.operators) - 2)
                     heapq.heappush(groups, (-self.costs[half], start, half))
 
-        halve(0, tuple(self.operators))
-        while groups and time.monotonic() <= deadline:
-            known: list[str] = []
-            while groups and len(groups[0][2]) == 1:
-                known += heapq.heappop(groups)[2]  # of equals the earlier one
-            if known:
-                yield known
-            if groups:
-                halve(*heapq.heappop(groups)[1:])
+        try:
+            halve(0, tuple(self.operators))
+            while groups and time.monotonic() <= deadline:
+                known: list[str] = []
+                while groups and len(groups[0][2]) == 1:
+                    known += heapq.heappop(groups)[2]  # of equals the earlier one
+                if known:
+                    yield known
+                if groups:
+                    halve(*heapq.heappop(groups)[1:])
+        finally:  # no more may be asked for
+            self._progress(len(self.costs), len(self.costs))
         groups.sort(key=lambda group: (group[0] / len(group[2]), group[1]))
         yield [name for _, _, names in groups for name in names]
 

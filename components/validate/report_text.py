@@ -459,7 +459,7 @@ def selection_sentences(report: Report) -> list[str]:
         layers = f" with {_of(len(chosen.excluded), 'layer')} in float" if chosen.excluded else ""
         sentences.append(
             f"Chosen: {chosen.method}{layers}, the same class as FP32 on {number(chosen.agreement_pct)} % of the "
-            f"images; {signed(chosen.delta_top1_points)} points of top-1 against FP32, with 95 % confidence between "
+            f"images; {signed(chosen.delta_top1_points)} points of top-1 against FP32, one-sided 95 % bounds "
             f"{signed(chosen.low_points)} and {signed(chosen.high_points)}; "
             f"{'within' if chosen.within_budget else 'outside'} the budget."
         )

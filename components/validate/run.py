@@ -118,8 +118,8 @@ def predict_validation(
     alike = gpus_alike() if on_gpu and all(runs_plans(runner.runtime) for runner in runners.values()) else (0,)
     gpus = alike[: max(1, split.num_images // batch_size)][: max_gpus or None]
     every = [runners]
-    for gpu in gpus[1:]:
-        log.progress("loading models", gpu, len(gpus))
+    for number, gpu in enumerate(gpus[1:], 2):
+        log.progress("loading models", number, len(gpus), unit="GPUs")
         with torch.cuda.device(gpu):
             every.append(_runners(select_runtimes(bundle, config.runtime)))
     if len(gpus) > 1:

@@ -76,7 +76,7 @@ def has_streams(report: Report) -> bool:
 
 def main_table(report: Report) -> SpeedTable:
     """Every precision and batch size, with the copies, one batch at a time."""
-    columns = (_BATCH, _IMAGES_PER_S, *_ratios(report.benchmark.rows), *_LATENCIES, *_POWER)
+    columns = (_BATCH, _images_per_s(report), *_ratios(report.benchmark.rows), *_LATENCIES, *_POWER)
     return _table(report.benchmark.plain_rows, columns)
 
 
@@ -85,8 +85,13 @@ def further_table(report: Report) -> SpeedTable | None:
     rows = tuple(row for row in report.benchmark.rows if not row.is_plain)
     if not rows:
         return None
-    columns = (*_ways(rows), _IMAGES_PER_S, *_ratios(rows), *_LATENCIES, *_POWER)
+    columns = (*_ways(rows), _images_per_s(report), *_ratios(rows), *_LATENCIES, *_POWER)
     return _table(rows, columns)
+
+
+def _images_per_s(report: Report) -> _Column:
+    sure = report.benchmark.sure_images_per_s
+    return "images/s", lambda row: "unsure" if (value := sure(row)) is None else number(value, 0)
 
 
 def further_title(report: Report) -> str:
@@ -160,7 +165,6 @@ def _known(value: float | None, digits: int) -> str:
 _BATCH: _Column = ("batch", lambda row: str(row.batch_size))
 _STREAMS: _Column = ("streams", lambda row: str(row.num_streams))
 _COPIES: _Column = ("copies", lambda row: "yes" if row.with_transfers else "no")
-_IMAGES_PER_S: _Column = ("images/s", lambda row: number(row.images_per_s, 0))
 _LATENCIES: tuple[_Column, ...] = (("p50 ms", lambda row: _ms(row.p50_ms)), ("p99 ms", lambda row: _ms(row.p99_ms)))
 _POWER: tuple[_Column, ...] = (
     ("W", lambda row: _known(row.power_w, 0)),

@@ -79,16 +79,20 @@ def cores() -> Finding:
     )
 
 
+_ACTIVATIONS = "activations signed or unsigned as export has measured"
+
+
 def instruction_sets() -> Finding:
     """The arithmetic of INT8 on this CPU, and the file of a bundle for it."""
     here = instruction_set()
     if not cpu_flags():
         return warning("not known: /proc/cpuinfo names no flags", "compare INT8 accuracy with another machine's")
     if here not in SATURATING:
-        return ok(f"{here}: INT8 runs with 8-bit weights (int8_cpu.onnx)")
+        return ok(f"{here}: INT8 runs with int8_cpu.onnx: 8-bit weights, {_ACTIVATIONS}")
     return ok(
-        f"{here}, without VNNI: INT8 runs with 7-bit weights (int8_cpu_7bit.onnx), since sums of 8-bit ones saturate "
-        "at 16 bits, unless export has measured that they do not"
+        f"{here}, without VNNI: INT8 runs with int8_cpu_7bit.onnx, which is fit for every CPU: 7-bit weights, "
+        f"{_ACTIVATIONS}. Sums of 8-bit weights (int8_cpu.onnx) saturate at 16 bits, unless export has measured that "
+        "they do not"
     )
 
 

@@ -277,6 +277,9 @@ def _end_step_run(client: MlflowClient, run_id: str, status: str, message: str) 
 def _experiment(client: MlflowClient, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
+        for key, value in _saved_view().items():
+            if key not in found.tags:  # made by another tool, or before there was a view
+                client.set_experiment_tag(found.experiment_id, key, value)
         return str(found.experiment_id)
     root = beside_database(mlflow.get_tracking_uri())
     # The kind makes the UI open on training runs and models instead of traces of language models.

@@ -277,6 +277,7 @@ def test_recorded_turns_lead_to_a_speedup_or_to_none(
     sure = [row.images_per_s if not doubt else None for row in rows]
     assert [report.sure_images_per_s(row) for row in report.rows] == sure
     (line, _) = main_table(SimpleNamespace(benchmark=report)).lines  # type: ignore[arg-type]
+    assert (line.cells[1] == "unsure") == bool(doubt)
     bounds = f"({found.low:.2f} to {found.high:.2f})"
     assert (line.cells[2] == "unsure", line.cells[2].endswith(bounds)) == (bool(doubt), not doubt)
 
