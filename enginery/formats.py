@@ -18,7 +18,7 @@ def number(value: float | None, form: str) -> str:
 
 def verdict_text(verdict: str) -> str:
     """A gate's verdict in its colour, as rich markup."""
-    colors = {"pass": "green", "pass, not proved": "yellow", "fail": "red"}
+    colors = {"pass": "green", "pass, not proved": "yellow", "not enough evidence": "yellow", "fail": "red"}
     return f"[{colors[verdict]}]{verdict}[/]" if verdict in colors else verdict
 
 

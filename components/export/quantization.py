@@ -359,8 +359,7 @@ def _select(
     ranking = chooser.ranking(scales[method], search)
     num_layers = len(ranking.operators) if config.num_ranking_images else 0
     excluded = search.exclude_layers(method, ranking, num_layers) if config.fallback else ()
-    chosen = search.trial(method, excluded)
-    if chosen is None or not chosen.within_budget:
+    if not search.holds(method, excluded):
         chooser.log.warning(
             "INT8 is not within the budget on training images"
             + (f" after {config.search_seconds:g} s (export.search_seconds)" if search.out_of_time else "")

@@ -376,7 +376,10 @@ class Selection:
             own = self._predict(
                 {"int8": self._quantized(method, excluded)},
                 f"{len(excluded)} layer{'' if len(excluded) == 1 else 's'} out of INT8",
-                lambda: f"candidate {len(self.trials) + 1} of at most {self._num_planned}, {self.time_left()}",
+                lambda: (
+                    f"candidate {(number := len(self.trials) + 1)} of at most {max(number, self._num_planned)}, "
+                    f"{self.time_left()}"
+                ),
                 lambda seen: ["int8"] if self._may_hold(seen["int8"]) else [],
             )["int8"]
             if own.num_images == self.num_images:

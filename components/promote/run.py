@@ -195,12 +195,18 @@ def identity(config: PromoteConfig, bundle: BundleManifest) -> dict[str, str]:
     return {name: value for name, value in tags.items() if value}
 
 
+def _differs(key: str, own: Mapping[str, str], tags: Mapping[str, str]) -> bool:
+    if key == "source" and "model_digest" in tags:
+        return own.get(key, "") != tags.get(key, "")
+    return key in own and own[key] != tags.get(key, own[key])
+
+
 def check_name(config: PromoteConfig, registry: Registry, name: str, own: Mapping[str, str]) -> None:
     """Refuse a name whose versions are all of another model.
 
     Another model is one of another architecture or class list. Under a name that nobody chose it is also one of another
-    source file, unless that file is the same to the byte. What a version of an earlier release does not tell is taken
-    as equal.
+    source file, or of a file where this one was trained, unless that file is the same to the byte or the other's
+    engines were built again. What a version of an earlier release does not tell is taken as equal.
 
     Raises:
         UserError: the name belongs to another model.
@@ -209,16 +215,16 @@ def check_name(config: PromoteConfig, registry: Registry, name: str, own: Mappin
         return
     asked = ("architecture", "classes_digest") if config.registered_model else tuple(_WORDS)
     versions = registry.versions(name)
-    differences = [
-        [key for key in asked if key in own and own[key] != version.tags.get(key, own[key])] for version in versions
-    ]
+    differences = [[key for key in asked if _differs(key, own, version.tags)] for version in versions]
     for version, different in zip(versions, differences, strict=True):
-        if different == ["source"] and version.tags.get("model_digest") == own.get("model_digest"):
-            return  # the same file in another place
+        same = version.tags.get("model_digest"), version.tags.get("bundle_digest")
+        if different == ["source"] and own.get("model_digest") in same:
+            return  # the same file in another place, or built for another GPU
     if not differences or [] in differences:
         return
     version, key = versions[0], differences[0][0]
-    values = "" if key == "classes_digest" else f": {version.tags[key]} there, {own[key]} here"
+    there, here = (tags.get(key, "none") for tags in (version.tags, own))
+    values = "" if key == "classes_digest" else f": {there} there, {here} here"
     raise UserError(
         f"{version.label} is of another model than this one (another {_WORDS[key]}{values}), and one would replace the "
         "other as champion. Give this one a name of its own (--registered-model NAME), or put it there all the same "

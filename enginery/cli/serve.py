@@ -122,6 +122,7 @@ def start(
     The model is a registered version, or the folder of a release, of a bundle, or of what `enginery serve export`
     wrote. Triton itself is installed once, beside this Python's packages (ENGINERY_TRITON names another folder).
     """
+    from components.common.runtimes.selection import not_measured_here
     from enginery.serving.installation import install_triton
     from enginery.serving.loading import loading_key
     from enginery.serving.server import Ports, Server, address_of
@@ -138,6 +139,8 @@ def start(
             server.echo = lambda line: echo(line, err=True)
             echo(f"ready: Triton serves {repository.manifest.name} on this machine's CPU; Ctrl-C ends it")
             _show(repository)
+            if note := not_measured_here(repository.manifest.precision, repository.manifest.measured_on):
+                echo(f"warning: {note}", err=True)
             for protocol, url in ports.urls().items():
                 click.echo(f"  {protocol:9}{url}")
             status = server.wait()

@@ -47,7 +47,8 @@ class PrecisionRow(_Record):
     speedup: Speedup | None = Field(None, description="Throughput over FP32's at that batch; None for FP32 itself.")
     size_bytes: int
     verdict: str = Field(
-        description='"reference", "pass", "pass, not proved", "fail", or "" where the gate did not look.'
+        description='"reference", "pass", "pass, not proved", "fail", "not enough evidence", or "" where the gate did '
+        "not look."
     )
     note: str
 

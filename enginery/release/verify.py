@@ -331,6 +331,8 @@ class Verification:
     """Its state, for a person."""
     checks: tuple[GateCheck, ...] = ()
     """The gate's, each with what was measured and its threshold."""
+    word: str = ""
+    """The gate's verdict in short."""
 
 
 def verify(folder: Path, key: PublicKey | None = None) -> Verification:
@@ -372,6 +374,7 @@ def verify(folder: Path, key: PublicKey | None = None) -> Verification:
         num_files=len(entries),
         signature=signature,
         checks=chain.verdict.manifest.checks,
+        word=chain.verdict.manifest.word,
     )
 
 

@@ -138,7 +138,7 @@ class VerdictManifest(Manifest):
     def word(self) -> str:
         """The verdict in short: "pass, not proved" where the measured drop was judged without its interval."""
         if not self.passed:
-            return "fail"
+            return "fail" if any(check.verdict == "fail" for check in self.checks) else "not enough evidence"
         return "pass" if self.config.get("confident") else "pass, not proved"
 
     @property

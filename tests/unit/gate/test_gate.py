@@ -100,6 +100,7 @@ def test_too_little_evidence_and_slow_int8_fail_with_advice(tmp_path: Path) -> N
     assert said.startswith("gate-failed: INT8 did not pass: not enough evidence: top-1 drop 0.30, ")
     assert said.endswith(" (--set gate.confident=false)")
     assert (verdict.passed, verdict.checks[0].verdict, verdict.recommendation) == (False, "not enough evidence", None)
+    assert verdict.word == "not enough evidence"
     rows = compared_row(0), compared_row(0, precision="fp16")
     source = report(tmp_path / "slow", *rows, benchmark=speeds({**GPU, "int8": 2700.0}), min_speedup_fp16=1.2)
     said, verdict = judged(source, min_speedup_fp16=1.2)
@@ -132,7 +133,7 @@ def test_a_verdict_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     file.write_bytes(canonical_json({**old, "seal": seal_of(old)}))
     verdict = load(file.parent, VerdictManifest).manifest
     assert (verdict.checks[0].verdict, verdict.recommendation) == ("not enough evidence", None)
-    assert verdict.word == "fail"
+    assert verdict.word == "not enough evidence"
     assert Thresholds.recorded(old["config"]) == Thresholds(confident=False, require_above_chance=False)
 
 

@@ -308,6 +308,16 @@ def test_another_model_is_refused_before_anything_is_registered(
     assert "version 4" in promote("/a/model.onnx", name)
 
 
+@pytest.mark.parametrize("sources", [("/a/resnet18.onnx", ""), ("", "/a/resnet18.onnx")])
+def test_a_file_and_a_trained_network_of_one_architecture_share_no_name(
+    promote: Any, registry: Registry, sources: tuple[str, str]
+) -> None:
+    promote(sources[0])
+    with refuses("name-taken", "registered_model"):
+        promote(sources[1], digest="other")
+    assert len(registry.versions("resnet18")) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "source", "model"),
     [

@@ -286,6 +286,7 @@ def test_the_command(release: Path, signed) -> None:
     assert done.returncode == 0, done.stderr
     assert "is as it was released" in done.stdout
     assert "signature: valid" in done.stdout
+    assert "gate:      pass: top-1" in done.stdout
     assert "NOT CHECKED" in command(release).stdout
     (release / "bundle/int8.onnx").write_bytes(b"")
     (release / "new\x1b[31m").touch()
