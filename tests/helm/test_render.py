@@ -214,6 +214,11 @@ def test_where_pods_reach() -> None:
             False,
         ]
         assert reaches(egress("serve", store=store)[1:2], "10.20.3.4", 443)
+    for named_ones in ({}, {"egressCidrs": [], "egressNamespaces": []}):
+        inside = egress("serve", store="https://minio.storage.example", publicEgress=False, **named_ones)
+        assert not reaches(inside, "142.250.1.1", 443)
+        assert reaches(inside, "10.20.3.4", 443) is not bool(named_ones)
+        assert all(rule["to"] for rule in inside)  # an empty list would be everywhere
     claim = case("full")
     claim["serve"]["model"] = {**claim["serve"]["model"], "uri": "", "existingClaim": "models"}
     assert named(render_files(claim), "NetworkPolicy", "serve")["spec"]["egress"] == []

@@ -85,12 +85,16 @@
 
 {{/* Not the networks of nodes, pods and machines around them, nor the service that hands out a cloud's credentials. */}}
 {{- define "enginery.egress.peers" -}}
+{{- if .Values.networkPolicy.publicEgress -}}
 - ipBlock:
     cidr: 0.0.0.0/0
-    except: [10.0.0.0/8, 100.64.0.0/10, 127.0.0.0/8, 169.254.0.0/16, 172.16.0.0/12, 192.168.0.0/16]
+    except: [10.0.0.0/8, 100.64.0.0/10, 127.0.0.0/8, 168.63.129.16/32, 169.254.0.0/16, 172.16.0.0/12, 192.0.0.0/24, 192.168.0.0/16]
 - ipBlock:
     cidr: ::/0
     except: ["::1/128", "fc00::/7", "fe80::/10", "fec0::/10", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16"]
+{{- else -}}
+- ipBlock: {cidr: 0.0.0.0/32} # nowhere: an empty list would be everywhere
+{{- end }}
 {{- range .Values.networkPolicy.egressCidrs }}
 - ipBlock: {cidr: {{ . | quote }}}
 {{- end }}
@@ -106,7 +110,7 @@
 {{- if or .Values.networkPolicy.egressCidrs .Values.networkPolicy.egressNamespaces }}
 {{- include "enginery.egress.peers" . }}
 {{- else -}}
-- ipBlock: {cidr: 0.0.0.0/0, except: [127.0.0.0/8, 169.254.0.0/16]}
+- ipBlock: {cidr: 0.0.0.0/0, except: [127.0.0.0/8, 168.63.129.16/32, 169.254.0.0/16]}
 - ipBlock: {cidr: "::/0", except: ["::1/128", "fe80::/10", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16"]}
 {{- end -}}
 {{- end -}}
