@@ -229,8 +229,9 @@ def _download(source: str, folder: Path, digest: str) -> None:
 
 
 def _download_listed(source: str, folder: Path, digest: str) -> None:
-    from components.common.registry.model_registry import download, list_files
+    from components.common.registry.model_registry import check_credentials, download, list_files
 
+    check_credentials(source)
     there = list_files(source)
     main = MANIFEST if MANIFEST in there else SUMS
     _check_sizes(source, folder, {main: MAX_MANIFEST_BYTES}, there)

@@ -22,6 +22,9 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
+from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
+from mlflow.utils.credentials import get_default_host_creds
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.registry.store import database_is_gone, without_credentials
@@ -46,6 +49,8 @@ _PATIENCE_S = 30.0  # with a database that is busy
 _MAX_RESULTS = 200
 _MAX_ENTRIES = 10_000  # of a version's bundle, report or verdict
 _SPARED_BYTES = 1 << 30  # of the disk that they are brought to
+_OF_SERVERS = ("http", "https", "mlflow-artifacts")  # which MLflow's client sends the tracking server's token to
+_OF_ANY_HOST = (*_OF_SERVERS, "ftp", "sftp", "hdfs", "viewfs", "r2", "b2", "runs", "models")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,10 +287,6 @@ class Registry:
                 raise
             patiently(point)  # another process added the alias after MLflow had found none; now MLflow changes it
 
-    def set_tag(self, name: str, number: str, key: str, value: str) -> None:
-        """Set a tag of a version."""
-        patiently(lambda: self.client.set_model_version_tag(name, number, key, value))
-
     @contextmanager
     def files(self, version: RegisteredVersion, part: Part, file: str = "") -> Iterator[Path]:
         """The folder of a version's bundle, report or verdict, or one file of it, as long as the context lasts.
@@ -297,7 +298,7 @@ class Registry:
         """
         with TemporaryDirectory(prefix="enginery-") as folder:
             with _downloading(f"the {part} of {version.label}"):
-                root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
+                root = self._root(version)
                 uri = "/".join(filter(None, (root, PARTS[part], file)))
                 if urlparse(uri).scheme in ("", "file"):
                     path = url2pathname(urlparse(uri).path)
@@ -316,13 +317,29 @@ class Registry:
         at = {"tracking_uri": str(self.client.tracking_uri)}
         what = f"what is signed of {version.label}"
         with TemporaryDirectory(prefix="enginery-") as folder, _downloading(what):
-            root = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
+            root = self._root(version)
             if urlparse(root).scheme in ("", "file"):
                 return read_statements(Path(url2pathname(urlparse(root).path)))
             listed = mlflow.artifacts.list_artifacts(artifact_uri=root, **at)
-            for name in statement_names({Path(entry.path).name: int(entry.file_size or 0) for entry in listed}):
+            sizes = {Path(entry.path).name: int(entry.file_size or 0) for entry in listed if not entry.is_dir}
+            for name in statement_names(sizes):
                 mlflow.artifacts.download_artifacts(artifact_uri=f"{root}/{name}", dst_path=folder, **at)
             return read_statements(Path(folder))
+
+    def _root(self, version: RegisteredVersion) -> str:
+        """The URI of a version's files, which whoever registers a version chooses."""
+        uri = str(self.client.tracking_uri)
+        named = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
+        root = _underlying(named, uri)
+        if _leads_elsewhere(root, uri, _OF_ANY_HOST):
+            raise EngineryError(
+                f"the files of {version.label} lie at {without_credentials(root)}, which is not of MLflow at "
+                f"{self.uri}, so nothing is asked of it. Register the model again with its files in that server's "
+                "store; if both are one server, set MLFLOW_TRACKING_URI to that address",
+                code="other-server",
+                setting="MLFLOW_TRACKING_URI",
+            )
+        return root
 
     def add_statement(self, version: RegisteredVersion, file: str, statement: bytes) -> None:
         """Put a signed statement beside a version's files, in the place of an earlier one of that name."""
@@ -332,6 +349,46 @@ class Registry:
                 self.client.log_model_artifacts(version.source.removeprefix("models:/"), folder)
             else:
                 self.client.log_artifacts(version.run_id, folder, DIRECTORY)
+
+
+def _underlying(uri: str, tracking_uri: str) -> str:
+    """Where the files of a model or run of MLflow are."""
+    if ModelsArtifactRepository.is_models_uri(uri):
+        uri = str(ModelsArtifactRepository.get_underlying_uri(uri))
+    if RunsArtifactRepository.is_runs_uri(uri):
+        uri = RunsArtifactRepository.get_underlying_uri(uri, tracking_uri)
+    return uri
+
+
+def _leads_elsewhere(uri: str, tracking_uri: str, schemes: Collection[str]) -> bool:
+    """True for a URI of one of the schemes that is not of the tracking server.
+
+    Hosts are compared to the letter: what parsers of addresses make of "@" and a backslash differs.
+    """
+    place, server = urlparse(uri), urlparse(tracking_uri)
+    hosts = (server.netloc, server.netloc.rpartition("@")[2])
+    if place.scheme == "mlflow-artifacts":
+        return place.netloc not in ("", *hosts)
+    return place.scheme in schemes and (place.scheme != server.scheme or place.netloc not in hosts)
+
+
+def check_credentials(uri: str) -> None:
+    """Refuse to read from a server that would get the tracking server's credentials.
+
+    Raises:
+        EngineryError: it is another server, and there are credentials.
+    """
+    tracking_uri = mlflow.get_tracking_uri()
+    known = get_default_host_creds(uri)
+    secrets = (known.token, known.username, known.password, known.auth, known.aws_sigv4, known.client_cert_path)
+    if any(secrets) and _leads_elsewhere(_underlying(uri, tracking_uri), tracking_uri, _OF_SERVERS):
+        raise EngineryError(
+            f"{without_credentials(uri)} is not of MLflow at {without_credentials(tracking_uri)}, whose credentials "
+            "would be sent there. Set MLFLOW_TRACKING_URI to the server that is asked, or unset MLFLOW_TRACKING_TOKEN, "
+            "MLFLOW_TRACKING_USERNAME and the like",
+            code="other-server",
+            setting="MLFLOW_TRACKING_URI",
+        )
 
 
 @contextmanager

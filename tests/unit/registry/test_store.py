@@ -5,7 +5,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -129,10 +129,13 @@ class TrackingServer(Served):
     root = "mlflow-artifacts:/m"
     listing: tuple[Any, ...] = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": False, "file_size": 5}]})
     file: tuple[Any, ...] = (200, b"{}")
+    run: Mapping[str, Any] = {}
 
     def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
         if path.endswith("/get-download-uri"):
             return 200, {"artifact_uri": self.root}
+        if path.endswith("/runs/get"):
+            return 200, {"run": self.run}
         if path.endswith("/artifacts"):
             return self.listing
         return self.file if "/mlflow-artifacts/artifacts/" in path else (200, {})
@@ -151,6 +154,35 @@ def test_a_redirect_of_a_download_does_not_get_the_token(monkeypatch: pytest.Mon
             pass
         assert any("/mlflow-artifacts/artifacts" in path for _, path, _ in state.requests)
         assert thief.requests == []
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        "{thief}/m",
+        "mlflow-artifacts://{thief_host}/m",
+        "{thief}\\@{host}/m",  # as requests reads it, of the first host; as urllib does, of the second
+        "runs:/r/m",
+        "ftp://{thief_host}/m",
+        "sftp://{host}/m",
+    ],
+)
+def test_another_server_that_a_version_names_is_not_asked(monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-the-tracking-server")
+    version = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
+    with serving(TrackingServer()) as state, serving(TrackingServer()) as thief:
+        hosts = {name: of.endpoint.removeprefix("http://") for name, of in (("host", state), ("thief_host", thief))}
+        state.root = root.format(thief=thief.endpoint, **hosts)
+        state.run = {"info": {"run_id": "r", "artifact_uri": thief.endpoint}}
+        registry = Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
+        with refuses("other-server", "MLFLOW_TRACKING_URI"):
+            registry.statements(version)
+        with refuses("other-server", "MLFLOW_TRACKING_URI"), registry.files(version, "bundle", "manifest.json"):
+            pass
+        assert thief.requests == []
+        state.root = f"{state.endpoint}/api/2.0/mlflow-artifacts/artifacts/m"
+        assert list(registry.statements(version)) == ["verdict.dsse.json"]
+        assert state.tokens == {"Bearer of-the-tracking-server"}
 
 
 @pytest.mark.parametrize("file", ["", "manifest.json"])
@@ -173,6 +205,9 @@ def test_files_without_end_are_not_brought(monkeypatch: pytest.MonkeyPatch, entr
         state.listing = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": False, "file_size": 1 << 60}]})
         with refuses("statements-too-large"):
             registry.statements(version)
+        state.listing = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": True}]})
+        assert registry.statements(version) == {}
+        assert not any("/mlflow-artifacts/artifacts/" in path for _, path, _ in state.requests)
 
 
 @pytest.mark.parametrize(

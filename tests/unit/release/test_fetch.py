@@ -2,8 +2,10 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from components.common.contracts.manifests import MANIFEST, BundleManifest, load
 from components.common.registry import model_registry, trust
 from components.common.registry.model_registry import download
 from enginery.release.fetch import fetch, read_identity
+from tests.serving import Served, serving
 from tests.unit.registered import Machine, enginery, files, flip, make_chain, refuses, reseal
 
 OTHER = "sha256:" + "0" * 64
@@ -98,6 +101,33 @@ def test_a_server_that_leads_into_an_inner_network(tmp_path: Path) -> None:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+class Store(Served):
+    """It has nothing."""
+
+    def answer(self, *_: Any) -> tuple[Any, ...]:
+        return 200, {"files": []}
+
+
+def test_credentials_go_to_the_tracking_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Store()) as tracking, serving(Store()) as other:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.endpoint)
+        path = "api/2.0/mlflow-artifacts/artifacts/m"
+        fetched = partial(fetch, target=tmp_path / "pod", digest=OTHER)
+        with refuses("file-damaged"):
+            fetched(f"{other.endpoint}/{path}")
+        assert other.tokens == {None}
+        other.requests.clear()
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-the-tracking-server")
+        for source in (f"{other.endpoint}/{path}", other.endpoint.replace("http:", "mlflow-artifacts:") + "/m"):
+            with refuses("other-server", "MLFLOW_TRACKING_URI"):
+                fetched(source)
+        assert other.requests == []
+        for source in (f"{tracking.endpoint}/{path}", "mlflow-artifacts:/m"):
+            with refuses("file-damaged"):
+                fetched(source)
+        assert tracking.tokens == {"Bearer of-the-tracking-server"}
 
 
 def test_an_artifact_of_no_bundle_where_an_approval_is_demanded(machine: Machine, tmp_path: Path) -> None:
