@@ -36,6 +36,12 @@ _SPLITS = {"train": "train", **dict.fromkeys(VAL_NAMES, "val")}
 _MAX_LINE = 1 << 20  # characters of a CSV
 _MAX_ROWS = 100_000_000  # of a Parquet file, which may claim any number in few bytes
 _MAX_GROUP_BYTES = 1 << 30  # of one of its row groups, unpacked
+_MAX_CELL_BYTES = 4096  # of one of its cells, as Linux' longest path
+_NUM_ENCODED = 1 << 18  # of its rows read at once, a number each
+_NUM_DECODED = 1 << 10  # of those written out at once
+_NUMBERS = ("BOOLEAN", "INT32", "INT64", "FLOAT", "DOUBLE")
+_TEXTS = ("string", "large_string", "dictionary")
+_MAX_SHOWN = 100  # characters of a cell
 _INTEGER = re.compile("-?[0-9]{1,18}")
 
 
@@ -75,7 +81,7 @@ def table_source(rows: Callable[[Path, str], Iterator[TableRow]], data: str, scr
     labels = {entry.label for entry in entries.values()}
     names = options.names or plain_names(_sorted(labels))
     if unknown := sorted(labels - set(names.labels)):
-        which = ", ".join(unknown[:5]) if not is_uri(data) else f"{len(unknown):,}"
+        which = ", ".join(_cut(label) for label in unknown[:5]) if not is_uri(data) else f"{len(unknown):,}"
         raise UserError(
             f"{data} has labels that class_names_file does not name: {which}. Add them to the file, or take the rows "
             "away",
@@ -210,16 +216,67 @@ def parquet_rows(table: Path, name: str) -> Iterator[TableRow]:
                     code="table-too-large",
                 )
             columns = _columns(file.schema_arrow.names, name)
+            _check_encodings(file, columns, name)
+            metadata = file.metadata
+        # Each value once: a row of it takes few bytes in the file, and would take all of them in memory.
+        with parquet.ParquetFile(table, read_dictionary=columns, metadata=metadata) as file:
             number = 1
-            for batch in file.iter_batches(columns=columns):
-                for cells in batch.to_pylist():
-                    number += 1
-                    row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
-                    yield TableRow(number, row["path"], row["label"], row.get("split"))
+            for batch in file.iter_batches(_NUM_ENCODED, columns=columns):
+                _check_cells(batch, name)
+                for start in range(0, len(batch), _NUM_DECODED):
+                    for cells in _decoded(batch.slice(start, _NUM_DECODED)):
+                        number += 1
+                        row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
+                        yield TableRow(number, row["path"], row["label"], row.get("split"))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # the latter of texts that are not UTF-8
         raise UserError(
             f"{name} is no Parquet file that can be read ({error}); write it again", code="damaged-table"
         ) from None
+
+
+def _check_encodings(file: Any, columns: list[str], name: str) -> None:
+    """Refuse columns of which a few bytes may be written out to any number."""
+    leaves = [file.schema.column(at) for at in range(len(file.schema))]
+    own = [at for at, leaf in enumerate(leaves) if leaf.path.split(".")[0] in columns]
+    if len(own) > len(columns) or not all(_is_plain(leaves[at], file.schema_arrow) for at in own):
+        raise _invalid(f"{name} has {' or '.join(columns)} twice, or of another type; write strings or integers")
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        if any("DELTA_BYTE_ARRAY" in group.column(at).encodings for at in own):
+            raise UserError(
+                f"{name} keeps {' or '.join(columns)} in the encoding DELTA_BYTE_ARRAY, which is not read, since a few "
+                "bytes of it may be any number; write it again with dictionaries, as pandas does",
+                code="unsupported-encoding",
+            )
+
+
+def _is_plain(leaf: Any, schema: Any) -> bool:
+    """True for a column of strings or numbers."""
+    if leaf.path not in schema.names or leaf.max_repetition_level:
+        return False
+    kind = str(schema.field(leaf.path).type)
+    return leaf.physical_type in _NUMBERS or (leaf.physical_type == "BYTE_ARRAY" and kind.startswith(_TEXTS))
+
+
+def _check_cells(batch: Any, name: str) -> None:
+    from pyarrow import compute, types
+
+    for key, column in zip(batch.schema.names, batch.columns, strict=True):
+        if types.is_dictionary(column.type):
+            longest = compute.max(compute.binary_length(column.dictionary)).as_py() or 0
+            if longest > _MAX_CELL_BYTES:
+                raise _invalid(
+                    f"{name} has a {key} of {longest:,} bytes; {_MAX_CELL_BYTES:,} are read at most. Write a shorter "
+                    "one, or take its rows away"
+                )
+
+
+def _decoded(batch: Any) -> Iterator[dict[str, Any]]:
+    from pyarrow import types
+
+    columns = (column.dictionary_decode() if types.is_dictionary(column.type) else column for column in batch.columns)
+    values = zip(*(column.to_pylist() for column in columns), strict=True)
+    return (dict(zip(batch.schema.names, cells, strict=True)) for cells in values)
 
 
 def _columns(header: list[str], name: str) -> list[str]:
@@ -251,4 +308,8 @@ def _invalid(message: str) -> UserError:
 
 def _shown(cell: object, where: str) -> str:
     """A cell as a message shows it; of a table that was fetched only that it is there, since it may be none of ours."""
-    return repr(cell) if not is_uri(where) else NOT_SHOWN
+    return NOT_SHOWN if is_uri(where) else _cut(repr(cell))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

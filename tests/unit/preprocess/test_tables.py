@@ -207,3 +207,54 @@ def test_tables_of_few_bytes_that_claim_many(tmp_path: Path, monkeypatch: pytest
         with monkeypatch.context() as patch, refuses("table-too-large"):
             patch.setattr(f"components.preprocess.sources.tables.{name}", limit)
             find(many)
+
+
+@pytest.mark.parametrize("key", ["path", "label"])
+def test_one_long_value_of_many_rows_takes_no_memory(tmp_path: Path, key: str) -> None:
+    """Of a few hundred bytes, each row would take 20,000."""
+    table = tmp_path / "t.parquet"
+    columns: dict[str, Any] = {
+        "path": ["a/0.png"] * 20_000,
+        "label": ["a"] * 20_000,
+        key: ["\U0001f600" * 5_000] * 20_000,
+    }
+    parquet.write_table(pyarrow.table(columns), table, compression="zstd")
+    assert table.stat().st_size < 5_000
+    before = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        with refuses("invalid-row") as caught:
+            find(table)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        pyarrow.set_memory_pool(before)
+    assert 0 < pool.max_memory() < 5_000_000
+    assert peak_bytes < 5_000_000
+    assert len(str(caught.value)) < 1_000
+
+
+def test_what_a_few_bytes_of_parquet_could_blow_up_is_not_read(tmp_path: Path) -> None:
+    rows, table = 10, tmp_path / "t.parquet"
+    texts = pyarrow.array(["a"] * rows)
+    for values in (
+        pyarrow.array([["a"]] * rows),
+        pyarrow.array([{"x": "a"}] * rows),
+        texts.cast(pyarrow.binary()),
+        texts.cast(pyarrow.binary()).cast(pyarrow.binary(1)),
+    ):
+        parquet.write_table(pyarrow.table({"path": texts, "label": values}), table)
+        with refuses("invalid-row"):
+            find(table)
+    of_prefixes = {"path": "DELTA_BYTE_ARRAY", "label": "PLAIN"}
+    parquet.write_table(
+        pyarrow.table({"path": texts, "label": texts}), table, use_dictionary=False, column_encoding=of_prefixes
+    )
+    with refuses("unsupported-encoding"):
+        find(table)
+    parquet.write_table(pyarrow.table({"path": texts, "x" * 20_000: texts}), table)
+    with refuses("missing-column") as caught:
+        find(table)
+    assert len(str(caught.value)) < 1_000
