@@ -37,6 +37,8 @@ from components.preprocess.sources.samples import (
     with_refused,
 )
 
+_MAX_PATH_BYTES = 4096  # of an archive's member, as Linux' longest path
+_MAX_KEPT_BYTES = 1 << 29  # of the paths and texts of all its members, in memory
 _MAX_NAME_CHARACTERS = 1 << 28  # of all folders of a list; each is known by the whole of its path
 _WANTED = "DIR/<class>/image.jpg for two classes or more, or DIR/train/<class>/ and DIR/val/<class>/"
 _KAGGLE_BASE = "ILSVRC/Data/CLS-LOC"
@@ -57,17 +59,25 @@ class File(NamedTuple):
 class Listing:
     """The content of an archive."""
 
+    name: str  # of the archive, in messages
     files: dict[str, File] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)  # why an image must not be read, by path
     texts: dict[str, bytes] = field(default_factory=dict)  # content of a tar's .cls files
+    kept_bytes: int = 0
 
     def add(self, member: File, *, is_folder: bool, is_regular: bool) -> str:
         """Take a member. Of members with the same name the last one counts, as when they are extracted.
 
         Returns:
             Its path in the shortest form; empty for what is no file that may be read.
+
+        Raises:
+            UserError: its path is too long, or all together are.
         """
+        if (num_bytes := len(member.path.encode(errors="surrogateescape"))) > _MAX_PATH_BYTES:
+            raise damaged(self.name, f"has a path of {num_bytes:,} bytes, and at most {_MAX_PATH_BYTES:,} are read")
+        self.keep(len(member.path) * (1 if member.path.isascii() else 4))  # as Python has them in memory
         path = safe_path(member.path)
         if not is_visible(member.path):
             return ""
@@ -86,6 +96,16 @@ class Listing:
         elif path and is_image_name(name):
             self.refused[name] = "no regular file of the archive"
         return ""
+
+    def keep(self, num_bytes: int) -> None:
+        """Count what a member takes. Raises UserError."""
+        self.kept_bytes += num_bytes
+        if self.kept_bytes > _MAX_KEPT_BYTES:
+            raise UserError(
+                f"{self.name} has paths and labels of more than {_MAX_KEPT_BYTES:,} bytes; pack it as several tars, "
+                "or shorten its paths",
+                code="too-many-members",
+            )
 
 
 class LocalTree:

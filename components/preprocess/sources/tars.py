@@ -56,7 +56,8 @@ from components.preprocess.sources.samples import (
 
 _MAX_TEXT_BYTES = 1000  # of a label
 _MAX_MEMBERS = 10_000_000
-_MAX_HEADER_BYTES = 1 << 16  # of a long name or PAX header of one member; Linux' longest path has 4,096
+_MAX_PACKED_MEMBERS = 1_500_000  # of a compressed tar, which may have any number in few bytes; as a zip
+_MAX_HEADER_BYTES = 1 << 14  # of a long name or PAX header of one member; Linux' longest path has 4,096
 _MAX_GLOBAL_BYTES = 1 << 20  # of the PAX headers that go for all members
 _MIN_BOMB_BYTES = 1 << 30  # what a compressed archive may unpack to at any ratio
 _MAX_RATIO = 200  # beyond that
@@ -79,7 +80,7 @@ def tar_source(data: str, scratch: Path, options: Options) -> Source:
         place, file = locate_file(data)
         if not (isinstance(place, RemotePlace) and place.has_ranges(file)):
             place, file = local_file(fetched(data, scratch))
-        return _source_of(data, place, file, options)
+        return _source_of(data, place, file, options, _MAX_MEMBERS)
 
 
 def compressed_tar_source(data: str, scratch: Path, options: Options) -> Source:
@@ -94,12 +95,12 @@ def compressed_tar_source(data: str, scratch: Path, options: Options) -> Source:
         _decompress(path, unpacked, data)
         if path.parent == scratch:
             path.unlink()
-        return _source_of(data, *local_file(unpacked), options)
+        return _source_of(data, *local_file(unpacked), options, _MAX_PACKED_MEMBERS)
 
 
-def _source_of(data: str, place: Place, file: str, options: Options) -> Source:
+def _source_of(data: str, place: Place, file: str, options: Options, max_members: int) -> Source:
     with place.open(file) as stream:
-        listing = list_tar(stream, data)
+        listing = list_tar(stream, data, max_members)
     storage = TarStorage(place, file)
     if not _is_webdataset(listing):
         return archive_source(data, listing, storage, options)
@@ -107,17 +108,17 @@ def _source_of(data: str, place: Place, file: str, options: Options) -> Source:
     return with_refused(_webdataset(beside, storage, _images(listing, "", "train"), data, options), listing.refused)
 
 
-def list_tar(stream: BinaryIO, name: str) -> Listing:
+def list_tar(stream: BinaryIO, name: str, max_members: int) -> Listing:
     """Go through the headers.
 
     Raises:
-        UserError: it is no tar, or is damaged.
+        UserError: it is no tar, is damaged, or has too many members.
     """
-    listing = Listing()
+    listing = Listing(name=name)
     try:
         with tarfile.open(fileobj=stream, mode="r:", errors="surrogateescape", tarinfo=_Member) as archive:
             last = -1
-            for _ in range(_MAX_MEMBERS):
+            for _ in range(max_members):
                 if (member := archive.next()) is None:
                     break
                 if archive.offset <= last:
@@ -127,7 +128,7 @@ def list_tar(stream: BinaryIO, name: str) -> Listing:
                 _add(listing, member, stream)
             else:
                 raise UserError(
-                    f"{name} has more than {_MAX_MEMBERS:,} members; pack it as several tars", code="too-many-members"
+                    f"{name} has more than {max_members:,} members; pack it as several tars", code="too-many-members"
                 )
             end = archive.offset
     except (tarfile.TarError, RecursionError, ValueError, OverflowError) as error:
@@ -175,6 +176,7 @@ def _add(listing: Listing, member: tarfile.TarInfo, stream: BinaryIO) -> None:
     file = File(member.name, member.size, member.offset_data)
     path = listing.add(file, is_folder=member.isdir(), is_regular=member.isreg() and not member.issparse())
     if path.lower().endswith(".cls") and member.size <= _MAX_TEXT_BYTES:
+        listing.keep(member.size)
         stream.seek(member.offset_data)
         listing.texts[path] = stream.read(member.size)
 
@@ -333,7 +335,7 @@ def shard_source(place: Place, tars: Sequence[str], options: Options) -> Source:
 def _list(place: Place, tar: str) -> Listing:
     name = shown(place.name, tar)
     with translate_errors(name), place.open(tar) as stream:
-        return list_tar(stream, name)
+        return list_tar(stream, name, _MAX_MEMBERS)
 
 
 def _images(listing: Listing, prefix: str, split: str) -> list[_Image]:

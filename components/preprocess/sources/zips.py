@@ -50,7 +50,7 @@ def _list_zip(path: str, name: str) -> Listing:
     Raises:
         UserError: it is no zip, or is damaged.
     """
-    listing = Listing()
+    listing = Listing(name=name)
     try:
         _check_directory(path, name)
         with zipfile.ZipFile(path) as archive:

@@ -238,7 +238,7 @@ def test_what_lies_beside_the_top_folder_is_not_taken_for_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("suffix", [".tar", ".zip"])
 def test_an_empty_class_folder_counts_and_names_may_be_deep_and_odd(tmp_path: Path, suffix: str) -> None:
     odd = os.fsdecode(b"a/caf\xe9.png") if suffix == ".tar" else "a/ü.png"  # names of a tar need not be Unicode
-    names = [f"a/{'d/' * 3000}0.png", odd, "a/1.png", "b/0.png", "b/1.png", "b/x", "b/x/y.png"]
+    names = [f"a/{'d/' * 2000}0.png", odd, "a/1.png", "b/0.png", "b/1.png", "b/x", "b/x/y.png"]
     file = tmp_path / f"images{suffix}"
     if suffix == ".tar":
         write_tar(file, *(member(name, b"x") for name in names))
@@ -325,6 +325,13 @@ BOMBS = {
     + PAX_SPARSE.ljust(512, b"\0")
     + header(tarfile.REGTYPE, MANY),
     "chain of long names": (header(tarfile.GNUTYPE_LONGNAME, 2) + b"a\0".ljust(512, b"\0")) * 2000,
+    "long names": b"".join(
+        header(tarfile.GNUTYPE_LONGNAME, 1 << 16)
+        + f"\U0001f600/{number}/".encode().ljust((1 << 16) - 1, b"a")
+        + b"\0"
+        + FILE.ljust(1024, b"\0")
+        for number in range(100)
+    ),
     "large member": header(tarfile.REGTYPE, 1 << 40),
     "negative size": FILE[:124] + b"\xff" * 12 + FILE[136:],
 }
@@ -352,13 +359,28 @@ def test_a_tar_of_a_few_kilobytes_costs_no_memory(tmp_path: Path, name: str) -> 
 
 
 def test_too_many_members_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for suffix, limit in ((".tar", "_MAX_MEMBERS"), (".zip", "_MAX_DIRECTORY_BYTES"), (".zip", "_MAX_MEMBERS")):
+    for suffix, limit in (
+        (".tar", "tars._MAX_MEMBERS"),
+        (".tar.gz", "tars._MAX_PACKED_MEMBERS"),
+        (".zip", "zips._MAX_DIRECTORY_BYTES"),
+        (".zip", "zips._MAX_MEMBERS"),
+        (".tar", "folders._MAX_KEPT_BYTES"),
+        (".zip", "folders._MAX_KEPT_BYTES"),
+    ):
         with monkeypatch.context() as patch, refuses("too-many-members"):
-            patch.setattr(f"components.preprocess.sources.{suffix[1:]}s.{limit}", 3)
-            find(of_names(tmp_path / f"images{suffix}", *FOUR))
-    monkeypatch.setattr("components.preprocess.sources.folders._MAX_NAME_CHARACTERS", 1 << 24)
+            patch.setattr(f"components.preprocess.sources.{limit}", 3)
+            find(of_names(tmp_path / f"images{suffix}", *FOUR), tmp_path / "scratch")
+    monkeypatch.setattr("components.preprocess.sources.folders._MAX_NAME_CHARACTERS", 1 << 22)
     with refuses("too-many-folders"):
-        find(write_tar(tmp_path / "x.tar", *(member(f"{number}/{'d/' * 4_000}0.png") for number in range(4))))
+        find(write_tar(tmp_path / "x.tar", *(member(f"{number}/{'d/' * 2_000}0.png") for number in range(4))))
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".zip"])
+def test_paths_are_as_long_as_linux_has_them(tmp_path: Path, suffix: str) -> None:
+    longest = f"a/{'é' * 2045}.png"
+    assert longest in paths(find(of_names(tmp_path / f"images{suffix}", longest, *FOUR)))
+    with refuses("damaged-archive"):
+        find(of_names(tmp_path / f"images{suffix}", f"a/{longest}", *FOUR))
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.xz", ".tar.bz2"])
