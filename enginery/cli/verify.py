@@ -36,9 +36,11 @@ def verify(directory: Path, key: Path | None) -> None:
         echo(problem, err=True)
     if key is None and not checked.problems:
         check_folder(f"the release {directory}", directory, say=lambda text: None)
-        assert checked.record is not None  # there where no problem is
-        digests = {part: checked.record.digests[part] for part in (BUNDLE, REPORT, VERDICT)}
-        check_chain(f"the release {directory}", digests, read_statements(directory), model=checked.record.name)
+        record = checked.record
+        assert record is not None  # there where no problem is
+        digests = {part: record.digests[part] for part in (BUNDLE, REPORT, VERDICT)}
+        statements = read_statements(directory)
+        check_chain(f"the release {directory}", digests, statements, model=record.name, version=record.version)
     if checked.problems:
         number = len(checked.problems)
         raise EngineryError(

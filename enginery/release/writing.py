@@ -73,7 +73,8 @@ def write_release(
         digests = {part: chain.digests[part] for part in PARTS}
         check_log(version, entries, digests)
     what = version.label if version is not None else f"the bundle {parts[BUNDLE]}"
-    check_chain(what, {part: chain.digests[part] for part in PARTS}, statements, model=version.name if version else "")
+    names = (version.name, version.number) if version is not None else ("", "")
+    check_chain(what, {part: chain.digests[part] for part in PARTS}, statements, model=names[0], version=names[1])
     for problem in contradictions(chain):
         raise EngineryError(f"this can't be released: {problem}", code="contradiction")
     record = _record(chain, name, version, registry, key)

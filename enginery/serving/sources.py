@@ -110,7 +110,9 @@ def registered_chain(
         digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
         check_log(version, AuditLog(registry.client, version.name).read(), digests)
         statements = registry.statements(version)
-        check_chain(version.label, digests, statements, environment=environment, model=version.name)
+        check_chain(
+            version.label, digests, statements, environment=environment, model=version.name, version=version.number
+        )
         if not chain.verdict.manifest.passed:
             raise GateFailed(
                 f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`",
@@ -140,8 +142,10 @@ def open_release(folder: Path, shown: str) -> tuple[ReleaseRecord, Chain]:
     chain = load_chain(*(folder / part for part in _PARTS))
     digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
     statements = read_statements(folder)
-    check_chain(f"the release {shown}", digests, statements, model=checked.record.name, say=lambda text: None)
-    return checked.record, chain
+    record = checked.record
+    what = f"the release {shown}"
+    check_chain(what, digests, statements, model=record.name, version=record.version, say=lambda text: None)
+    return record, chain
 
 
 def _released(folder: Path, shown: str, precision: Precision | None) -> ModelSource:

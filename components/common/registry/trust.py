@@ -125,6 +125,7 @@ def check_chain(
     *,
     environment: str | None = None,
     model: str = "",
+    version: str = "",
     say: Callable[[str], None] = to_stderr,
 ) -> None:
     """Refuse what nobody whom the policy names has vouched for; without a policy say that nobody does.
@@ -135,6 +136,7 @@ def check_chain(
         statements: the envelopes that lie with it, by file name.
         environment: that it is for; None for the machine's own, "" for none.
         model: name of the registered model; empty where it is not known.
+        version: its number; empty where it is not known.
         say: called with a text if there is no policy.
 
     Raises:
@@ -153,7 +155,7 @@ def check_chain(
     if not environment:
         return
     file = approval_file(environment)
-    _, predicate = _checked(policy, what, statements, file, "approval", environment, {"bundle": digests["bundle"]})
+    _, predicate = _checked(policy, what, statements, file, "approval", environment, digests)
     if predicate.get("environment") != environment:
         raise _refusal(
             what,
@@ -163,6 +165,10 @@ def check_chain(
     if model and predicate.get("model") != model:
         raise _refusal(
             what, f"its approval is of the model {predicate.get('model')}. {_APPROVE}", "approval-other-model"
+        )
+    if version and predicate.get("version") != version:
+        raise _refusal(
+            what, f"its approval is of the version {predicate.get('version')}. {_APPROVE}", "approval-other-version"
         )
     expires, approved = (_time_of(predicate.get(name)) for name in ("expires", "approved"))
     if expires is None or approved is None:
@@ -333,8 +339,12 @@ def folder_problem(folder: Path, public_key: str) -> str:
             files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", text)  # the rest of that message is bytes
             return f"{SIGNATURE} does not fit {', '.join(files) or text}"
     # Statements may come later; anything else could be what is loaded, beside what was signed for something else.
-    envelope = json.loads((folder / SIGNATURE).read_bytes())["dsseEnvelope"]
-    signed = {entry["name"] for entry in json.loads(base64.b64decode(envelope["payload"]))["predicate"]["resources"]}
+    try:
+        envelope = json.loads((folder / SIGNATURE).read_bytes())["dsseEnvelope"]
+        statement = json.loads(base64.b64decode(envelope["payload"]))
+        signed = {entry["name"] for entry in statement["predicate"]["resources"]}
+    except (KeyError, TypeError, ValueError):  # such as other names of fields, which model-signing takes
+        return f"{SIGNATURE} is damaged. Sign the folder again"
     free = {folder / SIGNATURE, *filter(_is_plain, folder.glob(STATEMENTS))}
     others = (
         file for file in sorted(folder.rglob("*")) if file not in free and (file.is_symlink() or not file.is_dir())

@@ -16,10 +16,13 @@ from mlflow import MlflowClient
 
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.process.steplog import StepLog
 from components.common.registry import trust
 from components.common.registry.audit_log import Proposal, change_aliases
 from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
+from components.gate.config import GateConfig
+from components.gate.run import run as gate
 from components.promote import champion
 from enginery.release.fetch import fetch, read_identity
 from enginery.serving import repository as repository_module
@@ -337,6 +340,28 @@ def test_an_approval_of_another_model(trusted: Machine, store: str, registry: Re
         served("m/1", tmp_path / "out")
 
 
+def test_an_approval_of_another_verdict_or_version(
+    trusted: Machine, store: str, registry: Registry, tmp_path: Path
+) -> None:
+    """The same bundle as the next versions of m: promoted again as it is, and judged again by other thresholds."""
+    trusted.policy(environment="prod")
+    again = make_paths(trusted)
+    judged = {**again, "verdict": tmp_path / "verdict"}
+    thresholds = json.loads((again["verdict"] / "manifest.json").read_bytes())["config"] | {"min_top1_pct": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(trust.KEY_VARIABLE, str(trusted.key("ci")))
+        gate(GateConfig.model_validate(thresholds), StepLog("gate"), report=again["report"], output=judged["verdict"])
+    promote_chain(store, again, tmp_path / "second")
+    promote_chain(store, judged, tmp_path / "third")
+    trusted.approve("m/1", "prod")
+    served("m/1", tmp_path / "first")
+    statement = registry.statements(registry.version("m", "1"))["approval-prod.dsse.json"]
+    for number, code in (("2", "approval-other-version"), ("3", "statement-other-digest")):
+        registry.add_statement(registry.version("m", number), "approval-prod.dsse.json", statement)
+        with refuses(code):
+            served(f"m/{number}", tmp_path / "out")
+
+
 def make_paths(machine: Machine) -> dict[str, Path]:
     return {part: machine.folder / "a-050" / part for part in (*PARTS, "dataset")}
 
@@ -491,6 +516,16 @@ def test_a_signature_file_without_a_signature(machine: Machine, tmp_path: Path) 
     (tmp_path / trust.SIGNATURE).write_text(json.dumps(record))
     with refuses("signature-mismatch"):
         trust.check_folder("it", tmp_path)
+
+
+def test_a_signature_whose_fields_have_other_names(machine: Machine, tmp_path: Path) -> None:
+    """Protobuf takes both names of a field."""
+    trust.sign_folder(tmp_path, machine.key("ci"))
+    text = (tmp_path / trust.SIGNATURE).read_text()
+    (tmp_path / trust.SIGNATURE).write_text(text.replace('"dsseEnvelope"', '"dsse_envelope"'))
+    with refuses("signature-mismatch") as caught:
+        trust.check_folder("it", tmp_path)
+    assert "model.sig is damaged" in str(caught.value)
 
 
 def test_signatures_and_statements_without_end(machine: Machine, tmp_path: Path) -> None:
