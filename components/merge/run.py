@@ -39,11 +39,15 @@ def _linked(part: Artifact[DatasetPartManifest], output: Path) -> Iterator[Packe
     """Put a part's shards into the output, as links where the file system has them."""
     for name in part.manifest.shards:
         record = read_record(part.path / RECORDS, name)
-        if record is None:
+        if record is None or record.name != name or not record.files.keys() <= part.manifest.files.keys():
             raise EngineryError(
-                f"{part.path} has no record of its shard {name}; pack the part again", code="no-shard-record"
+                f"{part.path} has no valid record of its shard {name}; pack the part again", code="no-shard-record"
             )
         for file in record.files:
+            if (output / file).exists():
+                raise EngineryError(
+                    f"{part.path} holds the shard {name} of another part; pack the part again", code="shard-twice"
+                )
             try:
                 os.link(part.file(file), output / file)
             except OSError:  # another file system, or one without links

@@ -20,16 +20,16 @@ from itertools import accumulate, pairwise
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from PIL import Image
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from components.common.contracts.digests import canonical_json, digest_bytes
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT, prepare_directory, write_atomically
-from components.common.contracts.records import FileEntry, Record
+from components.common.contracts.records import FileEntry, FileName, Record
 from components.common.contracts.settings import how_to_set
 from components.common.process.lifetime import end_with_creator
 from components.common.process.partial_output import LOCK, clear_temporaries, earlier_outputs, hold
@@ -119,13 +119,19 @@ class ShardTask:
 class ShardRecord(Record):
     """Record of a shard: its files, its numbers of packed and rejected images, and sums over its pixels."""
 
-    name: str
+    name: FileName
     num_images: int
     num_rejected: int
     pixel_sum: tuple[float, float, float]  # per RGB channel, of values in 0..1
     pixel_square_sum: tuple[float, float, float]
     num_pixels: int
     files: dict[str, FileEntry]  # the tar and its index; none where every image was rejected
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if not self.files.keys() <= {f"{self.name}.tar", f"{self.name}.idx"}:
+            raise ValueError("files are NAME.tar and NAME.idx")
+        return self
 
 
 def _planned_bytes(sample: Sample, max_short_side: int) -> int:

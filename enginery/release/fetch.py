@@ -17,6 +17,7 @@ from components.common.contracts.manifests import (
     check_seal,
     claims_of,
     file_problem,
+    is_plain_path,
     read_manifest,
 )
 from components.common.contracts.records import FileEntry
@@ -75,8 +76,7 @@ def read_identity(folder: Path) -> Identity:
         ) from None
     check_seal(data, file, kind)
     for name in files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or name == MANIFEST:
+        if not is_plain_path(name) or name == MANIFEST:
             raise EngineryError(
                 f"{file} names a file outside the artifact: {name}. Write the artifact again", code="file-outside"
             )

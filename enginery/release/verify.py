@@ -30,6 +30,7 @@ from components.common.contracts.manifests import (
     VerdictManifest,
     claims_of,
     first_problem,
+    is_plain_path,
     load,
 )
 from components.common.contracts.records import GateCheck, Precision, Record
@@ -98,7 +99,6 @@ class ReleaseRecord(Record):
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>.+)")
 _MAX_SUMS_BYTES = 1 << 20  # thousands of files
 _UNLISTED = (SUMS, SIGNATURE, OLD_SIGNATURE)
-_PLAIN = re.compile(r"[^\x00-\x1f\x7f\\\\]+")  # names that sha256sum writes as they are
 
 
 def write_sums(folder: Path) -> bytes:
@@ -137,7 +137,7 @@ def _name_problem(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "which leads out of the release"
-    if str(path) != name or name in (".", *_UNLISTED) or not _PLAIN.fullmatch(name):
+    if name in _UNLISTED or not is_plain_path(name):
         return "which is no plain name of a file in the release"
     return ""
 

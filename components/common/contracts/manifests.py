@@ -3,14 +3,15 @@
 import errno
 import json
 import os
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from components.common.contracts.digests import canonical_json, digest_bytes, digest_file, digest_json
 from components.common.contracts.environment import Environment, environment
@@ -26,6 +27,7 @@ from components.common.contracts.records import (
     EngineEntry,
     EpochRecord,
     FileEntry,
+    FileName,
     GateCheck,
     PlacementEntry,
     Precision,
@@ -41,7 +43,15 @@ from components.common.registry.promotions import ChampionComparison
 
 MANIFEST = "manifest.json"
 FAILURE = "failure.json"  # what a failed step leaves in its output directory
+_PLAIN = re.compile(r"[^\x00-\x1f\x7f\\]+")
 PARTIAL_OUTPUT = ".unfinished"  # folder in an output directory whose step can resume; no part of the artifact
+
+
+def is_plain_path(name: str) -> bool:
+    """True for the path of a file inside a folder, as it is usually written."""
+    path = PurePosixPath(name)
+    inside = not path.is_absolute() and ".." not in path.parts and name != "."
+    return inside and str(path) == name and _PLAIN.fullmatch(name) is not None
 
 
 class Manifest(Record):
@@ -57,6 +67,23 @@ class Manifest(Record):
     )
     environment: Environment
 
+    @field_validator("files")
+    @classmethod
+    def _check_paths(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        if wrong := [name for name in files if not is_plain_path(name)]:
+            raise ValueError(f"{wrong[0]!r} is no path of a file inside the artifact")
+        return files
+
+    @model_validator(mode="after")
+    def _check_named(self) -> Self:
+        if missing := [name for name in self._named_files() if name not in self.files]:
+            raise ValueError(f"it names {missing[0]!r}, which is none of its files")
+        return self
+
+    def _named_files(self) -> Iterator[str]:
+        """What the other fields name is opened and copied: it must be among the files, whose digests are checked."""
+        yield from ()
+
 
 class DatasetManifest(Manifest):
     """Labelled images in WebDataset shards."""
@@ -67,6 +94,10 @@ class DatasetManifest(Manifest):
     statistics: DatasetStatistics
     num_rejected: int
 
+    def _named_files(self) -> Iterator[str]:
+        for split in self.splits.values():
+            yield from split.shards
+
 
 class DatasetPartManifest(Manifest):
     """Some of a dataset's shards, packed on their own; `merge` joins all parts."""
@@ -75,7 +106,7 @@ class DatasetPartManifest(Manifest):
     classes: tuple[str, ...]
     part: str = Field(description="Which one of how many, such as 3/8.")
     plan_digest: str = Field(description="Of the listing and settings that all parts of a dataset share.")
-    shards: tuple[str, ...] = Field(description="Names of its shards without extension, in order.")
+    shards: tuple[FileName, ...] = Field(description="Names of its shards without extension, in order.")
 
 
 class CheckpointManifest(Manifest):
@@ -107,6 +138,22 @@ class BundleManifest(Manifest):
     num_quantized_layers: int = Field(description="Convolutions and matrix products with INT8 inputs and weights.")
     num_quantizable_layers: int
     training: TrainingRecord | None = Field(None, description="None for a model that was not trained by this chain.")
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        """A model repository takes these names, beside programs: `model.py` would be run."""
+        for name in (*self.models.values(), *(model.file for model in self.cpu_models)):
+            if "/" in name or not name.endswith(".onnx"):
+                raise ValueError(f"the model {name!r} is no file NAME.onnx")
+        return self
+
+    def _named_files(self) -> Iterator[str]:
+        yield from self.models.values()
+        yield from (model.file for model in self.cpu_models)
+        for entry in self.engines:
+            yield entry.file
+            if entry.layers is not None:
+                yield entry.layers.file
 
     @property
     def int8_on_cpus(self) -> tuple[CpuModel, ...]:
@@ -178,6 +225,11 @@ class RepositoryManifest(Manifest):
     measured_on: tuple[str, ...] = Field((), description="The CPU's instruction sets that the verdict rests on.")
     engines: tuple[EngineEntry, ...] = Field(description="The TensorRT plans; `file` is the path in the repository.")
     batching: dict[Literal["gpu", "cpu"], Batching] = Field(description="By what serves; no gpu without plans.")
+
+    def _named_files(self) -> Iterator[str]:
+        yield from filter(None, [self.cpu_model])
+        yield from (model.file for model in self.cpu_models)
+        yield from (entry.file for entry in self.engines)
 
 
 AnyManifest = TypeVar("AnyManifest", bound=Manifest)
@@ -440,7 +492,7 @@ def _seal_problem(record: dict[str, Any], data: bytes) -> str:
 def file_problem(path: Path, name: str, size_bytes: int, digest: str | None) -> str:
     """The damage of one file of the artifact at `path`; empty for none. Without `digest` the size alone is checked."""
     file = path / name
-    if not file.resolve().is_relative_to(path.resolve()):
+    if not is_plain_path(name) or not file.resolve().is_relative_to(path.resolve()):
         return f"the manifest of {path} names a file outside the artifact: {name}"
     if not file.is_file():
         return f"{path} is damaged: {name} is missing"

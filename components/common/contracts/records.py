@@ -1,6 +1,6 @@
 """Parts of manifests: records of measurements, engines, calibrations and data."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -9,6 +9,7 @@ from components.common.contracts.statistics import drop_lower, drop_upper, mcnem
 
 Precision = Literal["fp32", "fp16", "int8"]
 _MAX_BUSY_PCT = 10.0  # of the cores' time that others take while a speed is measured
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]  # without folders
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")
 FP16_MANTISSA_BITS = 10  # explicit ones of float16; bfloat16 has 7, float8 E4M3 has 3
 # Flags of an EngineEntry that change how its plan is loaded; the others only tell how it was built.
@@ -34,7 +35,7 @@ class Split(Record):
     """One part of a dataset: its shards and how many images of each class they hold."""
 
     num_images: int
-    shards: tuple[str, ...] = Field(description="WebDataset tar files; each has a DALI index beside it (.idx).")
+    shards: tuple[FileName, ...] = Field(description="WebDataset tar files; each has a DALI index beside it (.idx).")
     class_counts: tuple[int, ...] = Field(description="Images per class, in the order of `classes`.")
     digest: str = Field(description="Digest of the listing: label and content digest of every image, in order.")
 
@@ -134,7 +135,7 @@ class EngineEntry(Record):
     onnx_digest: str = Field("", description="Of the file that it was built from.")
     tensorrt_version: str
     gpu_name: str
-    compute_capability: str
+    compute_capability: str = Field(pattern=r"^[0-9]+\.[0-9]+$")
     driver_version: str
     flags: tuple[str, ...] = Field(
         (), description="Flags of the build: STRONGLY_TYPED, FP16, INT8, TF32, and `export.engine_options`."

@@ -128,8 +128,10 @@ def add_file(name: str) -> Edit:
         (lambda record: record.update(schema_version=2.0), "unknown-schema-version", "schema_version 2.0"),
         (lambda record: record.pop("version"), "invalid-manifest", "version: Field required"),
         (lambda record: record.update(surprise=1), "invalid-manifest", "surprise: Extra inputs are not permitted"),
-        (add_file("../x"), "damaged-artifact", "names a file outside the artifact"),
-        (add_file("/etc/passwd"), "damaged-artifact", "names a file outside the artifact"),
+        *(
+            (add_file(name), "invalid-manifest", "is no path of a file inside the artifact")
+            for name in ("../x", "../artifact/a.bin", "/etc/passwd", "sub//b.txt", "./a.bin", "", ".", "a\nb", "a\\b")
+        ),
         (add_file("absent"), "damaged-artifact", "absent is missing"),
     ],
 )

@@ -93,7 +93,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def inspect(plan: Path, built: EngineEntry, shapes: ShapeSpec, convolutions: list[str]) -> EngineLayers:
         assert convolutions == ["/0/Conv"]
-        return EngineLayers(file="f", num_layers=1, num_reformats=0, convolutions={"INT8": 1}, exceptions={})
+        plan.with_suffix(".layers.json").write_text("[]")
+        return EngineLayers(
+            file=plan.with_suffix(".layers.json").name,
+            num_layers=1,
+            num_reformats=0,
+            convolutions={"INT8": 1},
+            exceptions={},
+        )
 
     monkeypatch.setattr(tensorrt, "why_unavailable", lambda: None)
     monkeypatch.setattr(engines, "check_options", lambda options: None)
@@ -140,7 +147,10 @@ def test_a_plan_that_can_not_be_built_or_run(original, export, tmp_path, monkeyp
     def fail(plan: Path, built: EngineEntry, *others: Any) -> EngineLayers:
         if built.precision == "int8":
             raise EngineryError("no memory", code="no-memory")
-        return EngineLayers(file="f", num_layers=1, num_reformats=0, convolutions={}, exceptions={})
+        plan.with_suffix(".layers.json").write_text("[]")
+        return EngineLayers(
+            file=plan.with_suffix(".layers.json").name, num_layers=1, num_reformats=0, convolutions={}, exceptions={}
+        )
 
     monkeypatch.setattr(engines, "inspect_engine", fail)
     entries, missing = engines.build_plans(ExportConfig(), SHAPES, original.path, None, StepLog("export"))

@@ -1,5 +1,7 @@
 """Parts of a dataset, packed on their own and joined: the same dataset, to the byte."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from components.merge.config import MergeConfig
 from components.merge.run import run as merge
 from tests.conftest import preprocess, run_step
 from tests.unit.refusals import refuses
+from tests.unit.registered import replace_file, reseal
 
 SETTINGS: dict[str, Any] = {"shard_bytes": 1_000_000}
 
@@ -65,6 +68,23 @@ def test_parts_that_do_not_belong_together(few_digits: Path, tmp_path: Path) -> 
     next(second.glob("records/*.jsonl")).write_text("{}")
     with refuses("damaged-artifact"):
         join([first, second], tmp_path / "joined")
+
+
+def test_foreign_parts_write_nothing_but_their_shards(few_digits: Path, tmp_path: Path) -> None:
+    first, second = (pack(few_digits, tmp_path / "parts" / name, f"{name}/2") for name in ("1", "2"))
+    again = Path(shutil.copytree(first, tmp_path / "parts" / "again"))
+    reseal(again, lambda record: record.update(part="2/2"))
+    with refuses("shard-twice"):
+        join([first, again], tmp_path / "joined")
+    (tmp_path / "parts" / "bashrc").write_text("foreign")
+    (tmp_path / "bashrc").write_text("own")
+    name = next(first.glob("*.tar")).stem
+    record = json.loads((first / "records" / f"{name}.json").read_bytes())
+    record["files"]["../bashrc"] = record["files"][f"{name}.tar"]
+    replace_file(first, f"records/{name}.json", json.dumps(record).encode())
+    with refuses("no-shard-record"):
+        join([first, second], tmp_path / "joined")
+    assert (tmp_path / "bashrc").read_text() == "own"
 
 
 def test_a_join_that_was_refused_or_killed_can_be_given_again(few_digits: Path, tmp_path: Path) -> None:

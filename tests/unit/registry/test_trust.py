@@ -4,7 +4,7 @@ import fcntl
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -42,8 +42,11 @@ from tests.unit.registered import (
     refuses,
     register_forged,
     replace_file,
+    reseal,
     upload_forged,
 )
+
+NO_LAYERS = {"num_layers": 0, "num_reformats": 0, "convolutions": {}, "exceptions": {}}
 
 
 def served(reference: str, target: Path, *options: object) -> Path:
@@ -151,6 +154,34 @@ def test_a_foreign_model_in_a_repository_that_names_the_right_bundle(
         enginery("deploy", "--env", "staging", "m/1", "--repository", forged)
     assert not pins("staging").is_deployed
     assert git("log", "--format=%s").splitlines()[0] == "Deploy m version 1 to prod"
+
+
+def cpu_model(file: str) -> dict[str, object]:
+    return {"file": file, "weight_bits": 8, "activations": "signed", "saturates_on": []}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.update(cpu_models=[cpu_model("../../../victim/bashrc")]),
+        lambda record: record["models"].update(int8="../../../victim/bashrc"),
+        lambda record: record.update(cpu_models=[cpu_model("model.py")]),  # which Triton would run
+        lambda record: record["engines"][0].update(file="../../victim/bashrc"),
+        lambda record: record["engines"][0].update(layers={**NO_LAYERS, "file": "../../victim/bashrc"}),
+        lambda record: record["engines"][0].update(compute_capability="/../../../victim/bashrc"),
+    ],
+)
+def test_a_bundle_that_names_files_elsewhere(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """What serves it would write and read them."""
+    bundle = make_chain(tmp_path / "chain", 50, planned=("int8.plan",))["bundle"]
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "bashrc").write_text("own")
+    for name in ("bashrc", "model.py"):
+        replace_file(bundle, name, b"foreign")
+    reseal(bundle, change)
+    with refuses("invalid-manifest"):
+        served(str(bundle), tmp_path / "out")
+    assert (tmp_path / "victim" / "bashrc").read_text() == "own"
 
 
 def test_a_file_swapped_between_check_and_copy(three: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ Forgery = Callable[[dict], object]
         ("verdict", lambda record: record["config"].update(precision="fp16"), "is on int8 by thresholds for fp16"),
         ("verdict", lambda record: record["config"].update(max_top1_drop_points=-1), "names thresholds that are none"),
         ("bundle", lambda record: record["files"].pop("scales.json"), "scales.json is not named in bundle/manifest"),
-        ("bundle", lambda record: record["files"].update(OUTSIDE), "names a file outside the artifact"),
+        ("bundle", lambda record: record["files"].update(OUTSIDE), "is no path of a file inside the artifact"),
     ],
 )
 def test_a_manifest_sealed_again(release: Path, key, part: str, forgery: Forgery, said: str) -> None:
