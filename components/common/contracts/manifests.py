@@ -96,7 +96,8 @@ class DatasetManifest(Manifest):
 
     def _named_files(self) -> Iterator[str]:
         for split in self.splits.values():
-            yield from split.shards
+            for shard in split.shards:
+                yield from (shard, str(PurePosixPath(shard).with_suffix(".idx")))
 
 
 class DatasetPartManifest(Manifest):
@@ -104,7 +105,7 @@ class DatasetPartManifest(Manifest):
 
     kind: Literal["dataset_part"] = "dataset_part"
     classes: tuple[str, ...]
-    part: str = Field(description="Which one of how many, such as 3/8.")
+    part: str = Field(pattern="^[1-9][0-9]*/[1-9][0-9]*$", description="Which one of how many, such as 3/8.")
     plan_digest: str = Field(description="Of the listing and settings that all parts of a dataset share.")
     shards: tuple[FileName, ...] = Field(description="Names of its shards without extension, in order.")
 
@@ -151,7 +152,7 @@ class BundleManifest(Manifest):
         yield from self.models.values()
         yield from (model.file for model in self.cpu_models)
         for entry in self.engines:
-            yield entry.file
+            yield from (entry.file, entry.source_onnx)
             if entry.layers is not None:
                 yield entry.layers.file
 

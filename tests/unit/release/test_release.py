@@ -35,7 +35,7 @@ def test_a_release_of_a_registered_version(promoted, proved, tmp_path: Path, key
     text = enginery("release", out, f"{NAME}@candidate", "--key", private).output
     assert f"release:   {NAME} version 1 @candidate @champion" in text
     checks = json.loads((out / "verdict" / "manifest.json").read_text())["checks"]
-    assert f"gate:      passed: {'; '.join(check['explanation'] for check in checks)}" in text
+    assert f"gate:      pass: {'; '.join(check['explanation'] for check in checks)}" in text
     names = files(out).keys()
     assert {name for name in names if "/" not in name} == {
         *("release.json", "inputs.cdx.json", "MODEL_CARD.md", "SHA256SUMS", "model.sig"),
