@@ -237,7 +237,11 @@ def damaged(bundle: Artifact[BundleManifest]) -> Path:
             "class 0 is 'nought' against '0'. Name the images",
         ),
         (lambda bundle: sealed_again(bundle, classes=bundle.manifest.classes[:3]), {}, "3 against 10"),
-        (lambda bundle: without(bundle, "*.onnx", models={}, engines=()), {}, "has no fp16.onnx, fp32.onnx, int8.onnx, int8_fp16"),
+        (
+            lambda bundle: without(bundle, "*.onnx", models={}, engines=()),
+            {},
+            "has no fp16.onnx, fp32.onnx, int8.onnx, int8_fp16",
+        ),
         (lambda bundle: without(bundle, "scales.*"), {}, "has no scales.json, so export the model again"),
         (damaged, {}, "int8.onnx was changed after it was sealed"),
     ],
