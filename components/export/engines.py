@@ -360,11 +360,13 @@ def _timing_cache_name(
 
     A file per network and precision, because 8.6 can't read all that it wrote for another one and does without the
     cache then, and per set of options, because timings belong to builder flags such as TF32 and REFIT (TensorRT
-    developer guide, "Timing Cache"). A network is the shapes of its weights, so that training again changes no name.
+    developer guide, "Timing Cache"). A network is its operators, and so its layers in INT8, and the shapes of its
+    weights: training again changes no name.
     """
-    weights = digest_json(sorted(list(tensor.dims) for tensor in model.graph.initializer if len(tensor.dims) > 1))
+    shapes = sorted(list(tensor.dims) for tensor in model.graph.initializer if len(tensor.dims) > 1)
+    network = digest_json([shapes, [node.op_type for node in model.graph.node]])
     name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{driver_version()}"
-    name = "_".join([name, weights.removeprefix("sha256:")[:16], precision, *sorted(set(options))])
+    name = "_".join([name, network.removeprefix("sha256:")[:16], precision, *sorted(set(options))])
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()) + ".timing"
 
 

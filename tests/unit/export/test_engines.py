@@ -155,6 +155,9 @@ def test_timings_of_other_builds_are_not_read(monkeypatch):
     assert engines._timing_cache_name(TENSORRT_8, "fp16", both[::-1], convolution(1.0)) == names[-1]  # in any order
     assert engines._timing_cache_name(TENSORRT_8, "fp16", both, convolution(2.0)) == names[-1]  # trained again
     assert engines._timing_cache_name(TENSORRT_8, "fp16", both, convolution(1.0, width=5)) not in names
+    placed = convolution(1.0)
+    placed.graph.node.append(helper.make_node("QuantizeLinear", ["x"], ["y"]))
+    assert engines._timing_cache_name(TENSORRT_8, "fp16", both, placed) not in names  # other layers in INT8
 
 
 def convolution(value: float, width: int = 4) -> onnx.ModelProto:
