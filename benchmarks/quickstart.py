@@ -1,7 +1,6 @@
 """The quickstart's chain: ResNet-50 on digits, from the image folder to the registered INT8 model, by step.
 
-    python -m benchmarks.quickstart --machine cpu-2core
-    python -m benchmarks.quickstart --machine cpu-2core --repeat 3 --accuracy-only
+    python -m benchmarks.quickstart --machine cpu-2core --repeat 3
 
 Wall time counts from the start of `enginery run` to its end; writing the dataset and installing are not in it.
 """
@@ -26,12 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--repeat", default=1, show_default=True, help="Runs; seeds 0, 1, 2, ...")
-@click.option("--accuracy-only", is_flag=True, help="For a busy machine: times are left out, in a file of its own.")
-def main(machine: str, repeat: int, accuracy_only: bool) -> None:
+def main(machine: str, repeat: int) -> None:
     runs = [_run(seed) for seed in range(repeat)]
-    if accuracy_only:
-        _write_accuracy(machine, runs)
-        return
     top1 = [run["rows"][0]["top1_pct"] for run in runs]
     measures = {
         "quickstart_seconds": _median(run["seconds_wall"] for run in runs),
@@ -56,27 +51,6 @@ def main(machine: str, repeat: int, accuracy_only: bool) -> None:
         f"Medians over {repeat} {'run' if repeat == 1 else 'runs'}."
     )
     write_result(machine, "quickstart", measures=measures, runs=runs, notes=notes)
-
-
-def _write_accuracy(machine: str, runs: list[dict[str, Any]]) -> None:
-    top1 = [run["rows"][0]["top1_pct"] for run in runs]
-    deltas = [run["rows"][2]["delta_top1_points"] for run in runs]
-    write_result(
-        machine,
-        "digits_seeds",
-        measures={
-            "top1_pct_fp32": _median(top1),
-            "top1_pct_fp32_worst": min(top1),
-            "int8_delta_points": _median(deltas),
-            "int8_delta_points_worst": min(deltas),
-        },
-        runs=[
-            {"seed": run["seed"]}
-            | {f"top1_pct_{row['precision']}": row["top1_pct"] for row in run["rows"] if row["top1_pct"] is not None}
-            for run in runs
-        ],
-        notes=f"Medians and worst of {len(runs)} seeds of the split, weights, order and calibration images.",
-    )
 
 
 def _median(values: Any) -> float:

@@ -214,7 +214,9 @@ def check_name(config: PromoteConfig, registry: Registry, name: str, own: Mappin
     if config.allow_other_model or name not in registry.names():
         return
     asked = ("architecture", "classes_digest") if config.registered_model else tuple(_WORDS)
-    versions = registry.versions(name)
+    # Engines that were built again of a version are that version's model, and don't tell its source.
+    bundles = {version.tags.get("bundle_digest") for version in registry.versions(name)}
+    versions = [entry for entry in registry.versions(name) if entry.tags.get("model_digest") not in bundles]
     differences = [[key for key in asked if _differs(key, own, version.tags)] for version in versions]
     for version, different in zip(versions, differences, strict=True):
         same = version.tags.get("model_digest"), version.tags.get("bundle_digest")

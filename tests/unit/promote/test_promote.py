@@ -318,6 +318,16 @@ def test_a_file_and_a_trained_network_of_one_architecture_share_no_name(
     assert len(registry.versions("resnet18")) == 1
 
 
+def test_engines_built_again_open_no_name_to_another_source(promote: Any, registry: Registry) -> None:
+    """Their version joins by the digest of the bundle, and names no source of its own."""
+    promote("/a/resnet18.onnx")
+    built = registry.versions("resnet18")[0].tags["bundle_digest"]
+    assert "resnet18 version 2" in promote("", digest=built)
+    with refuses("name-taken", "registered_model"):
+        promote("", digest="trained")
+    assert "resnet18 version 3" in promote("", digest=built)
+
+
 @pytest.mark.parametrize(
     ("name", "source", "model"),
     [
