@@ -81,9 +81,9 @@ CHANGED = "was changed after it was sealed"
 FUTURE, PAST = "2999-01-01", "2001-01-01"
 
 
-def enginery(*arguments: object) -> Result:
+def enginery(*arguments: object, stdin: bytes | None = None, columns: int = 200) -> Result:
     """The command's result; raises what the process would end with."""
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(cli, [str(argument) for argument in arguments])
+    done = CliRunner(env={"COLUMNS": str(columns)}).invoke(cli, [str(word) for word in arguments], input=stdin)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done

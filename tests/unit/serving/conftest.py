@@ -2,10 +2,10 @@
 
 import json
 import os
-import re
 import struct
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.error
 import urllib.request
@@ -105,6 +105,24 @@ def wait_until_ready(running: Running) -> None:
 
 
 @contextmanager
+def serving(source: Path | str, folder: Path, *options: str, **environment: str) -> Iterator[Running]:
+    """`enginery serve`, ready; it ends with the body."""
+    running = start_serving(source, folder, *options, **environment)
+    try:
+        wait_until_ready(running)
+        yield running
+    finally:
+        running.process.terminate()
+        running.process.wait(600)
+
+
+def metrics(running: Running) -> dict[str, float]:
+    """Values by name and labels."""
+    lines = running.get("metrics", running.metrics).decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
+@contextmanager
 def suspended(process: psutil.Process) -> Iterator[None]:
     """Nothing of it runs meanwhile."""
     process.suspend()
@@ -123,9 +141,9 @@ def decoding_process(running: Running) -> psutil.Process:
 
 def wait_until_pending(running: Running, num: int) -> None:
     """Until Triton says that as many requests wait for the decoder."""
-    series = re.compile(rf'^nv_inference_pending_request_count\{{model="{NAME}_preprocess".*\}} (\d+)$', re.M)
+    series = f'nv_inference_pending_request_count{{model="{NAME}_preprocess"'
     deadline = time.monotonic() + 600
-    while (pending := sum(map(int, series.findall(running.get("metrics", running.metrics).decode())))) < num:
+    while (pending := sum(value for name, value in metrics(running).items() if name.startswith(series))) < num:
         assert time.monotonic() < deadline, f"{pending} requests wait"
         time.sleep(0.05)
 
@@ -159,10 +177,24 @@ def exported(source, tmp_path_factory: pytest.TempPathFactory) -> Artifact[Repos
 @pytest.fixture(scope="session")
 def served(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One server for all tests that leave it as it is."""
-    running = start_serving(exported.path, tmp_path_factory.mktemp("server"))
-    try:
-        wait_until_ready(running)
+    with serving(exported.path, tmp_path_factory.mktemp("server")) as running:
         yield running
-    finally:
-        running.process.terminate()
-        running.process.wait(600)
+
+
+@pytest.fixture(scope="session")
+def image_files(proved, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Images of the validation split, in the order of its listing, from the shards themselves."""
+    folder, files = tmp_path_factory.mktemp("images"), []
+    for shard in proved.dataset.manifest.splits["val"].shards:
+        with tarfile.open(proved.dataset.file(shard)) as tar:
+            for member in tar:
+                if not member.name.endswith(".cls"):
+                    files.append(folder / member.name)
+                    files[-1].write_bytes(tar.extractfile(member).read())
+    assert len(files) == 120
+    return files
+
+
+@pytest.fixture(scope="session")
+def images(image_files) -> list[bytes]:
+    return [file.read_bytes() for file in image_files]

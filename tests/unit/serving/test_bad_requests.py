@@ -7,7 +7,8 @@ import struct
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,16 +17,7 @@ from PIL import Image
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
-from .conftest import (
-    NAME,
-    Running,
-    decoding_process,
-    encoded,
-    start_serving,
-    suspended,
-    wait_until_pending,
-    wait_until_ready,
-)
+from .conftest import NAME, decoding_process, encoded, metrics, serving, suspended, wait_until_pending
 
 
 def picture(size: tuple[int, int] = (40, 30), form: str = "JPEG", colour: str = "red") -> bytes:
@@ -44,39 +36,59 @@ def _goes_on(served) -> Iterator[None]:
     assert served.log.read_bytes()[before:] == b""
 
 
+def bomb_png(width: int, height: int) -> bytes:
+    """A PNG whose header alone says how large it is: it is to be refused before anything is decoded."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+def of_image(data: bytes, count: int = 1) -> tuple[str, str, list[int], bytes]:
+    return "IMAGE", "BYTES", [count, 1], encoded([data] * count)
+
+
+def logits(*values: float) -> tuple[str, str, list[int], bytes]:
+    return "logits", "FP32", [1, 10], struct.pack("<10f", *values)
+
+
+INF = float("inf")
+INFINITE = "the model's answer to image 0 is infinite: it names no class"
+NETWORK = ("images", "FP32", [1, 3, 16, 16], bytes(4 * 3 * 16 * 16))
+NAN = "the model's answer to image 0 is not a number (NaN): it names no class"
+TOO_LONG = ("IMAGE", "BYTES", [1, 1], struct.pack("<I", 1000) + b"abc")
+
+
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("sent", "model", "message"),
     [
-        (b"hello", "image 0 is not an image; take a JPEG, PNG, WebP, BMP or TIFF"),
-        (b"", "image 0 is not an image"),
-        (picture()[:300], "image 0 is damaged"),
-        (picture(form="GIF"), "image 0 is not an image; take a JPEG"),
-        (b"\xff\xd8" + b"\xa5" * 1000, "image 0 is not an image"),
+        (of_image(b"hello"), "", "image 0 is not an image; take a JPEG, PNG, WebP, BMP or TIFF"),
+        (of_image(b""), "", "image 0 is not an image"),
+        (of_image(picture()[:300]), "", "image 0 is damaged"),
+        (of_image(picture(form="GIF")), "", "image 0 is not an image; take a JPEG"),
+        (of_image(b"\xff\xd8" + b"\xa5" * 1000), "", "image 0 is not an image"),
+        (of_image(bomb_png(30_000, 30_000)), "", "image 0 is too large"),
+        (("IMAGE", "BYTES", [3, 1], encoded([picture(), picture(form="PNG"), b"text"])), "", "image 2 is not an image"),
+        (("IMAGE", "FP32", [1, 1], bytes(4)), "", "data-type is 'FP32', but model 'digits' expects 'BYTES'"),
+        (("IMAGE", "BYTES", [1], encoded([b"abc"])), "", "Expected [-1,1], got [1]"),
+        (of_image(b"abc", 200), "", "batch-size must be <= 128"),
+        (("PICTURE", *of_image(b"abc")[1:]), "", "unexpected inference input 'PICTURE'"),
+        (TOO_LONG, "", "expecting string of length 1000"),
+        (("IMAGE", "BYTES", [1, 1], b"ab"), "", "incomplete string length indicator"),
+        (("IMAGE", "BYTES", [2, 1], encoded([b"abc"])), "", "expected 2 string elements"),
+        (NETWORK, "_model", "Expected [-1,3,32,32], got [1,3,16,16]"),
+        (logits(*[float("nan")] * 10), "_labels", NAN),
+        (logits(*[INF] * 10), "_labels", INFINITE),
+        (logits(INF, *[0.0] * 9), "_labels", INFINITE),
+        (logits(*[-INF] * 10), "_labels", INFINITE),
     ],
 )
-def test_no_image(served, data, message) -> None:
-    answer = served.infer([data])
+def test_wrong_tensors(served, sent, model: str, message: str) -> None:
+    """Those of the labels leave the metrics alone, too."""
+    answer = served.send(*sent, NAME + model)
     assert (answer.status, message in answer.error) == (400, True), answer
-
-
-def test_the_bad_one_of_a_batch_is_named(served) -> None:
-    answer = served.infer([picture(), picture(form="PNG"), b"text"])
-    assert answer.status == 400
-    assert "image 2 is not an image" in answer.error
-
-
-def test_a_bad_image_fails_nobody_else(served) -> None:
-    """Requests that the server puts together into batches are answered each on its own."""
-    data = [b"bad" if index % 3 == 0 else picture() for index in range(90)]
-    before = preprocess_counts(served)
-    with ThreadPoolExecutor(30) as pool, suspended(decoding_process(served)):  # so that batches form, however fast
-        sent = pool.map(lambda image: served.infer([image]), data)
-        wait_until_pending(served, 20)
-    answers = list(sent)
-    expected = [400 if index % 3 == 0 else 200 for index in range(90)]
-    assert [answer.status for answer in answers] == expected, {str(a.body)[:300] for a in answers if a.status > 400}
-    count, executions = (after - old for old, after in zip(before, preprocess_counts(served), strict=True))
-    assert executions < count  # batches did form
 
 
 def test_200_megabytes(served) -> None:
@@ -85,67 +97,27 @@ def test_200_megabytes(served) -> None:
     assert "image 0 has 200,000,002 bytes, and 67,108,864 are taken at most; make it smaller" in answer.error
 
 
-def test_a_small_file_that_decodes_to_gigabytes(served) -> None:
-    bomb = bomb_png(30_000, 30_000)
-    assert len(bomb) < 10_000
-    answer = served.infer([bomb])
-    assert answer.status == 400
-    assert "image 0 is too large" in answer.error
-
-
-def bomb_png(width: int, height: int) -> bytes:
-    """A PNG whose header alone says how large it is: it is to be refused before anything is decoded."""
-    import zlib
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "datatype", "shape", "data", "message"),
-    [
-        ("IMAGE", "FP32", [1, 1], bytes(4), "data-type is 'FP32', but model 'digits' expects 'BYTES'"),
-        ("IMAGE", "BYTES", [1], encoded([b"abc"]), "Expected [-1,1], got [1]"),
-        ("IMAGE", "BYTES", [200, 1], encoded([b"abc"] * 200), "batch-size must be <= 128"),
-        ("PICTURE", "BYTES", [1, 1], encoded([b"abc"]), "unexpected inference input 'PICTURE'"),
-        ("IMAGE", "BYTES", [1, 1], struct.pack("<I", 1000) + b"abc", "expecting string of length 1000"),
-        ("IMAGE", "BYTES", [1, 1], b"ab", "incomplete string length indicator"),
-        ("IMAGE", "BYTES", [2, 1], encoded([b"abc"]), "expected 2 string elements"),
-    ],
-)
-def test_wrong_tensors(served, name, datatype, shape, data, message) -> None:
-    answer = served.send(name, datatype, shape, data)
-    assert (answer.status, message in answer.error) == (400, True), answer
-
-
-def test_wrong_tensors_for_the_network(served) -> None:
-    answer = served.send("images", "FP32", [1, 3, 16, 16], bytes(4 * 3 * 16 * 16), f"{NAME}_model")
-    assert (answer.status, "Expected [-1,3,32,32], got [1,3,16,16]" in answer.error) == (400, True)
-    answer = served.send("logits", "FP32", [1, 10], struct.pack("<10f", *[float("nan")] * 10), f"{NAME}_labels")
-    assert (answer.status, answer.error) == (
-        400,
-        "the model's answer to image 0 is not a number (NaN): it names no class",
-    )
-
-
-@pytest.mark.parametrize("logits", [[float("inf")] * 10, [float("inf"), *[0.0] * 9], [float("-inf")] * 10])
-def test_infinite_logits_are_refused_and_leave_the_metrics_alone(served, logits) -> None:
-    answer = served.send("logits", "FP32", [1, 10], struct.pack("<10f", *logits), f"{NAME}_labels")
-    assert (answer.status, answer.body.get("error")) == (
-        400,
-        "the model's answer to image 0 is infinite: it names no class",
-    )
-
-
 def test_a_class_that_is_ruled_out_is_an_answer(served) -> None:
-    logits = [float("-inf")] * 9 + [1.0]
-    answer = served.send("logits", "FP32", [1, 10], struct.pack("<10f", *logits), f"{NAME}_labels")
+    answer = served.send(*logits(*[-INF] * 9, 1.0), f"{NAME}_labels")
     assert (answer.output("LABELS")[0], answer.output("PROBABILITIES")[0]) == ("9", 1.0)
+
+
+def test_a_bad_image_fails_nobody_else(served) -> None:
+    """Requests that the server puts together into batches are answered each on its own."""
+    data = [b"bad" if index % 3 == 0 else picture() for index in range(90)]
+    before = metrics(served)
+    with ThreadPoolExecutor(30) as pool, suspended(decoding_process(served)):  # so that batches form, however fast
+        sent = pool.map(lambda image: served.infer([image]), data)
+        wait_until_pending(served, 20)
+    answers = list(sent)
+    expected = [400 if index % 3 == 0 else 200 for index in range(90)]
+    assert [answer.status for answer in answers] == expected, {str(a.body)[:300] for a in answers if a.status > 400}
+    after = metrics(served)
+    images, batches = (
+        sum(after[name] - before[name] for name in after if name.startswith(f'{series}{{model="{NAME}_preprocess"'))
+        for series in ("nv_inference_count", "nv_inference_exec_count")
+    )
+    assert batches < images  # they did form
 
 
 def test_an_unknown_model(served) -> None:
@@ -160,27 +132,30 @@ def test_no_json(served) -> None:
     assert (answer.status, "failed to parse the request JSON" in answer.error) == (500, True), answer
 
 
-@pytest.mark.parametrize("path", ["v2/logging", "v2/trace/setting", "v2/systemsharedmemory/region/a/register"])
-def test_what_only_the_operator_may(served, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "call"),
+    [
+        ("v2/logging", lambda client: client.update_log_settings({"log_verbose_level": 1})),
+        ("v2/trace/setting", lambda client: client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})),
+        (
+            "v2/systemsharedmemory/region/a/register",
+            lambda client: client.register_system_shared_memory("a", "/a", 1),
+        ),
+    ],
+)
+def test_what_only_the_operator_may(served, path: str, call: Callable[[grpc.InferenceServerClient], object]) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{served.http}/{path}", b"{}"), timeout=600)
     assert refused.value.code == 403
-    client = grpc.InferenceServerClient(f"127.0.0.1:{served.grpc}")
-    calls = {
-        "v2/logging": lambda: client.update_log_settings({"log_verbose_level": 1}),
-        "v2/trace/setting": lambda: client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]}),
-        "v2/systemsharedmemory/region/a/register": lambda: client.register_system_shared_memory("a", "/a", 1),
-    }
     with pytest.raises(InferenceServerException, match="restricted"):
-        calls[path]()
+        call(grpc.InferenceServerClient(f"127.0.0.1:{served.grpc}"))
 
 
 def test_a_client_that_goes_away(served) -> None:
     """In the middle of its request, and before the answer."""
     body = encoded([picture((3000, 3000))])
-    head = b'{"inputs":[{"name":"IMAGE","datatype":"BYTES","shape":[1,1],"parameters":{"binary_data_size":%d}}]}' % len(
-        body
-    )
+    tensor = b'{"name":"IMAGE","datatype":"BYTES","shape":[1,1],"parameters":{"binary_data_size":%d}}' % len(body)
+    head = b'{"inputs":[%s]}' % tensor
     request = b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n" % len(head)
     request += b"Content-Length: %d\r\n\r\n" % (len(head) + len(body)) + head + body
 
@@ -198,10 +173,8 @@ def test_a_client_that_goes_away(served) -> None:
 
 def test_overload_is_refused_at_once_and_ends(triton, proved, tmp_path: Path) -> None:
     """More than the 128 that may wait: some are answered, the rest gets a 503 that says so, and then all is well."""
-    running = start_serving(proved.parts["bundle"], tmp_path, "--name", NAME, "--max-wait", "60")
     large = picture((1500, 1500))  # so that a batch takes longer than asking the server how many wait
-    try:
-        wait_until_ready(running)
+    with serving(proved.parts["bundle"], tmp_path, "--name", NAME, "--max-wait", "60") as running:
         decoder = decoding_process(running)
         with ThreadPoolExecutor(300) as pool:
             with suspended(decoder):  # so that all of them wait, however fast this machine decodes
@@ -214,18 +187,3 @@ def test_overload_is_refused_at_once_and_ends(triton, proved, tmp_path: Path) ->
         assert all("the server is overloaded, try again later" in answer.error for answer in refused)
         assert running.infer([large]).status == 200
         assert re.findall(r"^[EW]\d{4}.*|Traceback", running.log.read_text(), re.M) == []
-    finally:
-        running.process.terminate()
-        running.process.wait(600)
-
-
-def preprocess_counts(running: Running) -> tuple[float, float]:
-    """Images that were decoded so far, and batches."""
-    lines = running.get("metrics", running.metrics).decode().splitlines()
-    count, executions = (
-        float(line.split()[-1])
-        for name in ("nv_inference_count", "nv_inference_exec_count")
-        for line in lines
-        if line.startswith(f'{name}{{model="{NAME}_preprocess"')
-    )
-    return count, executions

@@ -8,17 +8,8 @@ from enginery.serving.repository import batching_for
 
 def row(batch: int, images_per_s: float, p99_ms: float, streams: int = 1, **other) -> BenchmarkRow:
     values = {"precision": "int8", "runtime": "tensorrt", "with_transfers": True, **other}
-    p50_ms = 0.9 * p99_ms
-    return BenchmarkRow(
-        **values,
-        batch_size=batch,
-        num_streams=streams,
-        images_per_s=images_per_s,
-        p50_ms=p50_ms,
-        p90_ms=p99_ms,
-        p99_ms=p99_ms,
-        num_iterations=100,
-    )
+    values |= {"batch_size": batch, "num_streams": streams, "images_per_s": images_per_s, "num_iterations": 100}
+    return BenchmarkRow(**values, p50_ms=0.9 * p99_ms, p90_ms=p99_ms, p99_ms=p99_ms)
 
 
 ROWS = (
@@ -62,6 +53,9 @@ def test_without_a_budget_the_smallest_batch_that_is_nearly_as_fast() -> None:
     assert "no latency budget: batch 32, 12,000 images/s" in found.reason
 
 
+CPU = (row(1, 100, 10, runtime="openvino"), row(16, 400, 40, runtime="openvino"))
+
+
 def test_only_rows_of_what_is_served_count() -> None:
     others = (
         row(128, 90_000, 1.0, precision="fp16"),
@@ -69,16 +63,11 @@ def test_only_rows_of_what_is_served_count() -> None:
         row(128, 90_000, 1.0, with_transfers=False),
     )
     assert batching_for("int8", "tensorrt", report(*ROWS[:2], *others)).preferred_batch_size == 8
-    cpu = (row(1, 100, 10, runtime="openvino"), row(16, 400, 40, runtime="openvino"))
     streams = row(16, 600, 60, 2, runtime="openvino")  # the Python backend has none
-    found = batching_for("int8", "openvino", report(*cpu, streams))
+    found = batching_for("int8", "openvino", report(*CPU, streams))
     assert (found.num_instances, found.preferred_batch_size) == (1, 16)
-
-
-def test_on_a_cpu_nobody_waits_for_others() -> None:
-    cpu = (row(1, 100, 10, runtime="openvino"), row(16, 400, 40, runtime="openvino"))
-    for budget_ms in (None, 200.0):
-        assert batching_for("int8", "openvino", report(*cpu, budget_ms=budget_ms)).queue_delay_us == 0
+    for budget_ms in (None, 200.0):  # on a CPU nobody waits for others
+        assert batching_for("int8", "openvino", report(*CPU, budget_ms=budget_ms)).queue_delay_us == 0
 
 
 def test_the_queue_holds_what_is_served_in_the_time_to_wait() -> None:

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import tarfile
 import time
 import urllib.error
 import urllib.request
@@ -17,21 +16,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
 from components.common.contracts.errors import UserError
 from components.common.runtimes.selection import select_runtime
+from components.promote.pyfunc import BundleModel
 from enginery.cli.commands import cli
-from enginery.serving.client.client import AsyncClient, Client
-from enginery.serving.client.transport import RequestRefused, RetryPolicy, ServerTimeout, ServerUnreachable
+from enginery.serving.client.client import Client
+from enginery.serving.client.transport import (
+    RequestRefused,
+    RetryPolicy,
+    ServerTimeout,
+    ServerUnreachable,
+    ServingError,
+)
 from enginery.serving.loadtest.results import LoadTest
 from tests.fuzz import requests
+from tests.unit.registered import ROOT, enginery, refuses
 
-from .conftest import NAME, Running, start_serving, wait_until_ready
+from .conftest import NAME, Running, metrics, serving
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 ONCE = RetryPolicy(timeout_s=20, retry_s=0)
 
 
@@ -40,68 +46,45 @@ def url(request: pytest.FixtureRequest, served: Running) -> str:
     return f"{request.param}://127.0.0.1:{getattr(served, request.param)}"
 
 
-@pytest.fixture(scope="module")
-def images(proved, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder, files = tmp_path_factory.mktemp("images"), []
-    for shard in proved.dataset.manifest.splits["val"].shards:
-        with tarfile.open(proved.dataset.file(shard)) as tar:
-            for member in tar:
-                if not member.name.endswith(".cls"):
-                    files.append(folder / member.name)
-                    files[-1].write_bytes(tar.extractfile(member).read())
-    assert len(files) > 5
-    return files
-
-
-def predict(*arguments: object, stdin: bytes | None = None) -> Result:
-    return CliRunner().invoke(cli, ["predict", *map(str, arguments)], input=stdin)
-
-
-def test_both_protocols_give_the_validated_answer(url: str, images: list[Path], source) -> None:
-
-    with Client(url, retry=ONCE) as client:
-        assert client.is_ready()
-        answers = client.classify_all([file.read_bytes() for file in images], top_k=2)
-    from components.promote.pyfunc import BundleModel
-
-    model = BundleModel(source.bundle, "int8", "openvino")
-    table = model.predict([file.read_bytes() for file in images], {"top_k": 2})
-    assert [answer.labels for answer in answers] == [tuple(labels) for labels in table["labels"]]
-    shares = np.array([answer.probabilities for answer in answers])
-    assert np.allclose(shares, np.array(table["probabilities"].tolist()), atol=1e-6)
-
-
-def test_tensors_give_the_runners_logits(url: str, source) -> None:
+def test_both_protocols_give_the_validated_answer(url: str, images: list[bytes], source) -> None:
+    """Of images those of the Python model, and of tensors the runner's logits."""
     shapes = source.bundle.manifest.shapes
     tensors = np.random.default_rng(0).standard_normal(shapes.input_shape(3), dtype=np.float32)
     with Client(url, retry=ONCE) as client:
+        assert client.is_ready()
+        answers = client.classify_all(images, top_k=2)
         logits = client.logits(tensors)
         with pytest.raises(RequestRefused):
             client.logits(tensors[:, :, :-1])
+    table = BundleModel(source.bundle, "int8", "openvino").predict(images, {"top_k": 2})
+    assert [answer.labels for answer in answers] == [tuple(labels) for labels in table["labels"]]
+    shares = np.array([answer.probabilities for answer in answers])
+    assert np.allclose(shares, np.array(table["probabilities"].tolist()), atol=1e-6)
     serving = select_runtime(source.bundle, "int8", "openvino")
     assert serving.runner is not None
     assert np.allclose(logits, serving.runner.infer(tensors), atol=1e-5)
 
 
 def test_a_bad_image_among_good_ones_is_said_and_the_others_are_answered(
-    url: str, images: list[Path], tmp_path: Path
+    url: str, image_files: list[Path], tmp_path: Path
 ) -> None:
-    bad, empty = tmp_path / "bad.jpg", tmp_path / "empty.jpg"
-    bad.write_text("no image")
-    empty.touch()
-    done = predict("--url", url, "--json", "--top-k", 1, images[0], tmp_path, images[1])
+    (tmp_path / "bad.jpg").write_text("no image")
+    (tmp_path / "empty.jpg").touch()
+    good = image_files[:2]
+    done = CliRunner().invoke(
+        cli, ["predict", "--url", url, "--json", "--top-k", "1", *map(str, (good[0], tmp_path, good[1]))]
+    )
     assert isinstance(done.exception, UserError)
     assert done.exception.code == "images-without-answer"
     results = json.loads(done.stdout)["results"]
-    assert [Path(entry["image"]).name for entry in results] == [images[0].name, "bad.jpg", "empty.jpg", images[1].name]
+    assert [Path(entry["image"]).name for entry in results] == [good[0].name, "bad.jpg", "empty.jpg", good[1].name]
+    assert [len(entry.get("labels", ())) for entry in results] == [1, 0, 0, 1]
     assert ["error" in entry for entry in results] == [False, True, True, False]
-    assert [len(results[index]["labels"]) for index in (0, 3)] == [1, 1]
 
 
-def test_the_standard_input_is_an_image_too(url: str, images: list[Path]) -> None:
-    done = predict("--url", url, "-", images[1], stdin=images[0].read_bytes())
-    assert done.exception is None, done.output
-    assert len(re.findall(r"\d+\.\d\d %", done.output)) >= 4
+def test_the_standard_input_is_an_image_too(url: str, images: list[bytes], image_files: list[Path]) -> None:
+    output = enginery("predict", "--url", url, "-", image_files[1], stdin=images[0]).output
+    assert len(re.findall(r"\d+\.\d\d %", output)) >= 4
 
 
 @pytest.mark.parametrize(
@@ -120,24 +103,22 @@ def test_mistakes_are_said_before_anything_is_sent(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jpg").write_bytes(b"x")
-    done = predict(*arguments)
-    assert isinstance(done.exception, UserError)
-    assert done.exception.code == code
+    with refuses(code):
+        enginery("predict", *arguments)
 
 
-def test_what_the_server_does_not_have(url: str, images: list[Path]) -> None:
-    unknown = predict("--url", url, "--model", "cats", images[0])
-    assert isinstance(unknown.exception, RequestRefused)
-    network = predict("--url", url, "--model", f"{NAME}_model", images[0])
-    assert isinstance(network.exception, UserError)
-    assert network.exception.code == "no-classifier"
+def test_what_the_server_does_not_have(url: str, image_files: list[Path]) -> None:
+    with pytest.raises(RequestRefused):
+        enginery("predict", "--url", url, "--model", "cats", image_files[0])
+    with refuses("no-classifier"):
+        enginery("predict", "--url", url, "--model", f"{NAME}_model", image_files[0])
 
 
-def test_a_proxy_of_the_environment_is_not_asked(url: str, images: list[Path]) -> None:
+def test_a_proxy_of_the_environment_is_not_asked(url: str, image_files: list[Path]) -> None:
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
     done = subprocess.run(
-        [sys.executable, "-m", "enginery.cli.main", "predict", "--url", url, "--retry", "0", str(images[0])],
-        cwd=REPOSITORY,
+        [sys.executable, "-m", "enginery.cli.main", "predict", "--url", url, "--retry", "0", str(image_files[0])],
+        cwd=ROOT,
         env={**os.environ, **proxies, "no_proxy": "", "NO_PROXY": ""},
         capture_output=True,
         text=True,
@@ -152,23 +133,25 @@ def test_nobody_there(nobody: str) -> None:
         client.classify(b"")
 
 
-def test_nobody_in_time_and_another_protocol(served: Running, images: list[Path]) -> None:
+def test_nobody_in_time_and_another_protocol(served: Running, image_files: list[Path]) -> None:
     hasty = RetryPolicy(timeout_s=0.2, retry_s=0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with Client(url, model=NAME, retry=hasty) as client, pytest.raises(ServerTimeout):
-            client.classify(images[0].read_bytes())
-    wrong = predict("--url", f"http://127.0.0.1:{served.grpc}", "--retry", 0, images[0])
-    assert f"write grpc://127.0.0.1:{served.grpc}" in str(wrong.exception)
+            client.classify(image_files[0].read_bytes())
+    with pytest.raises(ServingError, match=f"write grpc://127.0.0.1:{served.grpc}"):
+        enginery("predict", "--url", f"http://127.0.0.1:{served.grpc}", "--retry", 0, image_files[0])
 
 
-def test_a_load_test_counts_what_the_server_did(url: str, tmp_path: Path, images: list[Path]) -> None:
+def loadtest(url: str, output: Path, *options: object) -> LoadTest:
+    enginery("loadtest", "--url", url, "--output", output, *options)
+    return LoadTest.model_validate_json((output / "loadtest.json").read_text())
+
+
+def test_a_load_test_counts_what_the_server_did(url: str, tmp_path: Path, image_files: list[Path]) -> None:
     output = tmp_path / "out"
-    arguments = ["--seconds", "1", "--concurrency", "1,8", "--rates", "20,60", "--data", images[0].parent]
-    done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", *map(str, [output, *arguments])])
-    assert done.exception is None, done.output
-    result = LoadTest.model_validate_json((output / "loadtest.json").read_text())
-    (series,) = result.series
+    options = ("--seconds", 1, "--concurrency", "1,8", "--rates", "20,60", "--data", image_files[0].parent)
+    (series,) = loadtest(url, output, *options).series
     assert [level.concurrency for level in series.closed] == [1, 8]
     assert [level.request_rate for level in series.open] == [20, 60]
     for level in (*series.closed, *series.open):
@@ -180,39 +163,32 @@ def test_a_load_test_counts_what_the_server_did(url: str, tmp_path: Path, images
         served_images = sum(size * count for size, count in level.batches.items())
         assert served_images >= level.images_per_s * level.duration_s
     assert "<svg" in (output / "loadtest.html").read_text()
-    again = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(output)])
-    assert isinstance(again.exception, UserError)
+    with pytest.raises(UserError):
+        loadtest(url, output)
 
 
 def test_comparing_without_the_servers_leave_is_refused_with_the_way_to_it(served: Running, tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{served.http}"
-    options = ["--seconds", "0.2", "--concurrency", "1", "--rates", "20", "--tensors", "--compare-batching"]
+    options = ("--seconds", 0.2, "--concurrency", 1, "--rates", 20, "--tensors", "--compare-batching")
     answered = f'nv_inference_request_success{{model="{NAME}_model",version="1"}}'
     before = metrics(served)[answered]
-    done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
+    with refuses("loading-refused"):
+        loadtest(f"http://127.0.0.1:{served.http}", tmp_path / "out", *options)
     assert metrics(served)[answered] == before  # not after minutes of measuring, which would be lost
-    assert isinstance(done.exception, UserError)
-    assert done.exception.code == "loading-refused"
 
 
 def test_a_load_test_says_why_there_was_no_answer(url: str, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images/bad.jpg").write_text("no image")
-    options = ["--data", tmp_path / "images", "--seconds", "0.2", "--concurrency", "1", "--rates", "20"]
-    arguments = ["loadtest", "--url", url, *map(str, options), "--output"]
-    done = CliRunner().invoke(cli, [*arguments, str(tmp_path / "first")])
-    assert re.search(r"single client's \d+ requests was answered: .*image 0 is not an image", str(done.exception))
-    done = CliRunner().invoke(cli, [*arguments, str(tmp_path / "second"), "--latency-budget", "100"])
-    assert done.exception is None, done.output
-    assert re.search(r"no answer, \d+ times: .*image 0 is not an image", done.output)
+    options = ("--data", tmp_path / "images", "--seconds", 0.2, "--concurrency", 1, "--rates", 20)
+    with pytest.raises(Exception, match=r"single client's \d+ requests was answered: .*image 0 is not an image"):
+        loadtest(url, tmp_path / "first", *options)
+    output = enginery(
+        "loadtest", "--url", url, "--output", tmp_path / "second", *options, "--latency-budget", 100
+    ).output
+    assert re.search(r"no answer, \d+ times: .*image 0 is not an image", output)
     result = LoadTest.model_validate_json((tmp_path / "second/loadtest.json").read_text())
     (count,) = result.failures.values()
     assert count >= sum(level.num_errors for series in result.series for level in (*series.closed, *series.open))
-
-
-def metrics(served: Running) -> dict[str, float]:
-    lines = served.get("metrics", served.metrics).decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
 CONFIDENCE_COUNT = "enginery_prediction_confidence_count"
@@ -221,19 +197,14 @@ CONFIDENCE_COUNT = "enginery_prediction_confidence_count"
 @pytest.fixture(scope="module")
 def own(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that nobody else asks, with models that the client may load."""
-    running = start_serving(exported.path, tmp_path_factory.mktemp("own"), "--allow-loading")
-    try:
-        wait_until_ready(running)
+    with serving(exported.path, tmp_path_factory.mktemp("own"), "--allow-loading") as running:
         yield running
-    finally:
-        running.process.terminate()
-        running.process.wait(600)
 
 
-def test_predictions_are_counted_by_label_and_confidence(own: Running, images: list[Path]) -> None:
+def test_predictions_are_counted_by_label_and_confidence(own: Running, images: list[bytes]) -> None:
     """They are handed on once a second."""
     with Client(f"http://127.0.0.1:{own.http}", model=NAME, retry=ONCE) as client:
-        answers = client.classify_all([file.read_bytes() for file in images])
+        answers = client.classify_all(images)
     deadline = time.monotonic() + 600
     while True:
         found = {key: value for key, value in metrics(own).items() if key.startswith("enginery_prediction")}
@@ -250,9 +221,8 @@ def test_predictions_are_counted_by_label_and_confidence(own: Running, images: l
     buckets = {
         float(match[1]): value for key, value in found.items() if (match := re.search(r'_bucket\{le="([^"]+)"', key))
     }
-    assert buckets[float("inf")] == len(images)
-    for bound, count in buckets.items():
-        assert count == sum(share <= bound for share in best)
+    assert float("inf") in buckets
+    assert buckets == {bound: sum(share <= bound for share in best) for bound in buckets}
     (total,) = (value for key, value in found.items() if key.startswith("enginery_prediction_confidence_sum"))
     assert total == pytest.approx(sum(best), rel=1e-5)
 
@@ -300,18 +270,15 @@ def test_with_and_without_dynamic_batching_and_then_as_before(
     attack(own, proof, {"enginery-loading": key_file.read_text()})
     assert proof.exists()  # so the attack is one: with the key it runs
     before = json.loads(own.get(f"v2/models/{NAME}_model/config"))
-    options = ["--seconds", "0.5", "--concurrency", "2", "--rates", "20", "--tensors", "--compare-batching"]
-    url = f"grpc://127.0.0.1:{own.grpc}"
-    done = CliRunner().invoke(cli, ["loadtest", "--url", url, "--output", str(tmp_path / "out"), *options])
-    assert done.exception is None, done.output
-    result = LoadTest.model_validate_json((tmp_path / "out/loadtest.json").read_text())
-    assert [(series.name, series.batching is None) for series in result.series] == [
+    options = ("--seconds", 0.5, "--concurrency", 2, "--rates", 20, "--tensors", "--compare-batching")
+    both = loadtest(f"grpc://127.0.0.1:{own.grpc}", tmp_path / "out", *options).series
+    assert [(series.name, series.batching is None) for series in both] == [
         ("dynamic batching", False),
         ("without", True),
     ]
-    for series in result.series:
+    for series in both:
         assert all(level.num_errors == 0 and level.images_per_s > 0 for level in series.closed)
-    assert set(result.series[1].closed[0].batches) == {1}
+    assert set(both[1].closed[0].batches) == {1}
     assert json.loads(own.get(f"v2/models/{NAME}_model/config")) == before
 
 
@@ -324,54 +291,11 @@ def test_damaged_requests(served: Running, protocol: requests.Protocol) -> None:
     assert grown_bytes < 10**9
 
 
-@pytest.mark.parametrize(
-    ("host", "key", "code"),
-    [
-        ("0.0.0.0", None, "no-loading-key"),
-        ("::", None, "no-loading-key"),
-        ("127.0.0.1", "short", "invalid-loading-key"),
-        ("127.0.0.1", "a=b,logging:c=0123456789", "invalid-loading-key"),
-    ],
-)
-def test_loading_without_a_key_is_for_loopback_alone(exported, monkeypatch, host: str, key: str | None, code) -> None:
-    monkeypatch.delenv("ENGINERY_LOADING_KEY", raising=False)
-    if key is not None:
-        monkeypatch.setenv("ENGINERY_LOADING_KEY", key)
-    done = CliRunner().invoke(cli, ["serve", str(exported.path), "--allow-loading", "--host", host])
-    assert isinstance(done.exception, UserError)
-    assert done.exception.code == code
-
-
 def test_alerts_name_metrics_that_are_there(served: Running) -> None:
-    text = (REPOSITORY / "containers/serve/alerts.yaml").read_text()
+    text = (ROOT / "containers/serve/alerts.yaml").read_text()
     rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
     names = {name for rule in rules for name in re.findall(r"\b(?:nv|enginery)_\w+", rule["expr"])}
     assert len(names) > 5
     there = {re.split(r"[{ ]", key)[0] for key in metrics(served)}
     assert names <= there
     assert all("action" in rule["annotations"] for rule in rules if "alert" in rule)
-
-
-def test_importing_the_client_does_not_import_the_engine_room() -> None:
-    script = (
-        "import sys, enginery.serving.client.client, enginery.cli.predict, enginery.serving.loadtest.generator\n"
-        "heavy = {'torch', 'mlflow', 'openvino', 'tritonclient', 'kfp', 'PIL', 'enginery.serving.server'}\n"
-        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_client_of_asyncio_counts_its_retries() -> None:
-    import asyncio
-
-    async def go() -> None:
-        async with AsyncClient("http://127.0.0.1:1", retry=RetryPolicy(retry_s=600, first_pause_s=0.01)) as client:
-            asked = asyncio.create_task(client.classifier())
-            async with asyncio.timeout(60):
-                while client.num_retries < 2:
-                    await asyncio.sleep(0.01)
-            assert not asked.done()
-            asked.cancel()
-
-    asyncio.run(go())

@@ -6,11 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from components.common.contracts.environment import environment
-from components.common.contracts.errors import UserError
-from enginery.cli.commands import cli
 from enginery.serving.client.transport import parse_address
 from enginery.serving.loadtest.generator import Load, RequestSamples, poisson_arrivals
 from enginery.serving.loadtest.measuring import share_load
@@ -27,6 +24,7 @@ from enginery.serving.loadtest.results import (
     server_change,
     summarize,
 )
+from tests.unit.registered import enginery, refuses
 
 BUDGET_MS = 50.0
 SERVER: dict[str, Any] = {"batches": {}, "queue_ms": None, "compute_ms": None}
@@ -271,7 +269,6 @@ def test_words_fit_the_results(result: LoadTest) -> None:
     ],
 )
 def test_options_that_can_not_be_are_refused(arguments: list[str], code: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["loadtest", *arguments, "--output", str(tmp_path / "new")])
-    assert isinstance(done.exception, UserError)
-    assert done.exception.code == code
+    with refuses(code):
+        enginery("loadtest", *arguments, "--output", tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -22,21 +22,16 @@ GOLDEN = Path(__file__).parent / "golden"
 NAMES = ModelNames(ensemble="classifier")
 SHAPES = ShapeSpec(height=224, width=224)
 BATCHING = Batching(
-    preferred_batch_size=48,
-    queue_delay_us=1250,
-    max_queue_size=900,
-    num_instances=2,
-    reason="within 7 ms",
+    preferred_batch_size=48, queue_delay_us=1250, max_queue_size=900, num_instances=2, reason="within 7 ms"
 )
 UNMEASURED = BATCHING.model_copy(update={"preferred_batch_size": None, "queue_delay_us": 0, "num_instances": 1})
+PLANS = {"9.0": "int8-9.0.plan", "8.0": "int8-8.0.plan"}
 CONFIGS = {
     "ensemble": ensemble_config(NAMES, SHAPES, 5, {"bundle_digest": "sha256:12", "version": "3"}),
     "preprocess": preprocess_config(NAMES, SHAPES, BATCHING, 4),
     "labels": labels_config(NAMES, SHAPES, 1000, 5),
     "cpu": cpu_network_config(NAMES, SHAPES, 1000, UNMEASURED, "labels.txt"),
-    "gpu": gpu_network_config(
-        NAMES, SHAPES, 1000, BATCHING, "labels.txt", {"9.0": "int8-9.0.plan", "8.0": "int8-8.0.plan"}
-    ),
+    "gpu": gpu_network_config(NAMES, SHAPES, 1000, BATCHING, "labels.txt", PLANS),
 }
 
 
@@ -62,8 +57,8 @@ def test_cuda_graphs_leave_no_batch_out() -> None:
     graphs = parsed(CONFIGS["gpu"]).optimization.cuda.graph_spec
     covered = [(graph.graph_lower_bound.batch_size, graph.batch_size) for graph in graphs]
     assert covered == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 48)]
-    assert all(list(graph.input["images"].dim) == [3, 224, 224] for graph in graphs)
-    assert all(list(graph.graph_lower_bound.input["images"].dim) == [3, 224, 224] for graph in graphs)
+    for bound in (*graphs, *(graph.graph_lower_bound for graph in graphs)):
+        assert list(bound.input["images"].dim) == [3, 224, 224]
 
 
 def test_the_tensors_of_the_ensemble_fit_together() -> None:

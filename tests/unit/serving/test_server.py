@@ -1,11 +1,11 @@
 """A real Triton on the CPU: the validated predictions, both protocols, and how it starts and ends."""
 
+import dataclasses
 import json
 import os
 import shutil
 import signal
 import socket
-import tarfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -14,23 +14,27 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from click.testing import CliRunner
+import yaml
+from tritonclient import grpc
 
-from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import BundleManifest, load
 from components.common.data.dali_pipelines import ImageBatches
 from components.common.data.evaluation import most_likely
+from components.common.registry.trust import VERDICT, sign_verdict, signing_key
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
-from enginery.cli.commands import cli
 from enginery.serving.installation import find_triton
+from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.server import Ports, Server
 from tests.pipelines.servers import free_port
+from tests.unit.registered import enginery, refuses, write_keys
 
 from .conftest import (
     NAME,
     Running,
     decoding_process,
+    metrics,
+    serving,
     start_serving,
     suspended,
     wait_until_pending,
@@ -38,36 +42,15 @@ from .conftest import (
 )
 
 
-@pytest.fixture(scope="module")
-def images(proved) -> list[bytes]:
-    """Images of the validation split, in the order of its listing, from the shards themselves."""
-    found = []
-    for shard in proved.dataset.manifest.splits["val"].shards:
-        with tarfile.open(proved.dataset.path / shard) as tar:
-            found += [tar.extractfile(member).read() for member in tar if not member.name.endswith(".cls")]
-    return found
-
-
-def names_of(proved) -> list[list[str]]:
-    """Labels that `validate` recorded, by image."""
+def test_the_server_gives_the_validated_predictions(served, proved, images) -> None:
+    """Image by image from many threads, so that batches form as they come, and several in one request."""
     recorded = np.load(proved.parts["report"] / "predictions.npz")["int8"]
-    return [[proved.dataset.manifest.classes[index] for index in row] for row in recorded]
-
-
-def test_the_server_gives_the_validated_predictions_image_by_image(served, proved, images) -> None:
-    """One request each from many threads, so that batches form as they come."""
+    names = [[proved.dataset.manifest.classes[index] for index in row] for row in recorded]
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda image: served.infer([image]), images))
-    assert [answer.output("LABELS") for answer in answers] == names_of(proved)
-    assert len(answers) == 120
-
-
-def test_the_server_gives_them_in_batches_too(served, proved, images) -> None:
-    labels = []
-    for start in range(0, len(images), 50):
-        answer = served.infer(images[start : start + 50])
-        labels += np.reshape(answer.output("LABELS"), (-1, 5)).tolist()
-    assert labels == names_of(proved)
+        alone = [answer.output("LABELS") for answer in pool.map(lambda image: served.infer([image]), images)]
+    batches = [served.infer(images[start : start + 50]).output("LABELS") for start in range(0, len(images), 50)]
+    together = [labels for batch in batches for labels in np.reshape(batch, (-1, 5)).tolist()]
+    assert alone == together == names
 
 
 def test_pixels_and_probabilities_are_those_of_validation(served, proved, images) -> None:
@@ -75,9 +58,8 @@ def test_pixels_and_probabilities_are_those_of_validation(served, proved, images
     expected = ImageBatches(bundle.manifest.transform, 8).load(images[:8], list("abcdefgh"))
     pixels = served.infer(images[:8], f"{NAME}_preprocess").output("images")
     np.testing.assert_array_equal(np.array(pixels, np.float32).reshape(expected.shape), expected)  # bit for bit
-    logits = OpenVINORunner(bundle.file(fit_model(bundle.manifest.cpu_models).file), bundle.manifest.shapes).infer(
-        expected
-    )
+    model = bundle.file(fit_model(bundle.manifest.cpu_models).file)
+    logits = OpenVINORunner(model, bundle.manifest.shapes).infer(expected)
     answer = served.send("images", "FP32", list(expected.shape), expected.tobytes(), f"{NAME}_model")
     np.testing.assert_allclose(np.reshape(answer.output("logits"), logits.shape), logits, rtol=1e-5, atol=1e-5)
     shares = [most_likely(row, 5)[1] for row in logits]
@@ -91,9 +73,9 @@ def test_health_metrics_and_what_is_served(served, exported) -> None:
     parameters = {key: value["string_value"] for key, value in parameters.items()}
     assert parameters["bundle_digest"] == exported.manifest.inputs["bundle"]
     assert (parameters["precision"], parameters["runtime"], parameters["version"]) == ("int8", "openvino", "1")
-    metrics = served.get("metrics", served.metrics).decode()
-    assert f'nv_inference_request_success{{model="{NAME}",version="1"}}' in metrics
-    assert "nv_inference_queue_duration_us" in metrics
+    found = metrics(served)
+    assert f'nv_inference_request_success{{model="{NAME}",version="1"}}' in found
+    assert any(name.startswith("nv_inference_queue_duration_us") for name in found)
     text = served.log.read_text()
     # The first images go through the models before the server's metrics are there, and that is no warning.
     assert "no bound on waiting requests" not in text
@@ -126,33 +108,33 @@ def test_a_damaged_repository_is_not_served(triton, exported, tmp_path: Path) ->
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_port_in_use_is_named(exported, triton) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = CliRunner().invoke(cli, ["serve", str(exported.path), "--grpc-port", str(port)])
-    assert isinstance(result.exception, UserError)
-    assert result.exception.code == "cannot-listen"
-    assert f"127.0.0.1:{port}" in str(result.exception)
-
-
 @pytest.mark.parametrize(
-    ("options", "code"),
+    ("options", "key", "code"),
     [
-        (["--http-port", "70000"], None),  # click's own refusal
-        (["--grpc-port", "0"], None),
-        (["--metrics-port", "8000"], "equal-ports"),
-        (["--host", "no.such.host.invalid"], "cannot-listen"),
-        (["--host", "a" * 300], "cannot-listen"),
-        (["--host", ""], "cannot-listen"),
-        (["--host", "192.0.2.1"], "cannot-listen"),  # of documentation, nobody's
+        (["--metrics-port", "8000"], None, "equal-ports"),
+        (["--grpc-port", "{taken}"], None, "cannot-listen"),
+        (["--host", "no.such.host.invalid"], None, "cannot-listen"),
+        (["--host", "a" * 300], None, "cannot-listen"),
+        (["--host", ""], None, "cannot-listen"),
+        (["--host", "192.0.2.1"], None, "cannot-listen"),  # of documentation, nobody's
+        (["--top-k", "5"], None, "already-exported"),
+        (["--precision", "fp32", "--name", "other", "--max-wait", "1"], None, "already-exported"),
+        (["--allow-loading", "--host", "0.0.0.0"], None, "no-loading-key"),
+        (["--allow-loading", "--host", "::"], None, "no-loading-key"),
+        (["--allow-loading"], "short", "invalid-loading-key"),
+        (["--allow-loading"], "a=b,logging:c=0123456789", "invalid-loading-key"),
     ],
 )
-def test_where_nobody_can_listen(exported, options, code) -> None:
-    result = CliRunner().invoke(cli, ["serve", str(exported.path), *options])
-    assert result.exit_code != 0
-    assert getattr(result.exception, "code", None) == (code or 2)
+def test_what_is_refused_before_the_server_starts(triton, exported, monkeypatch, options, key, code) -> None:
+    monkeypatch.delenv("ENGINERY_LOADING_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("ENGINERY_LOADING_KEY", key)
+    with socket.create_server(("127.0.0.1", 0)) as taken, refuses(code) as caught:
+        enginery("serve", exported.path, *(word.format(taken=taken.getsockname()[1]) for word in options))
+    if code == "already-exported":
+        assert all(option in str(caught.value) for option in options[::2])
+    for port in (["--http-port", "70000"], ["--grpc-port", "0"]):
+        assert enginery("serve", exported.path, *port).exit_code == 2
 
 
 NO_PROXY = {**dict.fromkeys(("http_proxy", "HTTP_PROXY"), "http://127.0.0.1:9"), "no_proxy": ""}
@@ -160,8 +142,6 @@ NO_PROXY = {**dict.fromkeys(("http_proxy", "HTTP_PROXY"), "http://127.0.0.1:9"),
 
 def check_address(running: Running, address: str) -> None:
     """The server is where it says, though a proxy that leads nowhere is set."""
-    from tritonclient import grpc
-
     assert f"http://{address}:{running.http}\n" in running.log.read_text()
     for port, path in ((running.http, "v2/health/ready"), (running.metrics, "metrics")):
         with urllib.request.urlopen(f"http://{address}:{port}/{path}", timeout=600) as response:
@@ -169,70 +149,45 @@ def check_address(running: Running, address: str) -> None:
     assert grpc.InferenceServerClient(f"{address}:{running.grpc}").is_server_ready()
 
 
-@pytest.mark.slow  # by name below; how an address becomes the server's in test_where_nobody_can_listen
+@pytest.mark.slow  # by name below; how an address becomes the server's above
 def test_the_host_is_ipv6(triton, exported, tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET6) as probe:
         try:
             probe.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-    running = start_serving(exported.path, tmp_path, "--host", "::1", **NO_PROXY)
-    try:
-        wait_until_ready(running)
+    with serving(exported.path, tmp_path, "--host", "::1", **NO_PROXY) as running:
         check_address(running, "[::1]")
-    finally:
-        running.process.terminate()
-        running.process.wait(600)
 
 
-def begun_then(number: int, running, images: list[bytes]) -> None:
-    """Signal the command with requests in progress, and see everything of it end."""
-    processes = psutil.Process(running.process.pid).children(recursive=True)
-    assert any("tritonserver" in process.name() for process in processes)
-    with ThreadPoolExecutor(12) as pool:
-        with suspended(decoding_process(running)):  # two of them fill its batch, so that ten wait
-            begun = [pool.submit(running.infer, images[:60]) for _ in range(12)]
-            wait_until_pending(running, 10)
-            running.process.send_signal(number)
-        done = [request for request in begun if request.exception() is None]  # two may have come too late
-    assert [request.result().status for request in done] == [200] * len(done)
-    assert len(done) >= 10
-    assert running.process.wait(600) == 0
-    psutil.wait_procs(processes, timeout=60)
-    assert [process for process in processes if process.is_running()] == []
-    assert list(Path("/dev/shm").glob(f"enginery_{running.process.pid}_*")) == []
-    assert "Traceback" not in running.log.read_text()
-
-
-def test_sigterm_answers_what_has_begun(triton, promoted, images, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_answers_what_has_begun(triton, promoted, images, tmp_path: Path, number: signal.Signals) -> None:
     """The model comes from the registry, by its alias, into a folder that is gone afterwards, as a killed one's is."""
     left = tmp_path / "home/serve/left"
     (left / "models").mkdir(parents=True)
     os.utime(left, (0, 0))
-    running = start_serving(f"{NAME}@candidate", tmp_path, MLFLOW_TRACKING_URI=promoted)
-    try:
-        wait_until_ready(running)
-        begun_then(signal.SIGTERM, running, images)
-    finally:
-        running.process.kill()
+    with serving(f"{NAME}@candidate", tmp_path, MLFLOW_TRACKING_URI=promoted) as running:
+        processes = psutil.Process(running.process.pid).children(recursive=True)
+        assert any("tritonserver" in process.name() for process in processes)
+        with ThreadPoolExecutor(12) as pool:
+            with suspended(decoding_process(running)):  # two of them fill its batch, so that ten wait
+                begun = [pool.submit(running.infer, images[:60]) for _ in range(12)]
+                wait_until_pending(running, 10)
+                running.process.send_signal(number)
+            done = [request for request in begun if request.exception() is None]  # two may have come too late
+        assert [request.result().status for request in done] == [200] * len(done)
+        assert len(done) >= 10
+        assert running.process.wait(600) == 0
+        psutil.wait_procs(processes, timeout=60)
+        assert [process for process in processes if process.is_running()] == []
+        assert list(Path("/dev/shm").glob(f"enginery_{running.process.pid}_*")) == []
+        assert "Traceback" not in running.log.read_text()
     assert list((tmp_path / "home/serve").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_ctrl_c_answers_what_has_begun(triton, exported, images, tmp_path: Path) -> None:
-    running = start_serving(exported.path, tmp_path)
-    try:
-        wait_until_ready(running)
-        begun_then(signal.SIGINT, running, images)
-    finally:
-        running.process.kill()
 
 
 def test_nothing_is_left_of_a_killed_triton(triton, exported, images, tmp_path: Path) -> None:
     """Under load: its models are then telling it things. Until then it is known by the name of its host."""
-    running = start_serving(exported.path, tmp_path, "--host", "localhost", **NO_PROXY)
-    try:
-        wait_until_ready(running)
+    with serving(exported.path, tmp_path, "--host", "localhost", **NO_PROXY) as running:
         check_address(running, "127.0.0.1")
         processes = psutil.Process(running.process.pid).children(recursive=True)
         server = next(process for process in processes if "tritonserver" in process.name())
@@ -241,28 +196,45 @@ def test_nothing_is_left_of_a_killed_triton(triton, exported, images, tmp_path: 
             begun[200].result()
             server.kill()
             pool.shutdown(cancel_futures=True)
-        _, left = psutil.wait_procs(processes, timeout=60)
-        assert left == []
+        assert psutil.wait_procs(processes, timeout=60)[1] == []
         assert running.process.wait(600) == 1
-    finally:
-        running.process.kill()
 
 
 @pytest.mark.slow
 def test_the_server_ends_with_its_killed_parent(triton, exported, tmp_path: Path) -> None:
-    running = start_serving(exported.path, tmp_path)
-    try:
-        wait_until_ready(running)
+    with serving(exported.path, tmp_path) as running:
         processes = psutil.Process(running.process.pid).children(recursive=True)
-    finally:
         running.process.kill()
-    _, left = psutil.wait_procs(processes, timeout=60)
-    assert left == []
-    running.process.wait()
-    again = start_serving(exported.path, tmp_path)
-    try:
-        wait_until_ready(again)
+        assert psutil.wait_procs(processes, timeout=60)[1] == []
+    with serving(exported.path, tmp_path):
         assert list(Path("/dev/shm").glob(f"enginery_{running.process.pid}_*")) == []  # what the killed one left
+
+
+@pytest.mark.slow
+def test_a_signed_repository_that_is_changed_while_it_is_served(triton, source, images, tmp_path: Path) -> None:
+    """Behind a trust policy: it serves what was checked, whatever happens to the folder meanwhile."""
+    private, public = write_keys(tmp_path / "ci")
+    keys = {"ci": {"public_key": public.read_text(), "signs": ["verdict", "model"], "expires": "2999-01-01"}}
+    (tmp_path / "trust.yaml").write_text(yaml.safe_dump({"keys": keys}))
+    policy = {"ENGINERY_TRUST_POLICY": str(tmp_path / "trust.yaml")}
+    statements = {VERDICT: sign_verdict(source.digests, True, signing_key(private))}
+    signed = dataclasses.replace(source, statements=statements)
+    folder = write_repository(signed, tmp_path / "models", RepositoryConfig(max_wait_s=60), private).path
+    (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    running = start_serving(folder, tmp_path, **policy)
+    try:
+        while not list(tmp_path.glob("home/serve/*/models")):  # where what was checked gets its name
+            assert running.process.poll() is None, running.log.read_text()
+            time.sleep(0.01)
+        for file in folder.rglob("model.py"):
+            file.unlink()
+            file.symlink_to(tmp_path / "foreign.py")
+        wait_until_ready(running)
+        assert running.infer(images[:1]).status == 200
     finally:
-        os.kill(again.process.pid, signal.SIGTERM)
-        again.process.wait(600)
+        running.process.terminate()
+        running.process.wait(600)
+    again = start_serving(folder, tmp_path, **policy)
+    assert again.process.wait(600) != 0
+    assert f"{NAME}_labels/1/model.py" in again.log.read_text()
+    assert not (tmp_path / "ran").exists()

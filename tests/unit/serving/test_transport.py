@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from components.common.contracts.errors import UserError
 from enginery.serving.client.client import AsyncClient
 from enginery.serving.client.transport import (
     RequestRefused,
@@ -24,6 +23,7 @@ from enginery.serving.client.transport import (
     status_failure,
     with_retries,
 )
+from tests.unit.refusals import refuses
 
 ADDRESS = parse_address("http://localhost:8000")
 QUICK = RetryPolicy(timeout_s=0.5, retry_s=1.0, first_pause_s=0.01, most_pause_s=0.05)
@@ -62,9 +62,8 @@ def test_protocol_and_port_come_from_the_address(url: str, meant: str) -> None:
     ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with refuses("invalid-address", "url"):
         parse_address(url)
-    assert (caught.value.code, caught.value.setting) == ("invalid-address", "url")
 
 
 @pytest.mark.parametrize(
