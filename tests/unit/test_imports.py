@@ -85,18 +85,24 @@ def is_of(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def test_compiling_needs_no_engine_room() -> None:
-    import_without(HEAVY, LIGHT)
-
-
-def test_promote_and_gate_need_no_engine_room() -> None:
-    """Their image is slim: MLflow, and nothing that trains or runs a model."""
-    import_without(set(HEAVY) - {"mlflow"}, ["components.promote.run", "components.gate.run"])
-
-
-def test_submitting_needs_no_images() -> None:
-    """The command line's image has neither an image decoder nor NumPy."""
-    import_without((*HEAVY, "numpy", "PIL"), [f"enginery.cli.{verb}" for verb in ("submit", "fetch")])
+@pytest.mark.parametrize(
+    ("blocked", "modules"),
+    [
+        (HEAVY, LIGHT),
+        (set(HEAVY) - {"mlflow"}, ["components.promote.run", "components.gate.run"]),  # whose image is slim
+        # The command line's image has neither an image decoder nor NumPy.
+        ((*HEAVY, "numpy", "PIL"), [f"enginery.cli.{verb}" for verb in ("submit", "fetch")]),
+        # Their help is there before MLflow is imported.
+        (("mlflow",), [f"enginery.cli.{verb}" for verb in ("promote", "audit", "models", "rollback")]),
+        (
+            ("torch", "mlflow", "openvino", "tritonclient", "kfp", "PIL", "enginery.serving.server"),
+            ["enginery.serving.client.client", "enginery.cli.predict", "enginery.serving.loadtest.generator"],
+        ),
+    ],
+    ids=["compiling", "promote and gate", "submitting", "registry", "client of a server"],
+)
+def test_what_needs_no_engine_room(blocked: Iterable[str], modules: list[str]) -> None:
+    import_without(blocked, modules)
 
 
 def test_model_repositories_of_0_1_0_find_their_modules() -> None:

@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from components.common.contracts.environment import environment
 from components.common.contracts.errors import UserError
 from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport
-from enginery.cli.commands import cli
 from enginery.local.runs import find_summary
 from enginery.local.summary import RunSummary, SummaryBuilder
 from enginery.registry.compare import compare
+from tests.unit.registered import enginery, refuses
 from tests.unit.runs import precision_row, run_summary, write_run
 
 FIRST, SECOND, OTHER = "digits-20260101-120000-aaaa", "digits-20260102-120000-bbbb", "own-20260103-120000-cccc"
@@ -36,7 +35,8 @@ def write(home: Path, run_id: str, **values: Any) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
     write(tmp_path, FIRST)
     write(tmp_path, SECOND, arguments={"epochs": 5, "seed": 0, "train": {}})
     write(tmp_path, OTHER, split_digest="sha256:" + "6" * 64)
@@ -82,17 +82,11 @@ def test_what_is_no_run(home: Path, text: str, content: str | None, said: str) -
         find_summary(text, home / "elsewhere")
 
 
-def test_only_what_differs_is_shown(home: Path) -> None:
+def test_only_what_differs_is_shown_and_other_validation_images_are_warned_of(home: Path) -> None:
     result = compare([find_summary(name, home / "runs") for name in (FIRST, SECOND)])
-    assert result.arguments == {
-        "epochs": {"A": "2", "B": "5"},
-        "train.augmentation.min_area": {"A": "0.7", "B": ""},
-    }
+    assert result.arguments == {"epochs": {"A": "2", "B": "5"}, "train.augmentation.min_area": {"A": "0.7", "B": ""}}
     assert (result.data, result.versions, result.warnings) == ({}, {}, ())
     assert result.runs[1].rows["int8"].top1_pct == 89.5
-
-
-def test_other_validation_images_are_warned_of(home: Path) -> None:
     result = compare([find_summary(name, home / "runs") for name in (FIRST, SECOND, OTHER)])
     assert result.data == {"validation split": {"A": "5" * 12, "B": "5" * 12, "C": "6" * 12}}
     assert result.warnings == ("the validation images differ between A/B and C: top-1 can't be compared",)
@@ -114,13 +108,9 @@ def test_other_devices_versions_and_failed_runs(tmp_path: Path) -> None:
     here = environment()
     there = here.model_copy(update={"versions": {**here.versions, "torch": "1.0"}})
     faster = [precision_row("fp32", 90.0, device="NVIDIA H100"), precision_row("int8", 89.0, device="NVIDIA H100")]
-    result = compare(
-        [
-            summary(FIRST, tmp_path),
-            summary(SECOND, tmp_path, rows=faster, environment=there),
-            summary(OTHER, tmp_path, rows=[], status="failed", environment=here),
-        ]
-    )
+    second = summary(SECOND, tmp_path, rows=faster, environment=there)
+    failed = summary(OTHER, tmp_path, rows=[], status="failed", environment=here)
+    result = compare([summary(FIRST, tmp_path), second, failed])
     assert set(result.versions) == {"torch"}
     assert result.warnings[0] == "C ended as failed before anything was measured"
     assert result.warnings[1].startswith("speed was measured on different devices (CPU, 2 cores; NVIDIA H100)")
@@ -138,33 +128,26 @@ def test_summary_builder_keeps_the_digests_of_the_report(tmp_path: Path) -> None
     assert (made.dataset_digest, made.split_digest, made.bundle_digest) == ("d", "s", "b")
 
 
-def enginery(home: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(cli, arguments, env={"ENGINERY_HOME": str(home), "COLUMNS": "80"})
-
-
 def test_command_compare(home: Path) -> None:
-    shown = enginery(home, "compare", "digits-20260101", "latest")
-    assert shown.exit_code == 0, shown.output
-    assert "89.50" in shown.stdout
-    assert "warning: the validation images differ between A and B" in shown.stdout
-    assert max(len(line) for line in shown.stdout.splitlines()) <= 80
-    printed = json.loads(enginery(home, "compare", FIRST, SECOND, "--json").stdout)
+    shown = enginery("compare", "digits-20260101", "latest", columns=80).stdout
+    assert "89.50" in shown
+    assert "warning: the validation images differ between A and B" in shown
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    printed = json.loads(enginery("compare", FIRST, SECOND, "--json").stdout)
     assert printed["arguments"]["epochs"] == {"A": "2", "B": "5"}
     for arguments, code in (((FIRST,), "too-few-runs"), ((FIRST, FIRST), "same-run-twice")):
-        error = enginery(home, "compare", *arguments).exception
-        assert isinstance(error, UserError)
-        assert error.code == code
+        with refuses(code):
+            enginery("compare", *arguments)
 
 
 def test_command_runs(home: Path) -> None:
     (home / "runs" / UNFINISHED).mkdir()
-    shown = enginery(home, "runs")
-    assert shown.exit_code == 0, shown.output
-    lines = [line.split() for line in shown.stdout.splitlines() if "-2026" in line]
+    shown = enginery("runs", columns=80).stdout
+    lines = [line.split() for line in shown.splitlines() if "-2026" in line]
     assert [line[0] for line in lines] == [UNFINISHED, OTHER, SECOND, FIRST]
     assert lines[0][1] == "killed"
     assert lines[1][1:5] == ["done", "89.50", "-0.50", "pass"]
-    assert max(len(line) for line in shown.stdout.splitlines()) <= 80
-    printed = json.loads(enginery(home, "runs", "--json").stdout)
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    printed = json.loads(enginery("runs", "--json").stdout)
     assert printed[1]["int8_top1_pct"] == 89.5
     assert printed[0]["int8_top1_pct"] is None

@@ -10,7 +10,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import DatasetInput
@@ -82,14 +81,6 @@ def test_a_store_that_could_not_be_made_leaves_nothing_in_its_place(tmp_path: Pa
         prepare_sqlite(uri, makes)
 
 
-@pytest.fixture
-def _tracking() -> Iterator[None]:
-    """Variables that a command sets go back."""
-    yield
-    mlflow.set_tracking_uri(None)  # what was there before would stay in the environment of every process from now on
-
-
-@pytest.mark.usefixtures("_tracking")
 def test_a_database_that_is_not_there_is_reported_soon_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("components.common.registry.store._CONNECT_S", 2)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
@@ -141,18 +132,30 @@ class TrackingServer(Served):
         return self.file if "/mlflow-artifacts/artifacts/" in path else (200, {})
 
 
-@pytest.mark.parametrize("redirects", ["listing", "file"])
-def test_a_redirect_of_a_download_does_not_get_the_token(monkeypatch: pytest.MonkeyPatch, redirects: str) -> None:
+VERSION = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
+
+
+@pytest.fixture
+def tracking(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrackingServer]:
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-the-tracking-server")
-    version = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
-    with serving(TrackingServer()) as state, serving(TrackingServer()) as thief:
-        setattr(state, redirects, (307, {}, {"Location": f"{thief.endpoint}/elsewhere"}))
-        registry = Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
+    with serving(TrackingServer()) as state:
+        yield state
+
+
+def registry_of(state: TrackingServer) -> Registry:
+    return Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
+
+
+@pytest.mark.parametrize("redirects", ["listing", "file"])
+def test_a_redirect_of_a_download_does_not_get_the_token(tracking: TrackingServer, redirects: str) -> None:
+    with serving(TrackingServer()) as thief:
+        setattr(tracking, redirects, (307, {}, {"Location": f"{thief.endpoint}/elsewhere"}))
+        registry = registry_of(tracking)
         with suppress(EngineryError, MlflowException):
-            registry.statements(version)
-        with suppress(EngineryError, MlflowException), registry.files(version, "bundle", "manifest.json"):
+            registry.statements(VERSION)
+        with suppress(EngineryError, MlflowException), registry.files(VERSION, "bundle", "manifest.json"):
             pass
-        assert any("/mlflow-artifacts/artifacts" in path for _, path, _ in state.requests)
+        assert any("/mlflow-artifacts/artifacts" in path for _, path, _ in tracking.requests)
         assert thief.requests == []
 
 
@@ -167,22 +170,20 @@ def test_a_redirect_of_a_download_does_not_get_the_token(monkeypatch: pytest.Mon
         "sftp://{host}/m",
     ],
 )
-def test_another_server_that_a_version_names_is_not_asked(monkeypatch: pytest.MonkeyPatch, root: str) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-the-tracking-server")
-    version = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
-    with serving(TrackingServer()) as state, serving(TrackingServer()) as thief:
-        hosts = {name: of.endpoint.removeprefix("http://") for name, of in (("host", state), ("thief_host", thief))}
-        state.root = root.format(thief=thief.endpoint, **hosts)
-        state.run = {"info": {"run_id": "r", "artifact_uri": thief.endpoint}}
-        registry = Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
+def test_another_server_that_a_version_names_is_not_asked(tracking: TrackingServer, root: str) -> None:
+    with serving(TrackingServer()) as thief:
+        hosts = {name: of.endpoint.removeprefix("http://") for name, of in (("host", tracking), ("thief_host", thief))}
+        tracking.root = root.format(thief=thief.endpoint, **hosts)
+        tracking.run = {"info": {"run_id": "r", "artifact_uri": thief.endpoint}}
+        registry = registry_of(tracking)
         with refuses("other-server", "MLFLOW_TRACKING_URI"):
-            registry.statements(version)
-        with refuses("other-server", "MLFLOW_TRACKING_URI"), registry.files(version, "bundle", "manifest.json"):
+            registry.statements(VERSION)
+        with refuses("other-server", "MLFLOW_TRACKING_URI"), registry.files(VERSION, "bundle", "manifest.json"):
             pass
         assert thief.requests == []
-        state.root = f"{state.endpoint}/api/2.0/mlflow-artifacts/artifacts/m"
-        assert list(registry.statements(version)) == ["verdict.dsse.json"]
-        assert state.tokens == {"Bearer of-the-tracking-server"}
+    tracking.root = f"{tracking.endpoint}/api/2.0/mlflow-artifacts/artifacts/m"
+    assert list(registry.statements(VERSION)) == ["verdict.dsse.json"]
+    assert tracking.tokens == {"Bearer of-the-tracking-server"}
 
 
 @pytest.mark.parametrize("file", ["", "manifest.json"])
@@ -193,40 +194,32 @@ def test_another_server_that_a_version_names_is_not_asked(monkeypatch: pytest.Mo
         {"path": "manifest.json", "is_dir": True},  # which holds one of its kind, and so on
     ],
 )
-def test_files_without_end_are_not_brought(monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], file: str) -> None:
+def test_files_without_end_are_not_brought(
+    tracking: TrackingServer, monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], file: str
+) -> None:
     monkeypatch.setattr(model_registry, "_MAX_ENTRIES", 20)
-    version = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
-    with serving(TrackingServer()) as state:
-        state.listing = (200, {"files": [entry]})
-        registry = Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
-        with refuses("no-space"), registry.files(version, "bundle", file):
-            pass
-        assert not any("/mlflow-artifacts/artifacts/" in path for _, path, _ in state.requests)
-        state.listing = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": False, "file_size": 1 << 60}]})
-        with refuses("statements-too-large"):
-            registry.statements(version)
-        state.listing = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": True}]})
-        assert registry.statements(version) == {}
-        assert not any("/mlflow-artifacts/artifacts/" in path for _, path, _ in state.requests)
+    registry = registry_of(tracking)
+    tracking.listing = (200, {"files": [entry]})
+    with refuses("no-space"), registry.files(VERSION, "bundle", file):
+        pass
+    tracking.listing = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": False, "file_size": 1 << 60}]})
+    with refuses("statements-too-large"):
+        registry.statements(VERSION)
+    tracking.listing = (200, {"files": [{"path": "verdict.dsse.json", "is_dir": True}]})
+    assert registry.statements(VERSION) == {}
+    assert not any("/mlflow-artifacts/artifacts/" in path for _, path, _ in tracking.requests)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("root", "http://[/m"),
-        ("root", "nothing-knows:/m"),
-        ("listing", (200, b"<html>log in</html>")),
-    ],
+    [("root", "http://[/m"), ("root", "nothing-knows:/m"), ("listing", (200, b"<html>log in</html>"))],
 )
-def test_files_that_can_not_be_read(name: str, value: Any) -> None:
-    version = RegisteredVersion(name="m", number="1", aliases=(), created=0, run_id="", source="")
-    with serving(TrackingServer()) as state:
-        setattr(state, name, value)
-        registry = Registry(MlflowClient(tracking_uri=state.endpoint, registry_uri=state.endpoint))
-        with refuses("files-missing"):
-            registry.statements(version)
-        with refuses("files-missing"), registry.files(version, "bundle", "manifest.json"):
-            pass
+def test_files_that_can_not_be_read(tracking: TrackingServer, name: str, value: Any) -> None:
+    setattr(tracking, name, value)
+    with refuses("files-missing"):
+        registry_of(tracking).statements(VERSION)
+    with refuses("files-missing"), registry_of(tracking).files(VERSION, "bundle", "manifest.json"):
+        pass
 
 
 def test_files_go_through_the_tracking_server_unless_asked() -> None:

@@ -14,7 +14,6 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.process.steplog import StepLog
 from components.common.registry import trust
@@ -156,19 +155,19 @@ def test_a_foreign_model_in_a_repository_that_names_the_right_bundle(
     assert git("log", "--format=%s").splitlines()[0] == "Deploy m version 1 to prod"
 
 
-def cpu_model(file: str) -> dict[str, object]:
-    return {"file": file, "weight_bits": 8, "activations": "signed", "saturates_on": []}
+CPU_MODEL = {"weight_bits": 8, "activations": "signed", "saturates_on": []}
+VICTIM = "../../../victim/bashrc"
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda record: record.update(cpu_models=[cpu_model("../../../victim/bashrc")]),
-        lambda record: record["models"].update(int8="../../../victim/bashrc"),
-        lambda record: record.update(cpu_models=[cpu_model("model.py")]),  # which Triton would run
+        lambda record: record.update(cpu_models=[{**CPU_MODEL, "file": VICTIM}]),
+        lambda record: record["models"].update(int8=VICTIM),
+        lambda record: record.update(cpu_models=[{**CPU_MODEL, "file": "model.py"}]),  # which Triton would run
         lambda record: record["engines"][0].update(file="../../victim/bashrc"),
         lambda record: record["engines"][0].update(layers={**NO_LAYERS, "file": "../../victim/bashrc"}),
-        lambda record: record["engines"][0].update(compute_capability="/../../../victim/bashrc"),
+        lambda record: record["engines"][0].update(compute_capability=f"/{VICTIM}"),
     ],
 )
 def test_a_bundle_that_names_files_elsewhere(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -198,7 +197,7 @@ def test_a_file_swapped_between_check_and_copy(three: str, tmp_path: Path, monke
 
         monkeypatch.setattr(repository_module, "check_new", late)
         try:
-            with pytest.raises(EngineryError, match=r"int8.onnx of .* was changed while it was copied"):
+            with refuses("changed-file"):
                 served("m/3", tmp_path / "out")
         finally:
             model.unlink()
@@ -223,6 +222,9 @@ def test_without_a_policy_each_use_says_that_nobody_vouches(
     with pytest.raises(Exception, match=r"."):  # the bytes are no network; what is said comes before they are read
         mlflow.pyfunc.load_model("models:/m/1")
     assert "nobody vouches for it" in caplog.text
+    capfd.readouterr()
+    trust.check_folder("m\x1b[2J", tmp_path)
+    assert r"m\x1b[2J: nobody vouches for it" in capfd.readouterr().err, "the terminal is left alone"
 
 
 # --- with a policy: who has no key that it names
@@ -270,17 +272,17 @@ def test_a_registry_writer_without_a_key(trusted: Machine, registry: Registry, t
 
 
 @pytest.mark.parametrize(
-    ("way", "top1"),
+    ("way", "top1", "code"),
     [
-        ("registered", 99),
-        ("registered", 1),
-        ("with the verdict of another", 99),
-        ("changed in the store", 1),
-        ("without files", 99),
+        ("registered", 99, "no-verdict"),
+        ("registered", 1, "no-verdict"),
+        ("with the verdict of another", 99, "statement-other-digest"),
+        ("changed in the store", 1, "statement-other-digest"),
+        ("without files", 99, "files-missing"),
     ],
 )
 def test_a_forged_champion_neither_blocks_a_version_nor_lets_a_worse_one_through(
-    machine: Machine, store: str, registry: Registry, way: str, top1: int
+    machine: Machine, store: str, registry: Registry, way: str, top1: int, code: str
 ) -> None:
     """Alias, tags and entry in the log are right; versions are compared with the last champion that was signed."""
     machine.promote(store, "a-050")
@@ -301,7 +303,6 @@ def test_a_forged_champion_neither_blocks_a_version_nor_lets_a_worse_one_through
         change_aliases(registry, "m", lambda situation: entry)
     else:
         register_forged(registry, forged, "champion")
-    code = {"registered": "no-verdict", "without files": "files-missing"}.get(way, "statement-other-digest")
     if way == "with the verdict of another":
         own = registry.statements(registry.version("m", "1"))["verdict.dsse.json"]
         registry.add_statement(registry.version("m", "2"), "verdict.dsse.json", own)
@@ -360,41 +361,31 @@ def test_an_approval_for_staging_is_none_for_production(trusted: Machine, regist
     assert not (tmp_path / "prod").exists()
 
 
-def test_an_approval_of_another_model(trusted: Machine, store: str, registry: Registry, tmp_path: Path) -> None:
-    """The same bundle under another name was approved; that is none for this one."""
-    promote_chain(store, {**make_paths(trusted)}, tmp_path / "promotion", "other")
-    trusted.approve("other/1", "prod")
-    statement = registry.statements(registry.version("other", "1"))["approval-prod.dsse.json"]
-    registry.add_statement(registry.version("m", "1"), "approval-prod.dsse.json", statement)
-    trusted.policy(environment="prod")
-    with refuses("approval-other-model"):
-        served("m/1", tmp_path / "out")
-
-
-def test_an_approval_of_another_verdict_or_version(
+def test_an_approval_of_another_model_verdict_or_version(
     trusted: Machine, store: str, registry: Registry, tmp_path: Path
 ) -> None:
-    """The same bundle as the next versions of m: promoted again as it is, and judged again by other thresholds."""
+    """The same bundle under another name, and as the next versions of m: promoted again, and judged again."""
     trusted.policy(environment="prod")
-    again = make_paths(trusted)
+    again = {part: trusted.folder / "a-050" / part for part in (*PARTS, "dataset")}
     judged = {**again, "verdict": tmp_path / "verdict"}
     thresholds = json.loads((again["verdict"] / "manifest.json").read_bytes())["config"] | {"min_top1_pct": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(trust.KEY_VARIABLE, str(trusted.key("ci")))
         gate(GateConfig.model_validate(thresholds), StepLog("gate"), report=again["report"], output=judged["verdict"])
-    promote_chain(store, again, tmp_path / "second")
-    promote_chain(store, judged, tmp_path / "third")
-    trusted.approve("m/1", "prod")
-    served("m/1", tmp_path / "first")
-    statement = registry.statements(registry.version("m", "1"))["approval-prod.dsse.json"]
-    for number, code in (("2", "approval-other-version"), ("3", "statement-other-digest")):
-        registry.add_statement(registry.version("m", number), "approval-prod.dsse.json", statement)
+    for number, (paths, model) in enumerate(((again, "m"), (judged, "m"), (again, "other"))):
+        promote_chain(store, paths, tmp_path / f"promotion-{number}", model)
+    for reference, other, code in (
+        ("other/1", "1", "approval-other-model"),
+        ("m/1", "2", "approval-other-version"),
+        ("m/1", "3", "statement-other-digest"),
+    ):
+        trusted.approve(reference, "prod")
+        version = registry.version(*reference.split("/"))
+        statement = registry.statements(version)["approval-prod.dsse.json"]
+        registry.add_statement(registry.version("m", other), "approval-prod.dsse.json", statement)
         with refuses(code):
-            served(f"m/{number}", tmp_path / "out")
-
-
-def make_paths(machine: Machine) -> dict[str, Path]:
-    return {part: machine.folder / "a-050" / part for part in (*PARTS, "dataset")}
+            served(f"m/{other}", tmp_path / "out")
+    served("m/1", tmp_path / "first")
 
 
 def test_deploy_asks_for_the_approval_of_its_environment(trusted: Machine, checkout: Path, tmp_path: Path) -> None:
@@ -504,11 +495,9 @@ def test_a_rollback_asks_the_policy(trusted: Machine, store: str, checkout: Path
 
 def test_a_store_writer_against_the_pod(trusted: Machine, tmp_path: Path) -> None:
     """Repositories that were never signed, by strangers, and with files changed after the signature."""
-    stores = {"none": ("not-signed", ()), "stranger": ("key-unknown", ("--key", trusted.key("stranger")))}
-    stores["board"] = ("key-without-right", ("--key", trusted.key("board")))
-    stores["ci"] = ("signature-mismatch", ("--key", trusted.key("ci")))
-    for name, (code, options) in stores.items():
-        store = served("m/1", tmp_path / name, *options)
+    codes = {"": "not-signed", "stranger": "key-unknown", "board": "key-without-right", "ci": "signature-mismatch"}
+    for name, code in codes.items():
+        store = served("m/1", tmp_path / f"by-{name}", *(("--key", trusted.key(name)) if name else ()))
         if name == "ci":
             replace_file(store, "m_labels/1/model.py", b"import os\n")
         with refuses(code):  # though the very digest is asked for
@@ -531,32 +520,33 @@ def test_a_signature_of_something_else_with_a_repository_added_to_it(trusted: Ma
     assert "model.sig does not cover m/1/README, " in str(caught.value)
 
 
-@pytest.mark.parametrize("head", [b"", b'{"verificationMaterial": {"publicKey": {"hint": "x"}}, "more": '])
-def test_a_deeply_nested_signature(machine: Machine, tmp_path: Path, head: bytes) -> None:
-    (tmp_path / "signed").mkdir()
-    (tmp_path / "signed" / trust.SIGNATURE).write_bytes(head + b"[" * 100_000)
-    with refuses("signature-damaged"):
-        trust.check_folder("it", tmp_path / "signed")
-    assert "does not fit" in trust.folder_problem(tmp_path / "signed", machine.keys["ci"][1].read_text())
-
-
-def test_a_signature_file_without_a_signature(machine: Machine, tmp_path: Path) -> None:
-    trust.sign_folder(tmp_path, machine.key("ci"))
-    record = json.loads((tmp_path / trust.SIGNATURE).read_bytes())
+def without_signatures(text: str) -> str:
+    record = json.loads(text)
     record["dsseEnvelope"]["signatures"] = []
-    (tmp_path / trust.SIGNATURE).write_text(json.dumps(record))
-    with refuses("signature-mismatch"):
-        trust.check_folder("it", tmp_path)
+    return json.dumps(record)
 
 
-def test_a_signature_whose_fields_have_other_names(machine: Machine, tmp_path: Path) -> None:
-    """Protobuf takes both names of a field."""
-    trust.sign_folder(tmp_path, machine.key("ci"))
-    text = (tmp_path / trust.SIGNATURE).read_text()
-    (tmp_path / trust.SIGNATURE).write_text(text.replace('"dsseEnvelope"', '"dsse_envelope"'))
-    with refuses("signature-mismatch") as caught:
-        trust.check_folder("it", tmp_path)
-    assert "model.sig is damaged" in str(caught.value)
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda text: DEEP, "signature-damaged"),
+        (lambda text: '{"verificationMaterial": {"publicKey": {"hint": "x"}}, "more": ' + DEEP, "signature-damaged"),
+        (without_signatures, "signature-mismatch"),
+        (lambda text: text.replace('"dsseEnvelope"', '"dsse_envelope"'), "signature-mismatch"),  # as protobuf takes it
+    ],
+)
+def test_signature_files_that_are_none(
+    machine: Machine, tmp_path: Path, change: Callable[[str], str], code: str
+) -> None:
+    (signed := tmp_path / "signed").mkdir()
+    trust.sign_folder(signed, machine.key("ci"))
+    (signed / trust.SIGNATURE).write_text(change((signed / trust.SIGNATURE).read_text()))
+    with refuses(code):
+        trust.check_folder("it", signed)
+    assert "model.sig" in trust.folder_problem(signed, machine.keys["ci"][1].read_text())
 
 
 def test_signatures_and_statements_without_end(machine: Machine, tmp_path: Path) -> None:
@@ -564,22 +554,11 @@ def test_signatures_and_statements_without_end(machine: Machine, tmp_path: Path)
         file.truncate(1 << 40)
     with refuses("signature-damaged"):
         trust.check_folder("it", tmp_path)
-    (tmp_path / "a.dsse.json").write_bytes(bytes(1 << 20))
-    with refuses("statements-too-large"):
-        trust.read_statements(tmp_path)
-    (tmp_path / "a.dsse.json").unlink()
-    for number in range(101):
-        (tmp_path / f"{number}.dsse.json").touch()
-    with refuses("statements-too-large"):
-        trust.read_statements(tmp_path)
-
-
-def test_who_says_that_nobody_vouches_leaves_the_terminal_alone(
-    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine.without_policy()
-    trust.check_folder("m\x1b[2J", tmp_path)
-    assert r"m\x1b[2J: nobody vouches for it" in capsys.readouterr().err
+    for size_bytes, num_files in ((1 << 20, 1), (0, 101)):
+        for number in range(num_files):
+            (tmp_path / f"{number}.dsse.json").write_bytes(bytes(size_bytes))
+        with refuses("statements-too-large"):
+            trust.read_statements(tmp_path)
 
 
 @pytest.mark.parametrize("name", [trust.SIGNATURE, "more.dsse.json"])
