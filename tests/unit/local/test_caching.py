@@ -18,8 +18,8 @@ from components.preprocess.config import PreprocessConfig
 from enginery.local import caching
 from enginery.local.caching import StepCache, fingerprint, offer, source_digest
 from enginery.local.parameters import PipelineFile, load_pipeline, resolve_arguments
+from tests.unit.registered import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPS = ["preprocess", "train", "export", "validate", "gate"]
 H200 = Gpu(name="NVIDIA H200", memory_bytes=150 << 30, driver="580.95.05")
 
@@ -126,19 +126,17 @@ def test_fingerprint_sees_every_change_of_a_folder(data: Path, tmp_path: Path, m
 def test_hardware_libraries_and_code_repeat_the_steps_that_use_them(
     cached: Cached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, version = cached(), machine.metadata.version
-    with monkeypatch.context() as patch:
-        patch.setattr(machine, "gpus", lambda: (H200,))
-        assert changed(before, cached()) == ["train", "export", "validate", "gate"]
-    with monkeypatch.context() as patch:  # such as a machine of the same name without VNNI
-        patch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-        assert changed(before, cached()) == ["train", "export", "validate", "gate"]
-    with monkeypatch.context() as patch:
-        patch.setattr(machine.metadata, "version", lambda name: "0" if name == "openvino" else version(name))
-        assert changed(before, cached()) == ["export", "validate", "gate"]
-    edited = {"export": "edited"}
-    monkeypatch.setattr(caching, "source_digest", lambda step: edited.get(step) or source_digest(step))
-    assert changed(before, cached()) == ["export", "validate", "gate"]
+    before, version, edited = cached(), machine.metadata.version, {"export": "edited"}
+    for owner, name, value, first in (
+        (machine, "gpus", lambda: (H200,), "train"),
+        (machine.metadata, "version", lambda name: "0" if name == "openvino" else version(name), "export"),
+        (caching, "source_digest", lambda step: edited.get(step) or source_digest(step), "export"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert changed(before, cached()) == STEPS[STEPS.index(first) :]
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # such as a machine of the same name without VNNI
+    assert changed(before, cached()) == STEPS[STEPS.index("train") :]
 
 
 def test_source_digest_reads_the_step_and_what_steps_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +157,14 @@ def test_source_digest_reads_the_step_and_what_steps_share(tmp_path: Path, monke
 Finish = Callable[..., Path]
 
 
+def put(cache: StepCache, run: str, step: str, artifact: dsl.Artifact) -> str:
+    """Note a step's output as KFP does. Returns the entry's key."""
+    store = LocalCache(str(cache.runs / run / "cache"))
+    key: str = store.compute_key(f"comp-{step}", "", [], {}, custom_cache_key=cache.keys[step])
+    store.put(key, {artifact.name: artifact})
+    return key
+
+
 @pytest.fixture
 def finish(cached: Cached, digits_dataset: Artifact[DatasetManifest], tmp_path: Path) -> Finish:
     """`finish("run")`: a run in which preprocess finished. Returns its artifact's directory."""
@@ -167,10 +173,8 @@ def finish(cached: Cached, digits_dataset: Artifact[DatasetManifest], tmp_path: 
         cache = cache or cached()
         artifact = tmp_path / "runs" / run / "artifacts/dataset"
         shutil.copytree(digits_dataset.path, artifact)
-        store = LocalCache(str(tmp_path / "runs" / run / "cache"))
-        key = store.compute_key("comp-preprocess", "", [], {}, custom_cache_key=cache.keys["preprocess"])
-        store.put(key, {"dataset": dsl.Dataset(name="dataset", uri=str(artifact))})
-        cache.confirm("preprocess", digits_dataset.digest, Path(store.cache_root))
+        put(cache, run, "preprocess", dsl.Dataset(name="dataset", uri=str(artifact)))
+        cache.confirm("preprocess", digits_dataset.digest, tmp_path / "runs" / run / "cache")
         return artifact
 
     return finished
@@ -230,20 +234,11 @@ def test_a_step_goes_with_the_artifacts_before_it(
         shutil.copytree(digits_dataset.path, artifact)
         (artifact / "manifest.json").unlink()
         record = digits_dataset.manifest
-        sealed = seal(
-            artifact,
-            DatasetManifest,
-            inputs={"dataset": source},
-            config=PreprocessConfig(data="images"),
-            classes=record.classes,
-            splits=record.splits,
-            statistics=record.statistics,
-            num_rejected=0,
-        )
-        store = LocalCache(str(cache.runs / f"resnet50-{number}/cache"))
-        key = store.compute_key("comp-train", "", [], {}, custom_cache_key=cache.keys["train"])
-        store.put(key, {"checkpoint": dsl.Model(name="checkpoint", uri=str(artifact))})
-        (Path(store.cache_root) / f"{key}.digest").write_text(sealed.digest)
+        fields = {name: getattr(record, name) for name in ("classes", "splits", "statistics", "num_rejected")}
+        config = PreprocessConfig(data="images")
+        sealed = seal(artifact, DatasetManifest, inputs={"dataset": source}, config=config, **fields)
+        key = put(cache, f"resnet50-{number}", "train", dsl.Model(name="checkpoint", uri=str(artifact)))
+        (cache.runs / f"resnet50-{number}/cache/{key}.digest").write_text(sealed.digest)
         found = [step.step for step in cache.finished()]
         assert found == (["preprocess"] if number == "2" else ["preprocess", "train"])
     shutil.rmtree(cache.runs / "resnet50-1")

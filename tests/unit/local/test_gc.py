@@ -10,19 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from click.testing import CliRunner, Result
 from mlflow import MlflowClient
 
 from components.common.contracts.errors import UserError
-from enginery.cli.commands import cli
 from enginery.local import gc
 from enginery.local.gc import InUse, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
 from enginery.local.runs import PastRun, past_runs
 from enginery.local.state import MLFLOW_RUN_ID, StateDirectory
 from enginery.local.summary import StepSummary
-from tests.unit.refusals import refuses
+from tests.unit.registered import enginery, refuses
 from tests.unit.runs import write_run
 
 NOTHING = InUse()
@@ -107,34 +106,26 @@ def test_no_rule_and_bad_values_are_refused() -> None:
         with pytest.raises(UserError) as caught:
             make()
         assert caught.value.setting == setting
-    assert (parse_age("30d"), parse_age("1.5h"), parse_age("90min")) == (2592000, 5400, 5400)
+    assert [parse_age(text) for text in ("30d", "1.5h", "90min")] == [2592000, 5400, 5400]
     sizes = {"50GB": 50 * 10**9, "1TiB": 2**40, "0": 0, "2.5 mb": 2_500_000}
     assert {text: parse_size(text) for text in sizes} == sizes
     bad = [(parse_age, text) for text in ("30", "d", "-3d", "3 years")]
     for parse, text in (*bad, *((parse_size, text) for text in ("50", "GB", "-1GB", "many"))):
-        with pytest.raises(UserError) as caught:
+        with refuses("invalid-rule"):
             parse(text)
-        assert (caught.value.code, text in str(caught.value)) == ("invalid-rule", True)
 
 
 def test_run_that_an_alias_points_to_survives(registry: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    """Also one that was killed, by its MLflow run."""
     home, ids = registry
     needed = in_use(StateDirectory(path=home))
     uri = f"sqlite:///{home}/mlflow.db"
     old = make_run(tmp_path, 50, mlflow_run_id=ids["old"], registered="digits/1", tracking_uri=uri)
     promoted = make_run(tmp_path, 60, mlflow_run_id=ids["promoted"], registered="digits/2", tracking_uri=uri)
+    killed, killed_old = (make_run(tmp_path, 70, mlflow_run_id=ids[it], finished=False) for it in ("promoted", "old"))
     removed, kept = decide(tmp_path, needed, keep=0, older_than_s=1, max_size_bytes=0)
-    assert removed == {old.name}
-    assert kept == {promoted.name: "digits@candidate (version 2) points to it"}
-
-
-def test_killed_run_that_was_promoted_survives_by_its_mlflow_run(
-    registry: tuple[Path, dict[str, str]], tmp_path: Path
-) -> None:
-    home, ids = registry
-    make_run(tmp_path, 60, mlflow_run_id=ids["promoted"], finished=False)
-    gone = make_run(tmp_path, 61, mlflow_run_id=ids["old"], finished=False)
-    assert decide(tmp_path, in_use(StateDirectory(path=home)), keep=0)[0] == {gone.name}
+    assert removed == {old.name, killed_old.name}
+    assert kept == dict.fromkeys((promoted.name, killed.name), "digits@candidate (version 2) points to it")
 
 
 def test_runs_whose_steps_a_promoted_run_took_over_survive(tmp_path: Path) -> None:
@@ -184,12 +175,9 @@ def test_run_that_is_going_survives_and_so_do_the_steps_it_may_read(tmp_path: Pa
     assert kept[going.name] == "it is still going"
     assert "may read" in kept[read.name]
     assert decide(tmp_path, keep=0)[0] == {going.name, read.name, other.name}  # its process ended: a killed run
-
-
-def test_run_that_began_just_now_survives(tmp_path: Path) -> None:
-    path = make_run(tmp_path, 0, finished=False)
-    (path / ".lock").unlink()
-    assert decide(tmp_path, keep=0) == (set(), {path.name: "it is still going"})
+    began = make_run(tmp_path, 0, finished=False)  # just now
+    (began / ".lock").unlink()
+    assert decide(tmp_path, keep=0)[1][began.name] == "it is still going"
 
 
 @pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH])
@@ -207,11 +195,7 @@ def test_killed_gc_leaves_no_half_run_and_the_next_one_clears_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_run(tmp_path, 50)
-
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gc, "delete", killed)
+    monkeypatch.setattr(gc, "delete", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         remove(PastRun(path), lambda run, reason: None)
     assert past_runs(tmp_path / "runs") == []
@@ -230,21 +214,17 @@ def test_what_is_no_run_stays(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
-
-    def gc(*arguments: str) -> Result:
-        return CliRunner(env={"COLUMNS": "80"}).invoke(cli, ["gc", *arguments], input="")
-
     new, old = make_run(tmp_path, 1), make_run(tmp_path, 50, size_kb=1000)
-    shown = gc("--keep", "1", "--dry-run")
-    assert (shown.exit_code, old.exists()) == (0, True)
-    assert old.name in shown.output
-    assert "beyond the newest 1" in shown.output
-    asked = gc("--keep", "1").exception
-    assert isinstance(asked, UserError)
-    assert (asked.code, old.exists()) == ("no-terminal", True)
+    shown = enginery("gc", "--keep", 1, "--dry-run", columns=80).output
+    assert old.name in shown
+    assert "beyond the newest 1" in shown
+    with refuses("no-terminal"):
+        enginery("gc", "--keep", 1, stdin=b"")
+    assert old.exists()
     (tmp_path / "runs" / ".trash-left-1").mkdir()
-    done = gc("--keep", "1", "--yes")
-    assert (done.exit_code, old.exists(), new.exists()) == (0, False, True)
+    done = enginery("gc", "--keep", 1, "--yes")
+    assert (old.exists(), new.exists()) == (False, True)
     assert "1.0 MB freed" in done.output
     assert leftovers(tmp_path / "runs") == []
-    assert isinstance(gc().exception, UserError)
+    with pytest.raises(UserError):
+        enginery("gc")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -17,14 +16,17 @@ from components.common.contracts.environment import Gpu
 from components.common.contracts.errors import UserError
 from components.common.contracts.statistics import drop_upper
 from components.export.sources import check_model
-from enginery.cli.commands import cli
 from enginery.local import preflight
 from enginery.local.preflight import check_inputs, check_memory, check_paths, images_to_prove, training_bytes
 from tests.pipelines.running import ROOT, load_once
+from tests.unit import registered
 from tests.unit.refusals import refuses
 
 GB = 10**9
 LARGE = {"architecture": "resnet50", "image_size": 224, "global_batch_size": 256, "train": {}}
+
+
+WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "resnet18")
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,7 @@ LARGE = {"architecture": "resnet50", "image_size": 224, "global_batch_size": 256
         ("quantize", ("--data", "{digits}", "--model", "{tmp}/absent"), "no-model", "{tmp}/absent"),
         ("quantize", ("--data", "{digits}", "--model", "{tmp}"), "no-model", "{tmp}"),
         ("quantize", ("--data", "{digits}"), "missing-input", "--model is required"),
-        (
-            "quantize",
-            ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "resnet18"),
-            "model-unusable",
-            "can't read the weights in {tmp}/m.pth",
-        ),
+        ("quantize", WEIGHTS, "model-unusable", "can't read the weights in {tmp}/m.pth"),
     ],
 )
 def test_a_run_that_can_not_be_is_refused_and_leaves_nothing(
@@ -64,11 +61,9 @@ def test_a_run_that_can_not_be_is_refused_and_leaves_nothing(
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("enginery.cli.run.load_pipeline", load_once)
     filled = [option.format(tmp=folder, digits=few_digits) for option in options]
-    command = ["run", str(ROOT / f"pipelines/{name}.py"), *filled, "--set", "gate.confident=false"]
-    done = CliRunner().invoke(cli, command)
-    assert isinstance(done.exception, UserError)
-    assert done.exception.code == code
-    assert words.format(tmp=folder) in str(done.exception)
+    with refuses(code) as caught:
+        registered.enginery("run", ROOT / f"pipelines/{name}.py", *filled, "--set", "gate.confident=false")
+    assert words.format(tmp=folder) in str(caught.value)
     assert not (tmp_path / "home").exists()
 
 
@@ -237,15 +232,13 @@ def memory(monkeypatch: pytest.MonkeyPatch, total_bytes: int, available_bytes: i
 
 
 def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others hold is a warning, and enough is silence."""
     for total_gb, available_gb, fix in ((16, 14, "Try --global-batch-size 128, a smaller"), (3, 2, "Try a smaller")):
         memory(monkeypatch, total_gb * GB, available_gb * GB)
         with refuses("too-little-memory", "--global-batch-size") as caught:
             check_memory(LARGE)
         assert "takes about 24.0 GB of memory" in str(caught.value)
         assert fix in str(caught.value)
-
-
-def test_memory_that_others_hold_is_a_warning_and_enough_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     memory(monkeypatch, 32 * GB, 12 * GB)
     assert "12.0 GB are available: it may be killed. Try --global-batch-size 64, " in check_memory(LARGE)
     memory(monkeypatch, 32 * GB, 30 * GB)
@@ -256,11 +249,9 @@ def test_memory_that_others_hold_is_a_warning_and_enough_is_silence(monkeypatch:
     assert check_memory(LARGE) == ""
 
 
-@pytest.mark.parametrize("limit_bytes", [None, 5 * GB])
-def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None) -> None:
-    monkeypatch.setattr(preflight, "memory_limit", lambda: limit_bytes)
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory_limit", lambda: None)
     total_bytes, available_bytes = preflight._memory()
-    if limit_bytes is None:
-        assert 0 < available_bytes < total_bytes
-    else:
-        assert max(total_bytes, available_bytes) <= limit_bytes
+    assert 0 < available_bytes < total_bytes
+    monkeypatch.setattr(preflight, "memory_limit", lambda: 5 * GB)
+    assert max(preflight._memory()) <= 5 * GB
