@@ -1,9 +1,7 @@
 """fetch: an artifact comes complete, as its digest says, or not at all."""
 
-import threading
 from collections.abc import Callable
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -72,35 +70,22 @@ def test_a_store_that_holds_more_than_its_manifest_says(
     assert not [uri for uri in brought if uri.endswith(grown)]
 
 
+class Leading(Served):
+    """Its only file is said to be in an inner network."""
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
+        listing = {"files": [{"path": "manifest.json", "is_dir": False, "file_size": 5}]}
+        if path.endswith(("/artifacts", "/inner")):
+            return 200, listing
+        return 307, listing, {"Location": f"{self.endpoint}/inner"}
+
+
 def test_a_server_that_leads_into_an_inner_network(tmp_path: Path) -> None:
     """MLflow's client would follow it to wherever this machine can go."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            listing = "artifacts?" in self.path
-            self.send_response(200 if listing or "inner" in self.path else 307)
-            self.send_header("Location", f"http://127.0.0.1:{server.server_port}/inner")
-            self.end_headers()
-            self.wfile.write(b'{"files": [{"path": "manifest.json", "is_dir": false, "file_size": 5}]}')
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/api/2.0/mlflow-artifacts/artifacts/m"
-        with refuses("manifest-damaged"):  # what came with the redirect
-            fetch(url, tmp_path / "pod", OTHER)
-        assert any(path.endswith("m/manifest.json") for path in asked)
-        assert "/inner" not in asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Leading()) as state, refuses("manifest-damaged"):  # what came with the redirect
+        fetch(f"{state.endpoint}/api/2.0/mlflow-artifacts/artifacts/m", tmp_path / "pod", OTHER)
+    asked = {path.rpartition("/")[2] for _, path, _ in state.requests}
+    assert asked == {"artifacts", "manifest.json"}
 
 
 class Store(Served):

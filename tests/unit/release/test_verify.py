@@ -220,14 +220,10 @@ def test_a_manifest_sealed_again(release: Path, key, part: str, forgery: Forgery
 
 
 def edit(file: Path, change: Forgery) -> None:
-    if file.name != "MLmodel":
-        record = json.loads(file.read_text())
-        change(record)
-        file.write_text(json.dumps(record))
-        return
+    is_model = file.name == "MLmodel"
     record = yaml.safe_load(file.read_text())
-    change(record["flavors"]["python_function"])
-    file.write_text(yaml.safe_dump(record))
+    change(record["flavors"]["python_function"] if is_model else record)
+    file.write_text((yaml.safe_dump if is_model else json.dumps)(record))
 
 
 # 446 bytes, of which a message would make gigabytes.
@@ -276,21 +272,22 @@ def test_files_that_contradict_the_chain(release: Path, file: str, change: Forge
     assert len(found) < 1000
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "enginery.cli.main", "verify", *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_the_command(release: Path, signed) -> None:
-    done = command(release, "--key", signed[1])
+    verifies = ("-m", "enginery.cli.main", "verify")
+    done = run(*verifies, release, "--key", signed[1])
     assert done.returncode == 0, done.stderr
     assert "is as it was released" in done.stdout
     assert "signature: valid" in done.stdout
     assert "gate:      pass: top-1" in done.stdout
-    assert "NOT CHECKED" in command(release).stdout
+    assert "NOT CHECKED" in run(*verifies, release).stdout
     (release / "bundle/int8.onnx").write_bytes(b"")
     (release / "new\x1b[31m").touch()
-    done = command(release, "--key", signed[1])
+    done = run(*verifies, release, "--key", signed[1])
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[1].startswith("failed: bundle/int8.onnx was changed: its digest is sha256:e3b0c44298fc")
@@ -298,20 +295,15 @@ def test_the_command(release: Path, signed) -> None:
     assert lines[3].endswith("3 problems. Get it again from who released it [release-changed]")
     assert "Traceback" not in done.stderr
     assert "released" not in done.stdout
-    done = command(release.parent)
+    done = run(*verifies, release.parent)
     assert (done.returncode, "[not-a-release]" in done.stderr) == (2, True)
 
 
 def test_verify_needs_neither_mlflow_nor_an_engine_room(release: Path) -> None:
     script = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from enginery.release.verify import verify\n"
-        "assert verify(Path(sys.argv[1])).problems == ()\n"
-        "heavy = {'mlflow', 'torch', 'nvidia.dali', 'openvino', 'onnx', 'pandas', 'kfp'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
+        "import sys; from pathlib import Path; from enginery.release.verify import verify; "
+        "assert verify(Path(sys.argv[1])).problems == (); "
+        "print({'mlflow', 'torch', 'nvidia.dali', 'openvino', 'onnx', 'pandas', 'kfp'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(release)], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.stdout.strip() == "[]", done.stderr
+    done = run("-c", script, release)
+    assert done.stdout == "set()\n", done.stderr
