@@ -4,12 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from enginery.cli.commands import cli
 from enginery.cluster.settings import ClusterSettings, load_settings, settings_rows
 from tests.pipelines.running import CLUSTER_YAML, compiled
-from tests.unit.refusals import refuses
+from tests.unit.registered import enginery, refuses
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_text(text)
+    return file
+
 
 VOLUME = "every_step: {volumes: [{claim: c, mount_path: /m, sub_path: %s}]}"
 OTHER_VOLUME = "train_job: {volume: {claim: b, mount_path: /s}}"
@@ -46,15 +51,13 @@ OTHER_VOLUME = "train_job: {volume: {claim: b, mount_path: /s}}"
     ],
 )
 def test_settings_that_can_not_be(tmp_path: Path, text: str, setting: str, words: str) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(text)
     with refuses("bad-cluster-settings", setting) as caught:
-        load_settings(file)
-    assert str(caught.value).startswith(f"{file}: ")
+        load_settings(written(tmp_path, text))
+    assert str(caught.value).startswith(f"{tmp_path / 'cluster.yaml'}: ")
     assert words in str(caught.value)
 
 
-def test_what_a_step_gets_falls_to_every_step() -> None:
+def test_what_a_step_gets_falls_to_every_step(tmp_path: Path) -> None:
     settings = load_settings(Path(CLUSTER_YAML))
     train, promote = settings.of("train"), settings.of("promote")
     assert (train.retries.times, promote.retries.times) == (2, 0)
@@ -63,35 +66,27 @@ def test_what_a_step_gets_falls_to_every_step() -> None:
     assert [settings.of(step).shm for step in ("preprocess", "train", "export")] == ["", "64Gi", "8Gi"]
     assert settings.image("gate") == "registry.example.com/vision/promote:0.2.0"
     assert settings.image("train").startswith("registry.example.com/vision/train@sha256:1111")
-
-
-def test_a_verdict_is_not_tried_again_unless_asked(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text("every_step: {retries: {times: 3}}")
-    assert [load_settings(file).of(step).retries.times for step in ("train", "gate", "promote")] == [3, 0, 3]
-    file.write_text("{every_step: {retries: {times: 3}}, gate: {retries: {times: 1}}}")
-    assert load_settings(file).of("gate").retries.times == 1
+    # A verdict is not tried again unless asked.
+    for of_gate, times in (("", [3, 0, 3]), (", gate: {retries: {times: 1}}", [3, 1, 3])):
+        settings = load_settings(written(tmp_path, f"{{every_step: {{retries: {{times: 3}}}}{of_gate}}}"))
+        assert [settings.of(step).retries.times for step in ("train", "gate", "promote")] == times
 
 
 def test_variables_that_only_sound_secret(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.yaml"
     plain = {
         "TOKENIZERS_PARALLELISM": "false",
         "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token",
         "GOOGLE_APPLICATION_CREDENTIALS": "/etc/gcs/key.json",
         "MLFLOW_TRACKING_URI": "http://mlflow:5000/@here",
     }
-    file.write_text(json.dumps({"every_step": {"env": plain}}))
+    file = written(tmp_path, json.dumps({"every_step": {"env": plain}}))
     assert load_settings(file).of("gate").env == plain
 
 
 def test_a_volume_of_all_steps_may_be_that_of_the_training(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(
-        "{every_step: {volumes: [{claim: shared, mount_path: /mnt/shared}]}, "
-        "train: {num_nodes: 2}, train_job: {volume: {claim: shared, mount_path: /mnt/shared}}}"
-    )
-    spec, platform = compiled("resnet50", tmp_path, "--settings", str(file))
+    volume = "{claim: shared, mount_path: /mnt/shared}"
+    text = f"{{every_step: {{volumes: [{volume}]}}, train: {{num_nodes: 2}}, train_job: {{volume: {volume}}}}}"
+    spec, platform = compiled("resnet50", tmp_path, "--settings", str(written(tmp_path, text)))
     mounts = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-train"]["pvcMount"]
     assert [mount["mountPath"] for mount in mounts] == ["/mnt/shared"]
     container = spec["deploymentSpec"]["executors"]["exec-train"]["container"]
@@ -103,9 +98,8 @@ def test_another_try_comes_after_a_long_one(tmp_path: Path) -> None:
     """KFP's "backoff max duration" is the time of all tries from the start of the first, and an hour by default."""
 
     def window_s(text: str) -> int:
-        file = tmp_path / "cluster.yaml"
-        file.write_text(text)
-        tasks = compiled("resnet50", tmp_path, "--settings", str(file))[0]["root"]["dag"]["tasks"]
+        spec, _ = compiled("resnet50", tmp_path, "--settings", str(written(tmp_path, text)))
+        tasks = spec["root"]["dag"]["tasks"]
         return int(tasks["train"]["retryPolicy"]["backoffMaxDuration"].removesuffix("s"))
 
     assert window_s("train: {timeout_s: 7200, retries: {times: 2, wait_s: 60, factor: 2}}") == 3 * 7200 + 60 + 120
@@ -116,7 +110,7 @@ def test_another_try_comes_after_a_long_one(tmp_path: Path) -> None:
 
 def test_settings_help_lists_every_key() -> None:
     rows = list(settings_rows())
-    shown = CliRunner().invoke(cli, ["submit", "--settings-help"]).output
+    shown = enginery("submit", "--settings-help").output
     assert all(key in shown for key, _, _ in rows)
     assert {key.split(".")[0] for key, _, _ in rows} == {
         field.alias or name for name, field in ClusterSettings.model_fields.items()

@@ -22,8 +22,8 @@ from enginery.doctor.checks import Diagnosis, Planned, absent, missing, ok
 from enginery.doctor.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
 from enginery.doctor.probes import ProbeError, Probes
 from tests.serving import Served, serving
+from tests.unit.registered import ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 GPU = NvidiaGpu("NVIDIA H100", 80 * 10**9, (9, 0))
 H100 = Nvml((GPU,), "580.95.05", "")
 NO_GPU = Nvml((), "", "NVML Shared Library Not Found")
@@ -51,14 +51,9 @@ def _visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     state = tmp_path_factory.mktemp("doctor") / "state"
-    done = subprocess.run(
-        [sys.executable, "-m", "enginery.cli.main", "doctor", "--json"],
-        cwd=REPOSITORY,
-        env={**os.environ, "ENGINERY_HOME": str(state), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", "enginery.cli.main", "doctor", "--json"]
+    environment = {**os.environ, "ENGINERY_HOME": str(state), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert not state.exists()  # a check leaves nothing behind
     found: dict[str, Any] = json.loads(done.stdout)
