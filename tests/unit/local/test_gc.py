@@ -28,15 +28,7 @@ NOTHING = InUse()
 
 
 def make_run(
-    state: Path,
-    days: float,
-    *,
-    mlflow_run_id: str = "",
-    registered: str = "",
-    tracking_uri: str = "",
-    reused: str = "",
-    size_kb: int = 100,
-    finished: bool = True,
+    state: Path, days: float, *, reused: str = "", size_kb: int = 100, finished: bool = True, **values: str
 ) -> Path:
     """A run directory as `enginery run` leaves it, begun `days` ago."""
     stamp = (datetime.now() - timedelta(days=days)).strftime("%Y%m%d-%H%M%S")
@@ -46,10 +38,9 @@ def make_run(
     (path / "artifacts" / "weights").write_bytes(os.urandom(size_kb * 1024))
     if finished:
         step = StepSummary(name="train", status="reused", outcome=f"reused from {reused}", seconds_total=0)
-        values = {"registered": registered, "tracking_uri": tracking_uri, "mlflow_run_id": mlflow_run_id}
-        write_run(path, steps=[step] if reused else [], **values)
-    elif mlflow_run_id:
-        (path / MLFLOW_RUN_ID).write_text(mlflow_run_id)
+        write_run(path, steps=[step] if reused else [], **{"tracking_uri": "", "mlflow_run_id": "", **values})
+    elif values:
+        (path / MLFLOW_RUN_ID).write_text(values["mlflow_run_id"])
     return path
 
 

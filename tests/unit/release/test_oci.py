@@ -9,10 +9,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from cryptography import x509
@@ -40,15 +40,11 @@ def oci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
         yield found
 
 
-@dataclass(kw_only=True)
-class Pushed:
+class Pushed(NamedTuple):
     folder: Path
     digest: str  # of manifest.json
     address: str  # with that of the registry's manifest
-
-    @property
-    def oci_digest(self) -> str:
-        return self.address.partition("@")[2]
+    oci_digest: str
 
 
 def signed(machine: Machine, name: str = "a-090") -> Path:
@@ -70,7 +66,7 @@ def push(machine: Machine, folder: Path, address: str, key: str = "ci") -> str:
 def pushed(machine: Machine, registry: str, name: str = "a-090") -> Pushed:
     folder = signed(machine, name)
     address = push(machine, folder, f"oci://{registry}/team/m")
-    return Pushed(folder=folder, digest=load(folder, BundleManifest).digest, address=address)
+    return Pushed(folder, load(folder, BundleManifest).digest, address, address.partition("@")[2])
 
 
 def manifest_of(oci: Registry, digest: str) -> Any:
@@ -136,25 +132,15 @@ def test_what_is_not_signed_by_the_key_is_not_pushed(machine: Machine, oci: Regi
     assert (oci.blobs, oci.manifests) == ({}, {})
 
 
-@pytest.mark.parametrize(
-    ("address", "code"),
-    [
-        ("oci://registry", "invalid-address"),
-        ("oci://registry/UPPER", "invalid-address"),
-        ("oci://registry/../x", "invalid-address"),
-        ("oci://registry/a/../b", "invalid-address"),
-        ("oci://registry/m@sha256:12", "invalid-address"),
-        ("oci://registry/m:a/b", "invalid-address"),
-        ("oci://registry/m?x=1", "invalid-address"),
-        ("oci://registry/m#x", "invalid-address"),
-        ("oci://registry/m\n", "invalid-address"),
-        ("oci://regis try/m", "invalid-address"),
-        ("oci://robot:hunter2@registry/m", "secret-in-address"),
-    ],
-)
-def test_addresses(address: str, code: str) -> None:
-    with refuses(code) as caught:
-        read_address(address)
+def test_addresses() -> None:
+    for rest in (
+        *("registry", "registry/UPPER", "registry/../x", "registry/a/../b", "registry/m@sha256:12"),
+        *("registry/m:a/b", "registry/m?x=1", "registry/m#x", "registry/m\n", "regis try/m"),
+    ):
+        with refuses("invalid-address"):
+            read_address(f"oci://{rest}")
+    with refuses("secret-in-address") as caught:
+        read_address("oci://robot:hunter2@registry/m")
     assert "hunter2" not in str(caught.value)
 
 
@@ -329,7 +315,11 @@ def test_a_real_registry_and_cosign(machine: Machine, tmp_path: Path, shared: An
         return done.stderr if done.returncode else ""
 
     try:
-        _wait_for(f"http://localhost:{port}/v2/")
+        for _ in range(100):
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://localhost:{port}/v2/").close()
+                break
+            time.sleep(0.1)
         made = pushed(machine, f"localhost:{port}")
         fetch(made.address, tmp_path / "pod")
         assert files(tmp_path / "pod") == files(made.folder)
@@ -347,13 +337,3 @@ def test_a_real_registry_and_cosign(machine: Machine, tmp_path: Path, shared: An
     finally:
         process.terminate()
         process.wait(10)
-
-
-def _wait_for(url: str) -> None:
-    for _ in range(100):
-        try:
-            urllib.request.urlopen(url).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError("the registry did not start")

@@ -62,14 +62,11 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert gaps.std() == pytest.approx(1 / 200, rel=0.05)  # of an exponential distribution it is the mean
     assert np.bincount(arrivals.astype(int)).var() == pytest.approx(200, rel=0.4)  # of a Poisson one, too
     assert arrivals[-1] < 100
-
-
-@pytest.mark.parametrize("rate", [0.01, 1.0])
-def test_few_arrivals_are_possible_and_a_seed_repeats_them(rate: float) -> None:
-    arrivals = [poisson_arrivals(rate, 1.0, np.random.default_rng(seed)) for seed in (*range(400), 399)]
-    assert np.mean([len(found) for found in arrivals]) == pytest.approx(rate, abs=0.15)
-    assert min(map(len, arrivals)) == 0
-    assert np.array_equal(arrivals[-1], arrivals[-2])
+    for rate in (0.01, 1.0):  # few, and a seed repeats them
+        found = [poisson_arrivals(rate, 1.0, np.random.default_rng(seed)) for seed in (*range(400), 399)]
+        assert np.mean([len(times) for times in found]) == pytest.approx(rate, abs=0.15)
+        assert min(map(len, found)) == 0
+        assert np.array_equal(found[-1], found[-2])
 
 
 def test_processes_share_a_load() -> None:
@@ -105,6 +102,9 @@ def test_the_warm_up_does_not_count() -> None:
     assert measured.images_per_s == 2 * 4 / 2  # those answered from 1 s to 3 s
     assert measured.offered_images_per_s == 2 * 4 / 2
     assert measured.max_ms == pytest.approx(600)
+    nothing = summary([])
+    assert (nothing.num_requests, nothing.images_per_s) == (0, 0)
+    assert (nothing.p99_ms, nothing.send_lag_p99_ms, nothing.mean_batch) == (None, None, None)
 
 
 def test_errors_are_counted_by_kind_and_a_time_out_is_a_latency() -> None:
@@ -113,12 +113,6 @@ def test_errors_are_counted_by_kind_and_a_time_out_is_a_latency() -> None:
     assert measured.errors == {"overloaded": 2, "timeout": 1}
     assert (measured.num_errors, measured.images_per_s) == (3, 0.5)
     assert [measured.p50_ms, measured.max_ms] == pytest.approx([(10 + 1000) / 2, 1000])
-
-
-def test_nothing_is_no_number() -> None:
-    measured = summary([])
-    assert (measured.num_requests, measured.images_per_s) == (0, 0)
-    assert (measured.p99_ms, measured.send_lag_p99_ms, measured.mean_batch) == (None, None, None)
 
 
 def counters(batches: dict[int, int], num: int, queue_ns: int, infer_ns: int, kind: type = int) -> dict[str, Any]:
@@ -152,14 +146,12 @@ def knee_rate(levels: list[Level]) -> float | None:
     return knee.request_rate if knee else None
 
 
-def test_good_is_in_time_complete_and_without_errors() -> None:
+def test_the_knee_is_the_highest_good_rate_below_the_first_bad_one() -> None:
+    """Good is in time, complete and without errors."""
     assert is_good(queued(70), BUDGET_MS)
     assert not is_good(queued(90), BUDGET_MS)  # 100 ms
     for change in ({"errors": {"overloaded": 1}}, {"images_per_s": 60.0}, {"p99_ms": None}):
-        assert not is_good(queued(70, **{}).model_copy(update=change), BUDGET_MS)
-
-
-def test_the_knee_is_the_highest_good_rate_below_the_first_bad_one() -> None:
+        assert not is_good(queued(70).model_copy(update=change), BUDGET_MS)
     knee = find_knee([queued(rate) for rate in (90, 20, 60, 75)], BUDGET_MS)
     assert knee is not None
     assert (knee.request_rate, knee.is_highest_tried, knee.p99_ms) == (75, False, pytest.approx(40))

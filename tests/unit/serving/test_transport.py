@@ -5,6 +5,7 @@ import itertools
 import selectors
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -51,14 +52,8 @@ def test_protocol_and_port_come_from_the_address(url: str, meant: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "ftp://host",
-        "http://host:port",
-        "http://host:99999",
-        "http://[::1",
-        "http://host:1/v2",
-        "http://u@h:1",
-        "http://:8000",
-        "",
+        *("ftp://host", "http://host:port", "http://host:99999", "http://[::1"),
+        *("http://host:1/v2", "http://u@h:1", "http://:8000", ""),
     ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
@@ -131,30 +126,21 @@ def run(call: Callable[[], object], retry: RetryPolicy) -> tuple[list[float], ob
         return times, runner.run(go())
 
 
-def test_no_connection_is_tried_again_until_patience_ends() -> None:
-    def refuse() -> None:
-        raise ConnectionRefusedError("refused")
-
-    times, result = run(refuse, QUICK)
+def test_no_connection_is_tried_again_until_patience_ends_and_an_answer_not() -> None:
+    """Neither a refusal nor a late one."""
+    times, result = run(Mock(side_effect=ConnectionRefusedError("refused")), QUICK)
     assert isinstance(result, ServerUnreachable)
     assert QUICK.retry_s - QUICK.most_pause_s < times[-1] - times[0] <= QUICK.retry_s
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     pauses = [min(QUICK.first_pause_s * 2**index, QUICK.most_pause_s) for index in range(len(gaps))]
     assert all(pause / 2 - 1e-6 <= gap <= pause + 1e-6 for gap, pause in zip(gaps, pauses, strict=True))
-    assert run(refuse, RetryPolicy(retry_s=0))[0][1:] == []
-
-
-def test_a_refusal_and_a_late_answer_are_not_tried_again() -> None:
-    def wrong() -> None:
-        raise RequestRefused("not an image")
-
-    def late() -> None:
-        raise TimeoutError
-
-    assert len(run(wrong, QUICK)[0]) == 1
-    times, result = run(late, QUICK)
-    assert len(times) == 1
-    assert isinstance(result, ServerTimeout)
+    for error, retry, kind in (
+        (ConnectionRefusedError("refused"), RetryPolicy(retry_s=0), ServerUnreachable),
+        (RequestRefused("not an image"), QUICK, RequestRefused),
+        (TimeoutError, QUICK, ServerTimeout),
+    ):
+        times, result = run(Mock(side_effect=error), retry)
+        assert (len(times), type(result)) == (1, kind)
 
 
 @asynccontextmanager
@@ -175,7 +161,7 @@ async def server(handle: Callable[[web.Request], web.StreamResponse]) -> AsyncIt
         await runner.cleanup()
 
 
-def test_a_full_server_is_asked_again_over_the_wire() -> None:
+def test_a_full_server_is_asked_again_over_the_wire_and_no_model_server_is_not() -> None:
     asked: list[str] = []
 
     def handle(request: web.Request) -> web.StreamResponse:
@@ -186,17 +172,12 @@ def test_a_full_server_is_asked_again_over_the_wire() -> None:
 
     async def go() -> tuple[object, int]:
         async with server(handle) as address, AsyncClient(str(address), retry=LONG) as client:
-            return await client.statistics("digits"), client.num_retries
+            answer = await client.statistics("digits"), client.num_retries
+        page = server(lambda _: web.Response(text="<html>hello", status=404))
+        async with page as address, AsyncClient(str(address), retry=LONG) as client:
+            with pytest.raises(ServingError):
+                await client.classifier()
+        return answer
 
     assert asyncio.run(go()) == ({"model_stats": []}, 2)
     assert asked == ["/v2/models/digits/stats"] * 3
-
-
-def test_something_else_that_answers_is_no_model_server() -> None:
-    async def go() -> None:
-        page = server(lambda _: web.Response(text="<html>hello", status=404))
-        async with page as address, AsyncClient(str(address), retry=LONG) as client:
-            await client.classifier()
-
-    with pytest.raises(ServingError):
-        asyncio.run(go())
