@@ -78,26 +78,20 @@ def logs(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> PodLogs:
 def test_the_steps_lines_are_shown_behind_their_names(
     pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pods.pods = [
-        pod("r-driver-1", "resnet50-x7k2p.root.train-driver"),
-        pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)"),
-        pod("r-impl-2", "resnet50-x7k2p.root.gate.executor", began=False),
-    ]
+    """Those of a broken connection from where it broke."""
+    pods.pods, pods.breaks = (
+        [
+            pod("r-driver-1", "resnet50-x7k2p.root.train-driver"),
+            pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)"),
+            pod("r-impl-2", "resnet50-x7k2p.root.gate.executor", began=False),
+        ],
+        1,
+    )
     pods.lines = {"r-impl-1": ["2026-11-22T08:00:01.1Z train: epoch 1\n", "2026-11-22T08:00:02.1Z done\n"]}
     logs.read_new_pods({"train", "gate"})
     logs.finish()
     assert capsys.readouterr().out.splitlines() == ["train       | train: epoch 1", "train       | done"]
     assert not any("driver" in path or "impl-2" in path for _, path, _ in pods.requests)
-
-
-def test_a_broken_connection_is_taken_up_where_it_broke(
-    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pods.pods, pods.breaks = [pod("r-impl-1", "w.root.train.executor")], 1
-    pods.lines = {"r-impl-1": ["2026-11-22T08:00:01.1Z one\n", "2026-11-22T08:00:02.1Z two\n"]}
-    logs.read_new_pods(None)
-    logs.finish()
-    assert capsys.readouterr().out.splitlines() == ["train       | one", "train       | two"]
 
 
 def test_a_cluster_that_refuses_or_is_not_there_costs_one_line(

@@ -154,11 +154,11 @@ def test_limits_of_a_machine_are_warnings_with_a_command(monkeypatch: pytest.Mon
         assert (finding.status, words in finding.fix) == ("warning", True)
 
 
-@pytest.mark.parametrize(("limit", "file"), [("AVX2", "int8_cpu_7bit.onnx"), ("", "int8_cpu")])
-def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, limit: str, file: str) -> None:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    finding = machine.instruction_sets()
-    assert (finding.status, file in finding.found) == ("ok", True)
+def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, file in (("AVX2", "int8_cpu_7bit.onnx"), ("", "int8_cpu")):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        finding = machine.instruction_sets()
+        assert (finding.status, file in finding.found) == ("ok", True)
 
 
 def test_versions_of_a_checkout_and_of_an_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """deploy: what is written and committed, what goes from one environment to the next, what is refused."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from components.common.contracts.errors import EngineryError, GateFailed
 from components.common.contracts.manifests import BundleManifest, load
 from components.common.registry.model_registry import Registry
 from enginery.release.deploy import Pins, set_values
+from enginery.release.fetch import fetch
 from tests.unit.registered import (
     deploy,
     enginery,
@@ -166,10 +168,18 @@ def test_mistakes(checkout: Path, three: str, arguments: tuple[str, ...], code: 
     assert untouched()
 
 
-def test_the_repository_is_that_of_the_version(checkout: Path, three: str) -> None:
-    with refuses("other-repository", "--repository") as caught:
-        enginery("deploy", "--env", "dev", "m/2", "--repository", exported("m/1"))
-    assert "int8.onnx" in str(caught.value)
+def test_the_repository_is_that_of_the_version(checkout: Path, three: str, tmp_path: Path) -> None:
+    deploy("dev", "m/1")
+    forged = shutil.copytree(exported("m/1"), tmp_path / "store")
+    replace_file(forged, "m_labels/1/model.py", b"import os\n")
+    assert json.loads((forged / "manifest.json").read_bytes())["inputs"]["bundle"] == pins("dev").digest
+    for version, repository in (("1", forged), ("2", exported("m/1"))):
+        with refuses("other-repository", "--repository"):
+            enginery("deploy", "--env", "staging", f"m/{version}", "--repository", repository)
+    assert not pins("staging").is_deployed
+    for digest in (pins("dev").digest, pins("dev").repository_digest):  # whatever the chart asks for
+        with refuses("other-digest"):
+            fetch(str(forged), tmp_path / "pod", digest)
 
 
 def test_what_git_has_against_it(checkout: Path, three: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,14 @@ def test_what_is_listed_comes_and_nothing_else(bundle: Path, tmp_path: Path) -> 
     flip(target / "int8.onnx")
     with refuses("file-damaged"):
         fetch(str(bundle), target, digest_of(bundle))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    with refuses("no-artifact"):
+        fetch(str(bundle), tmp_path / "mine", digest_of(bundle))
+    assert files(tmp_path / "mine") == {"notes.txt": b"mine"}
+    assert enginery("fetch", bundle, tmp_path / "x", "--digest", "sha256:3b3b").exit_code == 2  # not in full
+    with refuses("no-digest", "--digest"):
+        enginery("fetch", bundle, tmp_path / "x")
 
 
 def test_through_mlflows_clients(bundle: Path, tmp_path: Path) -> None:
@@ -172,17 +180,3 @@ def test_tampered_artifacts_are_not_fetched(
         fetch(str(bundle), tmp_path / "target", digest)
     assert caught.value.code == code or (code is None and "was edited after it was sealed" in str(caught.value))
     assert not (tmp_path / "target").exists()
-
-
-def test_a_target_that_is_something_else(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target/notes.txt").write_text("mine")
-    with refuses("no-artifact"):
-        fetch(str(bundle), tmp_path / "target", digest_of(bundle))
-    assert (tmp_path / "target/notes.txt").read_text() == "mine"
-
-
-def test_a_digest_is_asked_for_in_full(bundle: Path, tmp_path: Path) -> None:
-    assert enginery("fetch", bundle, tmp_path / "x", "--digest", "sha256:3b3b").exit_code == 2
-    with refuses("no-digest", "--digest"):
-        enginery("fetch", bundle, tmp_path / "x")
