@@ -364,9 +364,9 @@ def _timing_cache_name(
     weights: training again changes no name.
     """
     shapes = sorted(list(tensor.dims) for tensor in model.graph.initializer if len(tensor.dims) > 1)
-    network = digest_json([shapes, [node.op_type for node in model.graph.node]])
+    layers = digest_json([shapes, [node.op_type for node in model.graph.node]])
     name = f"tensorrt-{trt.__version__}_{torch.cuda.get_device_name()}_driver-{driver_version()}"
-    name = "_".join([name, network.removeprefix("sha256:")[:16], precision, *sorted(set(options))])
+    name = "_".join([name, layers.removeprefix("sha256:")[:16], precision, *sorted(set(options))])
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()) + ".timing"
 
 

@@ -52,15 +52,18 @@ class Workload:
 
 
 class CpuMonitor:
-    """Load on the cores of this process by others, between `start` and `stop`. A `PowerMonitor`."""
+    """Load on the cores of this process by others, between `start` and `stop`. A `PowerMonitor`, which runs another."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: PowerMonitor | None = None) -> None:
+        self._other = other
         self._cores = os.sched_getaffinity(0)
         self._began = (0.0, 0.0, 0.0, 0.0)
         self.seconds = self.others_s = self.steal_s = 0.0  # of all cores, of all spans
 
     def start(self) -> None:
         """Begin a span."""
+        if self._other is not None:
+            self._other.start()
         self._began = self._now()
 
     def stop(self) -> None:
@@ -69,6 +72,8 @@ class CpuMonitor:
         self.seconds += seconds * len(self._cores)
         self.others_s += max(0.0, busy_s - own_s)
         self.steal_s += steal_s
+        if self._other is not None:
+            self._other.stop()
 
     def _now(self) -> tuple[float, float, float, float]:
         """Wall time, and time of the cores: busy for anybody, for this process with its threads, and stolen."""
@@ -109,18 +114,18 @@ def measure_speed(
         if runs(RUNTIMES[runner.runtime], workload)
     ]
     gpu = monitor_of(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
-    cpus = {} if on_gpu else {(workload, precision): CpuMonitor() for workload, precision, _ in ways}
+    cpus = {(workload, precision): CpuMonitor(gpu) for workload, precision, _ in ways}
     measured: dict[tuple[Workload, Precision], list[_Turn]] = {}
     for turn in range(config.benchmark_repeats):
         for index, (workload, precision, runner) in enumerate(ways):
             progress(turn * len(ways) + index, config.benchmark_repeats * len(ways), f"{precision}, {workload}")
-            timing = _measure(config, runner, workload, gpu or cpus.get((workload, precision)))
+            timing = _measure(config, runner, workload, cpus[workload, precision])
             reading = gpu.reading() if gpu is not None else None
             found = _Turn(timing=timing, reading=reading, memory_bytes=runner.memory_bytes)
             measured.setdefault((workload, precision), []).append(found)
     progress(config.benchmark_repeats * len(ways), config.benchmark_repeats * len(ways), "")
     rows = [
-        _row(precision, runner, workload, measured[workload, precision], cpus.get((workload, precision)))
+        _row(precision, runner, workload, measured[workload, precision], cpus[workload, precision])
         for workload, precision, runner in ways
     ]
     return tuple(row.model_copy(update={"over": _speedups(row, rows)}) for row in rows)
@@ -180,7 +185,7 @@ def runs(runtime: Runtime, workload: Workload) -> bool:
     return streams and (not workload.without_transfers or runtime.measures_without_transfers)
 
 
-def _measure(config: ValidateConfig, runner: Runner, workload: Workload, monitor: PowerMonitor | None) -> Timing:
+def _measure(config: ValidateConfig, runner: Runner, workload: Workload, monitor: PowerMonitor) -> Timing:
     return runner.measure(
         workload.batch_size,
         warmup_s=config.benchmark_warmup_seconds,
@@ -193,7 +198,7 @@ def _measure(config: ValidateConfig, runner: Runner, workload: Workload, monitor
 
 
 def _row(
-    precision: Precision, runner: Runner, workload: Workload, turns: Sequence[_Turn], cpu: CpuMonitor | None
+    precision: Precision, runner: Runner, workload: Workload, turns: Sequence[_Turn], cpu: CpuMonitor
 ) -> BenchmarkRow:
     readings = [turn.reading for turn in turns if turn.reading is not None]
     rates = tuple(turn.timing.images_per_s for turn in turns)
@@ -214,8 +219,8 @@ def _row(
         turns_images_per_s=rates,
         lowest_images_per_s=min(rates),
         highest_images_per_s=max(rates),
-        others_pct=100 * cpu.others_s / cpu.seconds if cpu else None,
-        steal_pct=100 * cpu.steal_s / cpu.seconds if cpu else None,
+        others_pct=100 * cpu.others_s / cpu.seconds,
+        steal_pct=100 * cpu.steal_s / cpu.seconds,
         mean_ms=float(latencies_ms.mean()),
         p50_ms=p50_ms,
         p90_ms=p90_ms,

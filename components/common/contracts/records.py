@@ -441,7 +441,7 @@ class BenchmarkRow(Record):
         {}, description="Speed-up over other precisions measured the same way; empty in older reports."
     )
     others_pct: float | None = Field(
-        None, description="Share of the cores' time that other processes took while measuring; None on GPUs."
+        None, description="Share of the cores' time that other processes took while measuring."
     )
     steal_pct: float | None = Field(
         None, description="Share of the cores' time that the host gave to others (steal) while measuring."

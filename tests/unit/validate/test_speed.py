@@ -284,11 +284,13 @@ def test_recorded_turns_lead_to_a_speedup_or_to_none(
 
 def test_the_work_of_another_process_is_seen() -> None:
     """It works for half a second of its own CPU time while this process waits for it."""
-    monitor = CpuMonitor()
+    other = PowerMonitor()  # such as a GPU's, which is watched in the same spans
+    monitor = CpuMonitor(other)
     code = "import time\nwhile time.process_time() < 0.5: pass"
     monitor.start()
     subprocess.run([sys.executable, "-c", code], check=True)
     monitor.stop()
+    assert other.calls == ["start", "stop"]
     assert monitor.others_s > 0.4  # the kernel counts in hundredths
     assert monitor.seconds > 0.5 * len(os.sched_getaffinity(0))
 
