@@ -64,49 +64,43 @@ def test_settings_of_the_cluster_arrive(cluster: Cluster, submit: Submit, tmp_pa
 
 
 MODEL = ("--model", "/mnt/model.pth", "--data", "d")
+NODES = ("--architecture", "resnet50", "--num-nodes", "2")
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "fault"),
+    ("options", "code", "setting"),
     [
-        ("resnet50", (*DATA, "--epochs", "0"), ("invalid-setting", "train.epochs")),
-        ("resnet50", (), ("missing-input", "--data")),
-        ("resnet50", (*DATA, "--cron", "3 o'clock"), ("bad-schedule", "--cron")),
-        ("resnet50", (*DATA, "--every", "0h"), ("bad-schedule", "--every")),
-        ("resnet50", (*DATA, "--cron", "0 3 * * 1", "--every", "1d"), ("two-schedules", "--every")),
-        ("resnet50", (*DATA, "--every", "1d", "--wait"), ("schedule-with-wait", "--wait")),
-        ("resnet50", (*DATA, "--ca-file", "/absent"), ("ca-file-missing", "--ca-file")),
-        ("quantize", MODEL, ("weights-without-architecture", "--architecture")),
-        (
-            "quantize",
-            (*MODEL, "--architecture", "resnet50", "--settings", CLUSTER_YAML, "--num-nodes", "2"),
-            ("pipeline-does-not-train", "--num-nodes"),
-        ),
+        ((*DATA, "--epochs", "0"), "invalid-setting", "train.epochs"),
+        ((), "missing-input", "--data"),
+        ((*DATA, "--cron", "3 o'clock"), "bad-schedule", "--cron"),
+        ((*DATA, "--every", "0h"), "bad-schedule", "--every"),
+        ((*DATA, "--cron", "0 3 * * 1", "--every", "1d"), "two-schedules", "--every"),
+        ((*DATA, "--every", "1d", "--wait"), "schedule-with-wait", "--wait"),
+        ((*DATA, "--ca-file", "/absent"), "ca-file-missing", "--ca-file"),
+        (MODEL, "weights-without-architecture", "--architecture"),
+        ((*MODEL, *NODES, "--settings", CLUSTER_YAML), "pipeline-does-not-train", "--num-nodes"),
+        ((*DATA, "--endpoint", "localhost:8080"), "endpoint-not-url", "--endpoint"),
+        ((*DATA, "--endpoint", "kfp.example.org"), "endpoint-not-url", "--endpoint"),
+        ((*DATA, "--endpoint", "ftp://host"), "endpoint-not-url", "--endpoint"),
+        ((*DATA, "--endpoint", "http://"), "endpoint-not-url", "--endpoint"),
+        ((*DATA, "--endpoint", "https://me:s3cret@kfp.example.org"), "endpoint-holds-secret", "--endpoint"),
+        ((*DATA, "--endpoint", "http://absent.invalid"), "kfp-unreachable", "--endpoint"),
+        ((*DATA, "--endpoint", "http://127.0.0.1:1"), "kfp-unreachable", "--endpoint"),  # nobody listens
+        ((*DATA, "--token-file", "{tmp}/absent"), "login-file-unreadable", "--token-file"),
+        ((*DATA, "--token-file", "{tmp}/empty"), "login-file-not-one-line", "--token-file"),
+        ((*DATA, "--token-file", "{tmp}/two lines"), "login-file-not-one-line", "--token-file"),
     ],
 )
 def test_what_is_refused_before_anything_is_sent(
-    cluster: Cluster, submit: Submit, name: str, options: tuple[str, ...], fault: tuple[str, str]
+    cluster: Cluster, submit: Submit, tmp_path: Path, options: tuple[str, ...], code: str, setting: str
 ) -> None:
-    assert submit(cluster.endpoint, *options, name=name).fault == (2, *fault)
-    assert cluster.requests == []
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "code"),
-    [
-        ("localhost:8080", "endpoint-not-url"),
-        ("kfp.example.org", "endpoint-not-url"),
-        ("ftp://host", "endpoint-not-url"),
-        ("http://", "endpoint-not-url"),
-        ("https://me:s3cret@kfp.example.org", "endpoint-holds-secret"),
-        ("http://absent.invalid", "kfp-unreachable"),
-        ("http://127.0.0.1:1", "kfp-unreachable"),  # nobody listens
-    ],
-)
-def test_servers_that_are_not_there(submit: Submit, endpoint: str, code: str) -> None:
-    done = submit(endpoint, *DATA)
-    assert done.fault == (2, code, "--endpoint")
+    (tmp_path / "empty").touch()
+    (tmp_path / "two lines").write_text("a\nb")
+    name = "quantize" if "--model" in options else "resnet50"
+    done = submit(cluster.endpoint, *(word.format(tmp=tmp_path) for word in options), name=name)
+    assert done.fault == (2, code, setting)
     assert "s3cret" not in str(done.error)
+    assert cluster.requests == []
 
 
 def test_servers_that_are_something_else_or_refuse(cluster: Cluster, submit: Submit) -> None:
@@ -137,17 +131,6 @@ def test_tokens_and_cookies(cluster: Cluster, submit: Submit, tmp_path: Path) ->
     assert "=old" not in str(done.error)
     both = ("--token-file", str(file), "--cookie-file", str(file))
     assert submit(cluster.endpoint, *DATA, *both).fault == (2, "two-logins", "--cookie-file")
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [(None, "login-file-unreadable"), ("", "login-file-not-one-line"), ("a\nb", "login-file-not-one-line")],
-)
-def test_token_files_that_are_none(submit: Submit, tmp_path: Path, content: str | None, code: str) -> None:
-    file = tmp_path / "token"
-    if content is not None:
-        file.write_text(content)
-    assert submit("http://127.0.0.1:1", *DATA, "--token-file", str(file)).fault == (2, code, "--token-file")
 
 
 def test_a_token_from_a_file_is_read_again_for_each_request(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:

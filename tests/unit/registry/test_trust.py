@@ -369,12 +369,15 @@ def test_deploy_asks_for_the_approval_of_its_environment(trusted: Machine, check
         enginery("deploy", "--env", "staging", "m/1", "--repository", repository)
 
 
-def test_an_expired_key_and_an_expired_approval(
+def test_keys_that_are_expired_or_without_the_right_and_an_expired_approval(
     trusted: Machine, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trusted.policy(expires=PAST)
     with refuses("key-expired"):
         served("m/1", tmp_path / "out")
+    trusted.policy(ci={"signs": ["model"]})
+    with refuses("key-without-right"):  # before anything of the bundle is loaded: these bytes are no network
+        mlflow.pyfunc.load_model("models:/m/1")
     trusted.policy(environment="prod")
     trusted.approve("m/1", "prod")
     served("m/1", tmp_path / "today")
@@ -560,13 +563,6 @@ def test_a_policy_that_can_not_be_read_trusts_nothing(trusted: Machine, tmp_path
     monkeypatch.setattr(trust, "DEFAULT_POLICY", link)
     with refuses("policy-unreadable"):
         served("m/1", tmp_path / "out")
-
-
-def test_the_python_model(trusted: Machine) -> None:
-    """It is asked before anything of the bundle is loaded: these bytes are no network, and nobody reads them."""
-    trusted.policy(ci={"signs": ["model"]})
-    with refuses("key-without-right"):
-        mlflow.pyfunc.load_model("models:/m/1")
 
 
 def test_a_forged_champion_is_not_run_to_be_measured_again(

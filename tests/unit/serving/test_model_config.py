@@ -1,4 +1,4 @@
-"""The generated config.pbtxt files: as Triton's own schema reads them, and as their golden files."""
+"""The generated config.pbtxt files, as Triton's own schema and golden files have them, and batching by measurements."""
 
 from pathlib import Path
 
@@ -6,10 +6,11 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from components.common.contracts.records import Batching
+from components.common.contracts.records import Batching, BenchmarkReport, BenchmarkRow, LatencyBudget
 from components.common.contracts.transforms import ShapeSpec
 from enginery.serving.repository import (
     ModelNames,
+    batching_for,
     cpu_network_config,
     ensemble_config,
     gpu_network_config,
@@ -80,3 +81,85 @@ def test_text_that_needs_quoting_is_read_back() -> None:
     odd = 'a "quoted" name \\ with ünïcode\n'
     config = parsed(ensemble_config(NAMES, SHAPES, 1, {"model": odd}))
     assert config.parameters["model"].string_value == odd
+
+
+# --- batching from invented measurements
+
+
+def row(batch: int, images_per_s: float, p99_ms: float, streams: int = 1, **other) -> BenchmarkRow:
+    values = {"precision": "int8", "runtime": "tensorrt", "with_transfers": True, **other}
+    values |= {"batch_size": batch, "num_streams": streams, "images_per_s": images_per_s, "num_iterations": 100}
+    return BenchmarkRow(**values, p50_ms=0.9 * p99_ms, p90_ms=p99_ms, p99_ms=p99_ms)
+
+
+ROWS = (
+    row(1, 1_000, 1.0),
+    row(8, 5_000, 1.6),
+    row(32, 12_000, 2.7),
+    row(64, 12_300, 5.2),
+    row(128, 12_500, 10.2),
+    row(32, 14_000, 4.4, streams=2),
+)
+
+
+def report(*rows: BenchmarkRow, budget_ms: float | None = None) -> BenchmarkReport:
+    budget = LatencyBudget(budget_ms=budget_ms, chosen=None) if budget_ms is not None else None
+    return BenchmarkReport(bundle_digest="sha256:0", rows=rows, latency_budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("budget_ms", "batch", "instances", "delay_ms"),
+    [
+        (10.0, 32, 2, 0.9),  # two batches of 4.4 ms, and 0.9 ms for one image are left
+        (9.0, 32, 2, 0.2),  # the rest of the budget is shorter than one image takes
+        (8.0, 32, 1, 0.9),  # two streams would take 8.8 ms
+        (5.0, 8, 1, 0.9),
+        (3.0, 1, 1, 0.0),  # a batch of one waits for nobody
+        (0.1, 1, 1, 0.0),  # nothing stays within: the shortest
+    ],
+)
+def test_within_a_latency_budget(budget_ms, batch, instances, delay_ms) -> None:
+    found = batching_for("int8", "tensorrt", report(*ROWS, budget_ms=budget_ms))
+    assert (found.preferred_batch_size, found.num_instances) == (batch, instances)
+    assert found.queue_delay_us == pytest.approx(1e3 * delay_ms, abs=1)
+    p99_ms = next(row.p99_ms for row in ROWS if (row.batch_size, row.num_streams) == (batch, instances))
+    if budget_ms > 1:
+        assert 2 * p99_ms + found.queue_delay_us / 1e3 <= budget_ms + 1e-3
+
+
+def test_without_a_budget_the_smallest_batch_that_is_nearly_as_fast() -> None:
+    found = batching_for("int8", "tensorrt", report(*ROWS[:5]))
+    assert (found.preferred_batch_size, found.queue_delay_us) == (32, 900)
+    assert "no latency budget: batch 32, 12,000 images/s" in found.reason
+
+
+CPU = (row(1, 100, 10, runtime="openvino"), row(16, 400, 40, runtime="openvino"))
+
+
+def test_only_rows_of_what_is_served_count() -> None:
+    others = (
+        row(128, 90_000, 1.0, precision="fp16"),
+        row(128, 90_000, 1.0, runtime="openvino"),
+        row(128, 90_000, 1.0, with_transfers=False),
+    )
+    assert batching_for("int8", "tensorrt", report(*ROWS[:2], *others)).preferred_batch_size == 8
+    streams = row(16, 600, 60, 2, runtime="openvino")  # the Python backend has none
+    found = batching_for("int8", "openvino", report(*CPU, streams))
+    assert (found.num_instances, found.preferred_batch_size) == (1, 16)
+    for budget_ms in (None, 200.0):  # on a CPU nobody waits for others
+        assert batching_for("int8", "openvino", report(*CPU, budget_ms=budget_ms)).queue_delay_us == 0
+
+
+def test_the_queue_holds_what_is_served_in_the_time_to_wait() -> None:
+    slow = (row(1, 20, 50, runtime="openvino"), row(4, 30, 140, runtime="openvino"))
+    found = batching_for("int8", "openvino", report(*slow), max_wait_s=2)
+    assert found.max_queue_size == 60
+    assert batching_for("int8", "openvino", report(*slow), max_wait_s=0.1).max_queue_size == 16  # four batches
+    assert batching_for("int8", "tensorrt", report(*ROWS)).max_queue_size == 1024  # and not 28,000
+
+
+@pytest.mark.parametrize("benchmark", [None, report(row(8, 10, 1, precision="fp32"))])
+def test_without_measurements(benchmark) -> None:
+    found = batching_for("int8", "tensorrt", benchmark)
+    assert (found.preferred_batch_size, found.queue_delay_us, found.max_queue_size) == (None, 0, 128)
+    assert "no speed of INT8 by tensorrt was measured" in found.reason
