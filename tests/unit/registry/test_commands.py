@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from components.common.contracts.errors import EngineryError
 from components.common.registry.audit_log import AuditLog
 from components.common.registry.model_registry import Registry
 from components.promote.config import PromoteConfig
@@ -65,21 +64,6 @@ def test_rollback_of_a_version_that_was_deleted(three: str, registry: Registry) 
     enginery("rollback", "m")
     assert registry.aliases("m") == {"champion": "1"}
     assert [entry.change.kind for entry in AuditLog(registry.client, "m").read()][-2:] == ["promote", "rollback"]
-
-
-def test_files_that_were_changed(three: str, registry: Registry, tmp_path: Path) -> None:
-    with registry.files(registry.version("m", "1"), "bundle", "int8.onnx") as file:
-        before = file.read_bytes()
-        file.write_bytes(before[:-1] + b"!")
-        for command in (
-            ("rollback", "m"),
-            ("promote", "m", "1", "--why", "x", "--force"),
-            ("serve", "export", "m/1", tmp_path / "out"),  # and deploy, which reads a version by the same function
-        ):
-            with pytest.raises(EngineryError, match=CHANGED):
-                enginery(*command)
-        file.write_bytes(before)
-    assert registry.aliases("m")["champion"] == "3"
 
 
 def test_a_worse_one_is_refused_or_forced(three: str, registry: Registry, tmp_path: Path) -> None:

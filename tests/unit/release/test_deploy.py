@@ -81,6 +81,10 @@ def test_deployed_promoted_and_rolled_back_as_commits(checkout: Path, store: str
         assert (pins("staging").version, pins("staging").images) == (version, {})
     with refuses("no-past"):
         enginery("deploy", "--env", "staging", "--rollback")
+    git("clone", "--quiet", "--depth", "1", f"file://{checkout}", str(tmp_path / "shallow"))
+    with refuses("no-past") as caught:  # of the checkout
+        enginery("deploy", "--env", "prod", "--rollback", "--directory", tmp_path / "shallow/helm/environments")
+    assert "git fetch --unshallow" in str(caught.value)
     deploy("staging", "m/3")
     enginery("deploy", "--env", "staging", "--rollback")
     assert (pins("staging").version, pins("prod").version) == ("1", "3")
@@ -122,21 +126,31 @@ def test_ci_refuses_what_was_written_manually(checkout: Path, three: str, regist
 def test_a_version_whose_files_were_changed_in_the_registry(
     checkout: Path, store: str, registry: Registry, tmp_path: Path
 ) -> None:
-    make_and_promote(store, tmp_path, "a-050")
+    for name in ("a-050", "b-060"):
+        make_and_promote(store, tmp_path, name)
     command = ("deploy", "--env", "dev", "m/1", "--repository", exported("m/1"))
+    others = (
+        ("rollback", "m"),
+        ("promote", "m", "1", "--why", "x", "--force"),
+        ("serve", "export", "m/1", tmp_path / "out"),
+        ("release", tmp_path / "out", "m/1"),
+    )
     for part, file in (("bundle", "int8.onnx"), ("report", "predictions.npz"), ("verdict", "manifest.json")):
         with registry.files(registry.version("m", "1"), part) as folder:
             shutil.copytree(folder, tmp_path / part)
             flip(folder / file)
-            with pytest.raises(EngineryError) as caught:
-                enginery(*command)
-            assert caught.value.code in ("damaged-artifact", "invalid-manifest", "broken-seal")
+            for use in (command, *others):
+                with pytest.raises(EngineryError) as caught:
+                    enginery(*use)
+                assert caught.value.code in ("damaged-artifact", "invalid-manifest", "broken-seal"), use
             shutil.copytree(tmp_path / part, folder, dirs_exist_ok=True)
             replace_file(folder, "more.txt", b"x")  # with a seal that fits
             with refuses("not-as-registered"):
                 enginery(*command)
             shutil.copytree(tmp_path / part, folder, dirs_exist_ok=True)
     assert not pins("dev").is_deployed
+    assert not (tmp_path / "out").exists()
+    assert registry.aliases("m")["champion"] == "2"
     enginery(*command)
     assert pins("dev").version == "1"
 
@@ -212,15 +226,6 @@ def test_what_git_has_against_it(checkout: Path, three: str, tmp_path: Path, mon
     git("init", "--quiet")
     with refuses("not-in-git"):
         deploy("dev", "m/1")
-
-
-def test_a_rollback_in_a_checkout_without_its_past(checkout: Path, three: str, tmp_path: Path) -> None:
-    for version in ("1", "2"):
-        deploy("dev", f"m/{version}")
-    git("clone", "--quiet", "--depth", "1", f"file://{checkout}", str(tmp_path / "shallow"))
-    with refuses("no-past") as caught:
-        enginery("deploy", "--env", "dev", "--rollback", "--directory", tmp_path / "shallow/helm/environments")
-    assert "git fetch --unshallow" in str(caught.value)
 
 
 @pytest.mark.parametrize(

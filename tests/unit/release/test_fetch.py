@@ -29,6 +29,12 @@ def digest_of(folder: Path) -> str:
 
 
 def test_what_is_listed_comes_and_nothing_else(bundle: Path, tmp_path: Path) -> None:
+    before = files(bundle)
+    fetch(bundle.as_uri(), tmp_path / "copy", digest_of(bundle))  # through MLflow's clients
+    assert files(tmp_path / "copy") == files(bundle) == before, "the original stays"
+    with refuses("file-damaged"):
+        fetch((tmp_path / "lost").as_uri(), tmp_path / "none", OTHER)
+    assert not (tmp_path / "none").exists()
     (bundle / "model.py").write_text("import os")
     target = tmp_path / "models/repository"
     done = enginery("fetch", bundle, target, "--digest", digest_of(bundle))
@@ -48,15 +54,6 @@ def test_what_is_listed_comes_and_nothing_else(bundle: Path, tmp_path: Path) -> 
     assert enginery("fetch", bundle, tmp_path / "x", "--digest", "sha256:3b3b").exit_code == 2  # not in full
     with refuses("no-digest", "--digest"):
         enginery("fetch", bundle, tmp_path / "x")
-
-
-def test_through_mlflows_clients(bundle: Path, tmp_path: Path) -> None:
-    before = files(bundle)
-    fetch(bundle.as_uri(), tmp_path / "copy", digest_of(bundle))
-    assert files(tmp_path / "copy") == files(bundle) == before, "the original stays"
-    with refuses("file-damaged"):
-        fetch((tmp_path / "lost").as_uri(), tmp_path / "none", OTHER)
-    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("grown", ["int8.onnx", MANIFEST, "model.sig", "more.dsse.json", "more.bin"])

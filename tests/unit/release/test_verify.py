@@ -137,40 +137,33 @@ ZEROS = 64 * "0"
 OUTSIDE = {"../../secret": {"size_bytes": 0, "digest": f"sha256:{ZEROS}"}}
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (f"{ZEROS}  ../secret\n", "names '../secret', which leads out of the release"),
-        (f"{ZEROS}  bundle/../../secret\n", "which leads out of the release"),
-        (f"{ZEROS}  /etc/passwd\n", "names '/etc/passwd', which leads out of the release"),
-        (f"{ZEROS}  ./release.json\n", "which is no plain name"),
-        (f"{ZEROS}  bundle//int8.onnx\n", "which is no plain name"),
-        (f"{ZEROS}  release.json/\n", "which is no plain name"),
-        (f"{ZEROS}  a\\b\n", "which is no plain name"),
-        (f"{ZEROS}  a\x1bb\n", "which is no plain name"),
-        (f"{ZEROS}  SHA256SUMS\n", "which is no plain name"),
-        (f"{ZEROS}  release.json\n", "names 'release.json' a second time"),
-        (f"{ZEROS}  bundle/other\n", "bundle/other is missing"),
-        (f"{ZEROS} *release.json\n", "is not '<sha256>  <file>'"),
-        (f"{ZEROS.replace('0', 'A')}  x\n", "is not '<sha256>  <file>'"),
-        ("\n", "is not '<sha256>  <file>'"),
-        (f"{ZEROS}  end", "ends in the middle of a line"),
+LINES = {
+    "names '../secret', which leads out of the release": (f"{ZEROS}  ../secret\n",),
+    "which leads out of the release": (f"{ZEROS}  bundle/../../secret\n", f"{ZEROS}  /etc/passwd\n"),
+    "which is no plain name": [
+        f"{ZEROS}  {name}\n"
+        for name in ("./release.json", "bundle//int8.onnx", "release.json/", "a\\b", "a\x1bb", "SHA256SUMS")
     ],
-)
-def test_lines_that_are_none(release: Path, line: str, said: str) -> None:
+    "names 'release.json' a second time": (f"{ZEROS}  release.json\n",),
+    "bundle/other is missing": (f"{ZEROS}  bundle/other\n",),
+    "is not '<sha256>  <file>'": (f"{ZEROS} *release.json\n", f"{64 * 'A'}  x\n", "\n"),
+    "ends in the middle of a line": (f"{ZEROS}  end",),
+}
+
+
+@pytest.mark.parametrize(("said", "line"), [(said, line) for said, lines in LINES.items() for line in lines])
+def test_lines_that_are_none(release: Path, said: str, line: str) -> None:
     (release.parent / "secret").touch()
     with (release / "SHA256SUMS").open("a") as file:
         file.write(line)
     assert said in problems(release)
 
 
-def test_a_list_that_is_no_text_or_empty(release: Path) -> None:
+def test_lists_that_are_no_text_or_empty_and_files_without_end(release: Path) -> None:
     for data, said in ((b"\xff\xfe", "is not text in UTF-8"), (b"", "release.json is not listed in SHA256SUMS; every")):
         (release / "SHA256SUMS").write_bytes(data)
         assert said in problems(release)
-
-
-def test_lists_and_files_without_end(release: Path) -> None:
+    list_again(release)
     with (release / "inputs.cdx.json").open("r+b") as file:
         file.truncate(100 << 20)
     list_again(release)

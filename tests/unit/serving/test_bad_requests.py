@@ -120,13 +120,9 @@ def test_a_bad_image_fails_nobody_else(served) -> None:
     assert batches < images  # they did form
 
 
-def test_an_unknown_model(served) -> None:
+def test_an_unknown_model_and_no_json(served) -> None:
     answer = served.infer([picture()], "nobody")
-    assert answer.status == 404
-    assert "unknown model: 'nobody'" in answer.error
-
-
-def test_no_json(served) -> None:
+    assert (answer.status, "unknown model: 'nobody'" in answer.error) == (404, True), answer
     answer = served.post(NAME, b"{", {})
     # Triton's own answer, though the client is at fault.
     assert (answer.status, "failed to parse the request JSON" in answer.error) == (500, True), answer

@@ -127,13 +127,10 @@ def test_a_proxy_of_the_environment_is_not_asked(url: str, image_files: list[Pat
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("nobody", ["http://127.0.0.1:1", "http://no.such.host.invalid", "grpc://no.such.host.invalid"])
-def test_nobody_there(nobody: str) -> None:
-    with Client(nobody, retry=ONCE) as client, pytest.raises(ServerUnreachable):
-        client.classify(b"")
-
-
-def test_nobody_in_time_and_another_protocol(served: Running, image_files: list[Path]) -> None:
+def test_nobody_there_or_in_time_and_another_protocol(served: Running, image_files: list[Path]) -> None:
+    for nobody in ("http://127.0.0.1:1", "http://no.such.host.invalid", "grpc://no.such.host.invalid"):
+        with Client(nobody, retry=ONCE) as client, pytest.raises(ServerUnreachable):
+            client.classify(b"")
     hasty = RetryPolicy(timeout_s=0.2, retry_s=0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -19,7 +19,6 @@ from enginery.serving.client.transport import (
     ServerTimeout,
     ServerUnreachable,
     ServingError,
-    failure,
     parse_address,
     status_failure,
     with_retries,
@@ -84,12 +83,6 @@ def test_a_status_means(status: str, message: str, kind: type[ServingError]) -> 
     assert failed.retriable == (kind in (ServerOverloaded, ServerUnreachable))
 
 
-def test_errors_without_a_status_mean() -> None:
-    assert isinstance(failure(TimeoutError(), ADDRESS, 3), ServerTimeout)
-    assert isinstance(failure(ConnectionResetError("reset"), ADDRESS, 3), ServerUnreachable)
-    assert type(failure(ValueError("odd"), ADDRESS, 3)) is ServingError
-
-
 class _Selector(selectors.DefaultSelector):
     """Waits for nothing, and counts how long it should have waited."""
 
@@ -135,9 +128,10 @@ def test_no_connection_is_tried_again_until_patience_ends_and_an_answer_not() ->
     pauses = [min(QUICK.first_pause_s * 2**index, QUICK.most_pause_s) for index in range(len(gaps))]
     assert all(pause / 2 - 1e-6 <= gap <= pause + 1e-6 for gap, pause in zip(gaps, pauses, strict=True))
     for error, retry, kind in (
-        (ConnectionRefusedError("refused"), RetryPolicy(retry_s=0), ServerUnreachable),
+        (ConnectionResetError("reset"), RetryPolicy(retry_s=0), ServerUnreachable),
         (RequestRefused("not an image"), QUICK, RequestRefused),
         (TimeoutError, QUICK, ServerTimeout),
+        (ValueError("odd"), QUICK, ServingError),
     ):
         times, result = run(Mock(side_effect=error), retry)
         assert (len(times), type(result)) == (1, kind)
