@@ -15,13 +15,10 @@ import pytest
 from mlflow import MlflowClient
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.common.process.steplog import StepLog
 from components.common.registry import trust
 from components.common.registry.audit_log import Proposal, change_aliases
 from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
-from components.gate.config import GateConfig
-from components.gate.run import run as gate
 from components.promote import champion
 from enginery.release.fetch import fetch, read_identity
 from enginery.serving import repository as repository_module
@@ -293,11 +290,28 @@ def test_champions_from_before_the_policy_count_no_more(machine: Machine, store:
     assert registry.aliases("m")["champion"] == "2"
 
 
-def test_every_part_of_a_statement_counts(trusted: Machine, registry: Registry, tmp_path: Path) -> None:
-    version = registry.version("m", "1")
-    own = json.loads(registry.statements(version)["verdict.dsse.json"])
-    stranger = trust.signing_key(trusted.key("stranger"))
-    foreign = json.loads(trust.sign_verdict({}, True, stranger))
+BUNDLE = {"bundle": "sha256:" + 64 * "0"}
+
+
+def statement(
+    machine: Machine, kind: str = "approval", *, signer: str = "", digests: Any = BUNDLE, **more: Any
+) -> bytes:
+    """A verdict on a bundle, or its approval as version 1 of m for prod. `more`: fields that differ."""
+    approval = {"model": "m", "version": "1", "environment": "prod", "approved": "2026-01-01T00:00:00Z"}
+    usual = {"passed": True} if kind == "verdict" else {**approval, "expires": "2999-01-01T00:00:00Z"}
+    key = trust.signing_key(machine.key(signer or ("ci" if kind == "verdict" else "board")))
+    return trust._signed(kind, digests, {**usual, **more}, key)
+
+
+def check_statements(verdict: bytes, approval: bytes | None = None) -> None:
+    approvals = {trust.approval_file("prod"): approval} if approval else {}
+    trust.check_chain("it", BUNDLE, {trust.VERDICT: verdict, **approvals}, model="m", version="1")
+
+
+def test_every_part_of_a_statement_counts(machine: Machine) -> None:
+    own = json.loads(statement(machine, "verdict"))
+    check_statements(json.dumps(own).encode())
+    foreign = json.loads(statement(machine, "verdict", signer="stranger", digests={}))
     for change, code in (
         ({"payload": foreign["payload"]}, "statement-changed"),
         ({"payload": foreign["payload"][:40]}, "statement-damaged"),
@@ -305,52 +319,49 @@ def test_every_part_of_a_statement_counts(trusted: Machine, registry: Registry, 
         ({"payloadType": []}, "statement-changed"),
         ({"signatures": []}, "key-unknown"),
     ):
-        registry.add_statement(version, "verdict.dsse.json", json.dumps({**own, **change}).encode())
         with refuses(code):
-            served("m/1", tmp_path / "out")
+            check_statements(json.dumps({**own, **change}).encode())
 
 
-def test_an_approval_for_staging_is_none_for_production(trusted: Machine, registry: Registry, tmp_path: Path) -> None:
-    version, file = registry.version("m", "1"), "approval-prod.dsse.json"
-    trusted.approve("m/1", "staging")
-    replayed = registry.statements(version)["approval-staging.dsse.json"]
-    trusted.policy(environment="staging")
-    served("m/1", tmp_path / "staging")
-    for prepare, rights, code in (
-        (lambda: None, {}, "no-approval"),
-        (lambda: registry.add_statement(version, file, replayed), {}, "approval-other-environment"),
-        (lambda: trusted.approve("m/1", "prod"), {"board": {"approves": ["staging"]}}, "key-without-right"),
-        (lambda: trusted.approve("m/1", "prod", signer="stranger"), {}, "key-unknown"),
-    ):
-        trusted.policy(environment="prod", **rights)
-        prepare()
-        with refuses(code):
-            served("m/1", tmp_path / "prod")
-    assert not (tmp_path / "prod").exists()
+NO_TIMES = (None, [], "", "never", "2999-01-01T00:00:00", 4e9)
 
 
-def test_an_approval_of_another_model_verdict_or_version(
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"environment": "staging"}, "approval-other-environment"),
+        ({"model": "other"}, "approval-other-model"),
+        ({"version": "2"}, "approval-other-version"),
+        ({"digests": {"bundle": "sha256:" + 64 * "1"}}, "statement-other-digest"),
+        ({"signer": "ci"}, "key-without-right"),
+        ({"signer": "stranger"}, "key-unknown"),
+        ({"expires": "2026-01-02T00:00:00Z"}, "approval-expired"),
+        *(({name: time}, "approval-expired") for name in ("expires", "approved") for time in NO_TIMES),
+    ],
+)
+def test_an_approval_of_something_else_or_without_a_time(machine: Machine, change: dict[str, Any], code: str) -> None:
+    """Also by a signer that is trusted and does not write what `enginery approve` writes."""
+    machine.policy(environment="prod")
+    verdict = statement(machine, "verdict")
+    with refuses("no-approval"):
+        check_statements(verdict)
+    check_statements(verdict, statement(machine))
+    with refuses(code):
+        check_statements(verdict, statement(machine, **change))
+
+
+def test_an_approval_of_another_model_or_version(
     trusted: Machine, store: str, registry: Registry, tmp_path: Path
 ) -> None:
-    """The same bundle under another name, and as the next versions of m: promoted again, and judged again."""
+    """The same bundle under another name, and as the next version of m."""
     trusted.policy(environment="prod")
-    again = {part: trusted.folder / "a-050" / part for part in (*PARTS, "dataset")}
-    judged = {**again, "verdict": tmp_path / "verdict"}
-    thresholds = json.loads((again["verdict"] / "manifest.json").read_bytes())["config"] | {"min_top1_pct": 1}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(trust.KEY_VARIABLE, str(trusted.key("ci")))
-        gate(GateConfig.model_validate(thresholds), StepLog("gate"), report=again["report"], output=judged["verdict"])
-    for number, (paths, model) in enumerate(((again, "m"), (judged, "m"), (again, "other"))):
-        promote_chain(store, paths, tmp_path / f"promotion-{number}", model)
-    for reference, other, code in (
-        ("other/1", "1", "approval-other-model"),
-        ("m/1", "2", "approval-other-version"),
-        ("m/1", "3", "statement-other-digest"),
-    ):
+    for model in ("m", "other"):
+        paths = {part: trusted.folder / "a-050" / part for part in (*PARTS, "dataset")}
+        promote_chain(store, paths, tmp_path / model, model)
+    for reference, other, code in (("other/1", "1", "approval-other-model"), ("m/1", "2", "approval-other-version")):
         trusted.approve(reference, "prod")
-        version = registry.version(*reference.split("/"))
-        statement = registry.statements(version)["approval-prod.dsse.json"]
-        registry.add_statement(registry.version("m", other), "approval-prod.dsse.json", statement)
+        approval = registry.statements(registry.version(*reference.split("/")))["approval-prod.dsse.json"]
+        registry.add_statement(registry.version("m", other), "approval-prod.dsse.json", approval)
         with refuses(code):
             served(f"m/{other}", tmp_path / "out")
     served("m/1", tmp_path / "first")
@@ -384,23 +395,6 @@ def test_keys_that_are_expired_or_without_the_right_and_an_expired_approval(
     monkeypatch.setattr(trust, "now", lambda: (datetime.now(UTC) + timedelta(days=366)).strftime(trust._TIME))
     with refuses("approval-expired"):
         served("m/1", tmp_path / "out")
-
-
-@pytest.mark.parametrize("time", [None, [], "", "never", "2999-01-01T00:00:00", 4e9])
-@pytest.mark.parametrize("name", ["expires", "approved"])
-def test_an_approval_without_a_time_counts_as_expired(machine: Machine, name: str, time: object) -> None:
-    """By a signer that is trusted and does not write what `enginery approve` writes."""
-    machine.policy(environment="prod")
-    digests = {"bundle": "sha256:" + 64 * "0"}
-    times = {"expires": "2999-01-01T00:00:00Z", "approved": "2026-01-01T00:00:00Z", name: time}
-    predicate = {"model": "m", "version": "1", "environment": "prod", **times}
-    board = trust.signing_key(machine.key("board"))
-    statements = {
-        trust.VERDICT: trust.sign_verdict(digests, True, trust.signing_key(machine.key("ci"))),
-        trust.approval_file("prod"): trust._signed("approval", digests, predicate, board),
-    }
-    with refuses("approval-expired"):
-        trust.check_chain("m", digests, statements)
 
 
 def test_a_downgrade_to_an_older_approved_version(
