@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Served:
-    """State of a server of `serving`; a test derives its own from it, with a method `answer`."""
+    """State of a server of `serving`. A test gives it `answers`, or derives its own with a method `answer`."""
 
     endpoint: str = ""
     wanted_token: str | None = None
@@ -19,6 +19,10 @@ class Served:
     tokens: set[str | None] = field(default_factory=set)
     cookies: set[str | None] = field(default_factory=set)
     requests: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, body
+    answers: Callable[..., tuple[Any, ...]] = lambda *_: (200, {})  # of method, path and body
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
+        return self.answers(method, path, body)
 
 
 @contextmanager

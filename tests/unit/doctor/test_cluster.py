@@ -23,11 +23,6 @@ EXAMPLE = registered.ROOT / "pipelines/configs/cluster.yaml"
 Change = Callable[[ClusterApi], Any]
 
 
-class Thief(Served):
-    def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
-        return 200, {"token": "of-the-registry"}
-
-
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterApi]:
     with serving(ClusterApi(tmp_path)) as state:
@@ -232,7 +227,7 @@ def test_a_registry_that_asks_for_a_login(api: ClusterApi) -> None:
 @pytest.mark.parametrize("way", ["realm", "redirects"])
 @pytest.mark.parametrize("at", ["http://{}", "http://127.0.0.1:1@{}", "http://{}\\\\@127.0.0.1:1"])
 def test_a_registry_that_wants_the_login_sent_elsewhere(api: ClusterApi, way: str, at: str) -> None:
-    with serving(Thief()) as thief:
+    with serving(Served(answers=lambda *_: (200, {"token": "of-the-registry"}))) as thief:
         api.wants_login = True
         setattr(api, way, at.format(thief.endpoint.removeprefix("http://")) + "/token")
         found = check_of(api, "image pull")

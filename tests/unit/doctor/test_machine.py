@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -228,17 +227,9 @@ def test_gpus_and_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert hidden.guard(hidden.torch_sees_cuda) == expected
 
 
-@dataclass
-class Tracking(Served):
-    status: int = 200
-
-    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        return (self.status if path == "/health" else 500), {}
-
-
 @pytest.mark.parametrize(("status", "expected", "fix"), [(200, "ok", ""), (401, "missing", "MLFLOW_TRACKING_USERNAME")])
 def test_tracking_server(monkeypatch: pytest.MonkeyPatch, status: int, expected: str, fix: str) -> None:
-    with serving(Tracking(status=status)) as server:
+    with serving(Served(answers=lambda method, path, body: (status if path == "/health" else 500, {}))) as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.endpoint.replace("://", "://user:secret@"))
         finding = machine.tracking()
         assert (finding.status, fix in finding.fix, "secret" in finding.found) == (expected, True, False)

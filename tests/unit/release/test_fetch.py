@@ -75,33 +75,23 @@ def test_a_store_that_holds_more_than_its_manifest_says(
     assert not [uri for uri in brought if uri.endswith(grown)]
 
 
-class Leading(Served):
-    """Its only file is said to be in an inner network."""
-
-    def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
-        listing = {"files": [{"path": "manifest.json", "is_dir": False, "file_size": 5}]}
-        if path.endswith(("/artifacts", "/inner")):
-            return 200, listing
-        return 307, listing, {"Location": f"{self.endpoint}/inner"}
-
-
 def test_a_server_that_leads_into_an_inner_network(tmp_path: Path) -> None:
     """MLflow's client would follow it to wherever this machine can go."""
-    with serving(Leading()) as state, refuses("manifest-damaged"):  # what came with the redirect
+
+    def lead(method: str, path: str, body: Any) -> tuple[Any, ...]:
+        listing = {"files": [{"path": "manifest.json", "is_dir": False, "file_size": 5}]}
+        is_file = not path.endswith(("/artifacts", "/inner"))
+        return (307, listing, {"Location": f"{state.endpoint}/inner"}) if is_file else (200, listing)
+
+    with serving(Served(answers=lead)) as state, refuses("manifest-damaged"):  # what came with the redirect
         fetch(f"{state.endpoint}/api/2.0/mlflow-artifacts/artifacts/m", tmp_path / "pod", OTHER)
     asked = {path.rpartition("/")[2] for _, path, _ in state.requests}
     assert asked == {"artifacts", "manifest.json"}
 
 
-class Store(Served):
-    """It has nothing."""
-
-    def answer(self, *_: Any) -> tuple[Any, ...]:
-        return 200, {"files": []}
-
-
 def test_credentials_go_to_the_tracking_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(Store()) as tracking, serving(Store()) as other:
+    empty = {"answers": lambda *_: (200, {"files": []})}
+    with serving(Served(**empty)) as tracking, serving(Served(**empty)) as other:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.endpoint)
         path = "api/2.0/mlflow-artifacts/artifacts/m"
         fetched = partial(fetch, target=tmp_path / "pod", digest=OTHER)

@@ -3,18 +3,15 @@
 import asyncio
 import itertools
 import selectors
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
-from aiohttp import web
 
 from enginery.serving.client.client import AsyncClient
 from enginery.serving.client.transport import (
     RequestRefused,
     RetryPolicy,
-    ServerAddress,
     ServerOverloaded,
     ServerTimeout,
     ServerUnreachable,
@@ -23,6 +20,7 @@ from enginery.serving.client.transport import (
     status_failure,
     with_retries,
 )
+from tests.serving import Served, serving
 from tests.unit.refusals import refuses
 
 ADDRESS = parse_address("http://localhost:8000")
@@ -137,41 +135,22 @@ def test_no_connection_is_tried_again_until_patience_ends_and_an_answer_not() ->
         assert (len(times), type(result)) == (1, kind)
 
 
-@asynccontextmanager
-async def server(handle: Callable[[web.Request], web.StreamResponse]) -> AsyncIterator[ServerAddress]:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0)
-        return handle(request)
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield parse_address(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    finally:
-        await runner.cleanup()
-
-
-def test_a_full_server_is_asked_again_over_the_wire_and_no_model_server_is_not() -> None:
-    asked: list[str] = []
-
-    def handle(request: web.Request) -> web.StreamResponse:
-        asked.append(request.path)
-        if len(asked) < 3:
-            return web.json_response({"error": "Exceeds maximum queue size"}, status=503)
-        return web.json_response({"model_stats": []})
+def test_a_full_server_is_asked_again_over_the_wire() -> None:
+    answers = iter([(503, {"error": "Exceeds maximum queue size"})] * 2 + [(200, {"model_stats": []})])
 
     async def go() -> tuple[object, int]:
-        async with server(handle) as address, AsyncClient(str(address), retry=LONG) as client:
-            answer = await client.statistics("digits"), client.num_retries
-        page = server(lambda _: web.Response(text="<html>hello", status=404))
-        async with page as address, AsyncClient(str(address), retry=LONG) as client:
-            with pytest.raises(ServingError):
-                await client.classifier()
-        return answer
+        async with AsyncClient(state.endpoint, retry=LONG) as client:
+            return await client.statistics("digits"), client.num_retries
 
-    assert asyncio.run(go()) == ({"model_stats": []}, 2)
-    assert asked == ["/v2/models/digits/stats"] * 3
+    with serving(Served(answers=lambda *_: next(answers))) as state:
+        assert asyncio.run(go()) == ({"model_stats": []}, 2)
+    assert [path for _, path, _ in state.requests] == ["/v2/models/digits/stats"] * 3
+
+
+def test_something_else_that_answers_is_no_model_server() -> None:
+    async def go() -> None:
+        async with AsyncClient(state.endpoint, retry=LONG) as client:
+            await client.classifier()
+
+    with serving(Served(answers=lambda *_: (404, b"<html>hello"))) as state, pytest.raises(ServingError):
+        asyncio.run(go())
