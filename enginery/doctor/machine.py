@@ -203,25 +203,29 @@ _REINSTALL = "run: make install (without make: pip install -c constraints.txt -e
 
 
 def versions(requirements: Iterable[str] | None = None, constraints: Path = _CONSTRAINTS) -> Finding:
-    """The packages that enginery requires, and what constraints.txt pins for it."""
+    """The packages that enginery requires, and what is pinned: by constraints.txt, or by a requirement with "=="."""
     requirements = requirements if requirements is not None else required()
     if not requirements:
         return warning("not known: enginery is not installed, and its pyproject.toml is not beside it", _REINSTALL)
     wanted = list(_applicable(requirements))
-    wrong, names = [], {}
+    wrong, names, exact = [], {}, {}
     for requirement in wanted:
         try:
             installed = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             wrong.append(f"{requirement.name} is not installed")
             continue
-        names[canonicalize_name(requirement.name)] = installed
-        if not requirement.specifier.contains(installed, prereleases=True):
+        name = canonicalize_name(requirement.name)
+        names[name] = installed
+        if str(requirement.specifier).startswith("=="):  # what was tested; others work, too
+            exact[name] = str(requirement.specifier).removeprefix("==")
+        elif not requirement.specifier.contains(installed, prereleases=True):
             wrong.append(f"{requirement.name} is {installed}, needed is {requirement.specifier}")
     if wrong:
         return missing("; ".join(wrong), _REINSTALL)
     pins = _pins(constraints)
-    other = [f"{name} {have} (pin {pins[name]})" for name, have in names.items() if have != pins.get(name, have)]
+    tested = exact | pins
+    other = [f"{name} {have} (pin {tested[name]})" for name, have in names.items() if have != tested.get(name, have)]
     if other:
         return warning(f"all as required, but not what was tested: {', '.join(other)}", _REINSTALL)
     return ok(f"{len(names)} packages as required" + (", as pinned in constraints.txt" if pins else ""))

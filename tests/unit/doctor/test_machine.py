@@ -165,6 +165,7 @@ def test_versions_of_a_checkout_and_of_an_installation(monkeypatch: pytest.Monke
     pins.write_text("# pins\nclick==1.0  # via enginery\nnumpy==0 ; python_version < '3'\n")
     assert machine.versions(["click>=8", "pytest>=1; extra == 'dev'"], tmp_path / "none").found.startswith("1 package")
     assert "(pin 1.0)" in machine.versions(["click>=8", "numpy>=1"], pins).found
+    assert machine.versions(["click==0.1"], tmp_path / "none").status == "warning"
     wrong = machine.versions(["click<2", "no-such-package>=1"], pins)
     assert wrong.status == "missing"
     assert "needed is <2" in wrong.found
