@@ -1,4 +1,4 @@
-"""Check that the images fit together: one release, one TensorRT, a driver as documented.
+"""Check that the images fit together: one release, one TensorRT and DALI, a driver as documented.
 
 `python containers/check_versions.py` compares what the repository says. With `--images REGISTRY TAG` it asks built
 images, too; with `--release` it wants every base pinned by digest.
@@ -17,6 +17,12 @@ STAND_IN = "stand-in"  # the bases of the smoke tests
 IMAGES = ("preprocess", "train", "export", "validate", "promote", "serve", "mlflow", "cli")
 # CUDA's major version -> oldest driver that runs it (NVIDIA, CUDA Toolkit release notes, minor version compatibility).
 OLDEST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
+TENSORRT, DALI = "tensorrt-cu13", "nvidia-dali-cuda130"
+# What NVIDIA's bases bring and pyproject.toml pins -> where else its version stands.
+PINNED = {
+    TENSORRT: ("constraints.txt",),
+    DALI: ("constraints.txt", "containers/base.txt", "containers/serve/requirements.txt"),
+}
 _VARIABLE = re.compile(r'^variable "(\w+)" \{ default = "([^"]*)" \}$', re.MULTILINE)
 _BASE = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -34,14 +40,7 @@ def driver_number(version: str) -> tuple[int, ...]:
 
 def said_problems(versions: Mapping[str, str], *, release: bool = False) -> list[str]:
     """Return the contradictions in versions.hcl, one line each."""
-    found = []
-    export, serve = versions["PYTORCH_TENSORRT"], versions["TRITON_TENSORRT"]
-    if export != serve:
-        found.append(
-            f"export has TensorRT {export} and serve {serve}, and a plan runs only on the TensorRT that built it: "
-            "take the release where they agree"
-        )
-    found += _driver_problems(versions["CUDA"], versions["MIN_DRIVER"], "the bases' CUDA")
+    found = _driver_problems(versions["CUDA"], versions["MIN_DRIVER"], "the bases' CUDA")
     for name in ("PYTORCH_DIGEST", "TRITON_DIGEST", "PYTHON_DIGEST"):
         if versions[name] and not _DIGEST.fullmatch(versions[name]):
             found.append(f"{name} is {versions[name]!r}, no digest such as sha256:...; write it with containers/pin")
@@ -73,29 +72,45 @@ def document_problems(versions: Mapping[str, str], documents: Mapping[str, str])
     ]
 
 
+def pin_problems(files: Mapping[str, str]) -> list[str]:
+    """Return which files, by name, have another TensorRT or DALI than pyproject.toml, or none, one line each."""
+    return [
+        f"{name} has {package} {', '.join(found) or 'of no version'}, and pyproject.toml pins {pinned(package)}: "
+        "`make lock` writes it there; containers/base.txt is written manually"
+        for package, names in PINNED.items()
+        for name in names
+        if (found := _pins(package, files[name])) != [pinned(package)]
+    ]
+
+
+def pinned(package: str) -> str:
+    """The version of a package, in full, that pyproject.toml names."""
+    return ", ".join(_pins(package, (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+
+
+def _pins(package: str, text: str) -> list[str]:
+    return re.findall(rf"\b{re.escape(package)}==([\w.]+)", text)
+
+
 def image_problems(versions: Mapping[str, str], variables: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return how built images of export and serve differ from versions.hcl, by variables of NVIDIA's bases.
+    """Return how built images of export and serve differ from what is said, by variables of NVIDIA's bases.
 
     Args:
         versions: of versions.hcl.
         variables: of the images "export" and "serve".
     """
     found = []
-    for image, name in (("export", "PYTORCH_TENSORRT"), ("serve", "TRITON_TENSORRT")):
-        carried = _tensorrt(variables[image])
-        if not f"{carried}.".startswith(f"{versions[name]}."):
-            found.append(f"{image} carries TensorRT {carried or 'of no known version'}, and {name} is {versions[name]}")
-        cuda = variables[image].get("CUDA_VERSION", "")
+    for image, given in variables.items():
+        carried = given.get("TRT_VERSION", "").partition("+")[0]  # some add their CUDA, such as "11.2.1.2+cuda13.3"
+        if carried != pinned(TENSORRT):
+            found.append(
+                f"{image} carries TensorRT {carried or 'of no known version'}, and pyproject.toml pins "
+                f"{pinned(TENSORRT)}: a plan runs only on the TensorRT that built it. Pin that of the release there, "
+                "and run `make lock`; where export and serve differ, take a release in which they agree"
+            )
+        cuda = given.get("CUDA_VERSION", "")
         found += _driver_problems(cuda, versions["MIN_DRIVER"], f"{image}'s CUDA")
-    carried_by = [_tensorrt(variables[image]) for image in ("export", "serve")]
-    if carried_by[0] != carried_by[1]:
-        found.append(f"export carries TensorRT {carried_by[0]} and serve {carried_by[1]}: plans would not load")
     return found
-
-
-def _tensorrt(variables: Mapping[str, str]) -> str:
-    """The version alone: some images add the CUDA that it was built for, such as "11.2.1.2+cuda13.3"."""
-    return variables.get("TRT_VERSION", "").partition("+")[0]
 
 
 def _driver_problems(cuda: str, documented: str, what: str) -> list[str]:
@@ -129,12 +144,16 @@ def main() -> None:
     documents = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/containers.md")}
     found = said_problems(versions, release=arguments.release)
     found += default_problems(versions, dockerfiles) + document_problems(versions, documents)
+    found += pin_problems(
+        {name: (ROOT / name).read_text(encoding="utf-8") for names in PINNED.values() for name in names}
+    )
     if arguments.images:
         registry, tag = arguments.images
         found += image_problems(versions, {i: _variables(f"{registry}/{i}:{tag}") for i in ("export", "serve")})
     if found:
         sys.exit("\n".join(found))
-    print(f"NGC {versions['NGC_RELEASE']}, TensorRT {versions['PYTORCH_TENSORRT']}, driver {versions['MIN_DRIVER']}")
+    held = f"TensorRT {pinned(TENSORRT)}, DALI {pinned(DALI)}"
+    print(f"NGC {versions['NGC_RELEASE']}, {held}, driver {versions['MIN_DRIVER']}")
 
 
 if __name__ == "__main__":

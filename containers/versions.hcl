@@ -12,9 +12,7 @@ variable "PYTHON_DIGEST" { default = "sha256:0f5b26b9518d002b6173fd61daad821fa34
 
 variable "PYTHON_TAG" { default = "3.12-slim-bookworm" }
 
-# What the two NGC images of the release carry. A plan runs only on the TensorRT that built it.
-variable "PYTORCH_TENSORRT" { default = "11.2.1" }
-variable "TRITON_TENSORRT" { default = "11.2.1" }
+# What the release holds. Its TensorRT and DALI are what pyproject.toml pins, so that local installations have the same.
 variable "CUDA" { default = "13.4.1" }
 # The oldest driver that CUDA 13 runs on, by its minor version compatibility.
 variable "MIN_DRIVER" { default = "580.65.06" }

@@ -38,7 +38,7 @@ def module(name: str) -> ModuleType:
 
 CHECK = module("check_versions")
 VERSIONS = CHECK.read_versions((CONTAINERS / "versions.hcl").read_text())
-SAME = {"TRT_VERSION": f"{VERSIONS['PYTORCH_TENSORRT']}.2", "CUDA_VERSION": "13.4.1.012"}
+SAME = {"TRT_VERSION": "11.2.1.2", "CUDA_VERSION": "13.4.1.012"}
 # What NGC's PyTorch 26.08 says to importlib.metadata; DALI as in PyTorch 26.07 and Triton 26.08.
 OF_NGC = {
     "numpy": "2.1.0",
@@ -115,7 +115,6 @@ def test_the_repository_fits_and_can_be_released() -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"TRITON_TENSORRT": "10.16"}, "export has TensorRT 11.2.1 and serve 10.16"),
         ({"MIN_DRIVER": "575.51.03"}, "needs the driver 580.65.06, and 575.51.03 is documented"),
         ({"CUDA": "14.0"}, "CUDA is 14.0, whose driver is not in OLDEST_DRIVER"),
         ({"PYTORCH_DIGEST": "sha256:123"}, "PYTORCH_DIGEST is 'sha256:123', no digest"),
@@ -141,7 +140,8 @@ def test_dockerfiles_and_documents_of_another_release() -> None:
     [
         ({"TRT_VERSION": f"{SAME['TRT_VERSION']}+cuda13.3"}, ""),  # the version of TensorRT alone counts
         ({"TRT_VERSION": "11.3.0.1"}, "serve carries TensorRT 11.3.0.1"),
-        ({"TRT_VERSION": "11.20.0.1"}, "serve carries TensorRT 11.20.0.1"),
+        ({"TRT_VERSION": "11.2.1.3"}, "serve carries TensorRT 11.2.1.3"),  # to the build
+        ({"TRT_VERSION": "11.2.1"}, "serve carries TensorRT 11.2.1,"),
         ({"TRT_VERSION": ""}, "serve carries TensorRT of no known version"),
         ({"CUDA_VERSION": "14.0"}, "serve's CUDA is 14.0"),
     ],
@@ -151,8 +151,19 @@ def test_images_that_carry_something_else(serve: dict[str, str], word: str) -> N
     assert any(word in problem for problem in problems) if word else problems == []
 
 
+@pytest.mark.parametrize("package", CHECK.PINNED)
+def test_another_version_anywhere_than_the_one_that_is_pinned(package: str) -> None:
+    files = {name: (REPOSITORY / name).read_text() for names in CHECK.PINNED.values() for name in names}
+    assert CHECK.pin_problems(files) == []
+    pin = f"{package}=={CHECK.pinned(package)}"
+    for file in CHECK.PINNED[package]:
+        for other in (f"{package}==99.1", f"{pin}.post1", f"{package}>=1"):
+            (problem,) = CHECK.pin_problems({**files, file: files[file].replace(pin, other)})
+            assert problem.startswith(f"{file} has {package} {other.partition('==')[2] or 'of no version'}, and pypro")
+
+
 def test_the_base_of_the_pinned_release_and_one_that_lacks_something(tmp_path: Path) -> None:
-    assert VERSIONS["NGC_RELEASE"] == "26.08"  # with another one, look up OF_NGC again
+    assert VERSIONS["NGC_RELEASE"] == "26.08"  # with another one, look up OF_NGC and SAME again
     for name, version in OF_NGC.items():
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()

@@ -24,7 +24,11 @@ SOURCES = [
     ROOT / "benchmarks/engines.py",
 ]
 
-BINDINGS = {"10": "tensorrt-cu13-bindings==10.16.1.11", "11": "tensorrt-cu13-bindings==11.4.0.106"}
+PACKAGE = "tensorrt-cu13-bindings"
+BINDINGS = {
+    "10": f"{PACKAGE}==10.16.1.11",
+    "11": next(line for line in (ROOT / "constraints.txt").read_text().split() if line.startswith(f"{PACKAGE}==")),
+}
 
 # Names that the code looks for with hasattr, and the versions that have them. 8.6 is in no index that CI reaches.
 OPTIONAL = {
