@@ -33,7 +33,13 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.process.steplog import StepLog
 from components.common.runtimes import tensorrt
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx, read_onnx
-from components.common.runtimes.tensorrt import driver_version, load_tensorrt, start, tensorrt_logger
+from components.common.runtimes.tensorrt import (
+    driver_version,
+    load_tensorrt,
+    start,
+    tensorrt_logger,
+    version_of_builder,
+)
 from components.export.config import CACHE_VARIABLE, TIMING_CACHES, EngineOption, ExportConfig
 from components.export.inspection import UnreadableLayers, inspect_engine
 from components.export.placement import keep_apart, node_id
@@ -128,7 +134,8 @@ def build_engine(
     started = time.perf_counter()
     plan, flags, kept_bits = _plan(trt, order)
     plan_path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(plan_path, memoryview(plan).tobytes())
+    content = memoryview(plan).tobytes()
+    write_atomically(plan_path, content)
     build_seconds = time.perf_counter() - started
     major, minor = torch.cuda.get_device_capability()
     return EngineEntry(
@@ -136,7 +143,7 @@ def build_engine(
         precision=precision,
         source_onnx=onnx_path.name,
         onnx_digest=digest_file(onnx_path),
-        tensorrt_version=trt.__version__,
+        tensorrt_version=version_of_builder(trt, content),
         gpu_name=torch.cuda.get_device_name(),
         compute_capability=f"{major}.{minor}",
         driver_version=driver_version(),

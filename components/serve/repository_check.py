@@ -61,14 +61,10 @@ def open_from(model_folder: Path) -> Artifact[RepositoryManifest]:
 def _version_problem(engines: tuple[EngineEntry, ...]) -> str:
     """Return the reason why plans can't run in this image; empty where they can, or the image names no TensorRT."""
     own = next((os.environ[name] for name in _TENSORRT_VARIABLES if os.environ.get(name)), "")
-    built = {engine.tensorrt_version for engine in engines}
-    if not own or all(_release(version) == _release(own) for version in built):
+    needs = dict.fromkeys(engine.needs for engine in engines if own and not engine.fits_tensorrt(own))
+    if not needs:
         return ""
     return (
-        f"the plans were built by TensorRT {', '.join(sorted(built))}, and this image has {own}: a plan runs only on "
-        "the release that built it. Serve with the image that fits, or build plans with `enginery engines`"
+        f"the plans need {'; '.join(needs)}, and this image has TensorRT {own}. Serve with an image that has theirs, "
+        "or build plans in the image `export` of the same release: `enginery engines BUNDLE --data DIR --in-containers`"
     )
-
-
-def _release(version: str) -> list[str]:
-    return version.split(".")[:2]

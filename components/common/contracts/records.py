@@ -1,5 +1,6 @@
 """Parts of manifests: records of measurements, engines, calibrations and data."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -152,6 +153,53 @@ class EngineEntry(Record):
     )
     failed_forms: tuple[str, ...] = Field((), description="Forms of the graph that TensorRT did not build, and why.")
     layers: EngineLayers | None = Field(None, description="What the engine inspector says; None where nothing asked.")
+
+    @property
+    def needs(self) -> str:
+        """Return text such as "NVIDIA H200 (compute capability 9.0), TensorRT 11.2.1.2"."""
+        gpu = f"{self.gpu_name} (compute capability {self.compute_capability})"
+        if HARDWARE_COMPATIBLE in self.flags:
+            gpu = "a GPU of compute capability 8.0 or newer"
+        later = " or a later one of that major version" if VERSION_COMPATIBLE in self.flags else ""
+        return f"{gpu}, TensorRT {self.tensorrt_version}{later}"
+
+    def fits_tensorrt(self, version: str) -> bool:
+        """True if this version of TensorRT may load the plan: the one that built it, to the build where both name it.
+
+        A version-compatible plan also runs on later versions of the same major one.
+        """
+        there, here = _version_numbers(self.tensorrt_version), _version_numbers(version)
+        is_later = VERSION_COMPATIBLE in self.flags and there[:1] == here[:1] and here > there
+        return same_version(self.tensorrt_version, version) or is_later
+
+    def mismatches(self, tensorrt: str, gpu: str, capability: tuple[int, int]) -> list[str]:
+        """The differences of a machine to the one that built the plan, a phrase each; empty where the plan fits.
+
+        A hardware-compatible plan runs on every GPU of compute capability 8.0 or newer.
+        """
+        differences = []
+        if not self.fits_tensorrt(tensorrt):
+            differences.append(f"TensorRT {self.tensorrt_version} there, {tensorrt} here")
+        if HARDWARE_COMPATIBLE not in self.flags or capability < (8, 0):
+            shown = "{}.{}".format(*capability)
+            if gpu != self.gpu_name:
+                differences.append(f"GPU {self.gpu_name} there, {gpu} here")
+            if shown != self.compute_capability:
+                differences.append(f"compute capability {self.compute_capability} there, {shown} here")
+        return differences
+
+
+def same_version(one: str, other: str) -> bool:
+    """True if two versions of TensorRT agree in all parts that both name, as 8.6.0 and 8.6.0.12 do.
+
+    What follows the numbers is left out, such as the CUDA of "11.2.1.2+cuda13.3".
+    """
+    pairs = list(zip(_version_numbers(one), _version_numbers(other), strict=False))
+    return bool(pairs) and all(a == b for a, b in pairs)
+
+
+def _version_numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0].partition(".post")[0])]
 
 
 class BlockRecord(Record):

@@ -4,7 +4,6 @@ import functools
 import importlib
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from components.common.contracts.environment import gpus
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.contracts.manifests import Artifact, BundleManifest
 from components.common.contracts.records import (
-    HARDWARE_COMPATIBLE,
     STRIPPED,
     VERSION_COMPATIBLE,
     EngineEntry,
@@ -99,40 +97,30 @@ def start(make: Callable[[], Any]) -> Any:
 def plan_mismatches(entry: EngineEntry) -> list[str]:
     """The differences of this machine to the one that a plan was built on, a phrase each; empty where the plan fits.
 
-    TensorRT itself says no more of a plan that does not fit than that it can't be read. A version-compatible plan also
-    runs on later versions of the same major one, a hardware-compatible plan on every GPU of compute capability 8.0 or
-    newer. Another driver is no mismatch: `load_engine` only tells of it.
+    TensorRT itself says no more of a plan that does not fit than that it can't be read. Another driver is no mismatch:
+    `load_engine` only tells of it.
 
     Raises:
         RuntimeUnavailable: TensorRT can't be used here.
     """
     trt = load_tensorrt()
-    version, gpu = trt.__version__, torch.cuda.get_device_name()
-    capability = torch.cuda.get_device_capability()
-    differences = []
-    if version != entry.tensorrt_version and not (
-        VERSION_COMPATIBLE in entry.flags and _is_later(version, entry.tensorrt_version)
-    ):
-        differences.append(f"TensorRT {entry.tensorrt_version} there, {version} here")
-    if HARDWARE_COMPATIBLE not in entry.flags or capability < (8, 0):
-        shown = "{}.{}".format(*capability)
-        if gpu != entry.gpu_name:
-            differences.append(f"GPU {entry.gpu_name} there, {gpu} here")
-        if shown != entry.compute_capability:
-            differences.append(f"compute capability {entry.compute_capability} there, {shown} here")
-    return differences
+    return entry.mismatches(trt.__version__, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+
+
+def version_of_builder(trt: ModuleType, plan: bytes) -> str:
+    """The version of TensorRT that built a plan, with its build, which the module of 8.6 leaves out and a plan has.
+
+    Source: `printPlanVersion` of NVIDIA's trtexec: the tag "ftrt", format 0, and four numbers from byte 24 on.
+    """
+    full = ".".join(map(str, plan[24:28]))
+    is_known = plan[:8] == b"ftrt\0\0\0\0" and full.startswith(f"{trt.__version__}.")
+    return full if is_known else trt.__version__
 
 
 def _other_driver(entry: EngineEntry) -> str:
     """The difference of the driver to the one that a plan was built with; empty where there is none, or unknown."""
     there, here = entry.driver_version, driver_version()
     return "" if there == here or "unknown" in (there, here) else f"driver {there} there, {here} here"
-
-
-def _is_later(version: str, than: str) -> bool:
-    """True if a version is of the same major one and not older."""
-    numbers, least = ([int(number) for number in re.findall(r"\d+", text)] for text in (version, than))
-    return numbers[:1] == least[:1] and numbers >= least
 
 
 def load_engine(plan_path: Path, entry: EngineEntry | None) -> tuple[Any, Any]:

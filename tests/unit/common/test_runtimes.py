@@ -16,7 +16,7 @@ from components.common.runtimes.runner import OpenModel
 from components.common.runtimes.selection import select_runtime, select_runtimes
 from tests.unit.refusals import refuses
 
-HERE = {"tensorrt_version": "10.16.0", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
+HERE = {"tensorrt_version": "10.16.0.72", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
 NO_FP16 = "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
 ELSEWHERE = "int8.plan was built elsewhere (GPU NVIDIA A100 there, NVIDIA H200 here)"
 
@@ -65,17 +65,18 @@ def test_a_runtime_is_an_entry_and_a_module():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0 here"),
+        ({"tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0.72 here"),
+        ({"tensorrt_version": "10.16.0.73"}, "TensorRT 10.16.0.73 there, 10.16.0.72 here"),
         ({"gpu_name": "NVIDIA A100"}, "GPU NVIDIA A100 there, NVIDIA H200 here"),
         ({"compute_capability": "8.0"}, "compute capability 8.0 there, 9.0 here"),
-        ({"tensorrt_version": "10.2.0"}, "TensorRT 10.2.0 there, 10.16.0 here"),
-        ({"flags": ("VERSION_COMPATIBLE",), "tensorrt_version": "10.16.1"}, "TensorRT 10.16.1 there, 10.16.0 here"),
-        ({"flags": ("VERSION_COMPATIBLE",), "tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0 here"),
-        ({"flags": ("AMPERE_PLUS",), "tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0 here"),
+        ({"tensorrt_version": "10.2.0"}, "TensorRT 10.2.0 there, 10.16.0.72 here"),
+        ({"flags": ("VERSION_COMPATIBLE",), "tensorrt_version": "10.16.1"}, "TensorRT 10.16.1 there, 10.16.0.72 here"),
+        ({"flags": ("VERSION_COMPATIBLE",), "tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0.72 here"),
+        ({"flags": ("AMPERE_PLUS",), "tensorrt_version": "8.6.0"}, "TensorRT 8.6.0 there, 10.16.0.72 here"),
         ({"onnx_digest": "sha256:bb"}, "int8.plan was built from another int8.onnx than the bundle holds"),
         (
             {"tensorrt_version": "8.6.0", "gpu_name": "NVIDIA A100"},
-            "TensorRT 8.6.0 there, 10.16.0 here; GPU NVIDIA A100 there, NVIDIA H200 here",
+            "TensorRT 8.6.0 there, 10.16.0.72 here; GPU NVIDIA A100 there, NVIDIA H200 here",
         ),
     ],
 )
@@ -98,6 +99,7 @@ def test_a_plan_that_does_not_fit_is_not_used_and_the_rows_say_why(changes, said
         {},
         {"driver_version": "590"},
         {"onnx_digest": ""},
+        {"tensorrt_version": "10.16.0"},  # of a bundle that does not name the build
         {"flags": ("VERSION_COMPATIBLE",), "tensorrt_version": "10.2.0"},
         {"flags": ("AMPERE_PLUS",), "gpu_name": "NVIDIA A100", "compute_capability": "8.0"},
     ],

@@ -97,6 +97,20 @@ def test_a_plan_that_does_not_load(loading, tmp_path, engine, changes, code, sai
     assert (error.value.code, said in str(error.value)) == (code, True)
 
 
+@pytest.mark.parametrize(
+    ("module", "plan", "version"),
+    [
+        ("8.6.0", b"ftrt" + bytes(20) + bytes((8, 6, 0, 12)), "8.6.0.12"),
+        ("11.2.1.2", b"ftrt" + bytes(20) + bytes((11, 2, 1, 2)), "11.2.1.2"),
+        ("8.6.1", b"ftrt" + bytes(20) + bytes((8, 6, 0, 12)), "8.6.1"),
+        ("8.6.0", b"ftrt\1" + bytes(19) + bytes((8, 6, 0, 12)), "8.6.0"),  # of a format that is not known
+        ("8.6.0", b"a plan", "8.6.0"),
+    ],
+)
+def test_the_version_that_a_plan_needs_is_named_to_the_build(module, plan, version):
+    assert tensorrt.version_of_builder(SimpleNamespace(__version__=module), plan) == version
+
+
 @pytest.mark.parametrize(("driver", "is_said"), [("590", False), ("580", True), ("unknown", False)])
 def test_a_plan_loads_with_another_driver(loading, tmp_path, caplog, driver, is_said):
     loading("an engine")
