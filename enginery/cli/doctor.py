@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import BundleManifest, load
 from enginery.cli.options import login_options, settings_options
 from enginery.doctor.checks import Check, Diagnosis
 from enginery.doctor.machine import diagnose
@@ -28,9 +30,10 @@ _PREFIX = "With --cluster: "
 
 @click.command(params=[*settings_options(_PREFIX), *login_options(_PREFIX, required=False)])
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--bundle", type=click.Path(path_type=Path), metavar="DIR", help="Say what its plans need, too.")
 @click.option("--cluster", is_flag=True, help="Check the cluster of KUBECONFIG instead of this machine.")
 @click.option("--namespace", metavar="NAME", help=f"{_PREFIX}Namespace of runs, instead of the settings'.")
-def doctor(as_json: bool, cluster: bool, **of_cluster: Any) -> None:
+def doctor(as_json: bool, bundle: Path | None, cluster: bool, **of_cluster: Any) -> None:
     """Say what this machine can do, and how to fix what is missing; or, with --cluster, a cluster.
 
     The exit code is 1 when something that every run needs is missing.
@@ -39,7 +42,10 @@ def doctor(as_json: bool, cluster: bool, **of_cluster: Any) -> None:
     if given and not cluster:
         option = f"--{given[0].replace('_', '-')}"
         raise UserError(f"{option} goes with --cluster; add it", code="needs-cluster", setting=option)
-    check = _of_cluster(**of_cluster) if cluster else diagnose
+    if bundle and cluster:
+        raise UserError("--bundle goes without --cluster; drop one", code="needs-machine", setting="--bundle")
+    opened = load(bundle, BundleManifest).manifest if bundle else None
+    check = _of_cluster(**of_cluster) if cluster else partial(diagnose, opened)
     if as_json:
         diagnosis = check()
         click.echo(diagnosis.model_dump_json(indent=1))

@@ -18,6 +18,7 @@ from components.common.contracts.manifests import MANIFEST, Artifact, Repository
 from components.common.contracts.records import PRECISIONS, Precision
 from enginery.formats import echo
 from enginery.local.state import RunDirectory, StateDirectory, is_held
+from enginery.pins import plan_needs, plan_server
 
 if TYPE_CHECKING:
     from enginery.serving.server import Server
@@ -84,6 +85,8 @@ def export(
         unmeasured = len(source.bundle.manifest.engines) and not source.measured_engines
     click.echo(f"wrote {directory}")
     _show(repository)
+    if engines := repository.manifest.engines:
+        echo(f"  image    {'; '.join(filter(None, plan_server(engines)))}")
     if options := gpu_server_options(repository.manifest):
         click.echo(f"  on GPUs  tritonserver needs {' '.join(options)}: the plan carries code that it runs")
     if unmeasured:
@@ -246,7 +249,7 @@ def _show(repository: Artifact[RepositoryManifest]) -> None:
     manifest = repository.manifest
     label = f"{manifest.name} version {manifest.version}" if manifest.version else manifest.name
     echo(f"  model    {label}, {manifest.precision.upper()}, bundle {manifest.inputs['bundle']}")
-    plans = ", ".join(f"{entry.gpu_name} (TensorRT {entry.tensorrt_version})" for entry in manifest.engines)
+    plans = plan_needs(manifest.engines)
     echo(f"  runs on  {plans + '; ' if plans else ''}CPUs (OpenVINO)")
     for where, batching in manifest.batching.items():
         echo(f"  on {where:6}{batching.reason}; waits {batching.queue_delay_us / 1e3:,.2f} ms for others")

@@ -1,15 +1,18 @@
 """Checks of NVIDIA GPUs: found, driven, and used by the libraries."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from components.common.contracts.environment import gpu_memory_bytes
+from components.common.contracts.manifests import BundleManifest
+from components.common.contracts.records import EngineEntry, same_version
 from enginery.doctor.checks import Finding, absent, missing, ok, warning
 from enginery.doctor.probes import ProbeError, Probes
 from enginery.formats import size_text
+from enginery.pins import IN_CONTAINERS, plan_needs, plan_server, tensorrt_of_images
 
 # CUDA major version -> oldest driver that runs it (NVIDIA, CUDA Toolkit release notes, minor version compatibility).
 OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
@@ -158,10 +161,33 @@ class GpuChecks:
     def tensorrt(self) -> Finding:
         """TensorRT, which builds and runs engines."""
         reason = self._probes.ask("torch", "no_tensorrt")
-        if reason is None:
-            return ok(f"TensorRT {self._probes.ask('torch', 'tensorrt')}")
-        found, _, fix = reason.partition(": ")
-        return missing(found, fix or "make install-tensorrt")
+        if reason is not None:
+            found, _, fix = reason.partition(": ")
+            return missing(found, fix or "make install-tensorrt")
+        here, served = self._probes.ask("torch", "tensorrt"), tensorrt_of_images()
+        if same_version(here, served):
+            return ok(f"TensorRT {here}, as in the images")
+        return warning(
+            f"TensorRT {here}; the image `serve` has {served} and loads no plans of another version",
+            f"make install-tensorrt, or build plans that are to be served with {IN_CONTAINERS}",
+        )
+
+    def plans(self, bundle: BundleManifest) -> Finding:
+        """The needs of a bundle's plans, whether they run here, and the image that serves them."""
+        if not bundle.engines:
+            return absent(f"none: {bundle.engines_missing}", "build some: enginery engines BUNDLE --data DIR")
+        server, fix = plan_server(bundle.engines)
+        found = f"they need {plan_needs(bundle.engines)}; {self._here(bundle.engines)}; {server}"
+        return warning(found, fix) if fix else ok(found)
+
+    def _here(self, engines: Sequence[EngineEntry]) -> str:
+        gpu = next(iter(self.nvml.gpus), None)
+        tensorrt = self._probes.ask("torch", "tensorrt") if gpu else None
+        if gpu is None or tensorrt is None:
+            return f"not here, without {'TensorRT' if gpu else 'an NVIDIA GPU'}"
+        named = (one for engine in engines for one in engine.mismatches(tensorrt, gpu.name, gpu.capability))
+        differences = ", ".join(dict.fromkeys(named))
+        return f"not here ({differences})" if differences else "they run here"
 
 
 def driver_number(text: str) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ import socket
 import sqlite3
 import sys
 import tempfile
-import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,11 +28,13 @@ from packaging.utils import canonicalize_name
 from components.common.contracts.environment import cpu_name, num_cores
 from components.common.contracts.errors import EXIT_FAILURE, UserError
 from components.common.contracts.instruction_sets import SATURATING, cpu_flags, instruction_set
+from components.common.contracts.manifests import BundleManifest
 from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, missing, ok, warning
 from enginery.doctor.gpu import GpuChecks
 from enginery.doctor.probes import ProbeError, Probes
 from enginery.formats import size_text
 from enginery.local.state import StateDirectory, state_path
+from enginery.pins import required
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -231,21 +232,6 @@ def versions(requirements: Iterable[str] | None = None, constraints: Path = _CON
     return ok(f"{len(names)} packages as required" + (", as pinned in constraints.txt" if pins else ""))
 
 
-def required(project: Path = _CHECKOUT / "pyproject.toml") -> list[str]:
-    """Packages that enginery asks for: by the project file of a checkout, else by the metadata of the installation.
-
-    The file comes first, as the metadata of an editable installation stays what it was when a checkout moves on.
-    """
-    if project.is_file():
-        declared = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
-        if declared.get("name") == "enginery":
-            return list(declared["dependencies"])
-    try:
-        return metadata.requires("enginery") or []
-    except metadata.PackageNotFoundError:
-        return []
-
-
 def _applicable(requirements: Iterable[str]) -> Iterator[Requirement]:
     """Those that hold here: extras are optional, but the extras a requirement asks for itself are not."""
     for text in requirements:
@@ -402,16 +388,16 @@ def _database(uri: str) -> Finding:
     return ok(f"{_shown(uri)} listens (credentials not tried)")
 
 
-def diagnose() -> Diagnosis:
-    """Run all checks. A check that breaks is a line of its own; the others still run."""
+def diagnose(bundle: BundleManifest | None = None) -> Diagnosis:
+    """Run all checks, those of a bundle's plans, too. One that breaks is a line of its own; the others still run."""
     probes = Probes()
     try:
-        return conclude([planned.run() for planned in all_checks(probes)])
+        return conclude([planned.run() for planned in all_checks(probes, bundle)])
     finally:
         probes.close()
 
 
-def all_checks(probes: Probes) -> list[Planned]:
+def all_checks(probes: Probes, bundle: BundleManifest | None = None) -> list[Planned]:
     """Every check. The quick ones come first, while the probes import their libraries."""
     gpu = GpuChecks(probes)
     return [
@@ -435,6 +421,7 @@ def all_checks(probes: Probes) -> list[Planned]:
         Planned("GPU", "compute capability", partial(gpu.guard, gpu.capability)),
         Planned("GPU", "DALI on GPU", partial(gpu.guard, gpu.dali_decodes)),
         Planned("GPU", "TensorRT", partial(gpu.guard, gpu.tensorrt)),
+        *([Planned("bundle", "plans", partial(gpu.plans, bundle))] if bundle else []),
     ]
 
 
@@ -450,7 +437,7 @@ def conclude(checks: Sequence[Check]) -> Diagnosis:
 
 def _abilities(checks: dict[str, Check]) -> str:
     on_gpu = checks["PyTorch on GPU"].status == "ok" and checks["compute capability"].status == "ok"
-    if on_gpu and checks["TensorRT"].status == "ok":
+    if on_gpu and checks["TensorRT"].status in ("ok", "warning"):
         return "Runs here: training on the GPU; FP32, FP16 and INT8 as TensorRT engines."
     trains = "training on the GPU" if on_gpu else "training on the CPU"
     if checks["OpenVINO"].status == "missing":

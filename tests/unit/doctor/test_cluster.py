@@ -242,6 +242,10 @@ def test_options_are_checked_before_anything_is_asked(api: ClusterApi) -> None:
         registered.enginery("doctor", "--cluster", "--endpoint", "localhost:8080")
     with registered.refuses("needs-cluster"):
         registered.enginery("doctor", "--num-nodes", "2")
+    with registered.refuses("needs-machine"):
+        registered.enginery("doctor", "--cluster", "--bundle", ".")
+    with registered.refuses("no-manifest"):
+        registered.enginery("doctor", "--bundle", "no-such-folder")
     assert api.requests == []
 
 

@@ -16,14 +16,19 @@ import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
+from components.common.contracts.manifests import BundleManifest
+from components.common.contracts.records import EngineEntry
 from enginery.doctor import machine
 from enginery.doctor.checks import Diagnosis, Planned, absent, missing, ok
 from enginery.doctor.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
 from enginery.doctor.probes import ProbeError, Probes
+from enginery.pins import required, tensorrt_of_images
 from tests.serving import Served, serving
-from tests.unit.registered import ROOT
+from tests.unit.registered import ROOT, make_chain
 
 GPU = NvidiaGpu("NVIDIA H100", 80 * 10**9, (9, 0))
+PINNED = tensorrt_of_images()
+EARLIER = f"{PINNED.partition('.')[0]}.0"  # of the same major version
 H100 = Nvml((GPU,), "580.95.05", "")
 NO_GPU = Nvml((), "", "NVML Shared Library Not Found")
 
@@ -49,8 +54,9 @@ def _visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    state = tmp_path_factory.mktemp("doctor") / "state"
-    command = [sys.executable, "-m", "enginery.cli.main", "doctor", "--json"]
+    folder = tmp_path_factory.mktemp("doctor")
+    state, bundle = folder / "state", make_chain(folder, 90, planned=("int8.plan",))["bundle"]
+    command = [sys.executable, "-m", "enginery.cli.main", "doctor", "--json", "--bundle", str(bundle)]
     environment = {**os.environ, "ENGINERY_HOME": str(state), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -60,13 +66,16 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_json_has_every_check_and_a_fix_for_each_one_not_ok(report: dict[str, Any]) -> None:
-    assert [check["name"] for check in report["checks"]] == [one.name for one in machine.all_checks(Answers())]
+    expected = [one.name for one in machine.all_checks(Answers())]
+    assert [check["name"] for check in report["checks"]] == [*expected, "plans"]
     assert all(check["fix"] for check in report["checks"] if check["status"] in ("warning", "missing"))
     assert not any("could not check" in check["found"] for check in report["checks"])
     found = {check["name"]: check["status"] for check in report["checks"]}
     working = ("PyTorch", "DALI", "OpenVINO", "MLflow tracking", "state directory")
     assert {found[name] for name in working} <= {"ok", "warning"}  # a machine may give reason for a warning
     assert "FP32 and INT8 on the CPU. No TensorRT engines, because" in report["conclusion"]
+    needs = "they need NVIDIA H200 (compute capability 9.0), TensorRT 8.6.0; "
+    assert report["checks"][-1]["found"].startswith(needs)
 
 
 def test_the_table_ends_with_what_runs_and_has_one_line_on_a_gpu_that_is_not_there(
@@ -78,7 +87,7 @@ def test_the_table_ends_with_what_runs_and_has_one_line_on_a_gpu_that_is_not_the
     of_gpu = [planned for planned in machine.all_checks(Answers()) if planned.group == "GPU"]
     found = [Planned(one.group, one.name, lambda: absent("needs an NVIDIA GPU")).run() for one in of_gpu[1:]]
     checks = (*(one for one in checks if one.group != "GPU"), Planned("GPU", "GPU", gpu.gpus).run(), *found)
-    monkeypatch.setattr(command, "diagnose", lambda: machine.conclude(checks))
+    monkeypatch.setattr(command, "diagnose", lambda bundle: machine.conclude(checks))
     done = CliRunner(env={"COLUMNS": "80"}).invoke(command.doctor)
     assert max(len(line) for line in done.output.splitlines()) <= 80
     text = " ".join(done.output.partition("\nGPU")[2].split())
@@ -86,7 +95,7 @@ def test_the_table_ends_with_what_runs_and_has_one_line_on_a_gpu_that_is_not_the
     assert "not checked driver, PyTorch on GPU, compute capability, DALI on GPU, TensorRT: needs an NVIDIA GPU" in text
     assert "because there is no NVIDIA GPU." in text
     broken = checks[0].model_copy(update={"status": "missing", "fix": "get it", "required": True})
-    monkeypatch.setattr(command, "diagnose", lambda: machine.conclude((broken, *checks[1:])))
+    monkeypatch.setattr(command, "diagnose", lambda bundle: machine.conclude((broken, *checks[1:])))
     done = CliRunner().invoke(command.doctor)
     assert (done.exit_code, "Nothing runs here before this is fixed: system." in done.output) == (1, True)
     assert "fix: get it" in done.output
@@ -174,16 +183,16 @@ def test_versions_of_a_checkout_and_of_an_installation(monkeypatch: pytest.Monke
     other, none = tmp_path / "other.toml", tmp_path / "none.toml"
     other.write_text('[project]\nname = "another"\ndependencies = ["click"]\n')
     monkeypatch.setattr(metadata, "requires", lambda name: [f"of-{name}"])
-    assert machine.required(none) == machine.required(other) == ["of-enginery"]
-    of_checkout = machine.required()
-    assert {"torch", "kfp", "mlflow"} <= {Requirement(text).name for text in of_checkout}
+    assert required(none) == required(other) == ["of-enginery"]
+    of_checkout = required()
+    assert {"torch", "kfp", "mlflow", "tensorrt-cu13"} <= {Requirement(text).name for text in of_checkout}
 
     def not_installed(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", not_installed)
-    assert machine.required() == of_checkout
-    finding = machine.versions(machine.required(none))
+    assert required() == of_checkout
+    finding = machine.versions(required(none))
     assert (finding.status, "make install" in finding.fix) == ("warning", True)
 
 
@@ -220,12 +229,45 @@ def test_gpus_and_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     reason = "the Python package tensorrt is not installed: run `pip install 'enginery[tensorrt]'`"
     finding = gpu_checks(no_tensorrt=reason).tensorrt()
     assert finding == missing("the Python package tensorrt is not installed", "run `pip install 'enginery[tensorrt]'`")
-    assert gpu_checks(no_tensorrt=None, tensorrt="11.4").tensorrt() == ok("TensorRT 11.4")
+    assert gpu_checks(no_tensorrt=None, tensorrt=PINNED).tensorrt().status == "ok"
+    newer = gpu_checks(no_tensorrt=None, tensorrt="11.4.0.106").tensorrt()
+    assert (newer.status, f"has {PINNED}" in newer.found) == ("warning", True)
+    assert "make install-tensorrt" in newer.fix
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = gpu_checks()
     assert hidden.gpus().fix == "unset CUDA_VISIBLE_DEVICES"
     expected = absent("needs a GPU that CUDA_VISIBLE_DEVICES does not hide")
     assert hidden.guard(hidden.torch_sees_cuda) == expected
+
+
+def bundle_with(**plan: object) -> BundleManifest:
+    """A bundle with the plan of an H200, or one without."""
+    h200 = {"gpu_name": "NVIDIA H200", "compute_capability": "9.0", "driver_version": "580", "build_seconds": 1.0}
+    entry = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", **h200, **plan}
+    engines = (EngineEntry.model_validate(entry),) if plan else ()
+    return BundleManifest.model_construct(engines=engines, engines_missing="no GPU")
+
+
+@pytest.mark.parametrize(
+    ("nvml", "plan", "status", "said"),
+    [
+        (NO_GPU, {"tensorrt_version": "8.6.0.12"}, "warning", "TensorRT 8.6.0.12; not here, without an NVIDIA GPU; "),
+        (H100, {"tensorrt_version": PINNED}, "ok", "; not here (GPU NVIDIA H200 there, NVIDIA H100 here); "),
+        (H100, {"tensorrt_version": PINNED, "flags": ("AMPERE_PLUS",)}, "ok", f"8.0 or newer, TensorRT {PINNED}; "),
+        (
+            H100,
+            {"tensorrt_version": EARLIER, "flags": ("VERSION_COMPATIBLE",)},
+            "ok",
+            "or a later one of that major",
+        ),
+        (H100, {"tensorrt_version": f"{PINNED}9"}, "warning", f"serve:0.2.0 (TensorRT {PINNED}) can't load the plans"),
+        (H100, {}, "absent", "none: no GPU"),
+    ],
+)
+def test_what_the_plans_of_a_bundle_need(nvml: Nvml, plan: dict[str, object], status: str, said: str) -> None:
+    finding = gpu_checks(nvml, tensorrt=PINNED).plans(bundle_with(**plan))
+    assert (finding.status, said in finding.found) == (status, True), finding.found
+    assert ("enginery engines BUNDLE" in finding.fix) == (status != "ok")
 
 
 @pytest.mark.parametrize(("status", "expected", "fix"), [(200, "ok", ""), (401, "missing", "MLFLOW_TRACKING_USERNAME")])

@@ -18,6 +18,7 @@ from components.common.contracts.instruction_sets import instruction_set
 from components.common.contracts.manifests import Artifact, RepositoryManifest, VerdictManifest, load
 from components.common.contracts.records import AccuracyRow, EngineEntry, FileEntry
 from components.serve.repository_check import open_from, open_repository
+from enginery.pins import tensorrt_of_images
 from enginery.serving.installation import find_triton
 from enginery.serving.repository import RepositoryConfig, gpu_server_options, write_repository
 from enginery.serving.sources import ModelSource, find_source
@@ -132,9 +133,28 @@ def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has
     open_from(repository.path / "digits_preprocess")
     monkeypatch.setenv("TRT_VERSION", "10.16.0.72+cuda13.1")
     open_from(repository.path / "digits_preprocess")
-    monkeypatch.setenv("TRT_VERSION", "11.2.0.1")
-    with refuses("other-tensorrt"):
-        open_from(repository.path / "digits_preprocess")
+    for other in ("11.2.0.1", "10.16.1.11"):  # of the same minor version, too
+        monkeypatch.setenv("TRT_VERSION", other)
+        with refuses("other-tensorrt") as refused:
+            open_from(repository.path / "digits_preprocess")
+        assert f"(compute capability 9.0), TensorRT 10.16.0, and this image has TensorRT {other}" in str(refused.value)
+    compatible = write_repository(built_as(on_gpu, "VERSION_COMPATIBLE"), tmp_path / "compatible", RepositoryConfig())
+    open_from(compatible.path / "digits_preprocess")
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("10.16.0.72", " can't load the plans; "), (tensorrt_of_images(), " serves ")]
+)
+def test_the_export_says_what_the_plans_need_and_what_serves_them(
+    on_gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, said: str
+) -> None:
+    engines = tuple(entry.model_copy(update={"tensorrt_version": version}) for entry in on_gpu.bundle.manifest.engines)
+    manifest = on_gpu.bundle.manifest.model_copy(update={"engines": engines})
+    source = dataclasses.replace(on_gpu, bundle=dataclasses.replace(on_gpu.bundle, manifest=manifest))
+    monkeypatch.setattr("enginery.serving.sources.find_source", lambda *_: contextlib.nullcontext(source))
+    output = enginery("serve", "export", "digits@champion", tmp_path / "models").output
+    assert f"  runs on  NVIDIA H200 (compute capability 9.0), TensorRT {version}; CPUs (OpenVINO)\n" in output
+    assert f"  image    ghcr.io/enginery/serve:0.2.0 (TensorRT {tensorrt_of_images()}){said}" in output
 
 
 # --- where it comes from
