@@ -23,6 +23,6 @@ variable "TRAIN_BUDGET_MB" { default = "280" }
 variable "EXPORT_BUDGET_MB" { default = "550" }
 variable "VALIDATE_BUDGET_MB" { default = "580" }
 variable "PROMOTE_BUDGET_MB" { default = "360" }
-variable "SERVE_BUDGET_MB" { default = "950" }
+variable "SERVE_BUDGET_MB" { default = "1000" }
 variable "MLFLOW_BUDGET_MB" { default = "920" }
 variable "CLI_BUDGET_MB" { default = "330" }
