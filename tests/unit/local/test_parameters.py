@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from enginery.cli.run import command_for
 from enginery.local.parameters import STEP_CONFIGS, PipelineFile, load_pipeline, resolve_arguments
 from enginery.local.run import StateDirectory, run_locally
+from tests.pipelines.running import load_once
 from tests.unit.registered import ROOT, enginery, refuses
 
 Arguments = Callable[..., dict[str, Any]]
@@ -26,25 +27,19 @@ def own(number: int = 3, share: float = 0.5, text: str = "a", yes: bool = False,
 """
 
 
-@pytest.fixture(scope="module")
-def resnet50() -> PipelineFile:
-    return load_pipeline(ROOT / "pipelines/resnet50.py")
-
-
-@pytest.fixture(scope="module")
-def quantize() -> PipelineFile:
-    return load_pipeline(ROOT / "pipelines/quantize.py")
+def pipeline(name: str = "resnet50") -> PipelineFile:
+    return load_once(ROOT / f"pipelines/{name}.py")
 
 
 @pytest.fixture
-def arguments(resnet50: PipelineFile, tmp_path: Path) -> Arguments:
+def arguments(tmp_path: Path) -> Arguments:
     """`arguments(yaml, "--set"s, flags)` of resnet50; `data` is given."""
 
     def resolved(text: str = "", *assignments: str, **flags: str) -> dict[str, Any]:
         config = tmp_path / "config.yaml"
         config.write_text(text)
         flags = {"data": "images", **flags}
-        return resolve_arguments(resnet50, config_file=config, flags=flags, assignments=assignments)
+        return resolve_arguments(pipeline(), config_file=config, flags=flags, assignments=assignments)
 
     return resolved
 
@@ -140,23 +135,21 @@ def test_all_errors_of_all_steps_come_at_once(arguments: Arguments) -> None:
     assert sorted(line.partition(":")[0] for line in str(caught.value).splitlines()) == sorted(expected)
 
 
-def test_what_a_run_needs_is_asked_for(resnet50: PipelineFile, quantize: PipelineFile, tmp_path: Path) -> None:
-    for file, flags, setting in ((resnet50, {}, "--data"), (quantize, {"data": "a"}, "--model")):
+def test_what_a_run_needs_is_asked_for(tmp_path: Path) -> None:
+    for name, flags, setting in (("resnet50", {}, "--data"), ("quantize", {"data": "a"}, "--model")):
         with refuses("missing-input", setting):
-            resolve_arguments(file, config_file=None, flags=flags, assignments=[])
+            resolve_arguments(pipeline(name), config_file=None, flags=flags, assignments=[])
     with refuses("no-config-file"):
-        resolve_arguments(resnet50, config_file=tmp_path / "absent.yaml", flags={"data": "a"}, assignments=[])
+        resolve_arguments(pipeline(), config_file=tmp_path / "absent.yaml", flags={"data": "a"}, assignments=[])
 
 
-def test_paths_become_absolute_and_uris_stay(
-    quantize: PipelineFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_become_absolute_and_uris_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
 
     def paths(data: str, model: str, *, local: bool = True) -> tuple[str, str]:
         flags = {"data": data, "model": model}
-        values = resolve_arguments(quantize, config_file=None, flags=flags, assignments=[], local=local)
+        values = resolve_arguments(pipeline("quantize"), config_file=None, flags=flags, assignments=[], local=local)
         return values["data"], values["model"]
 
     assert paths("images", "~/model.onnx") == (str(tmp_path / "images"), "/home/somebody/model.onnx")
@@ -165,15 +158,12 @@ def test_paths_become_absolute_and_uris_stay(
     assert paths("images", "mnt/model.onnx", local=False) == ("images", "mnt/model.onnx")
 
 
-def test_python3_in_a_value_is_refused_before_anything_runs(
-    resnet50: PipelineFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python3_in_a_value_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    values = resolve_arguments(
-        resnet50, config_file=None, flags={"data": "/data/python3/images"}, assignments=["gate.min_speedup=1"]
-    )
+    flags = {"data": "/data/python3/images"}
+    values = resolve_arguments(pipeline(), config_file=None, flags=flags, assignments=["gate.min_speedup=1"])
     with refuses("python3-in-value", "--data"):
-        run_locally(resnet50, values)
+        run_locally(pipeline(), values)
     assert not (tmp_path / "home").exists()
 
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "python3.11"))
@@ -181,12 +171,10 @@ def test_python3_in_a_value_is_refused_before_anything_runs(
         StateDirectory.current()
 
 
-@pytest.mark.parametrize("pipeline", ["resnet50", "quantize"])
-def test_help_lists_every_input_and_every_setting_with_its_default(
-    pipeline: str, request: pytest.FixtureRequest
-) -> None:
-    file = request.getfixturevalue(pipeline)
-    result = CliRunner().invoke(command_for(ROOT / f"pipelines/{pipeline}.py"), ["--help"], terminal_width=200)
+@pytest.mark.parametrize("name", ["resnet50", "quantize"])
+def test_help_lists_every_input_and_every_setting_with_its_default(name: str) -> None:
+    file = pipeline(name)
+    result = CliRunner().invoke(command_for(ROOT / f"pipelines/{name}.py"), ["--help"], terminal_width=200)
     assert result.exit_code == 0
     text = " ".join(result.output.split())
     plain = file.plain_inputs()

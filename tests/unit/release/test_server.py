@@ -101,6 +101,5 @@ def test_a_store_or_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest
             enginery(*command)
     assert not list(tmp_path.rglob("mlflow.db"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
-    with refuses("store-unusable", "MLFLOW_TRACKING_URI") as caught:
+    with refuses("store-unusable", "MLFLOW_TRACKING_URI"):
         enginery("release", tmp_path / "out", f"{NAME}@candidate")
-    assert "Connection refused. Start the server" in str(caught.value)
