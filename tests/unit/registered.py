@@ -89,6 +89,12 @@ def enginery(*arguments: object, stdin: bytes | None = None, columns: int = 200)
     return done
 
 
+def run_python(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of this Python in the checkout."""
+    command, variables = [sys.executable, *map(str, words)], {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by name."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

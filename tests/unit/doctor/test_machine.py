@@ -2,11 +2,8 @@
 
 import importlib
 import json
-import os
 import resource
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +21,7 @@ from enginery.doctor.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, suppo
 from enginery.doctor.probes import ProbeError, Probes
 from enginery.pins import required, tensorrt_of_images
 from tests.serving import Served, serving
-from tests.unit.registered import ROOT, make_chain
+from tests.unit.registered import make_chain, run_python
 
 GPU = NvidiaGpu("NVIDIA H100", 80 * 10**9, (9, 0))
 PINNED = tensorrt_of_images()
@@ -56,9 +53,8 @@ def _visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("doctor")
     state, bundle = folder / "state", make_chain(folder, 90, planned=("int8.plan",))["bundle"]
-    command = [sys.executable, "-m", "enginery.cli.main", "doctor", "--json", "--bundle", str(bundle)]
-    environment = {**os.environ, "ENGINERY_HOME": str(state), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    command = ("-m", "enginery.cli.main", "doctor", "--json", "--bundle", bundle)
+    done = run_python(*command, ENGINERY_HOME=str(state), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert not state.exists()  # a check leaves nothing behind
     found: dict[str, Any] = json.loads(done.stdout)

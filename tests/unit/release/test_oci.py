@@ -5,7 +5,6 @@ import os
 import shutil
 import ssl
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from enginery.release.oci import read_address
 from enginery.release.writing import write_release
 from tests.oci_registry import BASIC, PASSWORD, TOKEN, Registry, digest_of, oci_registry
 from tests.pipelines.servers import free_port
-from tests.unit.registered import Machine, enginery, files, refuses
+from tests.unit.registered import Machine, enginery, files, refuses, run_python
 
 _TITLE = "org.opencontainers.image.title"
 
@@ -281,9 +280,8 @@ def test_certificates(machine: Machine, tmp_path: Path, oci: Registry) -> None:
             secure.blobs, secure.manifests = oci.blobs, oci.manifests
             address = f"oci://{secure.address}/team/m@{made.oci_digest}"
             not_fetched("certificate-refused", address, tmp_path / "pod")
-            command = [sys.executable, "-m", "enginery.cli.main", "fetch", address, tmp_path / name]
-            environment = {**os.environ, "SSL_CERT_FILE": str(authority)}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+            command = ("-m", "enginery.cli.main", "fetch", address, tmp_path / name)
+            done = run_python(*command, SSL_CERT_FILE=str(authority))
             assert (done.returncode == 0, (tmp_path / name).exists()) == (works, works), done.stderr
             assert ("no certificate that is trusted here" in done.stderr) is not works
             assert bool(secure.asked) is works

@@ -15,7 +15,7 @@ import requests
 from mlflow import MlflowClient
 
 from tests.pipelines.servers import free_port, server, stop
-from tests.unit.registered import NAME, ROOT, enginery, promote_chain, refuses
+from tests.unit.registered import NAME, enginery, promote_chain, refuses, run_python
 
 
 @pytest.fixture
@@ -73,22 +73,17 @@ def test_a_server_keeps_the_files(uri: str, proved, tmp_path: Path, few_digits: 
 
 
 @pytest.mark.slow
-def test_mlflow_says_nothing_in_between(uri: str, proved, tmp_path: Path) -> None:
+def test_mlflow_says_nothing_in_between(uri: str, proved, tmp_path: Path, monkeypatch) -> None:
     """No addresses of runs, no bar for each file that is fetched, no log of MLflow's."""
     words = [f"--{part}={path}" for part, path in proved.parts.items()]
     words += [f"--dataset={proved.dataset.path}", f"--registered-model={NAME}"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_ENABLE")}
-    environment["PYTHONPATH"] = str(ROOT)
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", *command]
-        return subprocess.run(line, check=True, capture_output=True, text=True, env=environment)
-
+    for name in [name for name in os.environ if name.startswith("MLFLOW_ENABLE")]:
+        monkeypatch.delenv(name)
     for number in (1, 2):
-        done = run("components.promote", *words, f"--output={tmp_path / str(number)}")
-        assert not done.stdout
+        done = run_python("-m", "components.promote", *words, f"--output={tmp_path / str(number)}")
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
         assert all(line.startswith("promote: ") for line in done.stderr.splitlines()), done.stderr
-    done = run("enginery.cli.main", "rollback", NAME)
+    done = run_python("-m", "enginery.cli.main", "rollback", NAME)
     assert done.stdout == f"{NAME}@champion: version 2 -> 1\nentry 3 of the audit log (enginery audit {NAME})\n"
     assert done.stderr.startswith("digits version 1: nobody vouches for it")
     assert len(done.stderr.splitlines()) == 1

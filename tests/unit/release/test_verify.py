@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import yaml
 
 from enginery.release.verify import PublicKey, public_key, verify, write_sums
 from enginery.release.writing import write_release
-from tests.unit.registered import ROOT, refuses, reseal, write_keys
+from tests.unit.registered import refuses, reseal, run_python, write_keys
 
 
 @pytest.fixture(scope="module")
@@ -265,22 +263,17 @@ def test_files_that_contradict_the_chain(release: Path, file: str, change: Forge
     assert len(found) < 1000
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-
-
 def test_the_command(release: Path, signed) -> None:
     verifies = ("-m", "enginery.cli.main", "verify")
-    done = run(*verifies, release, "--key", signed[1])
+    done = run_python(*verifies, release, "--key", signed[1])
     assert done.returncode == 0, done.stderr
     assert "is as it was released" in done.stdout
     assert "signature: valid" in done.stdout
     assert "gate:      pass: top-1" in done.stdout
-    assert "NOT CHECKED" in run(*verifies, release).stdout
+    assert "NOT CHECKED" in run_python(*verifies, release).stdout
     (release / "bundle/int8.onnx").write_bytes(b"")
     (release / "new\x1b[31m").touch()
-    done = run(*verifies, release, "--key", signed[1])
+    done = run_python(*verifies, release, "--key", signed[1])
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[1].startswith("failed: bundle/int8.onnx was changed: its digest is sha256:e3b0c44298fc")
@@ -288,7 +281,7 @@ def test_the_command(release: Path, signed) -> None:
     assert lines[3].endswith("3 problems. Get it again from who released it [release-changed]")
     assert "Traceback" not in done.stderr
     assert "released" not in done.stdout
-    done = run(*verifies, release.parent)
+    done = run_python(*verifies, release.parent)
     assert (done.returncode, "[not-a-release]" in done.stderr) == (2, True)
 
 
@@ -298,5 +291,5 @@ def test_verify_needs_neither_mlflow_nor_an_engine_room(release: Path) -> None:
         "assert verify(Path(sys.argv[1])).problems == (); "
         "print({'mlflow', 'torch', 'nvidia.dali', 'openvino', 'onnx', 'pandas', 'kfp'} & set(sys.modules))"
     )
-    done = run("-c", script, release)
+    done = run_python("-c", script, release)
     assert done.stdout == "set()\n", done.stderr

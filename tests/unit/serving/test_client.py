@@ -2,11 +2,8 @@
 
 import base64
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -34,7 +31,7 @@ from enginery.serving.client.transport import (
 )
 from enginery.serving.loadtest.results import LoadTest
 from tests.fuzz import requests
-from tests.unit.registered import ROOT, enginery, refuses
+from tests.unit.registered import ROOT, enginery, refuses, run_python
 
 from .conftest import NAME, Running, metrics, serving
 
@@ -116,14 +113,8 @@ def test_what_the_server_does_not_have(url: str, image_files: list[Path]) -> Non
 
 def test_a_proxy_of_the_environment_is_not_asked(url: str, image_files: list[Path]) -> None:
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
-    done = subprocess.run(
-        [sys.executable, "-m", "enginery.cli.main", "predict", "--url", url, "--retry", "0", str(image_files[0])],
-        cwd=ROOT,
-        env={**os.environ, **proxies, "no_proxy": "", "NO_PROXY": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = ("-m", "enginery.cli.main", "predict", "--url", url, "--retry", 0, image_files[0])
+    done = run_python(*command, **proxies, no_proxy="", NO_PROXY="")
     assert done.returncode == 0, done.stderr
 
 
