@@ -3,10 +3,14 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 
 import pytest
+from click.testing import CliRunner
+from kfp.client import Client
 
 from components.common.contracts.errors import EngineryError
+from enginery.cli.commands import cli
 from tests.pipelines.running import ROOT, load_once
 from tests.serving import serving
 from tests.unit.cluster.kfp_api import Cluster
@@ -36,12 +40,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Submit:
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
     """`submit(endpoint, *options, name, **environment)`; `watch` is the run of `enginery watch` instead."""
-    from kfp.client import Client
-
-    from enginery.cli.commands import cli
-
     monkeypatch.setattr("enginery.cli.submit.load_pipeline", load_once)
     monkeypatch.setattr("enginery.cluster.watch._SHORTEST_POLL_S", 0.01)
     monkeypatch.setattr(Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "no-context.json"))
@@ -51,18 +51,10 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     def submitted(endpoint: str, *options: str, name: str = "resnet50", watch: str = "", **variables: str) -> Done:
         command = ["watch", watch] if watch else ["submit", str(ROOT / f"pipelines/{name}.py")]
-        error = None
-        with monkeypatch.context() as patch:
-            for variable, value in variables.items():
-                patch.setenv(variable, value)
-            try:
-                cli([*command, "--endpoint", endpoint, *options], prog_name="enginery")
-            except SystemExit as left:
-                code = int(left.code or 0)
-            except EngineryError as raised:
-                code, error = raised.exit_code, raised
-        captured = capsys.readouterr()
-        assert captured.err == ""
-        return Done(code, captured.out, error)
+        done = CliRunner(env=variables).invoke(cli, [*command, "--endpoint", endpoint, *options])
+        assert isinstance(done.exception, (SystemExit, EngineryError, NoneType)), done.exc_info
+        assert done.stderr == ""
+        error = done.exception if isinstance(done.exception, EngineryError) else None
+        return Done(error.exit_code if error else done.exit_code, done.stdout, error)
 
     return submitted

