@@ -21,7 +21,10 @@ _Folder = click.Path(path_type=Path)
 @click.option("--report", type=_Folder, metavar="DIR", help="What validate wrote on it.")
 @click.option("--verdict", type=_Folder, metavar="DIR", help="What gate wrote on that.")
 @click.option(
-    "--key", type=_Folder, metavar="FILE", help="Private key to sign with, ECDSA P-256 in PEM.  [default: unsigned]"
+    "--key",
+    type=_Folder,
+    metavar="FILE",
+    help="Private key to sign with, or a Sigstore's trust configuration.  [default: unsigned]",
 )
 def release(
     directory: Path, model: str, bundle: Path | None, report: Path | None, verdict: Path | None, key: Path | None
@@ -39,10 +42,10 @@ def release(
             code="nothing-named",
         )
     # MLflow takes seconds to import: mistakes are said before.
-    from components.common.registry.trust import read_statements, signing_key
+    from components.common.registry.trust import check_signer, read_statements
 
     if key is not None:
-        signing_key(key)
+        check_signer(key)
     from components.common.registry.audit_log import AuditLog
     from components.common.registry.model_registry import PARTS
     from components.common.registry.store import without_folders

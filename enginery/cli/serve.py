@@ -63,7 +63,10 @@ _max_wait = click.option(
 @_top_k
 @_max_wait
 @click.option(
-    "--key", type=click.Path(path_type=Path), metavar="FILE", help="Private key to sign with.  [default: unsigned]"
+    "--key",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Private key to sign with, or a Sigstore's trust configuration.  [default: unsigned]",
 )
 def export(
     model: str, directory: Path, precision: Precision | None, name: str, top_k: int, max_wait: float, key: Path | None
@@ -73,13 +76,13 @@ def export(
     The model is a registered version, or the folder of a release or of a bundle. Plans are written where they were
     measured; the same repository is served on a CPU by `tritonserver --model-config-name=cpu`.
     """
-    from components.common.registry.trust import signing_key
+    from components.common.registry.trust import check_signer
     from enginery.serving.repository import gpu_server_options, write_repository
     from enginery.serving.sources import find_source
 
     config = _config(name=name, top_k=top_k, max_wait_s=max_wait)
     if key is not None:
-        signing_key(key)
+        check_signer(key)
     with find_source(model, precision) as source:
         repository = write_repository(source, directory, config, key)
         unmeasured = len(source.bundle.manifest.engines) and not source.measured_engines

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from components.common.contracts.errors import EngineryError, GateFailed
 from components.common.contracts.manifests import MANIFEST
 from components.common.registry.audit_log import Entry
 from components.common.registry.model_registry import RegisteredVersion
-from components.common.registry.trust import check_chain, sign_folder, signing_key
+from components.common.registry.trust import check_chain, check_signer, sign_folder
 from components.common.registry.version_evaluation import check_log
 from components.promote.packaging import own_version, write_model
 from enginery.new_folders import check_new, new_folder
@@ -59,7 +60,7 @@ def write_release(
         entries: the audit log of the model.
         name: of the model.
         statements: signed, that lie with the version.
-        key: file of the private key to sign with; None for no signature.
+        key: file that `sign_folder` signs by; None for no signature.
 
     Raises:
         GateFailed: the verdict is not a pass.
@@ -77,7 +78,8 @@ def write_release(
     check_chain(what, {part: chain.digests[part] for part in PARTS}, statements, model=names[0], version=names[1])
     for problem in contradictions(chain):
         raise EngineryError(f"this can't be released: {problem}", code="contradiction")
-    record = _record(chain, name, version, registry, key)
+    signer = check_signer(key) if key is not None else None
+    record = _record(chain, name, version, registry, signer)
     with new_folder(output, "a release") as temporary:
         for artifact, part in ((chain.bundle, BUNDLE), (chain.report, REPORT), (chain.verdict, VERDICT)):
             for file in (MANIFEST, *artifact.manifest.files):  # nothing else that may lie there
@@ -87,15 +89,13 @@ def write_release(
         for file, statement in statements.items():
             (temporary / file).write_bytes(statement)
         _write_rest(temporary, record, chain, key)
-        checked = verify(temporary, signing_key(key).public_key() if key is not None else None)
+        checked = verify(temporary, signer.public_key() if signer is not None else None)
         if checked.problems:
             raise EngineryError(f"this can't be released: {'; '.join(checked.problems)}", code="contradiction")
     return checked
 
 
-def _record(
-    chain: Chain, name: str, version: RegisteredVersion | None, registry: str, key: Path | None
-) -> ReleaseRecord:
+def _record(chain: Chain, name: str, version: RegisteredVersion | None, registry: str, signer: Any) -> ReleaseRecord:
     decision = chain.verdict.manifest
     if not decision.passed:
         raise GateFailed(f"the verdict on {name} is not a pass, so it is not released", code="gate-failed")
@@ -110,7 +110,7 @@ def _record(
         precision=decision.served_precision,
         passed=decision.passed,
         digests=chain.digests,
-        key_fingerprint=fingerprint(signing_key(key).public_key()) if key is not None else "",
+        key_fingerprint=fingerprint(signer.public_key()) if signer is not None else "",
     )
 
 

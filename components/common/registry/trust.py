@@ -7,6 +7,8 @@ environment. Folders are signed by OpenSSF's model-signing. The policy lies on t
     keys:
       ci: {public_key: "-----BEGIN PUBLIC KEY-----...", signs: [verdict, model], expires: 2027-06-30}
       board: {public_key: "...", approves: [production], expires: 2027-06-30}
+    identities:
+      pipeline: {identity: SUBJECT, issuer: https://..., sigstore: /etc/enginery/sigstore.json, expires: 2027-06-30}
 """
 
 import base64
@@ -31,6 +33,8 @@ POLICY_VARIABLE = "ENGINERY_TRUST_POLICY"
 DEFAULT_POLICY = Path("/etc/enginery/trust.yaml")
 KEY_VARIABLE = "ENGINERY_SIGNING_KEY"  # private key with which steps sign: its file, or itself in PEM, from a Secret
 PASSPHRASE_VARIABLE = "ENGINERY_KEY_PASSPHRASE"  # noqa: S105  # the name of a variable
+TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105  # identity by which folders are signed without a key, as for cosign
+TOKEN_FILE = Path("/var/run/sigstore/cosign/oidc-token")  # where cosign reads it, too: a projected volume
 SIGNATURE = "model.sig"  # of a folder, by model-signing
 VERDICT = "verdict.dsse.json"
 STATEMENTS = "*.dsse.json"  # beside the artifacts: in a version, a release and a model repository
@@ -70,6 +74,17 @@ class TrustedKey(BaseModel):
         return text
 
 
+class TrustedIdentity(BaseModel):
+    """An identity that signs folders of models without a key, by certificates of a Sigstore."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    identity: str = Field(min_length=1, description="Subject of the certificate: a URI or mail address.")
+    issuer: str = Field(min_length=1, description="Address of the OpenID Connect issuer that vouches for it.")
+    sigstore: Path = Field(description="File with the Sigstore's client trust configuration, in JSON.")
+    expires: date = Field(description="The day from which on nothing counts that it signed, whenever that was.")
+
+
 class TrustPolicy(BaseModel):
     """Whose signatures count on this machine."""
 
@@ -83,7 +98,8 @@ class TrustPolicy(BaseModel):
         description="File that this machine keeps of the newest approval of each model: an older one is refused then. "
         "Empty where versions are pinned by digest.",
     )
-    keys: dict[str, TrustedKey] = Field(description="By name.")
+    keys: dict[str, TrustedKey] = Field({}, description="By name.")
+    identities: dict[str, TrustedIdentity] = Field({}, description="By name.")
 
 
 def find_policy() -> TrustPolicy | None:
@@ -256,11 +272,13 @@ def _check_right(policy: TrustPolicy, what: str, name: str, right: Right, enviro
     if not (environment in key.approves if right == "approval" else right in key.signs):
         may = f"approve for {environment}" if right == "approval" else f"sign a {right}"
         raise _refusal(what, f"by the trust policy the key {name} may not {may}", "key-without-right")
-    if datetime.now(UTC).date() >= key.expires:
+    _check_expiry(what, f"the key {name}", right, key.expires)
+
+
+def _check_expiry(what: str, signer: str, right: Right, expires: date) -> None:
+    if datetime.now(UTC).date() >= expires:
         raise _refusal(
-            what,
-            f"the key {name} that signed its {right} expired on {key.expires}. Sign again with a new one",
-            "key-expired",
+            what, f"{signer} that signed its {right} expired on {expires}. Sign again with a new one", "key-expired"
         )
 
 
@@ -291,13 +309,13 @@ def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -
 
 
 def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = to_stderr) -> str:
-    """Refuse a folder that no key of the policy signed as it is; without a policy say that nobody vouches for it.
+    """Refuse a folder that nobody of the policy signed as it is; without a policy say that nobody vouches for it.
 
     Returns:
-        The key's name; empty without a policy.
+        The name of the key or identity; empty without a policy.
 
     Raises:
-        EngineryError: it is unsigned, was changed, or was signed by a key without the right or expired.
+        EngineryError: it is unsigned, was changed, or was signed by somebody without the right or expired.
     """
     policy = find_policy()
     if policy is None:
@@ -309,9 +327,12 @@ def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = to_std
     try:
         if file.stat().st_size > MAX_SIGNATURE_BYTES:
             raise ValueError("it is too large")
-        hint = json.loads(file.read_bytes())["verificationMaterial"]["publicKey"]["hint"]
+        material = json.loads(file.read_bytes())["verificationMaterial"]
+        hint = "" if "certificate" in material else material["publicKey"]["hint"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise _refusal(what, f"its {SIGNATURE} is no signature by a key, or is damaged", "signature-damaged") from None
+        raise _refusal(what, f"its {SIGNATURE} is no signature, or is damaged", "signature-damaged") from None
+    if not hint:
+        return _check_identity(policy, what, folder)
     name = next((name for name, key in policy.keys.items() if _hint(key.public_key) == hint), "")
     _check_right(policy, what, name, "model")
     if problem := folder_problem(folder, policy.keys[name].public_key):
@@ -319,22 +340,40 @@ def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = to_std
     return name
 
 
-def folder_problem(folder: Path, public_key: str) -> str:
-    """Return the problem of a folder's signature by a key; empty if there is none."""
+def _check_identity(policy: TrustPolicy, what: str, folder: Path) -> str:
+    """Return the name of the identity that signed a folder without a key, or refuse the folder."""
+    problems = ["the trust policy names no identity that may sign without a key"]
+    for name, identity in policy.identities.items():
+        if problem := folder_problem(folder, identity):
+            problems.append(f"{problem} (identity {name})")
+            continue
+        _check_expiry(what, f"the identity {name}", "model", identity.expires)
+        return name
+    raise _refusal(what, "; ".join(problems[1:] or problems), "signature-mismatch" if problems[1:] else "key-unknown")
+
+
+def folder_problem(folder: Path, signer: str | TrustedIdentity) -> str:
+    """Return the problem of a folder's signature by a public key in PEM or an identity; empty if there is none."""
     from tempfile import NamedTemporaryFile
 
     from cryptography.exceptions import InvalidSignature
     from model_signing.verifying import Config
 
+    config = Config().set_ignore_unsigned_files(True)
     with NamedTemporaryFile("w", suffix=".pub") as pem:
-        pem.write(public_key)
-        pem.flush()
-        verifier = Config().use_elliptic_key_verifier(public_key=pem.name).set_ignore_unsigned_files(True)
         try:
-            verifier.verify(folder, folder / SIGNATURE)
+            if isinstance(signer, TrustedIdentity):
+                config.use_sigstore_verifier(
+                    identity=signer.identity, oidc_issuer=signer.issuer, trust_config=signer.sigstore
+                )
+            else:
+                pem.write(signer)
+                pem.flush()
+                config.use_elliptic_key_verifier(public_key=pem.name)
+            config.verify(folder, folder / SIGNATURE)
         except InvalidSignature:
             return f"{SIGNATURE} is no signature by that key"
-        except Exception as error:  # model-signing has many kinds for a damaged file
+        except Exception as error:  # model-signing and sigstore have many kinds for a damaged file
             text = " ".join(str(error).split())
             files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", text)  # the rest of that message is bytes
             return f"{SIGNATURE} does not fit {', '.join(files) or text}"
@@ -353,19 +392,59 @@ def folder_problem(folder: Path, public_key: str) -> str:
     return f"{SIGNATURE} does not cover {', '.join(added[:5])}" if added else ""
 
 
-def sign_folder(folder: Path, key: Path) -> None:
-    """Sign every file of a folder. The signature lies in it.
+def sign_folder(folder: Path, signer: Path) -> None:
+    """Sign every file of a folder, by a private key or by a Sigstore's trust configuration. The signature lies in it.
 
     Raises:
-        UserError: the file is no key of ours.
+        UserError: see `check_signer`.
+        EngineryError: the Sigstore can't be reached, or refuses this identity.
     """
     from model_signing import hashing, signing
 
-    signing_key(key)
-    passphrase = os.environ.get(PASSPHRASE_VARIABLE)
     hashes = hashing.Config().set_ignored_paths(paths=[folder / SIGNATURE], ignore_git_paths=False)
-    signer = signing.Config().use_elliptic_key_signer(private_key=key, password=passphrase and passphrase.encode())
-    signer.set_hashing_config(hashes).sign(folder, folder / SIGNATURE)
+    config = signing.Config().set_hashing_config(hashes)
+    if check_signer(signer) is not None:
+        passphrase = os.environ.get(PASSPHRASE_VARIABLE)
+        config.use_elliptic_key_signer(private_key=signer, password=passphrase and passphrase.encode())
+        config.sign(folder, folder / SIGNATURE)
+        return
+    token = os.environ.get(TOKEN_VARIABLE) or (TOKEN_FILE.read_text().strip() if TOKEN_FILE.is_file() else None)
+    try:
+        # Without a token it asks for one on the terminal, and fails where there is none.
+        config.use_sigstore_signer(
+            trust_config=signer, identity_token=token, use_ambient_credentials=True, force_oob=True
+        )
+        config.sign(folder, folder / SIGNATURE)
+    except Exception as error:  # of sigstore, its HTTP client, the token's parser, and the services' answers
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise EngineryError(
+            f"the Sigstore of {signer} did not sign: {reason}. Check its services, and the identity's token in "
+            f"{TOKEN_VARIABLE} or {TOKEN_FILE}",
+            code="keyless-signing-failed",
+            setting=TOKEN_VARIABLE,
+        ) from error
+
+
+def check_signer(file: Path) -> Any:
+    """The private key in a file, see `signing_key`; None where the file is a Sigstore's client trust configuration.
+
+    Raises:
+        UserError: it is neither.
+    """
+    data = read_key(file)
+    if not data.lstrip().startswith(b"{"):
+        return _private_key(data, str(file))
+    from sigstore.models import ClientTrustConfig
+
+    try:
+        ClientTrustConfig.from_json(data.decode())
+    except Exception as error:  # of pydantic and of sigstore, for what is no such file
+        raise UserError(
+            f"{file} is no client trust configuration of a Sigstore ({' '.join(str(error).split())[:200]}); "
+            "docs/security.md says what --key takes",
+            code="trust-config-invalid",
+        ) from None
+    return None
 
 
 def sign_verdict(digests: Mapping[str, str], passed: bool, key: Any) -> bytes:
