@@ -270,6 +270,19 @@ def test_swapped_weights_are_refused(tmp_path: Path, digits_dataset: Artifact[Da
     assert str(before_packing.value) == str(error)
 
 
+def test_a_checkpoint_of_other_classes_is_refused(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> None:
+    """By name: a pair of swapped classes would be found by nothing else. Before anything is packed, too."""
+    (tmp_path / "weights.safetensors").write_bytes(b"weights")
+    classes = digits_dataset.manifest.classes
+    fields = {"architecture": "resnet18", "classes": classes[::-1], "transform": SPEC, "metrics": {}}
+    seal(tmp_path, CheckpointManifest, inputs={}, config=TrainConfig(), **fields)
+    folders = {"model": tmp_path, "dataset": digits_dataset.path, "output": tmp_path / "bundle"}
+    assert step_refusal("export", ExportConfig(), **folders).code == "other-classes"
+    with pytest.raises(EngineryError) as before_packing:
+        check_model(tmp_path, "", classes, 32)
+    assert before_packing.value.code == "other-classes"
+
+
 def test_train_refuses_an_edited_dataset(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> None:
     copy = tmp_path / "dataset"
     copy.mkdir()

@@ -162,12 +162,15 @@ def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
         ("m.safetensors", "resnet18", "resnet18", "the weights in {model} don't fit this model: "),
         ("m.safetensors", "squeezenet1_1", "squeezenet1_1", "squeezenet1_1 can't run on images of 8 x 8 pixels: "),
         ("m.checkpoint", None, "resnet18", "{model} is neither .onnx nor weights"),
+        ("a/m.onnx", None, "", "there is no model at {model}; name a Checkpoint or Bundle directory"),
     ],
 )
 def test_models_that_cannot_be_used_are_refused(
     tmp_path: Path, name: str, made: str | None, architecture: str, words: str
 ) -> None:
-    (model := tmp_path / name).write_bytes(b"not a model")
+    model = tmp_path / name
+    if model.parent.exists():
+        model.write_bytes(b"not a model")
     if made:
         num_classes = 3 if made == "resnet18" else 2
         save_file(torchvision.models.get_model(made, num_classes=num_classes).state_dict(), model)
