@@ -280,7 +280,9 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
             "weights-not-finite",
             "'bias'",
         ),
+        ({"nodes": [helper.make_node("Loop", ["x"], ["y"])]}, "unsupported-graph", "control flow (['Loop'])"),
         # What fuzzing found.
+        ({"damage": lambda graph: graph.node[0].ClearField("output")}, "not-onnx", "without an output"),
         ({"damage": lambda graph: graph.initializer[0].dims.append(7)}, "weights-damaged", ""),
         ({"damage": lambda graph: setattr(graph.input[0].type.tensor_type, "elem_type", 103)}, "wrong-type", "103"),
         (
