@@ -26,6 +26,7 @@ from components.common.runtimes import openvino
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.openvino import OpenVINORunner
 from components.export.onnx_export import export_onnx
+from components.gate.component import gate
 from components.gate.config import GateConfig
 from components.gate.run import run
 from components.validate.config import ValidateConfig
@@ -148,8 +149,18 @@ def test_a_report_of_other_thresholds_is_refused_with_both_ways_out(tmp_path: Pa
     assert not (tmp_path / "verdict").exists()
 
 
+def test_the_component_judges_by_the_parameter_and_the_settings(tmp_path: Path) -> None:
+    """As KFP's executor calls it. The parameter is the pipeline's, which settings can't overrule."""
+    source = report(tmp_path / "report", compared_row(0), max_top1_drop_points=2.0, min_top1_pct=60.0)
+    given, verdict = SimpleNamespace(path=str(source)), SimpleNamespace(path=str(tmp_path / "verdict"))
+    settings = {"min_top1_pct": 60.0, "max_top1_drop_points": 1.0}
+    gate.python_func(report=given, max_top1_drop_points=2.0, settings=settings, verdict=verdict)
+    config = load(tmp_path / "verdict", VerdictManifest).manifest.config
+    assert (config["max_top1_drop_points"], config["min_top1_pct"]) == (2.0, 60.0)
+
+
 def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:
-    def gate(name: str, *arguments: str) -> tuple[int, str]:
+    def run_step(name: str, *arguments: str) -> tuple[int, str]:
         output = tmp_path / f"verdict of {name}"
         command = [sys.executable, "-m", "components.gate", "--output", str(output), "--report", str(tmp_path / name)]
         done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
@@ -160,14 +171,14 @@ def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:
         return done.returncode, done.stderr
 
     report(tmp_path / "bad", compared_row(100))
-    code, text = gate("bad")
+    code, text = run_step("bad")
     assert code == 3
     assert text.startswith("gate: INT8 did not pass: top-1 drop 10.00, allowed 0.5 points")
     report(tmp_path / "good", compared_row(0))
-    assert gate("good", "--max-top1-drop-points", "3")[0] == 2
+    assert run_step("good", "--max-top1-drop-points", "3")[0] == 2
     manifest = tmp_path / "good" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"top1_pct":100.0', '"top1_pct":99.0'))
-    assert gate("good")[0] == 1
+    assert run_step("good")[0] == 1
 
 
 def test_the_summary_of_a_run_says_what_to_ship() -> None:
