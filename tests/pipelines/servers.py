@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -24,29 +25,32 @@ def free_port() -> int:
 
 
 @contextmanager
+def started(command: list[str], url: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own, once it answers at a URL."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True, **options)
+    try:
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline and process.poll() is None:
+            with suppress(requests.RequestException):
+                if requests.get(url, timeout=2).ok:
+                    break
+            time.sleep(0.2)
+        yield process
+    finally:
+        stop(process)
+
+
+@contextmanager
 def server(folder: Path, port: int, store: str = "", workers: int = 1) -> Iterator[subprocess.Popen[bytes]]:
     """MLflow's own, on a SQLite file in `folder` or on another store."""
     options = ["--backend-store-uri", store or f"sqlite:///{folder / 'server.db'}"]
     options += ["--artifacts-destination", str(folder / "files"), "--workers", str(workers)]
     # A door may hold an answer back for longer than the 5 s after which uvicorn closes an idle connection.
     options += ["--uvicorn-opts", "--timeout-keep-alive 60"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", "--port", str(port), *options],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "server.log").open("ab"),
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
-            with suppress(requests.RequestException):
-                if requests.get(f"http://127.0.0.1:{port}/health", timeout=2).ok:
-                    break
-            time.sleep(0.2)
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), *options]
+    log = (folder / "server.log").open("ab")
+    with started(command, f"http://127.0.0.1:{port}/health", cwd=folder, stderr=log) as process:
         yield process
-    finally:
-        stop(process)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -5,10 +5,8 @@ import os
 import shutil
 import ssl
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +24,7 @@ from enginery.release.fetch import fetch
 from enginery.release.oci import read_address
 from enginery.release.writing import write_release
 from tests.oci_registry import BASIC, PASSWORD, TOKEN, Registry, digest_of, oci_registry
-from tests.pipelines.servers import free_port
+from tests.pipelines.servers import free_port, started
 from tests.unit.registered import Machine, enginery, files, refuses, run_python
 
 _TITLE = "org.opencontainers.image.title"
@@ -303,7 +301,6 @@ def test_a_real_registry_and_cosign(machine: Machine, tmp_path: Path, shared: An
     server = _tool("registry", "github.com/google/go-containerregistry/cmd/registry@v0.22.1", tools)
     cosign = _tool("cosign", "github.com/sigstore/cosign/v2/cmd/cosign@v2.6.5", tools)
     port = free_port()
-    process = subprocess.Popen([server, "-port", str(port)], stderr=subprocess.DEVNULL)
 
     def refused(address: str, key: str) -> str:
         """Return cosign's objection; empty where it has none."""
@@ -312,12 +309,7 @@ def test_a_real_registry_and_cosign(machine: Machine, tmp_path: Path, shared: An
         assert done.returncode or f'"docker-manifest-digest":"{address.partition("@")[2]}"' in done.stdout
         return done.stderr if done.returncode else ""
 
-    try:
-        for _ in range(100):
-            with suppress(OSError):
-                urllib.request.urlopen(f"http://localhost:{port}/v2/").close()
-                break
-            time.sleep(0.1)
+    with started([server, "-port", str(port)], f"http://localhost:{port}/v2/", stderr=subprocess.DEVNULL):
         made = pushed(machine, f"localhost:{port}")
         fetch(made.address, tmp_path / "pod")
         assert files(tmp_path / "pod") == files(made.folder)
@@ -332,6 +324,3 @@ def test_a_real_registry_and_cosign(machine: Machine, tmp_path: Path, shared: An
         request = urllib.request.Request(place, signature, {"Content-Type": kind}, method="PUT")
         urllib.request.urlopen(request).read()
         assert "no matching signatures" in refused(other.address, "ci")
-    finally:
-        process.terminate()
-        process.wait(10)

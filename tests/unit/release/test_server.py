@@ -4,9 +4,7 @@ import base64
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import mlflow
@@ -14,7 +12,7 @@ import pytest
 import requests
 from mlflow import MlflowClient
 
-from tests.pipelines.servers import free_port, server, stop
+from tests.pipelines.servers import free_port, server, started
 from tests.unit.registered import NAME, enginery, promote_chain, refuses, run_python
 
 
@@ -40,20 +38,9 @@ def test_a_server_keeps_the_files(uri: str, proved, tmp_path: Path, few_digits: 
 
     url = f"http://127.0.0.1:{(port := free_port())}"
     words = ["models", "serve", "-m", f"models:/{NAME}@candidate", "--env-manager", "local", "--port", str(port)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},  # where uvicorn is
-    )
-    try:
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline and process.poll() is None:
-            with suppress(requests.RequestException):
-                if requests.get(f"{url}/ping", timeout=2).ok:
-                    break
-            time.sleep(0.2)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where uvicorn is
+    command, environment = [sys.executable, "-m", "mlflow", *words], {**os.environ, "PATH": path}
+    with started(command, f"{url}/ping", stderr=subprocess.DEVNULL, env=environment):
         sent = {"dataframe_records": [{"image": base64.b64encode(file.read_bytes()).decode()} for file in images]}
         answer = requests.post(f"{url}/invocations", json={**sent, "params": {"top_k": 2}}, timeout=600)
         assert answer.ok, answer.text
@@ -61,8 +48,6 @@ def test_a_server_keeps_the_files(uri: str, proved, tmp_path: Path, few_digits: 
         answer = requests.post(f"{url}/invocations", json={"inputs": ["/etc/passwd!"]}, timeout=600)
         assert answer.status_code == 400
         assert "which is not base64" in answer.text
-    finally:
-        stop(process)
 
     version = MlflowClient().get_model_version_by_alias(NAME, "candidate")
     (bundle,) = (tmp_path / "files").rglob(f"{version.source.removeprefix('models:/')}/artifacts/bundle")
