@@ -138,6 +138,7 @@ def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_tra
     return {
         "network": name,
         "commit": current_commit(),
+        "tensorrt": int8.tensorrt_version,
         "image_size": network.image_size,
         "epochs": network.epochs,
         "chosen": chosen,

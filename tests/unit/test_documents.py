@@ -1,5 +1,6 @@
 """Documents name files, headings, commands, options, settings and make targets that exist."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.networks_page import page
 from components.export.config import ExportConfig
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
@@ -86,3 +88,8 @@ def test_what_documents_name_exists(monkeypatch: pytest.MonkeyPatch) -> None:
         if (found := [*broken_links(page, text), *unknown_commands(text), *unknown_settings(text)])
     }
     assert not problems
+
+
+def test_the_page_of_networks_is_of_the_result() -> None:
+    result = json.loads((ROOT / "benchmarks/results/h200/networks.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs/examples/h200/networks.md").read_text(encoding="utf-8") == page(result)
