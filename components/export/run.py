@@ -122,14 +122,20 @@ def _write_precisions(
 
 
 def _track(bundle: Artifact[BundleManifest], data: Artifact[DatasetManifest], log: StepLog) -> None:
-    calibration = bundle.manifest.calibration
+    record = bundle.manifest
+    calibration, placement = record.calibration, record.placement
     train = data.manifest.splits["train"]
     log.dataset("train", train.digest, train.num_images, "training")
     values = {
         "calibration_seconds": calibration.seconds,
         "num_calibration_images": float(calibration.num_images),
         "num_excluded_layers": float(len(calibration.excluded)),
+        "int8_layers_pct": 100 * record.num_quantized_layers / max(1, record.num_quantizable_layers),
     }
+    if placement is not None:
+        values["placement_seconds"] = placement.seconds
+        if placement.int8_time_pct is not None:
+            values["int8_time_pct"] = placement.int8_time_pct
     if calibration.selection is not None:
         for trial in calibration.selection.trials:
             if not trial.excluded:

@@ -235,6 +235,9 @@ def test_parameters_are_the_resolved_configuration_and_metrics_have_one_value_pe
         assert [entry.step for entry in history] == [0, 1], name
     assert chain.nested["preprocess"].data.metrics["num_train_images"] == 480
     assert chain.nested["gate"].data.metrics["gate_passed"] == 1
+    bundle = load(chain.artifact("export", "bundle"), BundleManifest).manifest
+    share = 100 * bundle.num_quantized_layers / bundle.num_quantizable_layers
+    assert chain.nested["export"].data.metrics["int8_layers_pct"] == share
 
 
 def test_one_logged_model_per_precision(chain: Chain) -> None:
