@@ -108,13 +108,30 @@ def _after_a_class_drop(report: Report, check: GateCheck) -> list[str]:
     return [f"Validate on more images of {name}, which has {num_images}: its loss may be chance."]
 
 
-def _after_a_low_speed(report: Report, _: GateCheck) -> list[str]:
+def _after_a_low_speed(report: Report, check: GateCheck) -> list[str]:
+    precision, reference = report.verdict.precision, CHECKS[check.name].reference
+    if report.benchmark.speedup(precision, reference, largest_batch(report.benchmark)) is None:
+        names = f"{precision.upper()} and {reference.upper()}"
+        return [
+            f"Measure the speed of {names} on a machine that runs both, or set gate.{CHECKS[check.name].setting}=0."
+        ]
     if not _has_open(report, "speedup", "fail"):
         return ["Measure the speed again on an idle machine, and for longer (validate.benchmark_seconds)."]
     advice, slow = report.verdict.recommendation, f"{report.verdict.precision.upper()} is not fast enough here."
     if advice is not None and advice.precision != "fp16":
         return [f"Ship FP32 on this machine: {slow}"]
     return [f"Ship FP16 (gate.precision=fp16): {slow}"]
+
+
+def _after_a_long_latency(report: Report, check: GateCheck) -> list[str]:
+    batch_size = report.verdict.thresholds.p99_batch_size
+    if check.measured is None:
+        return [f"Measure batch {batch_size} (validate.benchmark_batch_sizes), or judge another (gate.p99_batch_size)."]
+    if check.verdict != "fail":
+        return ["Measure the latency again on an idle machine."]
+    return [
+        "Serve smaller batches (gate.p99_batch_size): validate.latency_budget names the fastest way within a limit."
+    ]
 
 
 def _against_a_loss(report: Report, own: AccuracyRow) -> list[str]:
@@ -173,9 +190,7 @@ _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
     ],
     "speedup": _after_a_low_speed,
     "speedup_fp16": _after_a_low_speed,
-    "p99_ms": lambda *_: [
-        "Serve smaller batches (gate.p99_batch_size): validate.latency_budget names the fastest way within a limit."
-    ],
+    "p99_ms": _after_a_long_latency,
     "size_mb": lambda *_: ["Take a smaller architecture (--architecture), or allow a larger file (gate.max_size_mb)."],
 }
 """Remedies by check that does not pass, the one that helps most first."""

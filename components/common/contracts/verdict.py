@@ -384,8 +384,12 @@ def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
 
 
 def remedy(checks: Sequence[GateCheck]) -> str:
-    """The fix where the evidence is too little for a proof; empty where that is not the case."""
-    if not any(CHECKS[check.name].kind == "drop" and check.verdict == "not enough evidence" for check in checks):
+    """The fix where a drop was measured and only its proof is missing; empty where more images would not help."""
+    is_open = any(
+        CHECKS[check.name].kind == "drop" and check.verdict == "not enough evidence" and check.measured is not None
+        for check in checks
+    )
+    if not is_open or any(check.verdict == "fail" for check in checks):
         return ""
     return (
         "Validate on more images (a larger validation folder, or preprocess.val_fraction), allow a larger drop "

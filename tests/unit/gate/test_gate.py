@@ -116,6 +116,20 @@ def test_too_little_evidence_and_slow_int8_fail_with_advice(tmp_path: Path) -> N
     assert verdict.note in said
 
 
+@pytest.mark.parametrize(
+    ("row", "advised"),
+    [
+        (compared_row(3), True),
+        (accuracy_row("int8", None), False),  # no number of images measures it
+        (compared_row(3, size_bytes=10**9), False),  # nor makes a file smaller
+    ],
+)
+def test_more_images_are_advised_where_they_alone_are_missing(tmp_path: Path, row: AccuracyRow, advised: bool) -> None:
+    limits = {"max_size_mb": 100.0}
+    said, _ = judged(report(tmp_path / "report", row, **limits), **limits)
+    assert ("Validate on more images" in said) == advised
+
+
 @pytest.mark.parametrize(("fp32", "int8"), [(80.0, None), (None, 80.0)])
 def test_what_was_not_measured_fails_with_a_verdict(tmp_path: Path, fp32: float | None, int8: float | None) -> None:
     said, verdict = judged(report(tmp_path / "report", accuracy_row("fp32", fp32), accuracy_row("int8", int8)))

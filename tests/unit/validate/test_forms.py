@@ -397,6 +397,8 @@ def judged(
     chosen: bool = True,
     advice: Recommendation | None = None,
     fp16: bool = False,
+    measured: float | None = 1.0,
+    speeds: bool = True,
     **own: Any,
 ) -> list[str]:
     """The steps after one check of INT8, of 1,000 images, that does not pass."""
@@ -404,15 +406,15 @@ def judged(
     other = half if fp16 else AccuracyRow(precision="fp16", runtime="n/a", note="needs TensorRT")
     change = {"comparison": PairedComparison.of(1000, lost, gained), "worse_classes": (), "largest_loss": None, **own}
     rows = (fp32, other, int8.model_copy(update=change))
-    entry = GateCheck(name=check, measured=1.0, threshold=0.5, verdict=verdict, explanation="")  # type: ignore[arg-type]
+    entry = GateCheck(name=check, measured=measured, threshold=0.5, verdict=verdict, explanation="")  # type: ignore[arg-type]
     found = {"checks": (entry,), "recommendation": advice, "thresholds": Thresholds(min_top1_pct=99.0)}
     selection = report.calibration.selection
     assert selection is not None
     selection = selection.model_copy(update={"out_of_time": False})
     accuracy = report.accuracy.model_copy(update={"rows": rows})
-    changed_report = report.model_copy(
-        update={"accuracy": accuracy, "verdict": report.verdict.model_copy(update=found)}
-    )
+    benchmark = report.benchmark if speeds else report.benchmark.model_copy(update={"rows": ()})
+    verdict = report.verdict.model_copy(update=found)
+    changed_report = report.model_copy(update={"accuracy": accuracy, "benchmark": benchmark, "verdict": verdict})
     calibration = {"selection": selection, **({} if chosen else {"method": "entropy"})}
     return next_steps(exported_with(changed(changed_report, **calibration), **(export or {})))
 
@@ -450,6 +452,9 @@ REMEDIES: list[tuple[str, dict[str, Any], str, str]] = [
     ("speedup_fp16", {"advice": FP32}, "Ship FP32", ""),
     ("speedup", {"verdict": "not enough evidence"}, "validate.benchmark_seconds", ""),
     ("p99_ms", {}, "validate.latency_budget", ""),
+    ("p99_ms", {"verdict": "not enough evidence"}, "idle machine", ""),
+    ("p99_ms", {"verdict": "not enough evidence", "measured": None}, "validate.benchmark_batch_sizes", ""),
+    ("speedup_fp16", {"verdict": "not enough evidence", "speeds": False}, "gate.min_speedup_fp16=0", ""),
     ("size_mb", {}, "--architecture", ""),
 ]
 
