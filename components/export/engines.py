@@ -412,6 +412,18 @@ def cache_folder(settings: ExportConfig) -> Path | None:
     return Path(folder).expanduser() if folder else None
 
 
+def check_tensorrt(settings: ExportConfig) -> None:
+    """Refuse to begin what would end without the plans that are asked for.
+
+    Raises:
+        RuntimeUnavailable: TensorRT can't be used here, and `settings.tensorrt` is "on".
+    """
+    if settings.tensorrt == "on" and (missing := tensorrt.why_unavailable()):
+        raise RuntimeUnavailable(
+            f"export.tensorrt is on, but {missing}", code="tensorrt-unavailable", setting="tensorrt"
+        )
+
+
 def build_plans(
     settings: ExportConfig,
     shapes: ShapeSpec,
@@ -431,17 +443,12 @@ def build_plans(
         build_int8: makes the INT8 plan, given the FP16 plan; None compiles the INT8 file as it is.
 
     Raises:
-        RuntimeUnavailable: TensorRT can't be used here, and `settings.tensorrt` is "on".
         EngineryError: a plan can't be built, and `settings.tensorrt` is "on".
         UserError: the TensorRT here lacks one of `settings.engine_options`.
     """
     if settings.tensorrt == "off":
         return (), "export.tensorrt is off"
     if missing := tensorrt.why_unavailable():
-        if settings.tensorrt == "on":
-            raise RuntimeUnavailable(
-                f"export.tensorrt is on, but {missing}", code="tensorrt-unavailable", setting="tensorrt"
-            )
         log.note(f"no TensorRT engines: {missing}")
         return (), missing
     check_options(settings.engine_options)  # asked for by name: with auto, too, it is no reason to do without

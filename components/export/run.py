@@ -22,7 +22,7 @@ from components.common.runtimes.runner import to_numpy
 from components.export.backends import Int8Plans
 from components.export.calibration import Samples, split_samples
 from components.export.config import ONNX_FILES, ExportConfig
-from components.export.engines import build_plans, cache_folder, describe_plans
+from components.export.engines import build_plans, cache_folder, check_tensorrt, describe_plans
 from components.export.onnx_export import check_against_torch
 from components.export.placement import quantizable_layers, with_names
 from components.export.precision import raise_opset, to_fp16
@@ -38,6 +38,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
     if is_bundle(model):
         return rebuild(config, log, bundle=load(model, BundleManifest, verify=ALL_FILES), data=data, output=output)
+    check_tensorrt(config)
     prepare_directory(output)
     fp32_file = output / ONNX_FILES["fp32"]
     source = write_fp32_onnx(model, data, config, fp32_file)

@@ -10,6 +10,8 @@ from components.common.contracts.verdict import Thresholds
 from components.common.runtimes import RuntimeOption
 
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}  # of a unit; a bare number is milliseconds
+_CPU_BATCHES, _GPU_BATCHES = (1, 16), (1, 2, 4, 8, 16, 32, 64, 128)
+_CPU_BUDGET_BATCHES = (1, 2, 4, 8, 16)  # a latency budget asks for the best of many ways
 _Count = Annotated[int, Field(ge=1)]
 
 
@@ -88,3 +90,8 @@ class ValidateConfig(StepConfig):
     def latency_budget_ms(self) -> float | None:
         """The latency budget in milliseconds, None where there is none."""
         return float(self.latency_budget.removesuffix("ms")) if self.latency_budget else None
+
+    def batch_sizes(self, *, on_gpu: bool) -> tuple[int, ...]:
+        """Batches whose speed is measured, of those that the models take."""
+        on_cpu = _CPU_BUDGET_BATCHES if self.latency_budget else _CPU_BATCHES
+        return self.benchmark_batch_sizes or (_GPU_BATCHES if on_gpu else on_cpu)

@@ -28,10 +28,8 @@ from components.validate.config import ValidateConfig
 
 Progress = Callable[[int, int, str], None]  # measurements done, their number, what is measured now
 
-_CPU_BATCHES, _GPU_BATCHES = (1, 16), (1, 2, 4, 8, 16, 32, 64, 128)
-_CPU_STREAMS, _GPU_STREAMS = (1,), (1, 2, 4)
 # A latency budget asks for the best of many ways, and its answer is no better than what is measured.
-_CPU_BUDGET_BATCHES, _CPU_BUDGET_STREAMS = (1, 2, 4, 8, 16), (1, 2, 4)
+_CPU_STREAMS, _CPU_BUDGET_STREAMS, _GPU_STREAMS = (1,), (1, 2, 4), (1, 2, 4)
 _MIN_TURNS = 5  # fewer give no bound of a median with 95 % confidence
 _MAX_SPREAD = 0.25  # of a speed-up: the width of its interval over its median
 
@@ -162,10 +160,9 @@ def speedup(own: BenchmarkRow, reference: BenchmarkRow) -> Speedup:
 
 def planned_workloads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> list[Workload]:
     """Ways in which each precision is measured, in order: one stream first, then with the copies, then by batch."""
-    on_cpu = (_CPU_BUDGET_BATCHES, _CPU_BUDGET_STREAMS) if config.latency_budget else (_CPU_BATCHES, _CPU_STREAMS)
-    default_sizes, default_streams = (_GPU_BATCHES, _GPU_STREAMS) if on_gpu else on_cpu
-    sizes = {size for size in config.benchmark_batch_sizes or default_sizes if size <= max_batch}
-    streams = set(config.benchmark_streams or default_streams) - {1}
+    on_cpu = _CPU_BUDGET_STREAMS if config.latency_budget else _CPU_STREAMS
+    sizes = {size for size in config.batch_sizes(on_gpu=on_gpu) if size <= max_batch}
+    streams = set(config.benchmark_streams or (_GPU_STREAMS if on_gpu else on_cpu)) - {1}
     workloads = [Workload(num_streams=1, without_transfers=False, batch_size=size) for size in sizes]
     workloads += [
         Workload(num_streams=1, without_transfers=True, batch_size=size)

@@ -5,17 +5,21 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
-from components.common.contracts.environment import gpus
+from components.common.contracts.environment import environment, gpus
 from components.common.contracts.errors import EXIT_FAILURE, EXIT_USER_ERROR, EngineryError, UserError
-from components.common.contracts.manifests import MANIFEST
+from components.common.contracts.manifests import MANIFEST, claims_of
 from components.common.contracts.settings import resolve
+from components.common.contracts.statistics import SIGNIFICANCE, chance_of
+from components.common.runtimes import RUNTIMES
+from components.export.config import ExportConfig
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import Rejected, decode
@@ -29,6 +33,7 @@ from components.preprocess.sources import (
     local_path,
     read_sample,
 )
+from components.validate.config import ValidateConfig
 from enginery.doctor.machine import memory_limit
 from enginery.formats import size_text
 
@@ -52,15 +57,18 @@ _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers, weights with gradients and m
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 _MAX_OPENED = 256  # files that are opened to see whether any is an image
 _MAX_UNPACKED_BYTES = 1 << 26  # of a compressed archive that is unpacked to list it
-_SIGNIFICANCE = 0.05
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def check_inputs(arguments: Mapping[str, Any]) -> str:
+def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -> str:
     """Look at a run's data and model as far as that takes seconds, so that nothing is packed in vain.
 
     Behind a URI only a table is listed, and of compressed archives small ones. Weights are then only read; the steps
     do the rest.
+
+    Args:
+        arguments: of the run.
+        in_containers: see `check_measurements`.
 
     Returns:
         What could not be looked at; empty where all was.
@@ -70,11 +78,13 @@ def check_inputs(arguments: Mapping[str, Any]) -> str:
         EngineryError: the model is damaged.
     """
     check_paths(arguments)
+    check_measurements(arguments, in_containers=in_containers)
     with TemporaryDirectory() as scratch:
         source = _listed(arguments, Path(scratch))
         if source is not None:
             _check_for_images(source, arguments)
-            check_validation(arguments, len(source.splits["train"]), len(source.splits["val"]))
+            of_class = Counter(sample.label for sample in source.splits["val"])
+            check_validation(arguments, len(source.splits["train"]), tuple(of_class.values()))
     if model := str(arguments.get("model") or ""):
         classes = source.classes if source is not None else None
         image_size = int(arguments.get("image_size") or 224)
@@ -134,16 +144,88 @@ def _check_for_images(source: Source, arguments: Mapping[str, Any]) -> None:
     )
 
 
-def check_validation(arguments: Mapping[str, Any], num_train: int, num_images: int) -> None:
-    """Refuse data whose validation images are too few for the gate, whatever the model answers.
+def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = False) -> None:
+    """Refuse a run that would end without plans that it asks for, or without what its gate judges.
+
+    Args:
+        arguments: of the run.
+        in_containers: the steps have TensorRT, whatever is installed here.
 
     Raises:
-        UserError: `num_images` validation images are too few.
+        UserError: a setting of export, validate or gate asks for what this machine does not do.
+    """
+    if not {"export", "validate", "gate"} <= arguments.keys():
+        return
+    export, thresholds = resolve(ExportConfig, "export", arguments["export"]), _thresholds(arguments)
+    own = {name: arguments[name] for name in ("latency_budget",) if name in arguments}
+    validate = resolve(ValidateConfig, "validate", arguments["validate"], own)
+    no_plans = "export.tensorrt is off" if export.tensorrt == "off" else _no_tensorrt(in_containers)
+    usable = (each for each in RUNTIMES.values() if each.is_automatic and not (each.runs_plans and no_plans))
+    runtime = next(usable) if validate.runtime == "auto" else RUNTIMES[validate.runtime]
+    is_bundle = _is_bundle(str(arguments.get("model") or ""))
+    max_batch = math.inf if is_bundle else export.max_batch  # a bundle keeps its own
+    sizes = [size for size in validate.batch_sizes(on_gpu=runtime.runs_plans) if size <= max_batch]
+    if is_bundle and no_plans:
+        raise _refusal("--model", f"of a bundle only plans are built, but {no_plans}. Give the model itself")
+    if export.tensorrt == "on" and no_plans:
+        raise _refusal("export.tensorrt", f"plans are asked for (on), but {no_plans}. Set it to auto")
+    if runtime.runs_plans and no_plans:
+        raise _refusal("validate.runtime", f"{runtime.label} is asked for, but {no_plans}. Set it to auto")
+    for setting, asks, off in (
+        ("gate.precision", thresholds.precision == "fp16", "int8"),
+        ("gate.min_speedup_fp16", thresholds.min_speedup_fp16 > 0, "0"),
+    ):
+        if asks and "fp16" not in runtime.precisions:
+            why = f"{runtime.label} would measure, which has no FP16 on CPUs{f' ({no_plans})' if no_plans else ''}"
+            raise _refusal(
+                setting, f"it needs FP16, but {why}. Use a machine with TensorRT and a GPU, or set it to {off}"
+            )
+    for name in ("min_speedup", "min_speedup_fp16", "max_p99_ms"):
+        if getattr(thresholds, name) and not runtime.measures_speed:
+            text = f"the speed of {runtime.label} is not measured. Set validate.runtime to auto, or this to 0"
+            raise _refusal(f"gate.{name}", text)
+    if thresholds.max_p99_ms and thresholds.p99_batch_size not in sizes:
+        text = f"{thresholds.p99_batch_size} is not among the batches that are measured ({', '.join(map(str, sizes))})"
+        raise _refusal("gate.p99_batch_size", f"{text}. Take one of them, or add it to validate.benchmark_batch_sizes")
+
+
+def _refusal(setting: str, text: str) -> UserError:
+    return UserError(f"{setting}: {text}", code="not-measured-here", setting=setting)
+
+
+def _is_bundle(model: str) -> bool:
+    file = Path(model) / MANIFEST
+    return file.is_file() and claims_of(file.read_bytes()).get("kind") == "bundle"
+
+
+def _no_tensorrt(in_containers: bool) -> str:
+    """Why no plans can be built and run here; empty where they may."""
+    if not gpus():
+        return "there is no usable NVIDIA GPU here"
+    if not in_containers and "tensorrt" not in environment().versions:
+        return "TensorRT is not installed (`make install-tensorrt`)"
+    return ""
+
+
+def _thresholds(arguments: Mapping[str, Any]) -> GateConfig:
+    own = {name: arguments[name] for name in ("max_top1_drop_points",) if name in arguments}
+    return resolve(GateConfig, "gate", arguments["gate"], own)
+
+
+def check_validation(arguments: Mapping[str, Any], num_train: int, class_counts: Sequence[int]) -> None:
+    """Refuse data whose validation images are too few for the gate, whatever the model answers.
+
+    Args:
+        arguments: of the run.
+        num_train: training images.
+        class_counts: validation images of each class.
+
+    Raises:
+        UserError: the validation images are too few, or too many of them are of one class.
     """
     if "gate" not in arguments:
         return
-    own = {name: arguments[name] for name in ("max_top1_drop_points",) if name in arguments}
-    thresholds = resolve(GateConfig, "gate", arguments["gate"], own)
+    thresholds, num_images = _thresholds(arguments), sum(class_counts)
     needed: float = thresholds.min_validation_images
     why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_images}"
     if thresholds.confident:
@@ -158,6 +240,7 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, num_images: i
                 "a larger --max-top1-drop-points, or --set gate.confident=false, which judges the measured drop alone"
             )
     if num_images >= needed:
+        _check_chance(thresholds, class_counts)
         return
     total = num_images + num_train
     share = math.ceil(100 * needed / total) / 100 if needed < math.inf else 1.0
@@ -172,6 +255,20 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, num_images: i
     )
 
 
+def _check_chance(thresholds: GateConfig, class_counts: Sequence[int]) -> None:
+    """Refuse images of which so many are of one class that always answering it can't be told from a perfect model."""
+    num_images, most = sum(class_counts), max(class_counts)
+    if not thresholds.require_above_chance or chance_of(num_images, num_images, most / num_images) < SIGNIFICANCE:
+        return
+    raise UserError(
+        f"{most:,} of {num_images:,} validation images are of one class, so even a model that is right on all of them "
+        "is not significantly above one that always answers it. Give more images of other classes, or "
+        "--set gate.require_above_chance=false",
+        code="one-sided-validation-images",
+        setting="gate.require_above_chance",
+    )
+
+
 def images_to_prove(budget_points: float) -> float:
     """Fewest images that prove a drop to be within a budget, where both models answer all of them alike.
 
@@ -180,7 +277,7 @@ def images_to_prove(budget_points: float) -> float:
     share = budget_points / 100
     if share <= 0:
         return math.inf
-    return 1 if share >= 1 else math.ceil(math.log(_SIGNIFICANCE) / math.log1p(-share))
+    return 1 if share >= 1 else math.ceil(math.log(SIGNIFICANCE) / math.log1p(-share))
 
 
 def _check_model(model: str, architecture: str, classes: tuple[str, ...] | None, image_size: int) -> None:

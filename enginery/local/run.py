@@ -130,7 +130,8 @@ def run_locally(
     if summary_path is not None and summary_path.is_dir():
         text = f"--summary {summary_path} is a folder; name a file in it, such as {summary_path / 'summary.json'}"
         raise UserError(text, code="is-folder", setting="--summary")
-    for kind, note in (("note", check_inputs(arguments)), ("warning", check_memory(arguments))):
+    unchecked = check_inputs(arguments, in_containers=in_containers)
+    for kind, note in (("note", unchecked), ("warning", check_memory(arguments))):
         if note:
             click.secho(f"{kind}: ", fg="yellow" if kind == "warning" else None, nl=False, err=True)
             echo(note, err=True)
@@ -271,7 +272,7 @@ class _Chain:
         """Refuse a dataset that can't give the proof that the gate asks for, which could not be counted before."""
         for file in self.record.directory.glob(f"artifacts/*/preprocess/*/{MANIFEST}"):
             splits = load_manifest(file, DatasetManifest).manifest.splits
-            check_validation(self.arguments, splits["train"].num_images, splits["val"].num_images)
+            check_validation(self.arguments, splits["train"].num_images, splits["val"].class_counts)
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """The failure of a step whose event did not arrive: what it wrote beside its output, or what is likely."""

@@ -28,6 +28,7 @@ from components.export.config import ExportConfig
 from components.export.inspection import UnreadableLayers
 from components.export.onnx_export import export_onnx
 from components.export.run import run
+from tests.unit.refusals import refuses
 
 SHAPES = ShapeSpec(height=32, width=32, opt_batch=4, max_batch=16)
 MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}
@@ -253,10 +254,11 @@ def test_what_no_plans_are_built_of(original, export, tmp_path, change, settings
     assert not (tmp_path / "new").exists()
 
 
-def test_without_tensorrt(original, export):
-    with pytest.raises(EngineryError) as error:
-        export(original.path)
-    assert error.value.code == "tensorrt-unavailable"
+def test_without_tensorrt(original, export, tmp_path):
+    """Of a model, too, before anything is done with it."""
+    for model, settings in ((original.path, {}), (tmp_path / "absent.onnx", {"tensorrt": "on"})):
+        with refuses("tensorrt-unavailable"):
+            export(model, **settings)
 
 
 def test_what_is_a_bundle(original, digits_dataset, tmp_path):

@@ -2,6 +2,7 @@
 
 import tarfile
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from components.common.contracts.errors import UserError
 from components.common.contracts.statistics import drop_upper
 from components.export.sources import check_model
 from enginery.local import preflight
-from enginery.local.preflight import check_inputs, check_memory, check_paths, images_to_prove, training_bytes
+from enginery.local.preflight import (
+    check_inputs,
+    check_measurements,
+    check_memory,
+    check_paths,
+    check_validation,
+    images_to_prove,
+    training_bytes,
+)
 from tests.pipelines.running import ROOT, load_once
 from tests.unit import registered
 from tests.unit.refusals import refuses
@@ -150,6 +159,60 @@ def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
     for points in (0.1, 0.5, 1.0, 5.0, 50.0):  # the gate's own interval lies within from so many images on
         number = images_to_prove(points)
         assert drop_upper(number, 0, 0) <= points < drop_upper(number - 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("class_counts", "gate", "is_refused"),
+    [
+        ((97, 3), {}, False),
+        ((98, 2), {}, True),  # all right by chance: p = 0.13
+        ((98, 2), {"require_above_chance": False}, False),
+    ],
+)
+def test_images_of_which_nearly_all_are_of_one_class(
+    class_counts: tuple[int, ...], gate: dict[str, Any], is_refused: bool
+) -> None:
+    arguments = run_of(Path(), gate={"confident": False, **gate})
+    with refuses("one-sided-validation-images", "gate.require_above_chance") if is_refused else nullcontext():
+        check_validation(arguments, 400, class_counts)
+
+
+GPU = (Gpu(name="H100", memory_bytes=80 * GB, driver="580"),)
+P99 = {"gate": {"max_p99_ms": 5.0, "p99_batch_size": 4}}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "setting"),
+    [
+        ((), {}, None),
+        ((), {"gate": {"precision": "fp16"}}, "gate.precision"),
+        (GPU, {"gate": {"precision": "fp16"}}, None),
+        (GPU, {"gate": {"precision": "fp16"}, "export": {"tensorrt": "off"}}, "gate.precision"),
+        (GPU, {"gate": {"precision": "fp16"}, "validate": {"runtime": "openvino"}}, "gate.precision"),
+        ((), {"gate": {"precision": "fp16"}, "validate": {"runtime": "onnxruntime"}}, None),
+        ((), {"gate": {"min_speedup_fp16": 1.2}}, "gate.min_speedup_fp16"),
+        (GPU, {"gate": {"min_speedup_fp16": 1.2}}, None),
+        ((), {"gate": {"min_speedup": 1.2}, "validate": {"runtime": "onnxruntime"}}, "gate.min_speedup"),
+        ((), {"export": {"tensorrt": "on"}}, "export.tensorrt"),
+        ((), {"validate": {"runtime": "tensorrt"}}, "validate.runtime"),
+        ((), {"model": "bundle"}, "--model"),
+        ((), P99, "gate.p99_batch_size"),
+        (GPU, P99, None),
+        (GPU, {**P99, "export": {"max_batch": 2}}, "gate.p99_batch_size"),
+        ((), {**P99, "latency_budget": "7ms"}, None),
+        ((), {**P99, "validate": {"benchmark_batch_sizes": [4]}}, None),
+    ],
+)
+def test_what_would_not_be_measured_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[Gpu, ...], arguments: dict[str, Any], setting: str
+) -> None:
+    monkeypatch.setattr(preflight, "gpus", lambda: gpus)
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle/manifest.json").write_text('{"kind": "bundle"}')
+    monkeypatch.chdir(tmp_path)
+    run = {"gate": {}, "export": {}, "validate": {}, **arguments}
+    with refuses("not-measured-here", setting) if setting else nullcontext():
+        check_measurements(run, in_containers=True)
 
 
 @pytest.mark.parametrize(
