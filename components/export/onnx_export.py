@@ -192,6 +192,11 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
         proto = _converted(proto, source)
         content = proto.SerializeToString()
     expected = _probe(original, classifier, source)
+    if not np.isfinite(expected).all():
+        raise UserError(
+            f"{source}: its answers to two random images hold NaN or infinity. Take an earlier checkpoint.",
+            code="answers-not-finite",
+        )
     folded = fold_constants(proto)
     if folded is not proto:
         proto, content = folded, folded.SerializeToString()
@@ -202,6 +207,8 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
             code="conversion-differs",
         )
     last = _last_operator(proto.graph)
+    if last is None or last.op_type not in ("Softmax", "Sigmoid", "HardSigmoid"):  # which may be saturated
+        _check_varies(expected, source)
     are_shares = last is not None and last.op_type not in _LINEAR and bool(((expected >= 0) & (expected <= 1)).all())
     sums_to_one = bool(np.allclose(expected.sum(axis=1), 1, atol=_SUM_TOLERANCE))
     if (last is not None and last.op_type in ("Sigmoid", "HardSigmoid")) or (are_shares and not sums_to_one):
@@ -213,15 +220,14 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
         )
     if are_shares and sums_to_one:
         content = _without_softmax(proto, last)
-        if (
-            not content
-            or not _relative_error(_softmax(_probe(content, classifier, source)), expected) <= MAX_RELATIVE_ERROR
-        ):
+        logits = _probe(content, classifier, source) if content else np.full_like(expected, np.nan)
+        if not _relative_error(_softmax(logits), expected) <= MAX_RELATIVE_ERROR:
             raise UserError(
                 f"{source}: its outputs are probabilities, and not of one softmax at its end, which could be left out. "
                 "Export it with logits as its output",
                 code="probabilities",
             )
+        _check_varies(logits, source)
         classifier = replace(classifier, had_softmax=True)
     return classifier, content
 
@@ -423,6 +429,16 @@ def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarr
             code="wrong-output-shape",
         )
     return logits
+
+
+def _check_varies(answers: np.ndarray, source: Path) -> None:
+    """Refuse a network that does not look at its images. `answers`: [2, classes] float32, to different ones."""
+    if (answers[0] == answers[1]).all():
+        raise UserError(
+            f"{source}: gives the same answers to different images, so it does not look at them: its weights were not "
+            "saved, or a layer's outputs are all zero. Export the trained model again.",
+            code="constant-answers",
+        )
 
 
 def _first_line(error: Exception) -> str:

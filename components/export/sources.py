@@ -16,6 +16,7 @@ from torch import nn
 
 from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.foreign import refuse_lfs_pointer
 from components.common.contracts.manifests import (
     ALL_FILES,
     MANIFEST,
@@ -64,16 +65,16 @@ def write_fp32_onnx(
     if model.is_dir() and (model / MANIFEST).exists():
         return _from_checkpoint(model, dataset, config, destination)
     check_file(model, config.architecture)
-    if model.suffix == ".onnx":
+    if model.suffix.lower() == ".onnx":
         return _from_onnx(model, dataset, config, destination)
     return _from_weights(model, dataset, config, destination)
 
 
 def check_file(model: Path, architecture: str) -> None:
-    """Check a model's file without opening it.
+    """Check a model's file without reading it.
 
     Raises:
-        UserError: there is none, it is of no kind that is read, or it needs an architecture.
+        UserError: there is none, it is of no kind that is read, needs an architecture, or was not fetched by Git LFS.
     """
     if not model.is_file():
         raise UserError(
@@ -82,18 +83,20 @@ def check_file(model: Path, architecture: str) -> None:
             code="model-missing",
             setting="model",
         )
-    if model.suffix in WEIGHT_SUFFIXES and not architecture:
+    suffix = model.suffix.lower()
+    if suffix in WEIGHT_SUFFIXES and not architecture:
         raise UserError(
             f"{model} holds weights only: name their architecture, such as --architecture resnet50",
             code="architecture-missing",
             setting="architecture",
         )
-    if model.suffix not in (".onnx", *WEIGHT_SUFFIXES):
+    if suffix not in (".onnx", *WEIGHT_SUFFIXES):
         raise UserError(
             f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)})",
             code="unknown-model-format",
             setting="model",
         )
+    refuse_lfs_pointer(model)
 
 
 def check_model(model: Path, architecture: str, classes: Sequence[str] | None, image_size: int) -> None:
@@ -121,7 +124,7 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None, i
             )
         return
     check_file(model, architecture)
-    if model.suffix == ".onnx":
+    if model.suffix.lower() == ".onnx":
         classifier, _ = read_user_onnx(model)
         _check_fits(model, classifier, len(classes) if classes is not None else classifier.num_classes)
     elif classes is not None:

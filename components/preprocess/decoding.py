@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from components.common.contracts.foreign import LFS_POINTER
 from components.common.data.image_files import open_image
 
 # More pixels of one image say next to nothing more about a dataset, and counting all takes a fifth of decoding's time.
@@ -296,6 +297,8 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
     except MemoryError:  # what a damaged file asks for, too
         raise Rejected(f"takes more memory than is left ({len(data):,} bytes to decode)") from None
     except UnidentifiedImageError:
+        if data.startswith(LFS_POINTER):
+            raise Rejected("a pointer of Git LFS, not the image itself; run `git lfs pull` in its repository") from None
         raise Rejected("not an image, or of a format that is not read; convert it to JPEG or PNG") from None
     except Exception as error:  # damaged data: mostly OSError, but Pillow's parsers let everything through
         raise Rejected(f"damaged: {error}") from None

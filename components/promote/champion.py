@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from components.common.contracts.errors import EngineryError, RuntimeUnavailable
+from components.common.contracts.errors import EngineryError, RuntimeUnavailable, shortened
 from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.records import Precision
 from components.common.process.steplog import StepLog
@@ -87,7 +87,7 @@ def _measure(
     try:
         runner = select_runtime(bundle, precision, "auto", same_arithmetic=True).runner
     except (EngineryError, RuntimeError) as error:  # OpenVINO raises the latter where it can't load a file
-        reason = " ".join(str(error).split())[:400]
+        reason = shortened(error, 400)
         raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {reason}", code="no-runtime") from error
     assert runner is not None
     try:

@@ -181,7 +181,7 @@ def model_name(config: PromoteConfig, bundle: BundleManifest) -> str:
     if config.registered_model:
         return config.registered_model
     file = PurePosixPath(config.source)
-    return re.sub(r"[^\w.-]+", "-", file.stem if file.suffix in _FILES else bundle.architecture)
+    return re.sub(r"[^\w.-]+", "-", file.stem if file.suffix.lower() in _FILES else bundle.architecture)
 
 
 def identity(config: PromoteConfig, bundle: BundleManifest) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from components.common.contracts.errors import UserError
+from components.common.contracts.errors import UserError, shortened
 from components.train.config import TrainConfig
 
 
@@ -128,7 +128,7 @@ def _refusal(model: nn.Module, batch_size: int, side: int, *, training: bool) ->
             try:
                 copy.deepcopy(model).cpu()(torch.zeros(batch_size, 3, side, side))
             except _REFUSALS as error:
-                return " ".join(str(error).split())[:200].rstrip(".")
+                return shortened(error).rstrip(".")
     finally:
         model.train(was_training)
     return ""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from components.common.contracts.environment import torchrun_rank
-from components.common.contracts.errors import EngineryError, Preempted, UserError
+from components.common.contracts.errors import EngineryError, Preempted, UserError, shortened
 
 # NVML's levels of the topology -> words, as `nvidia-smi topo -m` explains them.
 _PATHS = {
@@ -129,7 +129,7 @@ def diagnose(message: str, rank: int, world_size: int) -> str:
     here = f" Here {', '.join(facts)}." if facts else ""
     return (
         f"the {world_size} training processes can't work together (rank {rank} of them says so): {advice}.{here} "
-        f"The library says: {text[:300]}"
+        f"The library says: {shortened(text)}"
     )
 
 

@@ -7,7 +7,7 @@ import torchvision
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.contracts.errors import UserError
+from components.common.contracts.errors import UserError, shortened
 from components.common.contracts.manifests import MANIFEST, CheckpointManifest, load
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model, load_weights, read_weights
@@ -92,7 +92,7 @@ def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
                 setting="train.pretrained",
             )
         return load_file(checkpoint.file(WEIGHTS))
-    if path.suffix in _SUFFIXES:
+    if path.suffix.lower() in _SUFFIXES:
         return read_weights(path)
     if "/" in config.pretrained or path.exists():
         raise UserError(
@@ -118,10 +118,9 @@ def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
             )
         return known[name].get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:  # of the network, and timm's of unknown weights
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"can't get the weights {name!r} of {architecture}: {type(error).__name__}: {reason}. Where there is no "
-            "network, name a file in train.pretrained",
+            f"can't get the weights {name!r} of {architecture}: {type(error).__name__}: {shortened(error)}. Where "
+            "there is no network, name a file in train.pretrained",
             code="weights-out-of-reach",
             setting="train.pretrained",
         ) from None

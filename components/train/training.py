@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from components.common.contracts.environment import num_cores
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import EngineryError, UserError, shortened
 from components.common.contracts.manifests import (
     MANIFEST,
     PARTIAL_OUTPUT,
@@ -121,8 +121,8 @@ def _fit(trainer: Trainer, num_classes: int) -> None:
             ) from None
         if isinstance(error, torch._dynamo.exc.TorchDynamoException) and not is_out_of_memory(error):
             raise EngineryError(
-                f"torch.compile failed on {config.architecture} (train.compile {config.compile}): {text[:300]}. Set "
-                "train.compile to off, which trains more slowly, or to another mode",
+                f"torch.compile failed on {config.architecture} (train.compile {config.compile}): {shortened(text)}. "
+                "Set train.compile to off, which trains more slowly, or to another mode",
                 code="compile-failed",
                 setting="train.compile",
             ) from error

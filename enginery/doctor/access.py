@@ -10,6 +10,7 @@ import urllib3
 from kubernetes import client  # type: ignore[import-untyped]
 from kubernetes.config import ConfigException  # type: ignore[import-untyped]
 
+from components.common.contracts.errors import shortened
 from enginery.cluster.server import KFP_NAMESPACE, Login, kubernetes_api
 from enginery.cluster.settings import ClusterSettings
 from enginery.doctor.checks import Finding, absent, warning
@@ -69,7 +70,7 @@ class ClusterAccess:
             self.get("/version")
         except (ConfigException, OSError, urllib3.exceptions.HTTPError, client.ApiException) as error:
             reason = getattr(error, "reason", None) or error
-            return " ".join(f"{getattr(error, 'status', '')} {reason}".split())[:300]
+            return shortened(f"{getattr(error, 'status', '')} {reason}")
         return ""
 
     def guard(self, subject: str, find: Callable[[], Finding]) -> Finding:

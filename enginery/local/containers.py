@@ -18,7 +18,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.types import DeviceRequest, Mount
 
 from components.common.contracts.environment import gpus
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import EngineryError, UserError, shortened
 from components.common.contracts.manifests import MANIFEST
 from components.common.process.lifetime import PARENT_LOCK_VARIABLE
 from components.common.process.step import DEBUG_VARIABLE
@@ -97,7 +97,7 @@ def _pull(client: Any, image: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "explanation", None) or error).rstrip(".")[:200]
+    return shortened(getattr(error, "explanation", None) or error).rstrip(".")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -228,7 +228,7 @@ def resolve_arguments(
             plain[name] = str(Path(text).expanduser().absolute())
     arguments = _checked(file, plain, steps)
     model, architecture = (str(arguments.get(name) or "") for name in ("model", "architecture"))
-    if model.endswith(WEIGHT_SUFFIXES) and not architecture:
+    if model.lower().endswith(WEIGHT_SUFFIXES) and not architecture:
         text = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
         raise UserError(text, code="weights-without-architecture", setting="--architecture")
     return arguments

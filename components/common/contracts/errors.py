@@ -88,6 +88,12 @@ def _hidden(address: str) -> str:
     return f"{bare}{mark}{'***' if '=' in fragment else fragment}"  # others are places of a page
 
 
+def shortened(text: object, max_chars: int = 300) -> str:
+    """A library's text in one line, cut behind a word where it is longer."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= max_chars else f"{line[:max_chars].rpartition(' ')[0] or line[:max_chars]} ..."
+
+
 def holds_secret(text: str) -> bool:
     """True if an address that a text is, or that is in it, has a user or password, or may have a token or signature."""
     return _is_secret(text) or any(_is_secret(found[0]) for found in _ADDRESS.finditer(text))

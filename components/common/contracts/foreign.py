@@ -8,11 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from components.common.contracts.errors import UserError
+
 if TYPE_CHECKING:
     import numpy as np
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the text begins that Git LFS has in a file's place
 _MAX_YAML_BYTES = 1 << 16  # which may take PyYAML seconds
 _MAX_HEADER_BYTES = 1 << 14  # of an array
+
+
+def refuse_lfs_pointer(file: Path) -> None:
+    """Refuse what stands in a file's place until Git LFS fetches it.
+
+    Raises:
+        UserError: the file is a pointer.
+        OSError: it can't be read.
+    """
+    with file.open("rb") as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(
+                f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its repository",
+                code="git-lfs-pointer",
+            )
 
 
 class _Loader(yaml.SafeLoader):

@@ -7,6 +7,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
+from components.common.contracts.foreign import LFS_POINTER
 
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")  # of members of a shard
 # What preprocess takes into a dataset: these formats, and of TIFF only what DALI reads as Pillow does.
@@ -50,6 +51,9 @@ def check_encoded(data: bytes, name: str) -> int:
     except UserError:
         raise
     except UnidentifiedImageError:
+        if data.startswith(LFS_POINTER):
+            text = f"{name} is a pointer of Git LFS, not the image itself; run `git lfs pull` in its repository"
+            raise UserError(text, code="git-lfs-pointer") from None
         raise UserError(f"{name} is not an image; {_ACCEPTED}", code="not-an-image") from None
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} is too large: {error}; make it smaller", code="image-too-large") from None

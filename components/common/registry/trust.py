@@ -27,7 +27,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from components.common.contracts.digests import canonical_json, digest_bytes
-from components.common.contracts.errors import EngineryError, UserError, shown
+from components.common.contracts.errors import EngineryError, UserError, shortened, shown
 
 POLICY_VARIABLE = "ENGINERY_TRUST_POLICY"
 DEFAULT_POLICY = Path("/etc/enginery/trust.yaml")
@@ -440,7 +440,7 @@ def check_signer(file: Path) -> Any:
         ClientTrustConfig.from_json(data.decode())
     except Exception as error:  # of pydantic and of sigstore, for what is no such file
         raise UserError(
-            f"{file} is no client trust configuration of a Sigstore ({' '.join(str(error).split())[:200]}); "
+            f"{file} is no client trust configuration of a Sigstore ({shortened(error)}); "
             "docs/security.md says what --key takes",
             code="trust-config-invalid",
         ) from None

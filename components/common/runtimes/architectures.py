@@ -8,7 +8,10 @@ import torchvision
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.contracts.errors import UserError
+from components.common.contracts.errors import UserError, shortened
+from components.common.contracts.foreign import refuse_lfs_pointer
+
+_MAX_PROBLEMS = 3  # that are shown of weights that don't fit
 
 
 def known_architectures() -> list[str]:
@@ -62,14 +65,24 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         UserError: there is no such file, it can't be read, or it holds something else.
     """
+    is_safetensors = path.suffix.lower() == ".safetensors"
     try:
-        weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        refuse_lfs_pointer(path)
+        weights = load_file(path) if is_safetensors else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"there is no weights file {path}", code="weights-missing") from None
+    except UserError:
+        raise
     except Exception as error:  # whatever damaged files make the readers raise
-        if path.suffix != ".safetensors" and not _is_from_torch(path):
+        if not is_safetensors and not _is_from_torch(path):
             raise UserError(
                 f"can't read the weights in {path}: torch.save did not write it, or it is damaged", code="not-weights"
+            ) from None
+        if "TorchScript" in str(error):
+            raise UserError(
+                f"{path} is a TorchScript program, not weights. Give the model as ONNX (torch.onnx.export), or its "
+                "weights alone: torch.save(torch.jit.load(path).state_dict(), other_path)",
+                code="torchscript",
             ) from None
         if isinstance(error, pickle.UnpicklingError):
             raise UserError(
@@ -78,7 +91,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
                 code="weights-hold-code",
             ) from None
         raise UserError(
-            f"can't read the weights in {path}: {type(error).__name__}: {str(error)[:200]}", code="not-weights"
+            f"can't read the weights in {path}: {type(error).__name__}: {shortened(error)}", code="not-weights"
         ) from None
     for key in ("state_dict", "model"):  # as timm and torchvision's training scripts save them, beside the optimizer's
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
@@ -112,9 +125,12 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        problems = " ".join(str(error).split())[:400]
+        problems = [shortened(line.rstrip(". "), 200) for line in str(error).splitlines()[1:]]
+        more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         raise UserError(
-            f"the weights in {source} don't fit this model: {problems}", code="weights-do-not-fit"
+            f"the weights in {source} don't fit this model: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. Name the "
+            "architecture that they are of, and data with as many classes",
+            code="weights-do-not-fit",
         ) from None
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from components.common.contracts.errors import UserError
+from components.common.contracts.foreign import refuse_lfs_pointer
 from components.preprocess.sources.folders import LocalTree, folder_source, remote_tree
 from components.preprocess.sources.places import (
     FileStorage,
@@ -136,6 +137,8 @@ def check_data_folder(data: str) -> None:
             code="no-permission",
             setting="data",
         )
+    if path.is_file():
+        refuse_lfs_pointer(path)
 
 
 def find_samples(data: str, *, val_fraction: float, seed: int, class_names_file: str, scratch: Path) -> Source:

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class
 
-from components.common.contracts.errors import EngineryError, UserError, without_secrets
+from components.common.contracts.errors import EngineryError, UserError, shortened, without_secrets
 from components.preprocess.sources.samples import AddressRefused, Sample, Unreadable
 
 _LINK_OUT = "a link out of the data folder"
@@ -355,7 +355,7 @@ def translate_errors(name: str) -> Iterator[None]:
                     f"can't read {name}: {error.strerror or error}; make it readable for you", code="unreadable-file"
                 ) from None
             raise
-        text = " ".join(str(error).split())[:300] or type(error).__name__
+        text = shortened(error) or type(error).__name__
         if _is_refusal(error):
             raise UserError(
                 f"no permission to read {name} ({text}); give credentials in the environment: "
@@ -406,7 +406,7 @@ def _is_refusal(error: BaseException) -> bool:
 def _as_os_error(error: Exception) -> OSError:
     if isinstance(error, OSError):
         return error
-    text = " ".join(str(error).split())[:300]
+    text = shortened(error)
     kind = PermissionError if _is_refusal(error) else OSError
     return kind(f"{type(error).__name__}: {text}")
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from pydantic import BaseModel, Field
 
-from components.common.contracts.errors import EngineryError, holds_secret, shown, without_secrets
+from components.common.contracts.errors import EngineryError, holds_secret, shortened, shown, without_secrets
 from components.common.contracts.settings import StepConfig, resolve
 from components.merge.config import MergeConfig
 from components.preprocess.config import PreprocessConfig
@@ -35,6 +35,14 @@ def run(*command: str, home: Path) -> subprocess.CompletedProcess[str]:
 
 def everything_written(folder: Path) -> str:
     return "".join(file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown_text"),
+    [("a\n b", "a b"), ("words and more", "words and ..."), ("word" * 9, f"{'word' * 9}"[:12] + " ...")],
+)
+def test_long_text_ends_behind_a_word(text: str, shown_text: str) -> None:
+    assert shortened(text, 12) == shown_text
 
 
 @pytest.mark.parametrize("command", ["components.preprocess", "enginery.cli.main"])

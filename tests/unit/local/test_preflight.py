@@ -32,6 +32,7 @@ from tests.unit import registered
 from tests.unit.refusals import refuses
 
 GB = 10**9
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 LARGE = {"architecture": "resnet50", "image_size": 224, "global_batch_size": 256, "train": {}}
 
 
@@ -107,16 +108,20 @@ def run_of(data: Path, **arguments: Any) -> dict[str, Any]:
         ("images", ("0.txt",), "no-class-folders"),
         ("images", ("a/0.txt", "a/1.jpg", "b/0.txt", "b/1.png"), "no-usable-image"),
         ("images.zip", (), "no-class-folders"),
+        ("images.tar", (), "git-lfs-pointer"),
     ],
 )
 def test_data_without_images_is_refused(tmp_path: Path, name: str, files: tuple[str, ...], code: str) -> None:
     for file in files:
         (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name / file).write_text("text")
+        (tmp_path / name / file).write_bytes(POINTER)
     if name.endswith(".zip"):
         zipfile.ZipFile(tmp_path / name, "w").close()
-    with refuses(code):
+    if name.endswith(".tar"):
+        (tmp_path / name).write_bytes(POINTER)
+    with refuses(code) as caught:
         check_inputs(run_of(tmp_path / name))
+    assert ("run `git lfs pull`" in str(caught.value)) == (code in ("no-usable-image", "git-lfs-pointer"))
 
 
 def too_few(data: Path | str, gate: dict[str, Any], **arguments: Any) -> str:
@@ -226,6 +231,10 @@ def test_what_would_not_be_measured_is_refused(
         ("m.safetensors", "squeezenet1_1", "squeezenet1_1", "squeezenet1_1 can't run on images of 8 x 8 pixels: "),
         ("m.checkpoint", None, "resnet18", "{model} is neither .onnx nor weights"),
         ("a/m.onnx", None, "", "there is no model at {model}; name a Checkpoint or Bundle directory"),
+        ("m.ONNX", None, "", "{model}: not an ONNX file"),
+        ("m.PTH", None, "", "{model} holds weights only: name their architecture"),
+        ("m.onnx", "pointer", "", "{model} is a pointer of Git LFS, not the file itself; run `git lfs pull`"),
+        ("m.pt", "script", "resnet18", "{model} is a TorchScript program, not weights. Give the model as ONNX"),
     ],
 )
 def test_models_that_cannot_be_used_are_refused(
@@ -234,7 +243,11 @@ def test_models_that_cannot_be_used_are_refused(
     model = tmp_path / name
     if model.parent.exists():
         model.write_bytes(b"not a model")
-    if made:
+    if made == "pointer":
+        model.write_bytes(POINTER)
+    elif made == "script":
+        torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), model)
+    elif made:
         num_classes = 3 if made == "resnet18" else 2
         save_file(torchvision.models.get_model(made, num_classes=num_classes).state_dict(), model)
     with pytest.raises(UserError) as caught:

@@ -66,6 +66,7 @@ TOO_LONG = ("IMAGE", "BYTES", [1, 1], struct.pack("<I", 1000) + b"abc")
     [
         (of_image(b"hello"), "", "image 0 is not an image; take a JPEG, PNG, WebP, BMP or TIFF"),
         (of_image(b""), "", "image 0 is not an image"),
+        (of_image(b"version https://git-lfs.github.com/spec/v1"), "", "image 0 is a pointer of Git LFS"),
         (of_image(picture()[:300]), "", "image 0 is damaged"),
         (of_image(picture(form="GIF")), "", "image 0 is not an image; take a JPEG"),
         (of_image(b"\xff\xd8" + b"\xa5" * 1000), "", "image 0 is not an image"),
