@@ -1,14 +1,19 @@
 """Numbers, sizes and times as people read them, and where they read."""
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 from components.common.contracts.errors import shown
+
+_UNWRAPPED = 10_000  # columns
 
 
 def number(value: float | None, form: str) -> str:
@@ -49,8 +54,23 @@ class _Console(Console):
 
 
 def new_console(*, stderr: bool = False) -> Console:
-    """Standard output, also while steps' output is redirected, or standard error."""
-    return _Console(file=sys.stderr if stderr else sys.stdout)
+    """Standard output, also while steps' output is redirected, or standard error. Lines wrap on a terminal alone."""
+    console = _Console(file=sys.stderr if stderr else sys.stdout)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _UNWRAPPED
+    return console
+
+
+def new_table(*columns: str) -> Table:
+    """A table whose cells wrap where the terminal is narrow, so that none is cut off.
+
+    Args:
+        columns: their names, with ">" before those of numbers.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return table
 
 
 def echo(text: str, **options: Any) -> None:

@@ -44,8 +44,8 @@ def probability(value: float) -> str:
 
 
 def megabytes(value: int) -> str:
-    """Bytes in units of 1,000,000."""
-    return f"{value / 1e6:,.1f}"
+    """Bytes in units of 1,000,000, with more decimals where one would show nothing."""
+    return f"{value / 1e6:,.{1 if value >= 50_000 else 4}f}"
 
 
 _FEW_CLASSES = 3  # that lose so much that the rest does not matter

@@ -3,13 +3,11 @@
 from contextlib import nullcontext
 
 import click
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from components.common.contracts.errors import UserError
-from enginery.formats import new_console, number, verdict_text
+from enginery.formats import new_console, new_table, number, size_text, verdict_text
 from enginery.local.runs import find_summary
 from enginery.local.state import StateDirectory
 from enginery.registry.compare import MIXED, NOTHING, Comparison
@@ -74,12 +72,7 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
 def _print_measures(console: Console, result: Comparison) -> None:
     if not result.precisions:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("precision", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for name in ("top-1 %", "delta", "p50 ms", "images/s", "MB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    table = new_table("precision", "", ">top-1 %", ">delta", ">p50 ms", ">images/s", ">size", "verdict")
     for precision in result.precisions:
         for position, run in enumerate(result.runs):
             row = run.rows.get(precision)
@@ -91,7 +84,7 @@ def _print_measures(console: Console, result: Comparison) -> None:
                 "" if precision == "fp32" else number(row.delta_top1_points if row else None, "+.2f"),
                 number(row.p50_ms if row else None, ".2f"),
                 number(row.images_per_s if row else None, ",.0f"),
-                number(row.size_bytes / 1e6 if row and row.size_bytes else None, ".1f"),
+                size_text(row.size_bytes) if row and row.size_bytes else "n/a",
                 verdict_text(row.verdict) if row else "",
                 end_section=last,
             )
@@ -102,10 +95,7 @@ def _print_differences(console: Console, title: str, entries: dict[str, dict[str
     """Nothing where the runs agree."""
     if not entries:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"differing {title}", overflow="fold", max_width=30)
-    for label in labels:
-        table.add_column(label, overflow="fold")
+    table = new_table(f"differing {title}", *labels)
     for name, values in entries.items():
         table.add_row(name, *(escape(values[label]) or NOTHING for label in labels))
     console.print(table)

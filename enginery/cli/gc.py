@@ -4,13 +4,11 @@ import sys
 import time
 
 import click
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from components.common.contracts.errors import UserError
-from enginery.formats import new_console, size_text
+from enginery.formats import new_console, new_table, size_text
 from enginery.local.gc import Plan, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
 from enginery.local.runs import PastRun, past_runs
 from enginery.local.state import StateDirectory
@@ -63,10 +61,7 @@ def _show(console: Console, decided: Plan, num_runs: int) -> None:
     if not decided.remove:
         console.print(f"nothing to remove; {_runs(num_runs)}, {size_text(decided.total_bytes)}", highlight=False)
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("to remove", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("why")
+    table = new_table("to remove", ">size", "why")
     for run, reason in decided.remove:
         table.add_row(run.name, size_text(run.size_bytes), reason)
     console.print(table)

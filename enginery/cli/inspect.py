@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import BundleManifest, load, write_atomically
 from components.common.process.disk import out_of_space
-from enginery.formats import new_console, number
+from enginery.formats import new_console, new_table, number
 from enginery.local.runs import bundle_of_run, latest_bundle
 from enginery.local.state import StateDirectory
 
@@ -107,13 +105,8 @@ def _write(output: Path, data: bytes) -> None:
 
 def _print_explanation(console: Console, explanation: "Explanation", classes: tuple[str, ...]) -> None:
     console.print(f"\n[bold]{escape(str(explanation.file))}[/]", highlight=False, soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("precision", no_wrap=True)
-    table.add_column("runtime", no_wrap=True)
     num_top = min(_NUM_TOP, len(classes))
-    for rank in range(1, num_top + 1):
-        table.add_column(f"top {rank}", overflow="fold")
-    table.add_column("largest delta", justify="right", no_wrap=True)
+    table = new_table("precision", "runtime", *(f"top {rank + 1}" for rank in range(num_top)), ">largest delta")
     for prediction in explanation.predictions:
         cells = ["n/a"] * num_top
         if prediction.probabilities is not None:

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import prepare_directory, write_atomically
 from enginery.cli.options import finite, server_model, server_url, timeout
-from enginery.formats import new_console, number
+from enginery.formats import new_console, new_table, number
 
 if TYPE_CHECKING:
     from enginery.serving.client.client import AsyncClient
@@ -187,10 +185,7 @@ def _print(result: "LoadTest") -> None:
     console = new_console()
     for series in result.series:
         console.print(f"\n[bold]{escape(result.model)}[/], {escape(series.name)}", highlight=False)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("load", no_wrap=True)
-        for name in ("images/s", "p50 ms", "p95 ms", "p99 ms", "batch", "errors"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table = new_table("load", ">images/s", ">p50 ms", ">p95 ms", ">p99 ms", ">batch", ">errors")
         for level in (*series.closed, *series.open):
             table.add_row(load_text(level), *_cells(level))
         console.print(table)

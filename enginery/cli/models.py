@@ -5,11 +5,9 @@ import time
 from typing import TYPE_CHECKING
 
 import click
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
-from enginery.formats import age_text, new_console, number, verdict_text
+from enginery.formats import age_text, new_console, new_table, number, verdict_text
 from enginery.registry.models import list_versions, open_registry
 
 if TYPE_CHECKING:
@@ -36,15 +34,7 @@ def models(name: str | None, as_json: bool) -> None:
 
 
 def _show(rows: "list[VersionRow]") -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("model", overflow="fold")
-    table.add_column("version", justify="right", no_wrap=True)
-    table.add_column("aliases")
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("precision", no_wrap=True)
-    table.add_column("top-1 %", justify="right", no_wrap=True)
-    table.add_column("GPU")
-    table.add_column("when", justify="right", no_wrap=True)
+    table = new_table("model", ">version", "aliases", "verdict", "precision", ">top-1 %", "GPU", ">when")
     now, last = time.time(), ""
     for row in rows:
         table.add_row(

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from components.common.contracts.errors import EngineryError, UserError, shown
 from enginery.cli.options import finite, server_model, server_url, timeout
-from enginery.formats import echo, new_console
+from enginery.formats import echo, new_console, new_table
 from enginery.serving.client.client import find_images
 
 if TYPE_CHECKING:
@@ -134,10 +132,7 @@ def _print_table(names: Sequence[str], answers: "Sequence[Answer | EngineryError
     if not good:
         return
     columns = min(top_k, max((len(answer.labels) for answer in good), default=1) or 1)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("image", overflow="fold")
-    for rank in range(1, columns + 1):
-        table.add_column(f"top {rank}", overflow="fold")
+    table = new_table("image", *(f"top {rank + 1}" for rank in range(columns)))
     for name, answer in zip(names, answers, strict=True):
         if isinstance(answer, EngineryError):
             continue

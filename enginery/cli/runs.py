@@ -5,10 +5,8 @@ import time
 from typing import Any
 
 import click
-from rich import box
-from rich.table import Table
 
-from enginery.formats import age_text, new_console, number, size_text, verdict_text
+from enginery.formats import age_text, new_console, new_table, number, size_text, verdict_text
 from enginery.local.runs import PastRun, past_runs
 from enginery.local.state import StateDirectory
 
@@ -29,21 +27,12 @@ def runs(as_json: bool) -> None:
         click.echo(f"no runs in {directory} yet; start one: enginery run pipelines/resnet50.py --data DIR")
         return
     console = new_console()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("run", overflow="fold")
-    wide = console.width >= _WIDE
-    if wide:
-        table.add_column("pipeline")
-    table.add_column("status", no_wrap=True)
-    table.add_column("INT8 %", justify="right", no_wrap=True)
-    table.add_column("delta", justify="right", no_wrap=True)
-    table.add_column("gate", no_wrap=True)
-    table.add_column("when", justify="right", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
+    wide = ("pipeline",) if console.width >= _WIDE else ()
+    table = new_table("run", *wide, "status", ">INT8 %", ">delta", "gate", ">when", ">size")
     for entry in entries:
         table.add_row(
             entry["run"],
-            *([entry["pipeline"]] if wide else []),
+            *(entry[name] for name in wide),
             {"done": "done", "going": "[cyan]going[/]"}.get(entry["status"], f"[red]{entry['status']}[/]"),
             number(entry["int8_top1_pct"], ".2f"),
             number(entry["int8_delta_top1_points"], "+.2f"),

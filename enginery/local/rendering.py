@@ -9,15 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from components.common.contracts.records import Speedup
 from components.common.process.steplog import EVENT_PREFIX, LinePace, progress_text
-from enginery.formats import number, verdict_text
+from enginery.formats import new_table, number, size_text, verdict_text
 from enginery.local.summary import RunSummary
 
 _PLAIN_INTERVAL_S = 10.0  # between progress lines where the output is no terminal
@@ -186,25 +184,20 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     """The table that a run ends with, of the precisions that something here runs."""
     if not summary.rows:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("precision", no_wrap=True)
-    table.add_column("runtime", no_wrap=True)
-    for name in ("top-1 %", "delta", "p50 ms", "images/s", "over FP32", "MB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    numbers = (">top-1 %", ">delta", ">p50 ms", ">images/s", ">over FP32", ">size")
+    table = new_table("precision", *numbers, "verdict")
     for row in summary.rows:
         if row.top1_pct is None:
             continue
         is_reference = row.precision == "fp32"
         table.add_row(
             row.precision.upper(),
-            row.runtime,
             number(row.top1_pct, ".2f"),
             "" if is_reference else number(row.delta_top1_points, "+.2f"),
             number(row.p50_ms, ".2f"),
             "unsure" if row.images_per_s is None and row.throughput_batch_size else number(row.images_per_s, ",.0f"),
             "" if is_reference else _speedup(row.speedup),
-            number(row.size_bytes / 1e6 if row.size_bytes else None, ".1f"),
+            size_text(row.size_bytes) if row.size_bytes else "n/a",
             verdict_text(row.verdict),
         )
     console.print()
@@ -220,12 +213,12 @@ def _speedup(found: Speedup | None) -> str:
 def _print_legend(console: Console, summary: RunSummary) -> None:
     """The meaning of the table's numbers, and what is missing in it."""
     num_images = max(row.num_images for row in summary.rows)
-    device = next((row.device for row in summary.rows if row.device), "nothing")
+    where = next((f"{row.device} ({row.runtime})" for row in summary.rows if row.device), "nothing")
     batch_size = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
     speed = "no speed was measured" if batch_size is None else f"p50 latency at batch 1, images/s at batch {batch_size}"
     lines = [
         f"top-1 on {num_images:,} validation images; delta to FP32 in percentage points",
-        f"{speed}, on {device}",
+        f"{speed}, on {where}",
     ]
     for row in summary.rows:
         name, ratio = row.precision.upper(), row.speedup

@@ -27,6 +27,7 @@ from components.validate.report import write_report
 from components.validate.report_text import (
     calibration_facts,
     limitations,
+    megabytes,
     next_steps,
     number,
     probability,
@@ -256,6 +257,10 @@ def test_key_figures_are_the_judged_precision(reports: dict[str, Report], tmp_pa
     assert "batch 128" in figures[2][1]
     assert all(f"{value:.2f}" in " ".join(figures[2]) for value in (ratio.low, ratio.median, ratio.high))
     assert figures[3] == ("26.5 MB", "file size; FP32 108.8 MB")
+
+
+def test_small_files_have_a_size() -> None:
+    assert [megabytes(value) for value in (49_999, 50_000, 94_000_000)] == ["0.0500", "0.1", "94.0"]
 
 
 def test_speed_shows_what_is_known(reports: dict[str, Report], tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_what_has_no_maps_is_shown_without(
     monkeypatch.setattr(inspection, "TorchGraph", refuse)
     text = command(digit, "--bundle", opened.path)
     assert "no maps: PyTorch runner: operators Einsum are not supported" in text
-    assert "INT8        openvino" in text
+    assert "INT8 openvino" in " ".join(text.split())
     with Image.open("inspect.png") as picture:
         assert picture.width < 1.8 * picture.height
 
@@ -217,7 +217,7 @@ def test_the_command_shows_tables_and_writes_a_picture(
     for precision in ("fp32", "int8"):
         probabilities = first.prediction(precision).probabilities
         best = int(probabilities.argmax())
-        assert f"{precision.upper()}        openvino   {best} {100 * probabilities[best]:.2f} %" in text
+        assert f"{precision.upper()} openvino {best} {100 * probabilities[best]:.2f} %" in " ".join(text.split())
     assert f"{100 * first.largest_difference('int8'):.2f}" in text
     assert "FP16: needs TensorRT" in text
     assert re.search(r"^1.0 Conv: cosine of FP32's and INT8's map (0\.9|1\.0)", text, re.MULTILINE)

@@ -37,6 +37,7 @@ from components.validate.speed import (
     within_budget,
 )
 from components.validate.speed_text import main_table
+from enginery.formats import new_console
 from enginery.local.rendering import print_summary
 from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_row
 from tests.unit.refusals import refuses
@@ -423,3 +424,36 @@ def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(part in text for part in shown)
     assert not any(part in text for part in hidden)
+
+
+@pytest.mark.parametrize(("width", "verdict"), [(80, "not enough"), (None, "not enough evidence")])
+def test_the_table_of_a_run_has_all_values_at_any_width(
+    width: int | None, verdict: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a narrow terminal cells wrap at spaces; elsewhere there are no widths."""
+    common = {"runtime": "onnxruntime", "device": "CPU", "num_images": 120, "top1_pct": 91.23, "p50_ms": 123.45}
+    common |= {"delta_top1_points": -10.12, "images_per_s": 12345.0, "throughput_batch_size": 16, "note": ""}
+    speedup = Speedup(median=2.13, low=2.0, high=2.2, doubt="")
+    rows = [
+        SimpleNamespace(precision=name, size_bytes=size, verdict="not enough evidence", speedup=speedup, **common)
+        for name, size in (("fp32", 25_600_000), ("int8", 12_345))
+    ]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    console = new_console()
+    console.width = width or console.width
+    print_summary(console, SimpleNamespace(rows=rows, recommendation=None))  # type: ignore[arg-type]
+    values = [
+        "INT8",
+        "(onnxruntime)",
+        "precision",
+        "91.23",
+        "-10.12",
+        "123.45",
+        "12,345",
+        "2.13x",
+        "25.6 MB",
+        "12 kB",
+        verdict,
+    ]
+    text = capsys.readouterr().out
+    assert [value for value in values if value not in text] == []
