@@ -207,8 +207,7 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
             code="conversion-differs",
         )
     last = _last_operator(proto.graph)
-    if last is None or last.op_type not in ("Softmax", "Sigmoid", "HardSigmoid"):  # which may be saturated
-        _check_varies(expected, source)
+    _check_varies(expected, last, source)
     are_shares = last is not None and last.op_type not in _LINEAR and bool(((expected >= 0) & (expected <= 1)).all())
     sums_to_one = bool(np.allclose(expected.sum(axis=1), 1, atol=_SUM_TOLERANCE))
     if (last is not None and last.op_type in ("Sigmoid", "HardSigmoid")) or (are_shares and not sums_to_one):
@@ -227,7 +226,6 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
                 "Export it with logits as its output",
                 code="probabilities",
             )
-        _check_varies(logits, source)
         classifier = replace(classifier, had_softmax=True)
     return classifier, content
 
@@ -431,9 +429,10 @@ def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarr
     return logits
 
 
-def _check_varies(answers: np.ndarray, source: Path) -> None:
+def _check_varies(answers: np.ndarray, last: onnx.NodeProto | None, source: Path) -> None:
     """Refuse a network that does not look at its images. `answers`: [2, classes] float32, to different ones."""
-    if (answers[0] == answers[1]).all():
+    may_saturate = last is not None and last.op_type in ("Softmax", "Sigmoid", "HardSigmoid")
+    if (answers[0] == answers[1]).all() and not (may_saturate and np.isin(answers, (0, 1)).all()):
         raise UserError(
             f"{source}: gives the same answers to different images, so it does not look at them: its weights were not "
             "saved, or a layer's outputs are all zero. Export the trained model again.",

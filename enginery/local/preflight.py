@@ -186,7 +186,7 @@ def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = Fa
             raise _refusal(f"gate.{name}", text)
     if thresholds.max_p99_ms and thresholds.p99_batch_size not in sizes:
         text = f"{thresholds.p99_batch_size} is not among the batches that are measured ({', '.join(map(str, sizes))})"
-        raise _refusal("gate.p99_batch_size", f"{text}. Take one of them, or add it to validate.benchmark_batch_sizes")
+        raise _refusal("gate.p99_batch_size", f"{text}. Take one of them, or name it in validate.benchmark_batch_sizes")
 
 
 def _refusal(setting: str, text: str) -> UserError:

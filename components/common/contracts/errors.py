@@ -91,7 +91,8 @@ def _hidden(address: str) -> str:
 def shortened(text: object, max_chars: int = 300) -> str:
     """A library's text in one line, cut behind a word where it is longer."""
     line = " ".join(str(text).split())
-    return line if len(line) <= max_chars else f"{line[:max_chars].rpartition(' ')[0] or line[:max_chars]} ..."
+    cut = line[:max_chars].rpartition(" ")[0].rstrip(",;:.") or line[:max_chars]
+    return line if len(line) <= max_chars else f"{cut} ..."
 
 
 def holds_secret(text: str) -> bool:

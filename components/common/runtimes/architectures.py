@@ -128,7 +128,7 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
         problems = [shortened(line.rstrip(". "), 200) for line in str(error).splitlines()[1:]]
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         raise UserError(
-            f"the weights in {source} don't fit this model: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. Name the "
+            f"the weights in {source} don't fit this model: {'; '.join(problems[:_MAX_PROBLEMS])}{more}; name the "
             "architecture that they are of, and data with as many classes",
             code="weights-do-not-fit",
         ) from None

@@ -173,7 +173,7 @@ SOFTMAX = [  # of other operators
     helper.make_node("Div", ["odds", "sum"], ["y"]),
 ]
 ZERO = [constant("none", np.float32(0)), helper.make_node("Mul", ["scores", "none"], ["zeros"])]
-IDENTITY, SHARES = helper.make_node("Identity", ["zeros"], ["y"]), helper.make_node("Softmax", ["zeros"], ["y"])
+IDENTITY, SHARES, ODDS = (helper.make_node(name, ["zeros"], ["y"]) for name in ("Identity", "Softmax", "Sigmoid"))
 ONE_IMAGE = [  # its batch is dynamic in name only
     helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
     constant("shape", [1, -1]),
@@ -252,7 +252,7 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ({"last": "HardSigmoid"}, "multi-label", ""),
         ({"nodes": [*POOLED, *LOGISTIC]}, "multi-label", ""),
         ({"nodes": [constant("axes", [1]), *POOLED, *SOFTMAX]}, "probabilities", ""),
-        *(({"nodes": [*POOLED, *ZERO, *last]}, "constant-answers", "") for last in ([SHARES], [IDENTITY])),
+        *(({"nodes": [*POOLED, *ZERO, *last]}, "constant-answers", "") for last in ([IDENTITY], [SHARES], [ODDS])),
         ({"nodes": [*POOLED, *ZERO, helper.make_node("Log", ["zeros"], ["y"])]}, "answers-not-finite", ""),
         ({"type": TensorProto.FLOAT16}, "wrong-type", "FLOAT16"),
         ({"opset": 11}, "unsupported-opset", "opset 11, supported are 13 to 21"),

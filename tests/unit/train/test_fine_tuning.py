@@ -93,7 +93,7 @@ def test_files_that_hold_something_else(tmp_path: Path, name: str, code: str) ->
     with refuses(code) as caught:
         start(10, pretrained=str(tmp_path / name))
     if code == "weights-do-not-fit":  # of 61 weights that are missing
-        assert '", ...; Unexpected key(s) in state_dict: "x". Name the architecture' in str(caught.value)
+        assert '" ...; Unexpected key(s) in state_dict: "x"; name the architecture' in str(caught.value)
 
 
 @pytest.mark.parametrize(
