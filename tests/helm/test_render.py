@@ -268,6 +268,7 @@ def test_the_model_is_fetched_by_digest() -> None:
     assert policy["configMap"]["name"] == "enginery-trust"
     (trust,) = (mount for mount in full["initContainers"][0]["volumeMounts"] if mount["name"] == "trust")
     assert trust["mountPath"] == "/etc/enginery/trust"
+    assert f"sigstore: {trust['mountPath']}/" in (REPOSITORY / "docs/security.md").read_text()
     (store,) = (mount for mount in gpus["initContainers"][0]["volumeMounts"] if mount["name"] == "store")
     assert (store["subPath"], store["readOnly"]) == ("team/repositories", True)
     assert environment(restricted["initContainers"][0])["DOCKER_CONFIG"] == "/etc/enginery/registry"

@@ -8,7 +8,8 @@ environment. Folders are signed by OpenSSF's model-signing. The policy lies on t
       ci: {public_key: "-----BEGIN PUBLIC KEY-----...", signs: [verdict, model], expires: 2027-06-30}
       board: {public_key: "...", approves: [production], expires: 2027-06-30}
     identities:
-      pipeline: {identity: SUBJECT, issuer: https://..., sigstore: /etc/enginery/sigstore.json, expires: 2027-06-30}
+      pipeline: {identity: SUBJECT, issuer: https://..., sigstore: /etc/enginery/trust/sigstore.json,
+                 expires: 2027-06-30}
 """
 
 import base64
@@ -21,7 +22,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -84,6 +85,14 @@ class TrustedIdentity(BaseModel):
     sigstore: Path = Field(description="File with the Sigstore's client trust configuration, in JSON.")
     expires: date = Field(description="The day from which on nothing counts that it signed, whenever that was.")
 
+    @field_validator("sigstore")
+    @classmethod
+    def _check_file(cls, file: Path) -> Path:
+        return _absolute(file)
+
+
+_Signer = TypeVar("_Signer", TrustedKey, TrustedIdentity)
+
 
 class TrustPolicy(BaseModel):
     """Whose signatures count on this machine."""
@@ -101,6 +110,23 @@ class TrustPolicy(BaseModel):
     keys: dict[str, TrustedKey] = Field({}, description="By name.")
     identities: dict[str, TrustedIdentity] = Field({}, description="By name.")
 
+    @field_validator("newest_approvals")
+    @classmethod
+    def _check_file(cls, file: str) -> str:
+        return file and str(_absolute(Path(file)))
+
+    @field_validator("keys", "identities")
+    @classmethod
+    def _sort(cls, signers: dict[str, _Signer]) -> dict[str, _Signer]:
+        """Put the entry that expires last before others of the same signer."""
+        return dict(sorted(signers.items(), key=lambda item: item[1].expires, reverse=True))
+
+
+def _absolute(file: Path) -> Path:
+    if not file.is_absolute():
+        raise ValueError(f"{file} must be an absolute path: others can fill the folder that a command runs in")
+    return file
+
 
 def find_policy() -> TrustPolicy | None:
     """The machine's policy; None where there is none.
@@ -113,7 +139,7 @@ def find_policy() -> TrustPolicy | None:
     if not named and not os.path.lexists(file):  # a link that leads nowhere is no leave
         return None
     try:
-        return TrustPolicy.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+        return TrustPolicy.model_validate(yaml.safe_load(_absolute(file).read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(
             f"can't read the trust policy {file}: {error.strerror}; correct {POLICY_VARIABLE}",
@@ -344,6 +370,7 @@ def _check_identity(policy: TrustPolicy, what: str, folder: Path) -> str:
     """Return the name of the identity that signed a folder without a key, or refuse the folder."""
     problems = ["the trust policy names no identity that may sign without a key"]
     for name, identity in policy.identities.items():
+        _check_trust_config(identity.sigstore, POLICY_VARIABLE)
         if problem := folder_problem(folder, identity):
             problems.append(f"{problem} (identity {name})")
             continue
@@ -374,9 +401,8 @@ def folder_problem(folder: Path, signer: str | TrustedIdentity) -> str:
         except InvalidSignature:
             return f"{SIGNATURE} is no signature by that key"
         except Exception as error:  # model-signing and sigstore have many kinds for a damaged file
-            text = " ".join(str(error).split())
-            files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", text)  # the rest of that message is bytes
-            return f"{SIGNATURE} does not fit {', '.join(files) or text}"
+            files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", str(error))  # the rest of that message is bytes
+            return f"{SIGNATURE} does not fit {', '.join(files[:5]) or _reason(error)}"
     # Statements may come later; anything else could be what is loaded, beside what was signed for something else.
     try:
         envelope = json.loads((folder / SIGNATURE).read_bytes())["dsseEnvelope"]
@@ -408,7 +434,7 @@ def sign_folder(folder: Path, signer: Path) -> None:
         config.use_elliptic_key_signer(private_key=signer, password=passphrase and passphrase.encode())
         config.sign(folder, folder / SIGNATURE)
         return
-    token = os.environ.get(TOKEN_VARIABLE) or (TOKEN_FILE.read_text().strip() if TOKEN_FILE.is_file() else None)
+    token = _identity_token()
     try:
         # Without a token it asks for one on the terminal, and fails where there is none.
         config.use_sigstore_signer(
@@ -416,9 +442,8 @@ def sign_folder(folder: Path, signer: Path) -> None:
         )
         config.sign(folder, folder / SIGNATURE)
     except Exception as error:  # of sigstore, its HTTP client, the token's parser, and the services' answers
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise EngineryError(
-            f"the Sigstore of {signer} did not sign: {reason}. Check its services, and the identity's token in "
+            f"the Sigstore of {signer} did not sign: {_reason(error)}. Check its services, and the identity's token in "
             f"{TOKEN_VARIABLE} or {TOKEN_FILE}",
             code="keyless-signing-failed",
             setting=TOKEN_VARIABLE,
@@ -434,17 +459,56 @@ def check_signer(file: Path) -> Any:
     data = read_key(file)
     if not data.lstrip().startswith(b"{"):
         return _private_key(data, str(file))
+    _check_trust_config(file, "--key")
+    return None
+
+
+def _check_trust_config(file: Path, setting: str) -> None:
     from sigstore.models import ClientTrustConfig
+    from sigstore.verify import Verifier
 
     try:
-        ClientTrustConfig.from_json(data.decode())
+        Verifier(trusted_root=ClientTrustConfig.from_json(file.read_text(encoding="utf-8")).trusted_root)
+    except OSError as error:
+        raise UserError(
+            f"can't read {file}, the client trust configuration of a Sigstore: {error.strerror}; correct {setting}, or "
+            "mount the file readable for this user",
+            code="trust-config-unreadable",
+            setting=setting,
+        ) from None
     except Exception as error:  # of pydantic and of sigstore, for what is no such file
         raise UserError(
-            f"{file} is no client trust configuration of a Sigstore ({shortened(error)}); "
-            "docs/security.md says what --key takes",
+            f"{file} is no client trust configuration of a Sigstore: {_reason(error)}. Get it from the Sigstore's "
+            f"operator, and name it in {setting} (docs/security.md)",
             code="trust-config-invalid",
+            setting=setting,
         ) from None
-    return None
+
+
+def _identity_token() -> str | None:
+    """The token by which folders are signed without a key; None where there is none.
+
+    Raises:
+        UserError: its file can't be read.
+    """
+    if named := os.environ.get(TOKEN_VARIABLE):
+        return named
+    try:
+        return TOKEN_FILE.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"can't read the identity's token {TOKEN_FILE}: {_reason(error)}; mount it readable for this user, or set "
+            f"{TOKEN_VARIABLE}",
+            code="token-unreadable",
+            setting=TOKEN_VARIABLE,
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """The words of a library's error, or those of its cause."""
+    return shortened(str(error).strip() or f"{type(error).__name__} {error.__cause__ or ''}", 500)
 
 
 def sign_verdict(digests: Mapping[str, str], passed: bool, key: Any) -> bytes:

@@ -542,10 +542,16 @@ def test_a_link_in_the_place_of_a_signature(machine: Machine, tmp_path: Path, na
 
 def test_a_policy_that_can_not_be_read_trusts_nothing(trusted: Machine, tmp_path: Path, monkeypatch) -> None:
     file, nowhere = trusted.folder / "trust.yaml", tmp_path / "nowhere"
-    for text in ("keys: 1", "[", "keys: {ci: {public_key: x, expires: 2030-01-01}}", "environments: prod\nkeys: {}"):
+    relative = "newest_approvals: newest.json"  # others may fill the working directory
+    for text in ("keys: 1", "[", "keys: {ci: {public_key: x, expires: 2030-01-01}}", "environments: prod", relative):
         file.write_text(text)
         with refuses("policy-invalid"):
             served("m/1", tmp_path / "out")
+    file.write_text("keys: {}")
+    monkeypatch.chdir(trusted.folder)
+    monkeypatch.setenv(trust.POLICY_VARIABLE, file.name)
+    with refuses("policy-invalid"):
+        served("m/1", tmp_path / "out")
     monkeypatch.setenv(trust.POLICY_VARIABLE, str(nowhere))
     with refuses("policy-unreadable"):
         served("m/1", tmp_path / "out")

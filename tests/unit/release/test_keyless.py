@@ -4,9 +4,11 @@ import base64
 import hashlib
 import json
 import os
+import socket
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from components.common.registry import trust
 from components.common.registry.trust import POLICY_VARIABLE, TOKEN_VARIABLE
 from tests.serving import Served, serving
-from tests.unit.registered import FUTURE, refuses
+from tests.unit.registered import FUTURE, Machine, refuses, write_keys
 from tests.unit.release.test_release import release
 
 IDENTITY = "https://kubernetes.io/namespaces/ml/serviceaccounts/pipeline"
@@ -169,10 +171,11 @@ def token(subject: str, seconds: float = 600, audience: str = "sigstore") -> str
 
 
 def policy(folder: Path, monkeypatch: pytest.MonkeyPatch, **other: str) -> None:
-    """The operator's, which trusts the pipeline's identity."""
-    entry = {"identity": IDENTITY, "issuer": ISSUER, "sigstore": str(folder / "sigstore.json"), "expires": FUTURE}
+    """The operator's, which trusts the pipeline's identity. `other`: what is different; {} is the policy's folder."""
+    entry = {"identity": IDENTITY, "issuer": ISSUER, "sigstore": "{}/sigstore.json", "expires": FUTURE} | other
+    entry["sigstore"] = entry["sigstore"].format(folder)
     file = folder / "trust.yaml"
-    file.write_text(yaml.safe_dump({"identities": {"pipeline": {**entry, **other}}}))
+    file.write_text(yaml.safe_dump({"identities": {"pipeline": entry}}))
     monkeypatch.setenv(POLICY_VARIABLE, str(file))
 
 
@@ -200,8 +203,12 @@ def test_a_folder_is_signed_without_a_key(
         ({"identity": "https://kubernetes.io/namespaces/other/serviceaccounts/pipeline"}, "signature-mismatch"),
         ({"issuer": "https://accounts.example.com"}, "signature-mismatch"),
         ({"expires": "2020-01-01"}, "key-expired"),
-        ({"sigstore": "other.json"}, "signature-mismatch"),
-        ({"sigstore": "missing.json"}, "signature-mismatch"),
+        ({"sigstore": "{}/other.json"}, "signature-mismatch"),
+        ({"sigstore": "{}/missing.json"}, "trust-config-unreadable"),
+        ({"sigstore": "{}"}, "trust-config-unreadable"),
+        ({"sigstore": "{}/folder/model"}, "trust-config-invalid"),
+        ({"sigstore": "{}/no_log.json"}, "trust-config-invalid"),
+        ({"sigstore": "sigstore.json"}, "policy-invalid"),  # of whoever can fill the working directory
         (None, "key-unknown"),
     ],
 )
@@ -212,13 +219,177 @@ def test_another_s_signature_is_refused(
     folder.mkdir()
     (folder / "model").write_text("weights")
     trust.sign_folder(folder, keyless)
-    (tmp_path / "other.json").write_text(json.dumps(Sigstore().trust_config()))
+    other_config = Sigstore().trust_config()
+    (tmp_path / "other.json").write_text(json.dumps(other_config))
+    other_config["trustedRoot"]["tlogs"] = []
+    (tmp_path / "no_log.json").write_text(json.dumps(other_config))
     monkeypatch.chdir(tmp_path)
     policy(tmp_path, monkeypatch, **other or {})
     if other is None:
         (tmp_path / "trust.yaml").write_text("keys: {}\n")
     with refuses(code):
         trust.check_folder("it", folder)
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_an_expired_entry_hides_no_other_of_the_same_signer(
+    machine: Machine, keyless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/model").write_text("weights")
+    signers = {"identities": {"identity": IDENTITY, "issuer": ISSUER, "sigstore": str(keyless)}}
+    signers["keys"] = {"public_key": machine.keys["ci"][1].read_text(), "signs": ["model"]}
+    for kind, signer in (("identities", keyless), ("keys", machine.key("ci"))):
+        trust.sign_folder(tmp_path / "folder", signer)
+        dates = {"old": "2020-01-01", "new": FUTURE}
+        entries = {name: {**signers[kind], "expires": dates[name]} for name in sorted(dates, key=lambda n: n != first)}
+        (tmp_path / "trust.yaml").write_text(yaml.safe_dump({kind: entries}, sort_keys=False))
+        monkeypatch.setenv(POLICY_VARIABLE, str(tmp_path / "trust.yaml"))
+        assert trust.check_folder("it", tmp_path / "folder") == "new"
+
+
+@dataclass(frozen=True)
+class Of:
+    """The same field of another's signature."""
+
+    signer: str
+
+
+LOG = "verificationMaterial.tlogEntries"
+CERTIFICATE, PUBLIC_KEY = "verificationMaterial.certificate", "verificationMaterial.publicKey"
+
+
+@pytest.fixture(scope="module")
+def signed(sigstore: Sigstore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Signatures of the same folder by two whom the policy in `policy` trusts, and by two others."""
+    root = tmp_path_factory.mktemp("signed")
+    signers = {name: write_keys(root / name)[0] for name in ("ci", "stranger")}
+    signers |= dict.fromkeys(("pipeline", "other"), root / "sigstore.json")
+    (root / "sigstore.json").write_text(json.dumps(sigstore.trust_config()))
+    (folder := root / "folder").mkdir()
+    (folder / "model").write_text("weights")
+    found = {}
+    for name, signer in signers.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(TOKEN_VARIABLE, token(IDENTITY if name == "pipeline" else "https://other.example.com"))
+            trust.sign_folder(folder, signer)
+        found[name] = (folder / trust.SIGNATURE).read_text()
+        (folder / trust.SIGNATURE).unlink()
+    identity = {"identity": IDENTITY, "issuer": ISSUER, "sigstore": str(root / "sigstore.json"), "expires": FUTURE}
+    key = {"public_key": (root / "ci.pub").read_text(), "signs": ["model"], "expires": FUTURE}
+    return {**found, "policy": yaml.safe_dump({"keys": {"ci": key}, "identities": {"pipeline": identity}})}
+
+
+@pytest.fixture
+def folder(signed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, on a machine with that policy and without a network."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        pytest.fail("the network was used")
+
+    for module, name in ((socket.socket, "connect"), (socket, "getaddrinfo"), (socket, "create_connection")):
+        monkeypatch.setattr(module, name, refuse)
+    (tmp_path / "trust.yaml").write_text(signed["policy"])
+    monkeypatch.setenv(POLICY_VARIABLE, str(tmp_path / "trust.yaml"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/model").write_text("weights")
+    return tmp_path / "folder"
+
+
+@pytest.mark.parametrize(
+    ("signer", "field", "value"),
+    [
+        ("pipeline", PUBLIC_KEY, Of("ci")),
+        ("stranger", PUBLIC_KEY, Of("ci")),
+        ("stranger", f"{PUBLIC_KEY}.hint", ""),
+        ("stranger", CERTIFICATE, Of("pipeline")),
+        ("stranger", CERTIFICATE, {}),
+        ("stranger", "verificationMaterial", Of("pipeline")),
+        ("other", CERTIFICATE, Of("pipeline")),
+        ("other", "verificationMaterial", Of("pipeline")),
+        ("pipeline", LOG, []),
+        ("pipeline", LOG, None),
+        ("pipeline", LOG, Of("other")),
+        ("pipeline", f"{LOG}.0.inclusionProof", None),
+        ("pipeline", f"{LOG}.0.inclusionPromise", None),
+        ("pipeline", f"{LOG}.0.integratedTime", "1"),
+        ("pipeline", "dsseEnvelope.payloadType", "text/plain"),
+        ("ci", "dsseEnvelope.payloadType", "text/plain"),
+        ("pipeline", "dsseEnvelope.signatures", Of("other")),
+        ("pipeline", "dsseEnvelope.signatures", []),
+        ("ci", "dsseEnvelope.signatures", []),
+        ("pipeline", "dsse_envelope", {}),
+        ("pipeline", "mediaType", "application/vnd.dev.sigstore.bundle+json;version=9"),
+    ],
+)
+def test_changed_signatures(folder: Path, signed: dict[str, str], signer: str, field: str, value: Any) -> None:
+    """`value`: None takes the field away."""
+    *parents, last = field.split(".")
+
+    def parent(of: str) -> tuple[Any, Any]:
+        found = whole = json.loads(signed[of])
+        for name in parents:
+            found = found[int(name) if name.isdigit() else name]
+        return whole, found
+
+    whole, changed = parent(signer)
+    if value is None:
+        del changed[last]
+    else:
+        changed[last] = parent(value.signer)[1][last] if isinstance(value, Of) else value
+    (folder / trust.SIGNATURE).write_text(json.dumps(whole))
+    with refuses("signature-mismatch"):
+        trust.check_folder("it", folder)
+
+
+@pytest.mark.parametrize("signer", ["pipeline", "ci"])
+def test_added_files(folder: Path, signed: dict[str, str], signer: str) -> None:
+    (folder / trust.SIGNATURE).write_text(signed[signer])
+    assert trust.check_folder("it", folder) == signer
+    added = ("model.py", ".git/config", ".gitignore", "sub/model.sig", "sub/verdict.dsse.json", "a.dsse.json/model.py")
+    for name in added:
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("code")
+        with refuses("signature-mismatch"):
+            trust.check_folder("it", folder)
+        file.unlink()
+    (folder / "a.dsse.json").rmdir()
+    for name in ("link", "b.dsse.json", "sub/folder"):
+        (folder / name).symlink_to("/etc", target_is_directory=True)
+        with refuses("signature-mismatch"):
+            trust.check_folder("it", folder)
+        (folder / name).unlink()
+    os.mkfifo(folder / "fifo")
+    with refuses("signature-mismatch"):
+        trust.check_folder("it", folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff", None])
+def test_a_token_s_file_that_can_not_be_read(
+    keyless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    monkeypatch.setattr(trust, "TOKEN_FILE", tmp_path / "token")
+    trust.TOKEN_FILE.mkdir() if content is None else trust.TOKEN_FILE.write_bytes(content)
+    with refuses("token-unreadable"):
+        trust.sign_folder(tmp_path, keyless)
+
+
+@pytest.mark.parametrize(
+    ("service", "shown"),
+    [("caUrls", "500 Server Error"), ("rekorTlogUrls", r"no\x1b[2J ...")],  # the first's error has no words
+)
+def test_what_the_services_answer_is_shown(keyless: Path, tmp_path: Path, service: str, shown: str) -> None:
+    message = {"code": 500, "message": "no\x1b[2J " + 100_000 * "x"}
+    with serving(Served(answers=lambda *_: (500, message))) as services:
+        config = json.loads(keyless.read_text())
+        config["signingConfig"][service] = [{**config["signingConfig"][service][0], "url": services.endpoint}]
+        keyless.write_text(json.dumps(config))
+        with refuses("keyless-signing-failed") as refusal:
+            trust.sign_folder(tmp_path, keyless)
+    text = str(refusal.value)
+    assert (shown in text, len(text) < 1000) == (True, True), text
 
 
 @pytest.mark.parametrize(
