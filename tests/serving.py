@@ -67,7 +67,8 @@ def serving(state: Any, with_query: bool = False) -> Iterator[Any]:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            if self.command != "HEAD":
+                self.wfile.write(data)
 
         def log_message(self, *arguments: object) -> None:
             pass

@@ -4,12 +4,10 @@ import base64
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests  # type: ignore[import-untyped]
 from kubernetes import client  # type: ignore[import-untyped]
 
 from components.common.contracts.container_images import IMAGE_OF
@@ -20,7 +18,7 @@ from enginery.doctor import cluster_nodes
 from enginery.doctor.access import LIMIT_S, ClusterAccess
 from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, absent, missing, ok, warning
 from enginery.doctor.machine import server
-from enginery.release.oci import LOOPBACK, TOKEN_HOSTS
+from enginery.release.oci import Address, manifest_status
 
 
 def diagnose_cluster(cluster: ClusterAccess) -> Diagnosis:
@@ -238,7 +236,6 @@ def secrets(cluster: ClusterAccess) -> Finding:
 
 _TYPE = "kubernetes.io/dockerconfigjson"
 _KEY = ".dockerconfigjson"
-_MAX_TOKEN_BYTES = 1 << 20
 # Media types of a registry's answer: one image, or one per architecture.
 _ACCEPT = ", ".join(
     f"application/vnd.{kind}+json"
@@ -251,29 +248,20 @@ _ACCEPT = ", ".join(
 )
 
 
-@dataclass(frozen=True)
-class ImageName:
-    """The parts of an image reference."""
-
-    registry: str
-    repository: str
-    version: str  # tag or digest
-
-    @classmethod
-    def parse(cls, reference: str) -> "ImageName":
-        """Parse a reference as container engines do: without a host it is Docker Hub's."""
-        name, _, digest = reference.partition("@")
-        name, tag = name.rsplit(":", 1) if ":" in name.rsplit("/", 1)[-1] else (name, "latest")
-        host, _, rest = name.partition("/")
-        if rest and ("." in host or ":" in host or host == "localhost"):
-            return cls(host, rest, digest or tag)
-        return cls("registry-1.docker.io", name if rest else f"library/{name}", digest or tag)
+def image_address(reference: str) -> Address:
+    """Parse a reference of an image as container engines do: without a host it is Docker Hub's."""
+    name, _, digest = reference.partition("@")
+    name, tag = name.rsplit(":", 1) if ":" in name.rsplit("/", 1)[-1] else (name, "latest")
+    host, _, rest = name.partition("/")
+    if not rest or not ("." in host or ":" in host or host == "localhost"):
+        host, rest = "registry-1.docker.io", name if rest else f"library/{name}"
+    return Address(registry=host, repository=rest, tag=tag, digest=digest)
 
 
 def pull_secrets(cluster: ClusterAccess) -> Finding:
     """The pull secrets of the settings: there, and for the images' registry."""
     names = cluster.settings.image_pull_secrets
-    registry = ImageName.parse(cluster.settings.image("train")).registry
+    registry = image_address(cluster.settings.image("train")).registry
     if not names:
         return absent(f"the settings name no pull secret; {registry} must let everybody pull, or nodes log in")
     login = f"kubectl -n {cluster.namespace} create secret docker-registry NAME --docker-server={registry} ..."
@@ -305,21 +293,16 @@ def _login(cluster: ClusterAccess, registry: str) -> tuple[str, str] | None:
 def pull(cluster: ClusterAccess) -> Finding:
     """Ask the registry for each image, with the pull secret's login."""
     references = sorted({cluster.settings.image(step) for step in IMAGE_OF})
-    registry = ImageName.parse(references[0]).registry  # all images are of one
+    registry = image_address(references[0]).registry  # all images are of one
     login = _login(cluster, registry)
     for reference in references:
         try:
-            status = _ask_registry(ImageName.parse(reference), login)
-        except requests.RequestException as error:
-            reason = str(getattr(error, "args", [error])[0])
-            cause = re.search(r"(Connection refused|timed out|Name or service not known|certificate[^)']*)", reason)
+            status = manifest_status(image_address(reference), _ACCEPT, login, LIMIT_S)
+        except EngineryError as error:
             return warning(
-                f"{registry} can't be reached from here ({cause[1] if cause else type(error).__name__}); "
-                "the cluster's nodes may reach it",
+                f"can't ask from here, and the cluster's nodes may: {error}",
                 "try where the nodes are: kubectl run pull --image=IMAGE --command -- true",
             )
-        except EngineryError as error:
-            return warning(str(error), "use a registry that gives its tokens itself; nodes may pull all the same")
         if status in (401, 403):
             return missing(
                 f"{registry} does not let {'the pull secret' if login else 'anybody'} pull {reference} ({status})",
@@ -348,40 +331,3 @@ def _logins(secret: Any) -> dict[str, tuple[str, str]]:
         user, _, password = base64.b64decode(entry.get("auth", "")).decode(errors="replace").partition(":")
         found[host] = (entry.get("username") or user, entry.get("password") or password)
     return found
-
-
-def _ask_registry(image: ImageName, login: tuple[str, str] | None) -> int:
-    """The status of an image's manifest, by the registry API's own way of logging in (OCI distribution)."""
-    origin = f"{'http' if LOOPBACK.fullmatch(image.registry) else 'https'}://{image.registry}"
-    url = f"{origin}/v2/{image.repository}/manifests/{image.version}"
-    headers = {"Accept": _ACCEPT}
-    answer = requests.head(url, headers=headers, timeout=LIMIT_S)  # which follows no redirects, as nothing here does
-    challenge = answer.headers.get("WWW-Authenticate", "")
-    if answer.status_code != 401 or not challenge:
-        return int(answer.status_code)
-    if challenge.lower().startswith("basic"):
-        if login is None:
-            return 401
-        return int(requests.head(url, headers=headers, auth=login, timeout=LIMIT_S).status_code)
-    challenged = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
-    query = {"service": challenged.get("service", ""), "scope": f"repository:{image.repository}:pull"}
-    realm = challenged.get("realm", "")
-    own = (origin, f"https://{TOKEN_HOSTS.get(image.registry, image.registry)}")
-    scheme, _, rest = realm.partition("://")
-    host = re.split(r"[/?#\\]", rest)[0]  # with what may stand before an @
-    if f"{scheme}://{host}" not in own and (login is not None or scheme != "https"):
-        raise EngineryError(
-            f"{image.registry} wants tokens fetched at {scheme}://{host.rpartition('@')[2]}, and the pull secret's "
-            "login is for itself alone",
-            code="credentials-elsewhere",
-        )
-    with requests.get(realm, params=query, auth=login, timeout=LIMIT_S, allow_redirects=False, stream=True) as granted:
-        if granted.status_code != 200:
-            return int(granted.status_code)
-        data = granted.raw.read(_MAX_TOKEN_BYTES, decode_content=True)
-    try:
-        found = json.loads(data)
-        headers["Authorization"] = f"Bearer {found.get('token') or found['access_token']}"
-    except (ValueError, AttributeError, KeyError, RecursionError):
-        return 401
-    return int(requests.head(url, headers=headers, timeout=LIMIT_S).status_code)

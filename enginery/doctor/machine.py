@@ -3,8 +3,8 @@
 Checks of system, memory, limits, software, storage and tracking, and the list of all, those of the GPU among them.
 """
 
+import asyncio
 import contextlib
-import http.client
 import os
 import platform
 import resource
@@ -13,14 +13,13 @@ import socket
 import sqlite3
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+import aiohttp
 import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -29,6 +28,7 @@ from components.common.contracts.environment import cpu_name, num_cores
 from components.common.contracts.errors import EXIT_FAILURE, UserError
 from components.common.contracts.instruction_sets import SATURATING, cpu_flags, instruction_set
 from components.common.contracts.manifests import BundleManifest
+from components.preprocess.sources.web import open_session
 from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, missing, ok, warning
 from enginery.doctor.gpu import GpuChecks
 from enginery.doctor.probes import ProbeError, Probes
@@ -360,21 +360,26 @@ def _sqlite(path: Path) -> Finding:
 
 def server(uri: str) -> Finding:
     """The answer of an MLflow server."""
-    url = f"{_shown(uri).rstrip('/')}/health"
     try:
-        with urllib.request.urlopen(url, timeout=_LIMIT_S) as answer:  # noqa: S310  # http or https, as checked
-            answer.read(64)
-    except urllib.error.HTTPError as error:
-        text = f"{_shown(uri)} answers {error.code} {error.reason}"
-        if error.code == 401:
-            return missing(text, "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
-        if error.code == 403:
-            return missing(text, "name this host in the server's --allowed-hosts, and check your credentials")
-        return missing(text, f"check that MLFLOW_TRACKING_URI names an MLflow server, {_OR_LOCAL}")
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
+        status = asyncio.run(_status(f"{_shown(uri).rstrip('/')}/health"))
+    except (OSError, ValueError, aiohttp.ClientError) as error:
+        reason = str(error) or type(error).__name__
         return missing(f"{_shown(uri)} can't be reached: {reason}", f"start the server, or check the URI, {_OR_LOCAL}")
-    return ok(f"{_shown(uri)} answers")
+    if status < 400:
+        return ok(f"{_shown(uri)} answers")
+    fixes = {
+        401: "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        403: "name this host in the server's --allowed-hosts, and check your credentials",
+    }
+    fix = fixes.get(status, f"check that MLFLOW_TRACKING_URI names an MLflow server, {_OR_LOCAL}")
+    return missing(f"{_shown(uri)} answers {status}", fix)
+
+
+async def _status(url: str) -> int:
+    limit = aiohttp.ClientTimeout(total=_LIMIT_S)
+    session = await open_session(named=url, loop=asyncio.get_running_loop())
+    async with session, session.get(url, timeout=limit) as answer:
+        return answer.status
 
 
 def _database(uri: str) -> Finding:

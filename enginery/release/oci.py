@@ -33,9 +33,9 @@ _ADDRESS = re.compile(
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?",
     re.ASCII,
 )
-LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")  # without TLS, as Docker and cosign have it
+_LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")  # without TLS, as Docker and cosign have it
 # Registries whose tokens another host gives.
-TOKEN_HOSTS = {"registry-1.docker.io": "auth.docker.io", "registry.gitlab.com": "gitlab.com"}
+_TOKEN_HOSTS = {"registry-1.docker.io": "auth.docker.io", "registry.gitlab.com": "gitlab.com"}
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _ARTIFACT = "application/vnd.enginery.folder.v1"
 _TITLE = "org.opencontainers.image.title"
@@ -70,7 +70,7 @@ class Address:
     @property
     def origin(self) -> yarl.URL:
         """Of the registry's server."""
-        return yarl.URL(f"http{'' if LOOPBACK.fullmatch(self.registry) else 's'}://{self.registry}")
+        return yarl.URL(f"http{'' if _LOOPBACK.fullmatch(self.registry) else 's'}://{self.registry}")
 
 
 def read_address(text: str) -> Address:
@@ -134,6 +134,34 @@ def push(folder: Path, address: Address, key: Any) -> Address:
     return _run(address, _push(folder, address, key))
 
 
+def manifest_status(address: Address, accept: str, login: tuple[str, str] | None, limit_s: float) -> int:
+    """The status of a registry's answer for a manifest.
+
+    Args:
+        address: of the manifest.
+        accept: its media types.
+        login: user and password to ask with; None for nobody's.
+        limit_s: time that the registry has, in seconds.
+
+    Raises:
+        EngineryError: the registry does not answer, or leads to an inner network.
+    """
+
+    async def ask() -> int:
+        async with asyncio.timeout(limit_s), await _open(address) as session:
+            basic = f"Basic {base64.b64encode(':'.join(login).encode()).decode()}" if login else ""
+            registry = _Registry(session, address, basic)
+            path = f"manifests/{address.digest or address.tag}"
+            async with await registry.call("HEAD", path, accept=accept) as answer:
+                return answer.status
+
+    return _run(address, ask())
+
+
+async def _open(address: Address) -> aiohttp.ClientSession:
+    return await open_session(named=str(address.origin), loop=asyncio.get_running_loop())
+
+
 def _run(address: Address, work: Coroutine[Any, Any, _T]) -> _T:
     try:
         return asyncio.run(work)
@@ -159,7 +187,7 @@ def _run(address: Address, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _pull(address: Address, folder: Path) -> None:
-    async with await open_session(named=str(address.origin), loop=asyncio.get_running_loop()) as session:
+    async with await _open(address) as session:
         registry = _Registry(session, address)
         async with await registry.call("GET", f"manifests/{address.digest or address.tag}", accept=_MANIFEST) as answer:
             registry.check(answer, 200)
@@ -222,7 +250,7 @@ async def _save(answer: aiohttp.ClientResponse, file: Path, layer: _Descriptor, 
 
 
 async def _push(folder: Path, address: Address, key: Any) -> Address:
-    async with await open_session(named=str(address.origin), loop=asyncio.get_running_loop()) as session:
+    async with await _open(address) as session:
         registry = _Registry(session, address)
         files = sorted(path for path in folder.rglob("*") if not path.is_dir())
         layers = []
@@ -265,11 +293,18 @@ def _sign(key: Any, data: bytes) -> bytes:
 
 
 class _Registry:
-    """A repository of a registry, and what it is asked with."""
+    """A repository of a registry, and what it is asked with.
 
-    def __init__(self, session: aiohttp.ClientSession, address: Address) -> None:
+    Args:
+        session: that asks.
+        address: of the repository.
+        basic: header with credentials, "" for none; None for those of Docker's configuration.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, address: Address, basic: str | None = None) -> None:
         self.session = session
         self.address = address
+        self.basic = basic
         self.authorization = ""
 
     async def call(
@@ -305,7 +340,7 @@ class _Registry:
         return await send(request)
 
     async def _authorize(self, challenges: list[str]) -> str:
-        basic = _credentials(self.address.registry)
+        basic = _credentials(self.address.registry) if self.basic is None else self.basic
         for challenge in challenges:
             scheme, _, rest = challenge.partition(" ")
             if scheme.lower() == "basic" and basic:
@@ -314,7 +349,7 @@ class _Registry:
             if scheme.lower() != "bearer" or "realm" not in fields:
                 continue
             realm = yarl.URL(fields["realm"])
-            host = TOKEN_HOSTS.get(self.address.registry, self.address.registry)
+            host = _TOKEN_HOSTS.get(self.address.registry, self.address.registry)
             if basic and realm.origin() not in (self.address.origin, yarl.URL(f"https://{host}")):
                 raise EngineryError(
                     f"{self.address.registry} wants its credentials sent to {realm.host}, and they are for itself "
@@ -324,6 +359,8 @@ class _Registry:
             query = {name: fields[name] for name in ("service", "scope") if name in fields}
             headers = {"Authorization": basic} if basic else {}
             async with self.session.get(realm.update_query(query), headers=headers, allow_redirects=False) as answer:
+                if answer.status in (401, 403):
+                    return ""  # the registry says for what
                 self.check(answer, 200)
                 try:
                     found = json.loads(await _bounded(answer))

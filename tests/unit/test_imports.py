@@ -122,6 +122,21 @@ def test_the_server_needs_what_its_image_has() -> None:
     )
 
 
+def test_addresses_are_asked_by_one_client() -> None:
+    """components.preprocess.sources.web, which limits them; only the Triton of this machine is asked without it."""
+    clients = ("requests", "httpx", "http.client", "urllib.request", "urllib3.PoolManager", "urllib3.request")
+    ask_nobody = ("urllib.request.getproxies", "urllib.request.url2pathname")
+    local = ("enginery/serving/server.py", "components/serve/admission_control.py")
+    tracking = "components/common/registry/tracking.py"  # the errors of MLflow's own requests
+    found = [
+        (path.relative_to(REPOSITORY).as_posix(), name)
+        for path in sources(*FLOORS)
+        for name in imports(path)
+        if any(is_of(name, client) for client in clients) and name not in ask_nobody
+    ]
+    assert [entry for entry in found if entry[0] not in local] == [(tracking, "requests")]
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_imports_no_other_step_and_no_pipeline(step: str) -> None:
     others = [f"components.{other}" for other in STEPS if other not in (step, BUILDS_ON.get(step))]

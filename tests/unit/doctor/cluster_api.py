@@ -82,6 +82,7 @@ class ClusterApi(Served):
     images: dict[str, int] = field(default_factory=dict)  # repository: status
     kfp_is_well: bool = True
     wants_login: bool = False  # the registry
+    token_status: int = 200  # of who gives tokens
     realm: str = ""  # that it names for tokens; empty for its own
     redirects: str = ""  # where the realm leads
 
@@ -109,7 +110,7 @@ class ClusterApi(Served):
         if path == "/registry-token" and self.redirects:
             return 307, {}, {"Location": self.redirects}
         if path == "/registry-token":
-            return 200, {"token": "of-the-registry"}
+            return self.token_status, {"token": "of-the-registry"}
         if path == "/apis/v2beta1/healthz":
             return (200, {"multi_user": True}) if self.kfp_is_well else (200, b"<html>log in</html>")
         if method == "POST" and path.startswith(_REVIEWS):

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from enginery.cluster.server import Login
 from enginery.cluster.settings import load_settings
 from enginery.doctor.access import ClusterAccess
 from enginery.doctor.checks import Check
-from enginery.doctor.cluster import ImageName, all_checks, conclude, diagnose_cluster
+from enginery.doctor.cluster import all_checks, conclude, diagnose_cluster, image_address
 from tests.serving import Served, serving
 from tests.unit import registered
 from tests.unit.doctor.cluster_api import NAMESPACE, ClusterApi, claim, cpu_node, gpu_node, login, secret
@@ -147,6 +148,7 @@ MISSING: list[tuple[Any, ...]] = [
     ("pull secrets", has_secret("registry-login", NO_LOGIN), "is of type Opaque, and must be kubernetes.io/docker"),
     ("pull secrets", has_secret("registry-login", login("registry-login", "quay.io")), "none of registry-login is for"),
     ("image pull", answers("vision/train", 403), "does not let the pull secret pull"),
+    ("image pull", change(wants_login=True, token_status=401), "does not let the pull secret pull"),
     ("image pull", answers("vision/train", 401), "does not let anybody pull", {"image_pull_secrets": []}),
     ("image pull", answers("vision/export", 404), "has no 127.0.0.1"),
     ("Kubeflow Trainer", change(has_trainer=False), "has no Kubeflow Trainer"),
@@ -252,12 +254,12 @@ def test_options_are_checked_before_anything_is_asked(api: ClusterApi) -> None:
 @pytest.mark.parametrize(
     ("reference", "parts"),
     [
-        ("ghcr.io/enginery/train:0.2.0", ("ghcr.io", "enginery/train", "0.2.0")),
-        ("localhost:5000/train", ("localhost:5000", "train", "latest")),
-        ("r.example.com:5000/a/b@sha256:12", ("r.example.com:5000", "a/b", "sha256:12")),
-        ("team/train:1", ("registry-1.docker.io", "team/train", "1")),
-        ("alpine", ("registry-1.docker.io", "library/alpine", "latest")),
+        ("ghcr.io/enginery/train:0.2.0", ("ghcr.io", "enginery/train", "0.2.0", "")),
+        ("localhost:5000/train", ("localhost:5000", "train", "latest", "")),
+        ("r.example.com:5000/a/b@sha256:12", ("r.example.com:5000", "a/b", "latest", "sha256:12")),
+        ("team/train:1", ("registry-1.docker.io", "team/train", "1", "")),
+        ("alpine", ("registry-1.docker.io", "library/alpine", "latest", "")),
     ],
 )
-def test_names_of_images(reference: str, parts: tuple[str, str, str]) -> None:
-    assert ImageName.parse(reference) == ImageName(*parts)
+def test_names_of_images(reference: str, parts: tuple[str, ...]) -> None:
+    assert astuple(image_address(reference)) == parts

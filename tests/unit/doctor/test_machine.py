@@ -276,6 +276,14 @@ def test_tracking_server(monkeypatch: pytest.MonkeyPatch, status: int, expected:
     assert (gone.status, "can't be reached" in gone.found) == ("missing", True)
 
 
+def test_a_tracking_server_that_leads_to_an_inner_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Served()) as inner, serving(Served()) as server:
+        server.answers = lambda *_: (302, {}, {"Location": f"{inner.endpoint}/latest/meta-data"})
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.endpoint)
+        finding = machine.tracking()
+        assert (finding.status, "is no public address" in finding.found, inner.requests) == ("missing", True, [])
+
+
 def test_tracking_in_sqlite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path))
     monkeypatch.setattr(machine, "_LIMIT_S", 0.2)
