@@ -63,7 +63,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     if advice is not None and advice.precision != verdict.precision:
         suffix += f". Recommended: {advice.precision.upper()}, since {advice.reason}"
     if not verdict.passed:
-        suffix += f". {advised}" if (advised := remedy(verdict.checks)) else ""
+        suffix += f". {advised}" if (advised := remedy(config, accuracy, verdict.checks)) else ""
         raise GateFailed(
             f"{verdict.precision.upper()} did not pass: {_failures(verdict.checks)}{suffix}", code="gate-failed"
         )

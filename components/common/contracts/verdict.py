@@ -383,17 +383,19 @@ def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
     return "; ".join(filter(None, notes))
 
 
-def remedy(checks: Sequence[GateCheck]) -> str:
-    """The fix where a drop was measured and only its proof is missing; empty where more images would not help."""
+def remedy(thresholds: Thresholds, accuracy: AccuracyReport, checks: Sequence[GateCheck]) -> str:
+    """The fix where a drop was measured and only its proof is missing; empty elsewhere."""
     is_open = any(
         CHECKS[check.name].kind == "drop" and check.verdict == "not enough evidence" and check.measured is not None
         for check in checks
     )
     if not is_open or any(check.verdict == "fail" for check in checks):
         return ""
+    more = "Validate on more images (a larger validation folder, or preprocess.val_fraction), allow"
+    decided_by_more = deciding_images(thresholds, accuracy, accuracy.row(thresholds.precision)) is not None
     return (
-        "Validate on more images (a larger validation folder, or preprocess.val_fraction), allow a larger drop "
-        "(gate.max_top1_drop_points), or take the measured drop without a proof (--set gate.confident=false)"
+        f"{more if decided_by_more else 'Allow'} a larger drop (gate.max_top1_drop_points), or take the measured drop "
+        "without a proof (--set gate.confident=false)"
     )
 
 

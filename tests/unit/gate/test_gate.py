@@ -120,6 +120,7 @@ def test_too_little_evidence_and_slow_int8_fail_with_advice(tmp_path: Path) -> N
     ("row", "advised"),
     [
         (compared_row(3), True),
+        (compared_row(5), False),  # as large a drop as is allowed
         (accuracy_row("int8", None), False),  # no number of images measures it
         (compared_row(3, size_bytes=10**9), False),  # nor makes a file smaller
     ],
