@@ -347,13 +347,10 @@ def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = to_std
     if policy is None:
         say(_nobody(what))
         return ""
-    file = folder / SIGNATURE
-    if not _is_plain(file):
+    if not _is_plain(folder / SIGNATURE):
         raise _refusal(what, f"it is not signed ({SIGNATURE} is not there). Write it again with --key", "not-signed")
     try:
-        if file.stat().st_size > MAX_SIGNATURE_BYTES:
-            raise ValueError("it is too large")
-        material = json.loads(file.read_bytes())["verificationMaterial"]
+        material = json.loads(_read_signature(folder))["verificationMaterial"]
         hint = "" if "certificate" in material else material["publicKey"]["hint"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _refusal(what, f"its {SIGNATURE} is no signature, or is damaged", "signature-damaged") from None
@@ -381,31 +378,33 @@ def _check_identity(policy: TrustPolicy, what: str, folder: Path) -> str:
 
 def folder_problem(folder: Path, signer: str | TrustedIdentity) -> str:
     """Return the problem of a folder's signature by a public key in PEM or an identity; empty if there is none."""
-    from tempfile import NamedTemporaryFile
+    from tempfile import TemporaryDirectory
 
     from cryptography.exceptions import InvalidSignature
     from model_signing.verifying import Config
 
     config = Config().set_ignore_unsigned_files(True)
-    with NamedTemporaryFile("w", suffix=".pub") as pem:
+    with TemporaryDirectory() as temporary:
+        pem, copy = Path(temporary, "key.pub"), Path(temporary, SIGNATURE)
         try:
+            data = _read_signature(folder)
+            copy.write_bytes(data)  # of which the signature and then the list of files are read
             if isinstance(signer, TrustedIdentity):
                 config.use_sigstore_verifier(
                     identity=signer.identity, oidc_issuer=signer.issuer, trust_config=signer.sigstore
                 )
             else:
-                pem.write(signer)
-                pem.flush()
-                config.use_elliptic_key_verifier(public_key=pem.name)
-            config.verify(folder, folder / SIGNATURE)
+                pem.write_text(signer)
+                config.use_elliptic_key_verifier(public_key=pem)
+            config.verify(folder, copy)
         except InvalidSignature:
             return f"{SIGNATURE} is no signature by that key"
         except Exception as error:  # model-signing and sigstore have many kinds for a damaged file
             files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", str(error))  # the rest of that message is bytes
-            return f"{SIGNATURE} does not fit {', '.join(files[:5]) or _reason(error)}"
+            return f"{SIGNATURE} does not fit {shortened(', '.join(files[:5])) or _reason(error)}"
     # Statements may come later; anything else could be what is loaded, beside what was signed for something else.
     try:
-        envelope = json.loads((folder / SIGNATURE).read_bytes())["dsseEnvelope"]
+        envelope = json.loads(data)["dsseEnvelope"]
         statement = json.loads(base64.b64decode(envelope["payload"]))
         signed = {entry["name"] for entry in statement["predicate"]["resources"]}
     except (KeyError, TypeError, ValueError):  # such as other names of fields, which model-signing takes
@@ -415,7 +414,15 @@ def folder_problem(folder: Path, signer: str | TrustedIdentity) -> str:
         file for file in sorted(folder.rglob("*")) if file not in free and (file.is_symlink() or not file.is_dir())
     )
     added = [name for file in others if (name := file.relative_to(folder).as_posix()) not in signed]
-    return f"{SIGNATURE} does not cover {', '.join(added[:5])}" if added else ""
+    return f"{SIGNATURE} does not cover {shortened(', '.join(added[:5]))}" if added else ""
+
+
+def _read_signature(folder: Path) -> bytes:
+    with (folder / SIGNATURE).open("rb") as file:
+        data = file.read(MAX_SIGNATURE_BYTES + 1)
+    if len(data) > MAX_SIGNATURE_BYTES:
+        raise ValueError(f"what has more than {MAX_SIGNATURE_BYTES:,} bytes")
+    return data
 
 
 def sign_folder(folder: Path, signer: Path) -> None:

@@ -516,6 +516,8 @@ def test_signatures_and_statements_without_end(machine: Machine, tmp_path: Path)
         file.truncate(1 << 40)
     with refuses("signature-damaged"):
         trust.check_folder("it", tmp_path)
+    public = machine.keys["ci"][1].read_text()
+    assert "more than 16,777,216 bytes" in trust.folder_problem(tmp_path, public)  # as `enginery verify --key` asks
     for size_bytes, num_files in ((1 << 20, 1), (0, 101)):
         for number in range(num_files):
             (tmp_path / f"{number}.dsse.json").write_bytes(bytes(size_bytes))

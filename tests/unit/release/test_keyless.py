@@ -346,13 +346,22 @@ def test_changed_signatures(folder: Path, signed: dict[str, str], signer: str, f
 def test_added_files(folder: Path, signed: dict[str, str], signer: str) -> None:
     (folder / trust.SIGNATURE).write_text(signed[signer])
     assert trust.check_folder("it", folder) == signer
-    added = ("model.py", ".git/config", ".gitignore", "sub/model.sig", "sub/verdict.dsse.json", "a.dsse.json/model.py")
+    added = (
+        "model.py",
+        ".git/config",
+        ".gitignore",
+        "sub/model.sig",
+        "sub/verdict.dsse.json",
+        "a.dsse.json/model.py",
+        "a\nok",
+    )
     for name in added:
         file = folder / name
         file.parent.mkdir(exist_ok=True)
         file.write_text("code")
-        with refuses("signature-mismatch"):
+        with refuses("signature-mismatch") as refusal:
             trust.check_folder("it", folder)
+        assert "\n" not in str(refusal.value)
         file.unlink()
     (folder / "a.dsse.json").rmdir()
     for name in ("link", "b.dsse.json", "sub/folder"):
