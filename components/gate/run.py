@@ -17,7 +17,8 @@ from components.common.contracts.manifests import (
 from components.common.contracts.records import GateCheck
 from components.common.contracts.verdict import Thresholds, judge, remedy
 from components.common.process.steplog import StepLog
-from components.common.registry.trust import VERDICT, sign_verdict, step_key
+from components.common.registry.keys import step_key
+from components.common.registry.trust import VERDICT, sign_verdict
 from components.gate.config import GateConfig
 
 

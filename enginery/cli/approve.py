@@ -20,7 +20,8 @@ def approve(model: str, environment: str, key: Path, days: int) -> None:
     version, approve that again.
     """
     # MLflow takes seconds to import: mistakes are said before.
-    from components.common.registry.trust import approval_file, sign_approval, signing_key
+    from components.common.registry.keys import signing_key
+    from components.common.registry.trust import approval_file, sign_approval
 
     if not environment or not environment.replace("-", "_").isidentifier():
         raise click.BadParameter(f"an environment is letters, digits, - and _, such as production; got {environment!r}")

@@ -22,7 +22,8 @@ def push(directory: Path, address: str, key: Path) -> None:
     and the chart ask for. Credentials are those of `docker login`.
     """
     from components.common.contracts.digests import digest_file
-    from components.common.registry.trust import SIGNATURE, folder_problem, public_pem, signing_key
+    from components.common.registry.keys import public_pem, signing_key
+    from components.common.registry.trust import SIGNATURE, folder_problem
     from enginery.release import oci
     from enginery.release.fetch import is_release, read_identity
     from enginery.release.verify import SUMS

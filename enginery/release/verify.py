@@ -35,15 +35,8 @@ from components.common.contracts.manifests import (
 )
 from components.common.contracts.records import GateCheck, Precision, Record
 from components.common.contracts.verdict import Thresholds, run_checks
-from components.common.registry.trust import (
-    MAKE_KEY,
-    SIGNATURE,
-    STATEMENTS,
-    folder_problem,
-    load_public_key,
-    public_pem,
-    read_key,
-)
+from components.common.registry.keys import MAKE_KEY, load_public_key, public_pem, read_key
+from components.common.registry.trust import SIGNATURE, STATEMENTS, folder_problem
 from components.common.runtimes import measured_plans
 
 BUNDLE: Final = "bundle"

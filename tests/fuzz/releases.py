@@ -29,6 +29,7 @@ from securesystemslib.signer import CryptoSigner
 from components.common.contracts.digests import canonical_json
 from components.common.contracts.manifests import MANIFEST, seal_of
 from components.common.registry import trust
+from components.common.registry.keys import signing_key
 from components.common.registry.version_evaluation import load_evaluation
 from enginery.release.oci import Address, _files_of
 from enginery.release.verify import BOM, RECORD, SUMS, verify, write_sums
@@ -58,7 +59,7 @@ class _Release:
         reseal(paths["verdict"], lambda record: record["inputs"].update(report=report))
         self.evaluation = load_evaluation(paths["report"], paths["verdict"])
         self.digests = {part: self.evaluation.digests[part] for part in PARTS}
-        self.key = trust.signing_key(private)
+        self.key = signing_key(private)
         statements = {
             trust.VERDICT: trust.sign_verdict(self.digests, True, self.key),
             _APPROVAL: trust.sign_approval(self.digests, "m", "1", "prod", 9, self.key),

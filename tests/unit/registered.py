@@ -60,6 +60,7 @@ from components.common.contracts.verdict import run_checks
 from components.common.process.steplog import StepLog
 from components.common.registry import trust
 from components.common.registry.audit_log import Proposal, change_aliases
+from components.common.registry.keys import KEY_VARIABLE
 from components.common.registry.model_registry import Registry
 from components.common.registry.tracking import step_run
 from components.common.registry.version_evaluation import load_evaluation
@@ -388,7 +389,7 @@ class Machine:
         shutil.rmtree(paths["verdict"])
         with pytest.MonkeyPatch.context() as patch:
             if signer:
-                patch.setenv(trust.KEY_VARIABLE, self.key(signer).read_text())  # as from a Secret
+                patch.setenv(KEY_VARIABLE, self.key(signer).read_text())  # as from a Secret
             config = GateConfig.model_validate(thresholds)
             gate(config, StepLog("gate"), report=paths["report"], output=paths["verdict"])
         return paths

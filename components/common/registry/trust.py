@@ -27,13 +27,19 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from components.common.contracts.digests import canonical_json, digest_bytes
+from components.common.contracts.digests import canonical_json
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
+from components.common.registry.keys import (
+    KEY_VARIABLE,
+    PASSPHRASE_VARIABLE,
+    key_hint,
+    load_public_key,
+    private_key,
+    read_key,
+)
 
 POLICY_VARIABLE = "ENGINERY_TRUST_POLICY"
 DEFAULT_POLICY = Path("/etc/enginery/trust.yaml")
-KEY_VARIABLE = "ENGINERY_SIGNING_KEY"  # private key with which steps sign: its file, or itself in PEM, from a Secret
-PASSPHRASE_VARIABLE = "ENGINERY_KEY_PASSPHRASE"  # noqa: S105  # the name of a variable
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105  # identity by which folders are signed without a key, as for cosign
 TOKEN_FILE = Path("/var/run/sigstore/cosign/oidc-token")  # where cosign reads it, too: a projected volume
 SIGNATURE = "model.sig"  # of a folder, by model-signing
@@ -41,10 +47,6 @@ VERDICT = "verdict.dsse.json"
 STATEMENTS = "*.dsse.json"  # beside the artifacts: in a version, a release and a model repository
 MAX_SIGNATURE_BYTES = 16 << 20
 _MAX_STATEMENT_BYTES, _MAX_STATEMENTS = 1 << 16, 100
-MAKE_KEY = (
-    "make a pair with `openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out enginery.key` and "
-    + ("`openssl pkey -in enginery.key -pubout -out enginery.pub`")
-)
 _IN_TOTO = "application/vnd.in-toto+json"
 _STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 _PREDICATES = {"verdict": "https://enginery.dev/verdict/v1", "approval": "https://enginery.dev/approval/v1"}
@@ -356,7 +358,7 @@ def check_folder(what: str, folder: Path, *, say: Callable[[str], None] = to_std
         raise _refusal(what, f"its {SIGNATURE} is no signature, or is damaged", "signature-damaged") from None
     if not hint:
         return _check_identity(policy, what, folder)
-    name = next((name for name, key in policy.keys.items() if _hint(key.public_key) == hint), "")
+    name = next((name for name, key in policy.keys.items() if key_hint(key.public_key) == hint), "")
     _check_right(policy, what, name, "model")
     if problem := folder_problem(folder, policy.keys[name].public_key):
         raise _refusal(what, problem, "signature-mismatch")
@@ -465,7 +467,7 @@ def check_signer(file: Path) -> Any:
     """
     data = read_key(file)
     if not data.lstrip().startswith(b"{"):
-        return _private_key(data, str(file))
+        return private_key(data, str(file))
     _check_trust_config(file, "--key")
     return None
 
@@ -546,59 +548,6 @@ def _signed(kind: Literal["verdict", "approval"], digests: Mapping[str, str], pr
     return canonical_json(envelope.to_dict()) + b"\n"
 
 
-def signing_key(file: Path) -> Any:
-    """The private key to sign with: ECDSA P-256 in PEM. Its passphrase, if it has one, is in ENGINERY_KEY_PASSPHRASE.
-
-    Raises:
-        UserError: the file is no such key, or the passphrase is missing or wrong.
-    """
-    return _private_key(read_key(file), str(file))
-
-
-def _private_key(data: bytes, file: str) -> Any:
-    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    passphrase = os.environ.get(PASSPHRASE_VARIABLE)
-    try:
-        key = load_pem_private_key(data, passphrase.encode() if passphrase else None)
-    except TypeError:  # a passphrase that is needed and missing, or given and not needed
-        if passphrase:
-            raise UserError(
-                f"the key {file} has no passphrase; unset {PASSPHRASE_VARIABLE}",
-                code="passphrase-not-needed",
-                setting=PASSPHRASE_VARIABLE,
-            ) from None
-        raise UserError(
-            f"the key {file} has a passphrase; set {PASSPHRASE_VARIABLE} to it",
-            code="passphrase-missing",
-            setting=PASSPHRASE_VARIABLE,
-        ) from None
-    except ValueError as error:
-        if passphrase and b"ENCRYPTED" in data:
-            raise UserError(
-                f"the key {file} can't be opened with the passphrase in {PASSPHRASE_VARIABLE}",
-                code="passphrase-wrong",
-                setting=PASSPHRASE_VARIABLE,
-            ) from None
-        raise UserError(f"{file} is no private key in PEM ({error}); {MAKE_KEY}", code="not-a-private-key") from None
-    if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
-        raise UserError(f"{file} is a key of another kind than ECDSA P-256; {MAKE_KEY}", code="other-key-kind")
-    return key
-
-
-def step_key() -> Any:
-    """The private key that a step is to sign with; None where it is not to sign.
-
-    Raises:
-        UserError: see `signing_key`.
-    """
-    named = os.environ.get(KEY_VARIABLE, "")
-    if named.lstrip().startswith("-----BEGIN"):
-        return _private_key(named.encode(), KEY_VARIABLE)
-    return signing_key(Path(named)) if named else None
-
-
 def read_statements(folder: Path) -> dict[str, bytes]:
     """The statements that lie in a folder, by file name.
 
@@ -627,46 +576,6 @@ def statement_names(sizes: Mapping[str, int]) -> list[str]:
 
 def _is_plain(file: Path) -> bool:
     return file.is_file() and not file.is_symlink()
-
-
-def load_public_key(data: bytes, where: str) -> Any:
-    """A public key, ECDSA P-256 in PEM.
-
-    Raises:
-        ValueError: it is none.
-    """
-    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    key = load_pem_public_key(data)
-    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):
-        raise ValueError(f"{where} is a key of another kind than ECDSA P-256; {MAKE_KEY}")
-    return key
-
-
-def read_key(file: Path) -> bytes:
-    """A key's file.
-
-    Raises:
-        UserError: it can't be read.
-    """
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"can't read the key {file}: {error.strerror}; {MAKE_KEY}", code="key-unreadable") from None
-
-
-def public_pem(key: Any) -> str:
-    """A public key as text, in the one form that digests are taken of."""
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
-    return str(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode())
-
-
-def _hint(public_key: str) -> str:
-    """How model-signing names a key."""
-    pem = public_pem(load_public_key(public_key.encode(), "public_key"))
-    return digest_bytes(pem.encode()).removeprefix("sha256:")
 
 
 def now() -> str:

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.registry import trust
 from components.common.registry.audit_log import Proposal, change_aliases
+from components.common.registry.keys import signing_key
 from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote import champion
@@ -299,7 +300,7 @@ def statement(
     """A verdict on a bundle, or its approval as version 1 of m for prod. `more`: fields that differ."""
     approval = {"model": "m", "version": "1", "environment": "prod", "approved": "2026-01-01T00:00:00Z"}
     usual = {"passed": True} if kind == "verdict" else {**approval, "expires": "2999-01-01T00:00:00Z"}
-    key = trust.signing_key(machine.key(signer or ("ci" if kind == "verdict" else "board")))
+    key = signing_key(machine.key(signer or ("ci" if kind == "verdict" else "board")))
     return trust._signed(kind, digests, {**usual, **more}, key)
 
 

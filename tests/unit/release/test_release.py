@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import ReportManifest, load
-from components.common.registry.trust import PASSPHRASE_VARIABLE
+from components.common.registry.keys import PASSPHRASE_VARIABLE
 from components.promote.packaging import write_model
 from enginery.release import writing
 from tests.unit.registered import CHANGED, NAME, enginery, files, flip, promote_chain, refuses, reseal, write_keys

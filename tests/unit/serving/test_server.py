@@ -20,7 +20,8 @@ from tritonclient import grpc
 from components.common.contracts.manifests import BundleManifest, load
 from components.common.data.dali_pipelines import ImageBatches
 from components.common.data.evaluation import most_likely
-from components.common.registry.trust import VERDICT, sign_verdict, signing_key
+from components.common.registry.keys import signing_key
+from components.common.registry.trust import VERDICT, sign_verdict
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
 from enginery.serving.installation import find_triton
