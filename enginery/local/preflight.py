@@ -84,7 +84,7 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
         if source is not None:
             _check_for_images(source, arguments)
             of_class = Counter(sample.label for sample in source.splits["val"])
-            check_validation(arguments, len(source.splits["train"]), tuple(of_class.values()))
+            check_validation(arguments, len(source.splits["train"]) - source.num_refused, tuple(of_class.values()))
     if model := str(arguments.get("model") or ""):
         classes = source.classes if source is not None else None
         image_size = int(arguments.get("image_size") or 224)

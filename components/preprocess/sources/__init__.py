@@ -14,7 +14,7 @@ from pathlib import Path
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import refuse_lfs_pointer
-from components.preprocess.sources.folders import LocalTree, folder_source, remote_tree
+from components.preprocess.sources.folders import LocalTree, Tree, folder_source, remote_tree
 from components.preprocess.sources.places import (
     FileStorage,
     RemotePlace,
@@ -70,7 +70,12 @@ class Kind:
 
 def _list_folder(data: str, _: Path, options: Options) -> Source:
     place = locate(data)
-    tree, refused = remote_tree(place) if isinstance(place, RemotePlace) else (LocalTree(place), {})
+    tree: Tree
+    if isinstance(place, RemotePlace):
+        tree, refused = remote_tree(place)
+    else:
+        tree = LocalTree(place)
+        refused = tree.unreadable  # filled as the tree is listed
     if tars := tar_files(tree):
         return with_refused(shard_source(place, tars, options), refused)
     return with_refused(folder_source(tree, FileStorage(place), options), refused)

@@ -116,6 +116,7 @@ class LocalTree:
 
     def __init__(self, place: LocalPlace) -> None:
         self.name = place.name
+        self.unreadable: dict[str, str] = {}  # links that `files` found and left out, as with_refused takes them
         self._place = place
 
     def folders(self, path: str) -> list[str]:
@@ -143,7 +144,7 @@ class LocalTree:
     def files(self, path: str) -> Iterator[File]:
         """All files below a folder: its own first, then those of each sub-folder, sorted by name.
 
-        A folder that several links lead to is listed once, and one that leads out as a file.
+        A folder that several links lead to is listed once. Links to what can't be read are left out.
         """
         root = self._place.root
         seen = {root, *(self._real(str(above)) for above in PurePosixPath(path).parents)}
@@ -156,12 +157,15 @@ class LocalTree:
             inside = []
             for entry in self._scan(current):
                 relative = joined(current, entry.name)
-                if not _is_folder(entry):
-                    yield File(relative, self._place.size_bytes(relative))
-                elif entry.is_symlink() and not is_below(real := self._real(relative), root) and real != root:
-                    yield File(relative, 0)  # read() says that it leads out
+                if _is_folder(entry):
+                    if not entry.is_symlink() or is_below(real := self._real(relative), root) or real == root:
+                        inside.append(relative)
+                    else:
+                        self.unreadable[relative] = ""
+                elif entry.is_symlink() and not self._place.has_file(relative):
+                    self.unreadable[relative] = ""
                 else:
-                    inside.append(relative)
+                    yield File(relative, self._place.size_bytes(relative))
             waiting += reversed(inside)
 
     def read(self, path: str) -> bytes:

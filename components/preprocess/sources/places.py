@@ -144,6 +144,14 @@ class LocalPlace:
             raise Unreadable("not a regular file")
         return full
 
+    def has_file(self, path: str) -> bool:
+        """True if a regular file of this folder is behind `path`."""
+        try:
+            self.resolved(path)
+        except (OSError, Unreadable):
+            return False
+        return True
+
     def read(self, path: str) -> bytes:
         """A whole file. Raises OSError or Unreadable."""
         return Path(self.resolved(path)).read_bytes()

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -165,6 +165,7 @@ class Source:
     classes: tuple[str, ...]
     splits: dict[str, list[Sample]]
     storage: Storage
+    num_refused: int = 0  # of the samples of train, which are no images: see with_refused
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,16 @@ class Refusing:
 
 
 def with_refused(source: Source, reasons: Mapping[str, str]) -> Source:
-    """`source` and more samples, which can't be read but are listed as rejected, each with its reason."""
+    """`source` and more samples, which can't be read but are listed as rejected.
+
+    Each has its reason; an empty one is left to the storage, which fails to read the sample.
+    """
     if not reasons:
         return source
     refused = [Sample(path=path, label=0, size_bytes=0) for path in sorted(reasons)]
     splits = {**source.splits, "train": source.splits["train"] + refused}
-    return Source(classes=source.classes, splits=splits, storage=Refusing(source.storage, dict(reasons)))
+    storage = Refusing(source.storage, dict(reasons))
+    return replace(source, splits=splits, storage=storage, num_refused=source.num_refused + len(refused))
 
 
 VAL_NAMES = ("val", "validation", "valid")  # what the validation split is called, in folders, tars and tables

@@ -1,5 +1,6 @@
 """Refusals before anything runs: files that are not there, models that can't be, and memory that can't suffice."""
 
+import shutil
 import tarfile
 import zipfile
 from contextlib import nullcontext
@@ -150,6 +151,14 @@ def test_too_few_validation_images_are_refused_with_what_would_do(few_digits: Pa
         assert text.startswith("120 of the 600 images validate, and at least 200 are needed")
         assert "preprocess.val_fraction=0.34" in text
     assert "is checked after preprocess" in check_inputs({**run_of(few_digits, gate=demand), "data": "memory://few"})
+
+
+def test_links_that_lead_nowhere_do_not_count(tmp_path: Path, few_digits: Path) -> None:
+    shutil.copytree(few_digits, tmp_path / "few")
+    for folder in (tmp_path / "few").iterdir():
+        (folder / "self.jpg").symlink_to("self.jpg")
+    text = too_few(tmp_path / "few", {"confident": False, "min_validation_images": 200})
+    assert text.startswith("120 of the 600 images validate")
 
 
 def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:

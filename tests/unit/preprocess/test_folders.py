@@ -55,6 +55,7 @@ def test_linked_images_and_folders_are_followed(tmp_path: Path) -> None:
         broken = sample.path == "a/broken.png"
         assert sample.size_bytes == (0 if broken else (root / sample.path).stat().st_size)
     assert len(paths(source)) == 4 + 5 + 1
+    assert source.num_refused == 1
     dataset = preprocess(root, tmp_path / "out", max_bad_fraction=0.2)
     assert rejected(dataset.path) == {"a/broken.png": "unreadable: No such file or directory"}
 
@@ -82,6 +83,9 @@ def test_what_links_lead_out_to_and_what_is_no_regular_file_is_not_read(
         **dict.fromkeys(("a/pipe.png", "a/linked.png", "b/socket.png"), "not a regular file"),
     }
     assert len(paths(source)) == 12 + len(found)
+    links = {*out, "a/linked.png"}
+    assert source.num_refused == len(links)
+    assert links.isdisjoint(sample.path for sample in source.splits["val"])
 
 
 @pytest.mark.parametrize("linked", ["c", "train", "train/c"])
