@@ -5,7 +5,7 @@ Opset 17, IR 8, classic exporter: what TensorRT 8.6's parser reads. Newer runtim
 
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +14,14 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
-from onnx import TensorProto, ValueInfoProto, version_converter
+from onnx import TensorProto, ValueInfoProto, numpy_helper, version_converter
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx
 from components.export.folding import fold_constants
-from components.export.placement import inline_constants, model_opset
+from components.export.placement import attribute, inline_constants, model_opset
 
 OPSET = 17
 IR_VERSION = 8
@@ -34,6 +34,15 @@ _SUM_TOLERANCE = 1e-3  # of the probabilities of an image
 _MAX_SIDE = 8192  # pixels; a file may claim any size, and is tried with two images
 _MIN_CLASSES = 2
 _SHAPE_ONLY = {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast"}  # what may follow a last activation
+_ELEMENTWISE: dict[str, Callable[..., np.ndarray]] = {  # with constants, what may follow it too
+    **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
+    **{"Neg": np.negative, "Reciprocal": np.reciprocal},
+    "Clip": lambda x, low=None, high=None: np.minimum(
+        np.maximum(x, -np.inf if low is None else low), np.inf if high is None else high
+    ),
+}
+_LIMITED: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Exp": np.exp, "Tanh": np.tanh}
+_PICKS = {"ArgMax", "Equal", "Greater", "GreaterOrEqual", "Hardmax", "Less", "LessOrEqual", "OneHot"}
 _LINEAR = {"Add", "Conv", "Gemm", "GlobalAveragePool", "MatMul", "ReduceMean"}  # whose answers may be small by chance
 _REEXPORT = (
     "Re-export it with torch.onnx.export(model, torch.zeros(2, 3, height, width), path, dynamo=False, "
@@ -202,21 +211,41 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
         proto, content = folded, folded.SerializeToString()
     actual = _probe(content, classifier, source)
     if not _relative_error(actual, expected) <= MAX_RELATIVE_ERROR:
+        if not _relative_error(_probe(original, classifier, source), expected) <= MAX_RELATIVE_ERROR:
+            raise UserError(
+                f"{source}: gives different answers to the same images (dropout in training mode?): export it after "
+                "model.eval()",
+                code="random-answers",
+            )
         raise UserError(
             f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}",
             code="conversion-differs",
         )
-    last = _last_operator(proto.graph)
+    tail = _Tail.of(proto.graph)
+    last = tail.last
     _check_varies(expected, last, source)
-    are_shares = last is not None and last.op_type not in _LINEAR and bool(((expected >= 0) & (expected <= 1)).all())
-    sums_to_one = bool(np.allclose(expected.sum(axis=1), 1, atol=_SUM_TOLERANCE))
-    if (last is not None and last.op_type in ("Sigmoid", "HardSigmoid")) or (are_shares and not sums_to_one):
+    is_softmax = last is not None and last.op_type == "Softmax"
+    if not is_softmax and tail.is_sigmoid():
         raise UserError(
-            f"{source}: ends in a sigmoid or the like: all answers are between 0 and 1, so it says yes or no for each "
-            "output by itself (multi-label). Supported are classifiers of which each image has one class. If yours is "
-            "one, export it without the sigmoid, with logits as its output",
+            f"{source}: ends in a sigmoid or the like, so it says yes or no for each output by itself (multi-label). "
+            "Supported are classifiers of which each image has one class. If yours is one, export it without the "
+            "sigmoid, with logits as its output",
             code="multi-label",
         )
+    sums_to_one = bool(np.allclose(expected.sum(axis=1), 1, atol=_SUM_TOLERANCE))
+    if is_softmax and tail.steps:
+        raise UserError(
+            f"{source}: its outputs are probabilities of a softmax, scaled or changed by "
+            f"{', '.join(node.op_type for node in reversed(tail.steps))}. Export it with logits as its output",
+            code="probabilities",
+        )
+    if is_softmax and not sums_to_one:
+        raise UserError(
+            f"{source}: its softmax is over axis {attribute(last, 'axis', -1)}, which is not the classes', so an "
+            "image's answers don't sum to 1. Export it with a softmax over the classes, or with logits as its output",
+            code="softmax-axis",
+        )
+    are_shares = last is not None and last.op_type not in _LINEAR and bool(((expected >= 0) & (expected <= 1)).all())
     if are_shares and sums_to_one:
         content = _without_softmax(proto, last)
         logits = _probe(content, classifier, source) if content else np.full_like(expected, np.nan)
@@ -287,6 +316,13 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
         )
     image, logits = inputs[0], proto.graph.output[0]
     _check_type(image, path, "input", "[N, 3, H, W]")
+    last = _Tail.of(proto.graph).last
+    if last is not None and last.op_type in _PICKS:
+        raise UserError(
+            f"{path}: gives classes, not logits: it ends in {last.op_type}. Export the network without it, with the "
+            "logits as its output",
+            code="classes-not-logits",
+        )
     _check_type(logits, path, "output", "[N, classes]")
     size, fix = _dims(image), _fix(proto)
     if len(size) == 4 and size[3] == 3 != size[1]:
@@ -334,13 +370,54 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
     return OnnxClassifier(shapes, output_size[1])
 
 
-def _last_operator(graph: onnx.GraphProto) -> onnx.NodeProto | None:
-    """The node that computes the output's numbers: the last one that does more than reshape or cast them."""
-    producers = {name: node for node in graph.node for name in node.output}
-    node = producers.get(graph.output[0].name)
-    while node is not None and node.op_type in _SHAPE_ONLY:
-        node = producers.get(node.input[0])
-    return node
+@dataclass(frozen=True)
+class _Tail:
+    """The end of a graph, traced back from its output."""
+
+    last: onnx.NodeProto | None
+    """The last operator that does more than reshape its numbers, or change each of them by constants."""
+    steps: list[onnx.NodeProto]
+    """The operators that change them so, from the output back."""
+    constants: dict[str, TensorProto]
+
+    @classmethod
+    def of(cls, graph: onnx.GraphProto) -> "_Tail":
+        constants = {tensor.name: tensor for tensor in graph.initializer}
+        for node in graph.node:
+            if node.op_type == "Constant" and [entry.name for entry in node.attribute] == ["value"]:
+                constants[node.output[0]] = node.attribute[0].t
+            elif node.op_type == "Identity" and node.input[0] in constants:
+                constants[node.output[0]] = constants[node.input[0]]
+        producers = {name: node for node in graph.node for name in node.output}
+        node, steps = producers.get(graph.output[0].name), []
+        while node is not None:
+            computed = [name for name in node.input if name and name not in constants]
+            if node.op_type not in _SHAPE_ONLY:
+                if len(computed) != 1 or node.op_type not in (*_ELEMENTWISE, "Gather"):
+                    break
+                steps.append(node)
+            node = producers.pop(computed[0], None) if computed else None  # pop: a damaged graph may be a ring
+        return cls(node, steps, constants)
+
+    def is_sigmoid(self) -> bool:
+        """True if each output is between 0 and 1 by itself, whatever the network computes, or is that of a sigmoid."""
+        kind = "" if self.last is None else self.last.op_type
+        if kind in ("Sigmoid", "HardSigmoid"):
+            return True
+        sizes = np.array([1e-3, 1.0, 1e3, 1e30])
+        with np.errstate(all="ignore"):
+            values = _LIMITED.get(kind, np.positive)(np.concatenate([-sizes, [0.0], sizes]))
+            for node in reversed(self.steps):
+                read = [numpy_helper.to_array(self.constants[name]) for name in node.input if name in self.constants]
+                if node.op_type not in _ELEMENTWISE or any(array.size != 1 for array in read):
+                    return False  # a scale for each class, say
+                scalars = iter(read)
+                arguments = [
+                    None if not name else next(scalars).item() if name in self.constants else values
+                    for name in node.input
+                ]
+                values = _ELEMENTWISE[node.op_type](*arguments)
+        return bool(((values >= -_SUM_TOLERANCE) & (values <= 1 + _SUM_TOLERANCE)).all())
 
 
 def _without_softmax(proto: onnx.ModelProto, last: onnx.NodeProto | None) -> bytes:

@@ -140,7 +140,9 @@ def user_file(path, input_shape=("N", 3, 16, 24), opset=17, ir=8, **changes):
         nodes[-1] = helper.make_node("Gemm", ["flat", "w"], ["scores"])
         nodes += [helper.make_node(changes["last"], ["scores"], ["odds"]), helper.make_node("Flatten", ["odds"], ["y"])]
     inputs = [helper.make_tensor_value_info("x", changes.get("type", TensorProto.FLOAT), input_shape)]
-    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, changes.get("output_shape", [input_shape[0], 5]))
+    output = helper.make_tensor_value_info(
+        "y", changes.get("output_type", TensorProto.FLOAT), changes.get("output_shape", [input_shape[0], 5])
+    )
     graph = helper.make_graph(
         changes.get("nodes", nodes), "user", inputs + changes.get("more_inputs", []), [output], [weights]
     )
@@ -160,18 +162,52 @@ POOLED = [
     helper.make_node("Flatten", ["pooled"], ["flat"]),
     helper.make_node("Gemm", ["flat", "w"], ["scores"]),
 ]
-LOGISTIC = [  # a sigmoid of other operators
-    helper.make_node("Neg", ["scores"], ["negative"]),
-    helper.make_node("Exp", ["negative"], ["odds"]),
-    helper.make_node("Softplus", ["odds"], ["more"]),
-    helper.make_node("Div", ["odds", "more"], ["share"]),
-    helper.make_node("Div", ["share", "more"], ["y"]),
-]
+
+
+def tail(*steps, first="scores"):
+    """Nodes after `first`, each an operator and its constants; a None among these is the tensor before."""
+    nodes, tensor = [], first
+    for index, (operator, *constants) in enumerate(steps):
+        names = [tensor]
+        if constants:
+            names = [tensor if value is None else f"constant{index}-{i}" for i, value in enumerate(constants)]
+            nodes += [
+                constant(name, np.asarray(value, np.float32))
+                for name, value in zip(names, constants, strict=True)
+                if value is not None
+            ]
+        tensor = "y" if index == len(steps) - 1 else f"tail{index}"
+        nodes.append(helper.make_node(operator, names, [tensor]))
+    return nodes
+
+
+TIMES, PLUS = (lambda value: ("Mul", None, value)), (lambda value: ("Add", None, value))
+LOGISTIC = [("Neg",), ("Exp",), PLUS(1), ("Reciprocal",)]  # a sigmoid of other operators
 SOFTMAX = [  # of other operators
     helper.make_node("Exp", ["scores"], ["odds"]),
     helper.make_node("ReduceSum", ["odds", "axes"], ["sum"]),
     helper.make_node("Div", ["odds", "sum"], ["y"]),
 ]
+CHOICE = [helper.make_node("ArgMax", ["scores"], ["class"], axis=1, keepdims=0)]
+ONE_HOT = [
+    constant("depth", 5),
+    constant("values", np.float32([0, 1])),
+    helper.make_node("OneHot", ["class", "depth", "values"], ["choice"]),
+    helper.make_node("Cast", ["choice"], ["y"], to=TensorProto.FLOAT),
+]
+FROM_TABLE = [constant("table", np.eye(5, dtype=np.float32)), helper.make_node("Gather", ["table", "class"], ["y"])]
+DROPOUT = [
+    constant("share", np.float32(0.5)),
+    constant("trains", True),
+    helper.make_node("Dropout", ["scores", "share", "trains"], ["y"]),
+]
+OVER_HALF = [
+    helper.make_node("Sigmoid", ["scores"], ["odds"]),
+    constant("half", np.float32(0.5)),
+    helper.make_node("Greater", ["odds", "half"], ["choice"]),
+    helper.make_node("Cast", ["choice"], ["y"], to=TensorProto.FLOAT),
+]
+RING = ("onnx-does-not-run", "")
 ZERO = [constant("none", np.float32(0)), helper.make_node("Mul", ["scores", "none"], ["zeros"])]
 IDENTITY, SHARES, ODDS = (helper.make_node(name, ["zeros"], ["y"]) for name in ("Identity", "Softmax", "Sigmoid"))
 ONE_IMAGE = [  # its batch is dynamic in name only
@@ -250,7 +286,31 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ({"output_shape": [1, 5]}, "wrong-output-shape", ""),
         ({"last": "Sigmoid"}, "multi-label", ""),
         ({"last": "HardSigmoid"}, "multi-label", ""),
-        ({"nodes": [*POOLED, *LOGISTIC]}, "multi-label", ""),
+        *(
+            ({"nodes": [*POOLED, *tail(*steps)]}, "multi-label", "")
+            for steps in (
+                LOGISTIC,
+                [("Neg",), ("Exp",), PLUS(1), ("Div", 1, None)],
+                [("Sigmoid",), TIMES(100)],
+                [("Sigmoid",), ("Identity",), TIMES(0.999), PLUS(0.0005)],
+                [("Sigmoid",), ("Sub", 1, None)],
+                [("Tanh",), TIMES(0.5), PLUS(0.5)],
+                [PLUS(3), ("Clip", None, 0, 6), ("Div", None, 6)],
+                [("Clip", None, 0, 1)],
+            )
+        ),
+        ({"nodes": [*POOLED, *tail(("Softmax",), TIMES(100))]}, "probabilities", "scaled"),
+        ({"nodes": [*POOLED, *tail(("Softmax",), ("Clip", None, 1e-7, 1))]}, "probabilities", "scaled"),
+        ({"nodes": [*POOLED, helper.make_node("Softmax", ["scores"], ["y"], axis=0)]}, "softmax-axis", "axis 0"),
+        ({"nodes": [*POOLED, *DROPOUT]}, "random-answers", "model.eval()"),
+        ({"nodes": [*POOLED, *CHOICE, *ONE_HOT]}, "classes-not-logits", "OneHot"),
+        ({"nodes": [*POOLED, *OVER_HALF]}, "classes-not-logits", "Greater"),
+        ({"nodes": [*POOLED, *CHOICE, *FROM_TABLE]}, "classes-not-logits", "ArgMax"),
+        (
+            {"nodes": [*POOLED, helper.make_node("ArgMax", ["scores"], ["y"])], "output_type": TensorProto.INT64},
+            "classes-not-logits",
+            "ArgMax",
+        ),
         ({"nodes": [constant("axes", [1]), *POOLED, *SOFTMAX]}, "probabilities", ""),
         *(({"nodes": [*POOLED, *ZERO, *last]}, "constant-answers", "") for last in ([IDENTITY], [SHARES], [ODDS])),
         ({"nodes": [*POOLED, *ZERO, helper.make_node("Log", ["zeros"], ["y"])]}, "answers-not-finite", ""),
@@ -285,6 +345,7 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
             "'bias'",
         ),
         ({"nodes": [helper.make_node("Loop", ["x"], ["y"])]}, "unsupported-graph", "control flow (['Loop'])"),
+        ({"nodes": [helper.make_node("Identity", names, names[::-1]) for names in (["y", "z"], ["z", "y"])]}, *RING),
         # What fuzzing found.
         ({"damage": lambda graph: graph.node[0].ClearField("output")}, "not-onnx", "without an output"),
         ({"damage": lambda graph: graph.initializer[0].dims.append(7)}, "weights-damaged", ""),
@@ -312,6 +373,24 @@ def test_a_softmax_at_the_end_is_left_out(tmp_path, opset):
     images = random_images(SHAPES, 3)
     first, second = (run_ort(onnx.load(tmp_path / name), images)["y"] for name in ("a.onnx", "b.onnx"))
     np.testing.assert_allclose(first, second, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [PLUS(0.4), ("Div", None, 1.5)],  # of a temperature
+        [("Sub", None, 0.1), TIMES([1.0, 1.1, 0.9, 1.0, 1.2])],
+        [("Relu",)],
+        [("Clip", None, 0, 50)],
+        [("Div", None, 30), ("Tanh",), TIMES(30)],  # a soft limit
+        [PLUS(0.5), ("Reciprocal",)],
+    ],
+)
+def test_logits_of_any_values_are_taken(tmp_path, steps):
+    source = user_file(tmp_path / "user.onnx", nodes=[*POOLED, *tail(*steps)])
+    classifier = normalize_user_onnx(source, tmp_path / "fp32.onnx")
+    assert not classifier.had_softmax
+    assert (tmp_path / "fp32.onnx").read_bytes() == source.read_bytes()
 
 
 def test_a_log_softmax_gives_logits_as_it_is(tmp_path):
