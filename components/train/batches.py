@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from components.common.contracts.errors import UserError, shortened
+from components.common.runtimes.architectures import check_pooling
 from components.train.config import TrainConfig
 
 
@@ -81,7 +82,7 @@ _REFUSALS = (RuntimeError, ValueError, AssertionError)  # of layers that are giv
 
 
 def check_sizes(model: nn.Module, config: TrainConfig, plan: BatchPlan) -> None:
-    """Check that each size that training and validation will meet goes through the model.
+    """Check that each size that training and validation will meet goes through the model, and the model into ONNX.
 
     Raises:
         UserError: one does not.
@@ -109,6 +110,7 @@ def check_sizes(model: nn.Module, config: TrainConfig, plan: BatchPlan) -> None:
             code="image-size-refused",
             setting=f"train.{name}",
         )
+    check_pooling(model, config.architecture, config.image_size)
 
 
 def _refusal(model: nn.Module, batch_size: int, side: int, *, training: bool) -> str:

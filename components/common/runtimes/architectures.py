@@ -1,6 +1,7 @@
 """Models by name, over torchvision and timm."""
 
 import pickle
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from components.common.contracts.errors import UserError, shortened
 from components.common.contracts.foreign import refuse_lfs_pointer
 
 _MAX_PROBLEMS = 3  # that are shown of weights that don't fit
+_USUAL_SIZES = (224, 256, 288, 320)  # of images, in pixels
 
 
 def known_architectures() -> list[str]:
@@ -138,22 +140,13 @@ def check_image_size(network: nn.Module, architecture: str, image_size: int) -> 
     """Check that a network takes images of this size and can be written as ONNX for them.
 
     Args:
-        network: best on the meta device, where only shapes are computed.
+        network: best on the meta device, where only shapes are computed. Is in eval mode afterwards.
         architecture: its name.
         image_size: in pixels.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not, or can't.
     """
-
-    def check_pooling(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        (height, width), (rows, columns) = inputs[0].shape[-2:], output.shape[-2:]
-        if height % rows or width % columns:
-            raise ValueError(f"it pools {height} x {width} to {rows} x {columns}, and ONNX has only whole factors")
-
-    for layer in network.modules():
-        if isinstance(layer, nn.AdaptiveAvgPool2d):
-            layer.register_forward_hook(check_pooling)
     device = next(network.parameters()).device
     try:
         with torch.no_grad():
@@ -168,3 +161,57 @@ def check_image_size(network: nn.Module, architecture: str, image_size: int) -> 
             code="image-size-unsupported",
             setting="image_size",
         ) from None
+    check_pooling(network, architecture, image_size)
+
+
+def check_pooling(network: nn.Module, architecture: str, image_size: int) -> None:
+    """Check that a network's adaptive pooling can be written as ONNX, which has only that by whole factors.
+
+    Args:
+        network: takes images of this size. Only shapes are computed, on the meta device; it stays as it is.
+        architecture: its name.
+        image_size: in pixels.
+
+    Raises:
+        UserError: it can't.
+    """
+    if uneven := _uneven_pooling(network, image_size):
+        fitting = next((size for size in _USUAL_SIZES if _uneven_pooling(network, size) == ""), None)
+        raise UserError(
+            f"{architecture} can't be written as ONNX for images of {image_size} x {image_size} pixels: its layer "
+            f"{uneven}, and ONNX has only whole factors. Choose another "
+            f"{f'--image-size, such as {fitting}' if fitting else 'architecture, or another --image-size'}",
+            code="size-not-exportable",
+            setting="image_size",
+        )
+
+
+def _uneven_pooling(network: nn.Module, image_size: int) -> str | None:
+    """Return which layer pools by no whole factor, and how; empty if none does, None where that is not known."""
+    uneven: list[str] = []
+
+    def note(name: str, _: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        (height, width), (rows, columns) = inputs[0].shape[-2:], output.shape[-2:]
+        if height % rows or width % columns:
+            uneven.append(f"{name} pools {height} x {width} to {rows} x {columns}")
+
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.AdaptiveAvgPool2d)}
+    if all(layer.output_size in (1, (1, 1)) for layer in layers.values()):
+        return ""
+    hooks = [layer.register_forward_hook(partial(note, name)) for name, layer in layers.items()]
+    tensors = (*network.named_parameters(), *network.named_buffers())
+    weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        with torch.no_grad():
+            images = torch.empty(1, 3, image_size, image_size, device="meta")
+            torch.func.functional_call(network, weights, (images,))
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # it may need numbers, or other images
+        return uneven[0] if uneven else None
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes:
+            module.training = training
+    return uneven[0] if uneven else ""

@@ -100,6 +100,12 @@ def test_files_that_hold_something_else(tmp_path: Path, name: str, code: str) ->
     ("changed", "code", "setting", "reason"),
     [
         ({"image_sizes": [16, 32]}, "image-size-refused", "train.image_sizes", "16 px .*Output size is too small"),
+        (
+            {"architecture": "vgg11_bn", "image_size": 128, "image_sizes": [224]},
+            "size-not-exportable",
+            "image_size",
+            "avgpool pools 4 x 4 to 7 x 7, .* such as 224$",
+        ),
         ({"architecture": "vit_b_16"}, "image-size-refused", "train.image_size", "32 px .*Wrong image height"),
         (
             {"architecture": "resnet18", "per_gpu_batch_size": 1},
@@ -117,10 +123,12 @@ def test_sizes_that_a_model_can_not_take(changed: dict[str, Any], code: str, set
     assert (caught.value.code, caught.value.setting) == (code, setting)
 
 
-def test_checking_sizes_changes_nothing() -> None:
-    wanted = config(image_sizes=[16, 32])
-    model = build_model("resnet18", 10)
+@pytest.mark.parametrize("architecture", ["resnet18", "alexnet"])
+def test_checking_sizes_changes_nothing(architecture: str) -> None:
+    wanted = config(architecture=architecture, image_size=224)
+    model = build_model(architecture, 10)
     weights, before = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     check_sizes(model, wanted, plan_batches(wanted, 1, num_train_images=100, num_val_images=10))
     assert torch.equal(torch.get_rng_state(), before)
+    assert all(module.training and not module._forward_hooks for module in model.modules())
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
