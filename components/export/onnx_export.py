@@ -152,6 +152,18 @@ def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, i
     return worst
 
 
+def check_answers(model: torch.nn.Module, shapes: ShapeSpec, source: Path) -> None:
+    """Refuse a model on the CPU whose answers to two random images are not finite, or the same, as read_user_onnx does.
+
+    Raises:
+        UserError: they are.
+    """
+    with _eval_mode(model), torch.inference_mode():
+        answers = model(torch.from_numpy(_probe_images(shapes))).numpy()
+    _check_finite(answers, source)
+    _check_varies(answers, None, source)
+
+
 def normalize_user_onnx(source: Path, destination: Path) -> OnnxClassifier:
     """Take over a user's classifier: check it and write it to `destination` at opset 17 and IR 8, with logits.
 
@@ -201,11 +213,7 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
         proto = _converted(proto, source)
         content = proto.SerializeToString()
     expected = _probe(original, classifier, source)
-    if not np.isfinite(expected).all():
-        raise UserError(
-            f"{source}: its answers to two random images hold NaN or infinity. Take an earlier checkpoint.",
-            code="answers-not-finite",
-        )
+    _check_finite(expected, source)
     folded = fold_constants(proto)
     if folded is not proto:
         proto, content = folded, folded.SerializeToString()
@@ -485,7 +493,7 @@ def _converted(proto: onnx.ModelProto, source: Path) -> onnx.ModelProto:
 def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarray:
     """Logits of ONNX Runtime for two random images. Fails where the batch axis is dynamic in name only."""
     shapes = classifier.shapes
-    images = np.random.default_rng(_PROBE_SEED).standard_normal(shapes.input_shape(2), dtype=np.float32)
+    images = _probe_images(shapes)
     options = ort.SessionOptions()
     options.log_severity_level = 4  # the exception says it all
     try:
@@ -506,13 +514,25 @@ def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarr
     return logits
 
 
+def _probe_images(shapes: ShapeSpec) -> np.ndarray:
+    return np.random.default_rng(_PROBE_SEED).standard_normal(shapes.input_shape(2), dtype=np.float32)
+
+
+def _check_finite(answers: np.ndarray, source: Path) -> None:
+    if not np.isfinite(answers).all():
+        raise UserError(
+            f"{source}: its answers to two random images hold NaN or infinity. Take an earlier checkpoint.",
+            code="answers-not-finite",
+        )
+
+
 def _check_varies(answers: np.ndarray, last: onnx.NodeProto | None, source: Path) -> None:
     """Refuse a network that does not look at its images. `answers`: [2, classes] float32, to different ones."""
     may_saturate = last is not None and last.op_type in ("Softmax", "Sigmoid", "HardSigmoid")
     if (answers[0] == answers[1]).all() and not (may_saturate and np.isin(answers, (0, 1)).all()):
         raise UserError(
             f"{source}: gives the same answers to different images, so it does not look at them: its weights were not "
-            "saved, or a layer's outputs are all zero. Export the trained model again.",
+            "saved, or a layer's outputs are all zero. Export or save the trained model again.",
             code="constant-answers",
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
@@ -31,7 +32,13 @@ from components.common.contracts.records import TrainingRecord
 from components.common.contracts.transforms import ShapeSpec, TransformSpec, transform_for
 from components.common.runtimes.architectures import build_model, check_image_size, load_weights, read_weights
 from components.export.config import WEIGHT_SUFFIXES, ExportConfig
-from components.export.onnx_export import OnnxClassifier, export_onnx, normalize_user_onnx, read_user_onnx
+from components.export.onnx_export import (
+    OnnxClassifier,
+    check_answers,
+    export_onnx,
+    normalize_user_onnx,
+    read_user_onnx,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,22 +120,26 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None, i
         EngineryError: a file of it is damaged.
     """
     if model.is_dir() and (model / MANIFEST).exists():
+        checkpoint = None
         if claims_of((model / MANIFEST).read_bytes()).get("kind") == "bundle":
             own = load(model, BundleManifest, verify=ALL_FILES).manifest.classes
         else:
-            own = load(model, CheckpointManifest, verify=(".safetensors",)).manifest.classes
+            checkpoint = load(model, CheckpointManifest, verify=(".safetensors",))
+            own = checkpoint.manifest.classes
         if classes is not None and own != tuple(classes):
             raise UserError(
                 f"the model {model} has other classes than the data: {compare_classes(own, tuple(classes))}",
                 code="other-classes",
             )
+        if checkpoint is not None:
+            _module_of_checkpoint(checkpoint)
         return
     check_file(model, architecture)
     if model.suffix.lower() == ".onnx":
         classifier, _ = read_user_onnx(model)
         _check_fits(model, classifier, len(classes) if classes is not None else classifier.num_classes)
     elif classes is not None:
-        check_image_size(_module_of_weights(model, architecture, len(classes)), architecture, image_size)
+        _module_of_weights(model, architecture, len(classes), image_size)
     else:
         read_weights(model)
 
@@ -144,8 +155,7 @@ def _from_checkpoint(
             f"{compare_classes(record.classes, dataset.manifest.classes)}",
             code="other-classes",
         )
-    module = build_model(record.architecture, len(record.classes))
-    load_weights(module, load_file(checkpoint.file("weights.safetensors")), str(path))
+    module = _module_of_checkpoint(checkpoint)
     shapes = _shapes(record.transform, config)
     export_onnx(module, destination, shapes)
     return SourceModel(
@@ -163,7 +173,7 @@ def _from_weights(
     path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path
 ) -> SourceModel:
     classes = dataset.manifest.classes
-    module = _module_of_weights(path, config.architecture, len(classes))
+    module = _module_of_weights(path, config.architecture, len(classes), config.image_size)
     transform = _own_transform(config, config.image_size)
     shapes = _shapes(transform, config)
     export_onnx(module, destination, shapes)
@@ -177,9 +187,24 @@ def _from_weights(
     )
 
 
-def _module_of_weights(path: Path, architecture: str, num_classes: int) -> nn.Module:
+def _module_of_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> nn.Module:
+    record = checkpoint.manifest
+    weights = load_file(checkpoint.file("weights.safetensors"))
+    return _module(weights, checkpoint.path, record.architecture, len(record.classes), record.transform.crop_size)
+
+
+def _module_of_weights(path: Path, architecture: str, num_classes: int, image_size: int) -> nn.Module:
+    return _module(read_weights(path), path, architecture, num_classes, image_size)
+
+
+def _module(
+    weights: dict[str, torch.Tensor], source: Path, architecture: str, num_classes: int, image_size: int
+) -> nn.Module:
+    """The network of these weights in eval mode, if it takes images of this size and gives answers."""
     module = build_model(architecture, num_classes)
-    load_weights(module, read_weights(path), str(path))
+    load_weights(module, weights, str(source))
+    check_image_size(module, architecture, image_size)
+    check_answers(module, ShapeSpec(height=image_size, width=image_size), source)
     return module
 
 

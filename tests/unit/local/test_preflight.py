@@ -16,8 +16,12 @@ from torch.autograd.graph import saved_tensors_hooks
 import enginery
 from components.common.contracts.environment import Gpu
 from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, seal
 from components.common.contracts.statistics import drop_upper
-from components.export.sources import check_model
+from components.common.contracts.transforms import transform_for
+from components.export.config import ExportConfig
+from components.export.sources import check_model, write_fp32_onnx
+from components.train.config import TrainConfig
 from enginery.local import preflight
 from enginery.local.preflight import (
     check_inputs,
@@ -262,6 +266,44 @@ def test_models_that_cannot_be_used_are_refused(
     with pytest.raises(UserError) as caught:
         check_model(model, architecture, ("a", "b"), 8)
     assert str(caught.value).startswith(words.format(model=model))
+
+
+@pytest.mark.parametrize("kind", ["weights", "checkpoint"])
+@pytest.mark.parametrize(
+    ("architecture", "tensor", "value", "code"),
+    [
+        ("resnet18", "fc.weight", 0.0, "constant-answers"),
+        ("resnet18", "bn1.running_var", -1.0, "answers-not-finite"),
+        ("alexnet", "classifier.6.bias", 0.0, "size-not-exportable"),
+    ],
+)
+def test_weights_that_give_no_answers_are_refused_before_and_in_export(
+    digits_dataset: Artifact[DatasetManifest],
+    tmp_path: Path,
+    kind: str,
+    architecture: str,
+    tensor: str,
+    value: float,
+    code: str,
+) -> None:
+    classes = digits_dataset.manifest.classes
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        weights = torchvision.models.get_model(architecture, num_classes=len(classes)).state_dict()
+    model = tmp_path / "weights.safetensors"
+    save_file({**weights, tensor: torch.full_like(weights[tensor], value)}, model)
+    if kind == "checkpoint":
+        model = tmp_path
+        spec = transform_for(64, resize_ratio=1.0, interpolation="bilinear")
+        fields = {"architecture": architecture, "classes": classes, "transform": spec, "metrics": {}}
+        seal(model, CheckpointManifest, inputs={}, config=TrainConfig(), **fields)
+    with refuses(code) as caught:
+        check_model(model, architecture, classes, 64)
+    assert str(caught.value).startswith(architecture if code == "size-not-exportable" else str(model))
+    with refuses(code):
+        config = ExportConfig(architecture=architecture, image_size=64)
+        write_fp32_onnx(model, digits_dataset, config, tmp_path / "fp32.onnx")
+    assert not (tmp_path / "fp32.onnx").exists()
 
 
 def test_a_model_whose_reading_kills_the_process_is_refused(
