@@ -5,7 +5,6 @@ python -m benchmarks.fuzz requests --machine cpu-2core --source NAME@champion
 """
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import click
 
 from benchmarks.results import RESULTS, write_result
 from tests.fuzz import images, parsers, releases, requests, shards
+from tests.fuzz.running import MAX_SECONDS, run_cases
 
 _HTTP, _GRPC, _METRICS = 8100, 8101, 8102
 _NAME = "digits"
@@ -30,8 +30,8 @@ _OF_REQUESTS = (
     "of the digits; bytes: by which the server's processes grew"
 )
 _OF_FILES = (
-    "case, over 60 s without a word from a worker, and for parsers and releases growth by 1 GB; bytes: the most that a "
-    "worker had, its libraries included"
+    "case, over 60 s without a word from a worker, and a worker's growth by over 1 GB; bytes: the most that a worker "
+    "had over what it had before its first case, libraries that it then loaded included"
 )
 
 
@@ -52,10 +52,10 @@ def main(target: str, machine: str, source: str, num_cases: int, seed: int, resu
         measures={
             "num_cases": sum(run["num_cases"] for run in runs),
             "num_wrong": sum(len(run["wrong"]) for run in runs),
-            "largest_worker_bytes" if of_files else "server_growth_bytes": max(run["bytes"] for run in runs),
+            "worker_growth_bytes" if of_files else "server_growth_bytes": max(run["bytes"] for run in runs),
         },
         runs=runs,
-        notes=f"seed {seed}; wrong is a crash, an exception that is none of ours, over {parsers.MAX_SECONDS:g} s for a "
+        notes=f"seed {seed}; wrong is a crash, an exception that is none of ours, over {MAX_SECONDS:g} s for a "
         f"{_OF_FILES if of_files else _OF_REQUESTS}{'; kinds: ' if kinds else ''}{', '.join(kinds)}",
         directory=results,
     )
@@ -67,12 +67,11 @@ def _files(target: str, num_cases: int, seed: int) -> dict[str, Any]:
     module = _FILES[target]
     num_kinds = len(module.originals()) if target in ("parsers", "releases") else 1
     started = time.monotonic()
-    wrong = {}
-    for number, what in images.run_cases(num_cases * num_kinds, seed, module.check_batch, module.BATCH):
+    wrong, growths = {}, [0]
+    for number, what in run_cases(num_cases * num_kinds, seed, module.check_batch, module.BATCH, growths):
         wrong[number] = what
         print(f"case {number}: {what}", flush=True)
-    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    return _run(target, num_cases * num_kinds, wrong, started, most)
+    return _run(target, num_cases * num_kinds, wrong, started, max(growths))
 
 
 def _requests(source: str, num_cases: int, seed: int) -> Iterator[dict[str, Any]]:

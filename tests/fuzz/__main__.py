@@ -5,6 +5,7 @@ import sys
 import click
 
 from tests.fuzz import images, parsers, releases, shards
+from tests.fuzz.running import run_cases
 
 TARGETS = {"images": images, "parsers": parsers, "releases": releases, "shards": shards}
 
@@ -15,7 +16,7 @@ TARGETS = {"images": images, "parsers": parsers, "releases": releases, "shards":
 @click.option("--seed", default=0, show_default=True)
 def main(target: str, num_cases: int, seed: int) -> None:
     num_wrong = 0
-    for number, what in images.run_cases(num_cases, seed, TARGETS[target].check_batch, TARGETS[target].BATCH):
+    for number, what in run_cases(num_cases, seed, TARGETS[target].check_batch, TARGETS[target].BATCH):
         num_wrong += 1
         print(f"case {number}: {what}", flush=True)
     print(f"{num_cases} cases, {num_wrong} wrong")

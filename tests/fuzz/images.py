@@ -1,26 +1,19 @@
 """Damaged image files: preprocess must reject each, or DALI must decode it to the size that preprocess noted.
 
-    python -m tests.fuzz images --num-cases 10000 --seed 0
-
-Every case runs in a worker process, so that a crash or a hang of a decoder is seen and named by the case's number.
+python -m tests.fuzz images --num-cases 10000 --seed 0
 """
 
 import io
-import multiprocessing
-import queue
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import psutil
 from PIL import Image
 
 from components.preprocess.decoding import Rejected, as_png, decode
+from tests.fuzz.running import limited
 
 BATCH = 50
-_PATIENCE_S = 60.0
 
 
 def originals() -> list[bytes]:
@@ -103,16 +96,17 @@ def check_batch(numbers: range, seed: int) -> dict[int, str]:
     Image.MAX_IMAGE_PIXELS = None
     for number in numbers:
         data = damaged(number, seed, files)
-        try:
-            extension, image = decode(data, max_pixels=1_000_000)
-        except Rejected:
-            continue
-        except Exception as error:
-            wrong[number] = f"preprocess raised {type(error).__name__}: {error}"
-            continue
-        packed = data if extension else as_png(image)
-        accepted.append((number, packed, (image.height, image.width)))
-    return wrong | _against_dali(accepted)
+        with limited(number, "an image", wrong):
+            try:
+                extension, image = decode(data, max_pixels=1_000_000)
+                accepted.append((number, data if extension else as_png(image), (image.height, image.width)))
+            except Rejected:
+                pass
+            except Exception as error:
+                wrong[number] = f"preprocess raised {type(error).__name__}: {error}"
+    with limited(numbers.start, f"DALI and the images {numbers.start} to {numbers.stop - 1}", wrong):
+        different = _against_dali(accepted)
+    return wrong | different
 
 
 def _against_dali(cases: list[tuple[int, bytes, tuple[int, int]]]) -> dict[int, str]:
@@ -150,51 +144,6 @@ def _dali_sizes(images: list[bytes]) -> list[tuple[int, int]]:
     sizes = [tuple(decoded.at(index).shape[:2]) for index in range(len(images))]
     shapes = [tuple(peeked.at(index)[:2].tolist()) for index in range(len(images))]
     return [size if size == shape else (-1, -1) for size, shape in zip(sizes, shapes, strict=True)]
-
-
-Check = Callable[[range, int], dict[int, str]]
-
-
-def run_cases(num_cases: int, seed: int, check: Check, batch: int = BATCH) -> Iterator[tuple[int, str]]:
-    """Cases that went wrong, with what did. A worker that dies or hangs is named by its first unfinished batch."""
-    context = multiprocessing.get_context("spawn")
-    batches = [range(start, min(num_cases, start + batch)) for start in range(0, num_cases, batch)]
-    while batches:
-        results: multiprocessing.Queue[dict[int, str]] = context.Queue()
-        worker = context.Process(target=_work, args=(batches, seed, check, results))
-        worker.start()
-        failure = ""
-        while batches and not failure:
-            found = _next_result(worker, results)
-            numbers, *batches = batches
-            if isinstance(found, str):
-                failure = found
-                yield numbers.start, f"{failure}, in the cases {numbers.start} to {numbers.stop - 1}"
-            else:
-                yield from found.items()
-        worker.kill()
-        worker.join()
-
-
-def _next_result(worker: Any, results: "multiprocessing.Queue[dict[int, str]]") -> dict[int, str] | str:
-    """The failures of the next batch, or why there are none."""
-    waited = time.monotonic()
-    while time.monotonic() - waited <= _PATIENCE_S:
-        try:
-            return results.get(timeout=1.0)
-        except queue.Empty:
-            if not worker.is_alive():
-                return f"the process died with exit code {worker.exitcode}"
-            if psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED:  # by somebody: no hang
-                waited = time.monotonic()
-    return f"nothing came for {_PATIENCE_S:g} s"
-
-
-def _work(batches: list[range], seed: int, check: Check, results: "multiprocessing.Queue[dict[int, str]]") -> None:
-    for numbers in batches:
-        results.put(check(numbers, seed))
-    results.close()
-    results.join_thread()
 
 
 def is_rejected(data: bytes) -> bool:

@@ -17,8 +17,8 @@ import psutil
 from tritonclient.grpc import service_pb2
 
 from tests.fuzz import images
+from tests.fuzz.running import MAX_SECONDS
 
-MAX_SECONDS = 10.0
 _BATCH = 50
 _NUM_SENDERS = 8
 _QUIET_S = 0.1  # without a byte of an answer: the server waits for what a damaged length promises

@@ -1,8 +1,6 @@
 """Damaged shards and indexes: digests must tell, and a loader that was not asked must end with a word or all images.
 
-    python -m tests.fuzz shards --num-cases 2000 --seed 0
-
-Every case runs in a worker process, so that a crash or a hang of DALI's reader is seen and named.
+python -m tests.fuzz shards --num-cases 2000 --seed 0
 """
 
 import random
@@ -20,6 +18,7 @@ from components.common.contracts.transforms import transform_for
 from components.common.data.loader import Loader
 from tests.conftest import preprocess
 from tests.fuzz.images import mutate
+from tests.fuzz.running import limited
 
 BATCH = 10
 _NUM_IMAGES = 12
@@ -60,8 +59,9 @@ def check_batch(numbers: range, seed: int) -> dict[int, str]:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(dataset.path, folder)
         (folder / name).write_bytes(data)
-        if problem := _problem(folder, dataset):
-            wrong[number] = f"{name}: {problem}"
+        with limited(number, name, wrong):
+            if problem := _problem(folder, dataset):
+                wrong[number] = f"{name}: {problem}"
     return wrong
 
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import images, parsers, releases, shards
+from tests.fuzz import images, parsers, releases, running, shards
+from tests.fuzz.running import run_cases
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_damaged_images_are_rejected_or_decode_alike(seed: int) -> None:
-    assert dict(images.run_cases(150, seed, images.check_batch)) == {}
+    assert dict(run_cases(150, seed, images.check_batch, images.BATCH)) == {}
     files = images.originals()
     rejected = [images.is_rejected(images.damaged(number, seed, files)) for number in range(300)]
     assert 0.3 < sum(rejected) / 300 < 0.95  # the cases are damaged, and not all beyond use
@@ -17,7 +18,7 @@ def test_damaged_images_are_rejected_or_decode_alike(seed: int) -> None:
 
 
 def test_damaged_shards_end_with_a_word() -> None:
-    assert dict(images.run_cases(16, 0, shards.check_batch, shards.BATCH)) == {}
+    assert dict(run_cases(16, 0, shards.check_batch, shards.BATCH)) == {}
 
 
 def test_what_is_not_damaged_is_read(tmp_path: Path) -> None:
@@ -29,16 +30,36 @@ def test_what_is_not_damaged_is_read(tmp_path: Path) -> None:
 
 
 def test_damaged_tables_archives_models_and_manifests() -> None:
-    assert dict(images.run_cases(200, 0, parsers.check_batch, parsers.BATCH)) == {}
+    assert dict(run_cases(200, 0, parsers.check_batch, parsers.BATCH)) == {}
 
 
 def test_damaged_releases_signatures_and_registry_manifests() -> None:
-    assert dict(images.run_cases(100, 0, releases.check_batch, releases.BATCH)) == {}
+    assert dict(run_cases(100, 0, releases.check_batch, releases.BATCH)) == {}
+
+
+def grow(numbers: range, seed: int) -> dict[int, str]:
+    """Cases whose memory stays, of which no single one takes too much."""
+    wrong: dict[int, str] = {}
+    for number in numbers:
+        with running.limited(number, "it", wrong):
+            _KEPT.append(bytearray(b"x") * 400_000_000)
+    return wrong
+
+
+_KEPT: list[bytearray] = []
+
+
+def test_a_process_that_grows_case_by_case_is_named() -> None:
+    from tests.fuzz.test_fuzz import grow  # by a name that a worker finds, too
+
+    growths: list[int] = []
+    assert [number for number, _ in run_cases(3, 0, grow, 3, growths)] == [2]
+    assert growths[0] > running.MAX_GROWTH_BYTES
 
 
 @pytest.mark.slow
 def test_many_damaged_files() -> None:
-    assert dict(images.run_cases(8000, 2, images.check_batch)) == {}
-    assert dict(images.run_cases(8000, 2, parsers.check_batch)) == {}
-    assert dict(images.run_cases(8000, 2, releases.check_batch)) == {}
-    assert dict(images.run_cases(2000, 2, shards.check_batch, shards.BATCH)) == {}
+    assert dict(run_cases(8000, 2, images.check_batch, images.BATCH)) == {}
+    assert dict(run_cases(8000, 2, parsers.check_batch, parsers.BATCH)) == {}
+    assert dict(run_cases(8000, 2, releases.check_batch, releases.BATCH)) == {}
+    assert dict(run_cases(2000, 2, shards.check_batch, shards.BATCH)) == {}
