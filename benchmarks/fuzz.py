@@ -26,8 +26,8 @@ _NAME = "digits"
 _START_S = 600
 _FILES = {"images": images, "parsers": parsers, "releases": releases, "shards": shards}
 _OF_REQUESTS = (
-    "request; one that is slow is sent a second time, and what counts is that. They go to a Triton with the repository "
-    "of the digits; bytes: by which the server's processes grew"
+    "request; one that is slow is sent a second time, and what counts is that. They go to `enginery serve` of the "
+    "source; bytes: by which the server's processes grew"
 )
 _OF_FILES = (
     "case, over 60 s without a word from a worker, and a worker's growth by over 1 GB; bytes: the most that a worker "
