@@ -111,7 +111,8 @@ def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_tra
         shutil.rmtree(work / label, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
     size = ("--image-size", str(network.image_size), "--resize-ratio", "1.125")
-    training = ("--architecture", name, "--epochs", str(network.epochs), "--compile", "off", *size, *network.options)
+    epochs = ("--epochs", str(network.epochs), "--validation-epochs", str(network.epochs))  # validated once, at its end
+    training = ("--architecture", name, *epochs, "--compile", "off", *size, *network.options)
     if not (work / "checkpoint" / MANIFEST).exists():
         seconds["train"] = _step("train", dataset, work / "checkpoint", *training)
     if only_train:
