@@ -6,6 +6,7 @@ python -m tests.fuzz images --num-cases 10000 --seed 0
 import io
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from PIL import Image
@@ -16,6 +17,7 @@ from tests.fuzz.running import limited
 BATCH = 50
 
 
+@cache
 def originals() -> list[bytes]:
     """Small files of the kinds that preprocess takes."""
     chance = np.random.default_rng(0)
