@@ -121,12 +121,7 @@ def test_long_names_fit_what_is_made_of_them() -> None:
                 assert len(entry["metadata"]["name"]) <= limit, entry["metadata"]["name"]
 
 
-def test_notes_say_what_is_there() -> None:
-    notes = rendered_case("kserve")[NOTES]
-    assert "get inferenceservice demo-enginery-serve" in notes
-    assert "kubectl --namespace team-vision get inferenceservice" in notes
-    assert "helm test demo" not in notes  # there is none
-    assert "helm test demo --namespace team-vision" in rendered_case("full")[NOTES]
+def test_notes_say_that_the_ingress_controller_is_not_let_in() -> None:
     values = case("external")
     assert "does not let the Ingress controller in" not in rendered_case("external")[NOTES]
     values["networkPolicy"]["clientNamespaces"] = []
@@ -243,36 +238,10 @@ def test_the_identity_that_fetches_is_not_that_of_triton() -> None:
         render_files(values)
 
 
-def test_the_model_is_fetched_by_digest() -> None:
-    def serve(name: str) -> dict[str, Any]:
-        (pod,) = (
-            entry["spec"]["template"]["spec"]
-            for entry in resources(rendered_case(name))
-            if entry["kind"] == "Deployment" and entry["metadata"]["labels"]["app.kubernetes.io/component"] == "serve"
-        )
-        return pod
-
-    for name in ("full", "gpus", "restricted"):
-        pod, digest = serve(name), case(name)["serve"]["model"]["repositoryDigest"]
-        (fetch,), (triton,) = pod["initContainers"], pod["containers"]
-        verb, source, *rest = fetch["args"]
-        assert (verb, rest) == ("fetch", ["/models/repository", "--digest", digest])
-        assert source.endswith(digest.removeprefix("sha256:"))
-        (models,) = (mount for mount in triton["volumeMounts"] if mount["name"] == "models")
-        assert models == {"name": "models", "mountPath": "/models", "subPath": "repository", "readOnly": True}
-        assert not {"registry", "store", "trust"} & {mount["name"] for mount in triton["volumeMounts"]}
-
-    full, gpus, restricted = serve("full"), serve("gpus"), serve("restricted")
-    assert environment(full["initContainers"][0])["ENGINERY_TRUST_POLICY"] == "/etc/enginery/trust/trust.yaml"
-    (policy,) = (volume for volume in full["volumes"] if volume["name"] == "trust")
-    assert policy["configMap"]["name"] == "enginery-trust"
-    (trust,) = (mount for mount in full["initContainers"][0]["volumeMounts"] if mount["name"] == "trust")
-    assert trust["mountPath"] == "/etc/enginery/trust"
+def test_the_trust_policy_is_where_the_document_has_it() -> None:
+    pod = named(rendered_case("full"), "Deployment", "serve")["spec"]["template"]["spec"]
+    (trust,) = (mount for mount in pod["initContainers"][0]["volumeMounts"] if mount["name"] == "trust")
     assert f"sigstore: {trust['mountPath']}/" in (REPOSITORY / "docs/security.md").read_text()
-    (store,) = (mount for mount in gpus["initContainers"][0]["volumeMounts"] if mount["name"] == "store")
-    assert (store["subPath"], store["readOnly"]) == ("team/repositories", True)
-    assert environment(restricted["initContainers"][0])["DOCKER_CONFIG"] == "/etc/enginery/registry"
-    assert "registry" in {mount["name"] for mount in restricted["initContainers"][0]["volumeMounts"]}
 
 
 def test_a_job_is_named_by_what_it_submits() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from components.common.contracts.errors import UserError
 from components.common.runtimes.architectures import build_model
 from components.train.batches import check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS
@@ -96,31 +95,24 @@ def test_files_that_hold_something_else(tmp_path: Path, name: str, code: str) ->
         assert '" ...; Unexpected key(s) in state_dict: "x"; name the architecture' in str(caught.value)
 
 
+VGG, RESNET = {"architecture": "vgg11_bn"}, {"architecture": "resnet18"}
+
+
 @pytest.mark.parametrize(
     ("changed", "code", "setting", "reason"),
     [
-        ({"image_sizes": [16, 32]}, "image-size-refused", "train.image_sizes", "16 px .*Output size is too small"),
-        (
-            {"architecture": "vgg11_bn", "image_size": 128, "image_sizes": [224]},
-            "size-not-exportable",
-            "image_size",
-            "avgpool pools 4 x 4 to 7 x 7, .* such as 224$",
-        ),
-        ({"architecture": "vit_b_16"}, "image-size-refused", "train.image_size", "32 px .*Wrong image height"),
-        (
-            {"architecture": "resnet18", "per_gpu_batch_size": 1},
-            "batch-too-small",
-            "train.per_gpu_batch_size",
-            "one image of 32 px at a time, because of its BatchNorm",
-        ),
+        ({"image_sizes": [16, 32]}, "image-size-refused", "train.image_sizes", "16 px"),
+        ({**VGG, "image_size": 128, "image_sizes": [224]}, "size-not-exportable", "image_size", "such as 224"),
+        ({"architecture": "vit_b_16"}, "image-size-refused", "train.image_size", "32 px"),
+        ({**RESNET, "per_gpu_batch_size": 1}, "batch-too-small", "train.per_gpu_batch_size", "32 px"),
     ],
 )
 def test_sizes_that_a_model_can_not_take(changed: dict[str, Any], code: str, setting: str, reason: str) -> None:
     wanted = config(**{"architecture": "squeezenet1_1", **changed})
     plan = plan_batches(wanted, 1, num_train_images=100, num_val_images=10)
-    with pytest.raises(UserError, match=reason) as caught:
+    with refuses(code, setting) as caught:
         check_sizes(build_model(wanted.architecture, 10), wanted, plan)
-    assert (caught.value.code, caught.value.setting) == (code, setting)
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("architecture", ["resnet18", "alexnet"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from components.common.contracts.errors import EngineryError, Preempted, UserError
+from components.common.contracts.errors import EngineryError, Preempted
 from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
@@ -151,38 +151,19 @@ def test_batches(world_size: int, global_size: int, per_gpu: int, expected: tupl
 @pytest.mark.parametrize(
     ("world_size", "settings", "code", "setting", "fix"),
     [
-        (1, {"global_batch_size": 1001}, "batch-too-large", "global_batch_size", "set global_batch_size to 1000"),
-        (3, {}, "batch-not-divisible", "global_batch_size", "to 255 or 258"),
-        (1, {"per_gpu_batch_size": 100}, "batch-not-divisible", "global_batch_size", "200 or 300, or per_gpu_.*to 64"),
-        (
-            4,
-            {"global_batch_size": 8, "per_gpu_batch_size": 8},
-            "batch-not-divisible",
-            "global_batch_size",
-            "set global_batch_size to 32",
-        ),
-        (
-            1,
-            {"per_gpu_batch_size": 64, "compile": "reduce-overhead"},
-            "no-accumulation",
-            "compile",
-            "4 batches of 64 .*set compile to default, or per_gpu_batch_size to 256",
-        ),
-        (
-            2,
-            {"per_gpu_batch_size": 32, "static_graph": True},
-            "no-accumulation",
-            "static_graph",
-            "4 batches of 32 .*set static_graph to false, or per_gpu_batch_size to 128",
-        ),
+        (1, {"global_batch_size": 1001}, "batch-too-large", "global_batch_size", "to 1000"),
+        (3, {}, "batch-not-divisible", "global_batch_size", "255 or 258"),
+        (1, {"per_gpu_batch_size": 100}, "batch-not-divisible", "global_batch_size", "200 or 300.*to 64"),
+        (4, {"global_batch_size": 8, "per_gpu_batch_size": 8}, "batch-not-divisible", "global_batch_size", "to 32"),
+        (1, {"per_gpu_batch_size": 64, "compile": "reduce-overhead"}, "no-accumulation", "compile", "to 256"),
+        (2, {"per_gpu_batch_size": 32, "static_graph": True}, "no-accumulation", "static_graph", "to 128"),
     ],
 )
 def test_batches_that_do_not_fit(world_size: int, settings: dict[str, Any], code: str, setting: str, fix: str) -> None:
-    with pytest.raises(UserError, match=fix) as caught:
-        plan_batches(
-            config(**{"global_batch_size": 256, **settings}), world_size, num_train_images=1000, num_val_images=10
-        )
-    assert (caught.value.code, caught.value.setting) == (code, f"train.{setting}")
+    wanted = config(**{"global_batch_size": 256, **settings})
+    with refuses(code, f"train.{setting}") as caught:
+        plan_batches(wanted, world_size, num_train_images=1000, num_val_images=10)
+    assert re.search(fix, str(caught.value))
 
 
 def test_the_world_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
