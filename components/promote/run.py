@@ -185,12 +185,16 @@ def model_name(config: PromoteConfig, bundle: BundleManifest) -> str:
 
 
 def identity(config: PromoteConfig, bundle: BundleManifest) -> dict[str, str]:
-    """Tags of a version that say which model it is of."""
+    """Tags of a version that say which model it is of.
+
+    Engines of a bundle name no source: if it was not trained by a chain, the bundle stands for the file that it is of.
+    """
+    built_of = "" if bundle.training else bundle.inputs.get("model", "")
     tags = {
         "architecture": bundle.architecture,
         "classes_digest": digest_json(list(bundle.classes)),
         "model_digest": bundle.inputs.get("model", ""),
-        "source": config.source,
+        "source": config.source or built_of,
     }
     return {name: value for name, value in tags.items() if value}
 

@@ -1,6 +1,7 @@
 """Which version becomes the champion, under which name, what is recorded of it, and what is refused."""
 
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import mlflow
 import numpy as np
 import pytest
 
+from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
     Artifact,
@@ -18,6 +20,7 @@ from components.common.contracts.manifests import (
     ReportManifest,
     load,
 )
+from components.common.contracts.records import TrainingRecord
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.registry.audit_log import AuditLog, champions, expected_aliases
@@ -275,12 +278,15 @@ def promote(store: str, tmp_path: Path) -> Any:
     return run_step
 
 
+TRAINED = {"training": TrainingRecord(history=(), config={}, metrics={}, environment=environment())}
+
+
 def test_the_name_is_the_file_s_or_the_architecture_s(promote: Any, registry: Registry) -> None:
     for name, source, chosen, model in (
         ("shuffle-net-1-", "/models/shuffle net (1).onnx", "", {"architecture": "shuffle net (1)"}),
         ("best", "s3://bucket/best.pth", "", {}),
         ("timm-vit_tiny", "/runs/7/checkpoint", "", {"architecture": "timm/vit_tiny"}),
-        ("resnet18", "", "", {}),
+        ("resnet18", "", "", TRAINED),
         ("mine", "/models/best.onnx", "mine", {}),
     ):
         assert promote(source, chosen, **model).startswith(f"{name} version 1")
@@ -308,14 +314,25 @@ def test_another_model_is_refused_before_anything_is_registered(
     assert "version 4" in promote("/a/model.onnx", name)
 
 
-@pytest.mark.parametrize("sources", [("/a/resnet18.onnx", ""), ("", "/a/resnet18.onnx")])
-def test_a_file_and_a_trained_network_of_one_architecture_share_no_name(
-    promote: Any, registry: Registry, sources: tuple[str, str]
+FILE: tuple[str, dict[str, Any]] = ("/a/resnet18.onnx", {})
+ENGINES_OF_A_FILE: tuple[str, dict[str, Any]] = ("", {"digest": "a bundle of another machine"})
+TRAINED_HERE: tuple[str, dict[str, Any]] = ("", {"digest": "trained", **TRAINED})
+
+
+@pytest.mark.parametrize("models", list(itertools.permutations([FILE, ENGINES_OF_A_FILE, TRAINED_HERE], 2)))
+def test_a_file_engines_of_another_one_and_a_trained_network_share_no_name(
+    promote: Any, registry: Registry, models: Any
 ) -> None:
-    promote(sources[0])
+    (source, model), (other_source, other) = models
+    promote(source, **model)
     with refuses("name-taken", "registered_model"):
-        promote(sources[1], digest="other")
+        promote(other_source, **other)
     assert len(registry.versions("resnet18")) == 1
+
+
+def test_engines_of_what_was_trained_join_its_name(promote: Any) -> None:
+    promote("", digest="trained", **TRAINED)
+    assert "resnet18 version 2" in promote("", digest="a bundle of another machine", **TRAINED)
 
 
 def test_engines_built_again_open_no_name_to_another_source(promote: Any, registry: Registry) -> None:
@@ -324,7 +341,7 @@ def test_engines_built_again_open_no_name_to_another_source(promote: Any, regist
     built = registry.versions("resnet18")[0].tags["bundle_digest"]
     assert "resnet18 version 2" in promote("", digest=built)
     with refuses("name-taken", "registered_model"):
-        promote("", digest="trained")
+        promote("", digest="trained", **TRAINED)
     assert "resnet18 version 3" in promote("", digest=built)
 
 
