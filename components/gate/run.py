@@ -60,6 +60,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
     )
     log.metrics({"gate_passed": float(verdict.passed)})
     log.tags({"enginery.verdict": word})
+    log.result(tags={"enginery.verdict": f"{verdict.precision.upper()} {word}"})
     suffix = f" ({verdict.note})" if verdict.note else ""
     if advice is not None and advice.precision != verdict.precision:
         suffix += f". Recommended: {advice.precision.upper()}, since {advice.reason}"

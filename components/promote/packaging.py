@@ -15,7 +15,7 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import Array
 
 from components.common.contracts.manifests import Artifact, BundleManifest, ReportManifest
-from components.common.contracts.records import Precision
+from components.common.contracts.records import Precision, measures
 from components.common.registry.model_registry import patiently
 from components.common.registry.tracking import StepRun
 from components.common.registry.trust import read_statements
@@ -144,24 +144,8 @@ def upload(
 
 def log_measured(run: StepRun, model_id: str, bundle: BundleManifest, report: ReportManifest) -> None:
     """Log what was measured on the validation split as metrics of a run and its LoggedModel, settings as parameters."""
-    patiently(lambda: run.log_model_metrics(model_id, measures(report), report.accuracy.split_digest))
+    found = measures(report.accuracy, report.benchmark)
+    patiently(lambda: run.log_model_metrics(model_id, found, report.accuracy.split_digest))
     training = {"train": bundle.training.config} if bundle.training is not None else {}
     for step, values in {**training, "export": bundle.config, "validate": report.config}.items():
         patiently(partial(run.log_params, {step: values}))  # one request for each: MLflow takes 100 parameters in it
-
-
-def measures(report: ReportManifest) -> dict[str, float]:
-    """The numbers of a report, named PRECISION_MEASURE as those of a pipeline's run."""
-    accuracy, benchmark = report.accuracy, report.benchmark
-    largest = max((row.batch_size for row in benchmark.rows), default=0)
-    found: dict[str, float | None] = {}
-    for row in accuracy.rows:
-        single, batched = benchmark.row(row.precision, 1), benchmark.row(row.precision, largest)
-        found[f"{row.precision}_top1_pct"] = row.top1_pct
-        found[f"{row.precision}_p50_ms"] = single.p50_ms if single else None
-        found[f"{row.precision}_images_per_s"] = benchmark.sure_images_per_s(batched) if batched else None
-        if row.precision != "fp32":
-            found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
-            speedup = benchmark.speedup(row.precision, "fp32", largest)
-            found[f"{row.precision}_speedup"] = speedup.median if speedup and not speedup.doubt else None
-    return {name: value for name, value in found.items() if value is not None}

@@ -20,7 +20,7 @@ from components.common.contracts.manifests import (
     seal,
     write_atomically,
 )
-from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport
+from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport, measures
 from components.common.data.evaluation import Predictions, predict_in_parts
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
@@ -253,6 +253,7 @@ def _track(
         log.model(row, rows, tags, dataset_digest=split.digest)
     for name in ("accuracy.json", "benchmark.json", *REPORT_FILES):
         log.artifact(report.file(name))
+    log.result(metrics=measures(accuracy, benchmark), artifacts=[report.file("report.html")])
 
 
 def _outcome(accuracy: AccuracyReport) -> str:

@@ -596,6 +596,22 @@ class BenchmarkReport(Record):
         )
 
 
+def measures(accuracy: AccuracyReport, benchmark: BenchmarkReport) -> dict[str, float]:
+    """The numbers of a report, named PRECISION_MEASURE as those of a pipeline's run."""
+    largest = max((row.batch_size for row in benchmark.rows), default=0)
+    found: dict[str, float | None] = {}
+    for row in accuracy.rows:
+        single, batched = benchmark.row(row.precision, 1), benchmark.row(row.precision, largest)
+        found[f"{row.precision}_top1_pct"] = row.top1_pct
+        found[f"{row.precision}_p50_ms"] = single.p50_ms if single else None
+        found[f"{row.precision}_images_per_s"] = benchmark.sure_images_per_s(batched) if batched else None
+        if row.precision != "fp32":
+            found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
+            speedup = benchmark.speedup(row.precision, "fp32", largest)
+            found[f"{row.precision}_speedup"] = speedup.median if speedup and not speedup.doubt else None
+    return {name: value for name, value in found.items() if value is not None}
+
+
 class GateCheck(Record):
     """One threshold: what was measured, what is allowed, and whether it holds."""
 

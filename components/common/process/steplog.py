@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -134,6 +134,14 @@ class StepLog:
             if run is not None:
                 run.log_artifact(path, directory)
 
+    def result(
+        self, *, metrics: Mapping[str, float] = {}, tags: Mapping[str, str] = {}, artifacts: Sequence[Path] = ()
+    ) -> None:
+        """Log a part of the pipeline's result, for a pipeline's run in MLflow that nobody else would tell."""
+        with self._tracking() as run:
+            if run is not None:
+                run.log_result(metrics, tags, artifacts)
+
     def dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
         """Log a split as an input of the step's MLflow run."""
         with self._tracking() as run:
@@ -188,6 +196,9 @@ class RelayedRun:
     def is_unreachable(self, error: Exception) -> bool:
         """True if the server is what failed: it is the parent that talks to it."""
         return False
+
+    def log_result(self, *of_pipeline: Any) -> None:
+        """Nothing: the parent's run is the pipeline's."""
 
     def __getattr__(self, call: str) -> Callable[..., None]:
         def relay(*arguments: Any, **options: Any) -> None:

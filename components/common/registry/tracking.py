@@ -90,11 +90,20 @@ def short_digest(digest: str) -> str:
 class StepRun:
     """The MLflow run of one step."""
 
-    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str, prefix: str = "") -> None:
+    def __init__(
+        self,
+        client: MlflowClient,
+        run_id: str,
+        experiment_id: str,
+        prefix: str = "",
+        pipeline: "StepRun | None" = None,
+    ) -> None:
+        """`prefix` is of parameters, `pipeline` the run that this one is nested in, if KFP's plugin made that."""
         self.client = client
         self.run_id = run_id
         self.experiment_id = experiment_id
-        self._prefix = prefix  # of parameters
+        self._prefix = prefix
+        self._pipeline = pipeline
 
     @classmethod
     def nowhere(cls) -> "StepRun":
@@ -129,6 +138,14 @@ class StepRun:
         """Upload a file, or a directory with all it holds."""
         upload = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
         upload(self.run_id, str(path), directory or None)
+
+    def log_result(self, metrics: Mapping[str, float], tags: Mapping[str, str], artifacts: Sequence[Path]) -> None:
+        """Log a part of the pipeline's result to its run. `enginery run` does so itself, at its end."""
+        if self._pipeline is not None:
+            self._pipeline.log_metrics(metrics, 0)
+            self._pipeline.set_tags(tags)
+            for path in artifacts:
+                self._pipeline.log_artifact(path)
 
     def log_dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
         """Record a split as an input of this run: `name` is "train" or "val", `digest` that of its listing."""
@@ -250,8 +267,10 @@ def _adopted(client: MlflowClient, run_id: str, step: str) -> Iterator[StepRun]:
     is_foreign = _STEP_TAG not in run.data.tags or _ADOPTED_TAG in run.data.tags
     if is_foreign:
         StepRun(client, run_id, run.info.experiment_id).set_tags({_STEP_TAG: step, _ADOPTED_TAG: "true"})
+    experiment_id, parent = run.info.experiment_id, run.data.tags.get("mlflow.parentRunId")
+    pipeline = StepRun(client, parent, experiment_id) if is_foreign and parent else None
     try:
-        yield StepRun(client, run_id, run.info.experiment_id, f"{step}." if is_foreign else "")
+        yield StepRun(client, run_id, experiment_id, f"{step}." if is_foreign else "", pipeline)
     except Exception as error:
         with suppress(Exception):  # what the step died of counts
             client.set_tag(run_id, "enginery.message", _message(error))

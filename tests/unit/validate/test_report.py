@@ -16,6 +16,7 @@ import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
+from components.common.contracts.errors import GateFailed
 from components.common.contracts.manifests import (
     Artifact,
     BundleManifest,
@@ -24,11 +25,14 @@ from components.common.contracts.manifests import (
     ReportManifest,
     load,
 )
+from components.common.contracts.records import measures
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.registry.tracking import step_run
 from components.export.config import ExportConfig
 from components.export.run import run as export
+from components.gate.config import GateConfig
+from components.gate.run import run as gate
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.run import run as preprocess
 from components.train.config import TrainConfig
@@ -263,8 +267,9 @@ def test_an_unmeasured_precision_is_a_verdict_without_comparison(chain: Chain, t
 
 
 def test_the_run_in_mlflow_holds_report_and_data(
-    chain: Chain, few_digits: Path, empty_store: Path, tmp_path: Path
+    chain: Chain, few_digits: Path, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So does the pipeline's, where KFP's plugin made both."""
     mlflow.set_tracking_uri(f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}")
     try:
         client = MlflowClient()
@@ -285,8 +290,24 @@ def test_the_run_in_mlflow_holds_report_and_data(
         assert {name: (entry.dataset.digest, entry.tags[0].value) for name, entry in trained_on.items()} == {
             name: (entry.dataset.digest, entry.tags[0].value) for name, entry in splits.items()
         }
-        with step_run("validate") as run:
-            validate(chain, tmp_path / "report", StepLog("validate", run), latency_budget="0.1us")
+        pipeline = client.create_run(second.experiment_id).info.run_id
+        for step in ("validate", "gate"):
+            nested = client.create_run(second.experiment_id, tags={"mlflow.parentRunId": pipeline}).info.run_id
+            monkeypatch.setenv("MLFLOW_RUN_ID", nested)
+            with step_run(step) as judged:
+                log = StepLog(step, judged)
+                if step == "validate":
+                    run = judged
+                    validate(chain, tmp_path / "report", log, latency_budget="0.1us")
+                else:
+                    with pytest.raises(GateFailed):
+                        gate(GateConfig(), log, report=tmp_path / "report", output=tmp_path / "verdict")
+        table = client.get_run(pipeline).data
+        manifest = load(tmp_path / "report", ReportManifest).manifest
+        assert table.metrics == measures(manifest.accuracy, manifest.benchmark)
+        assert {"fp32_top1_pct", "int8_delta_top1_points"} <= set(table.metrics)
+        assert table.tags["enginery.verdict"] in ("INT8 fail", "INT8 not enough evidence")
+        assert [entry.path for entry in client.list_artifacts(pipeline)] == ["report.html"]
         tags, numbers = client.get_run(run.run_id).data.tags, client.get_run(run.run_id).data.metrics
         # INT8 is calibrated too badly to be recommended.
         measured = load(tmp_path / "report", ReportManifest).manifest.benchmark
