@@ -93,7 +93,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
                 code="weights-hold-code",
             ) from None
         raise UserError(
-            f"can't read the weights in {path}: {type(error).__name__}: {shortened(error)}", code="not-weights"
+            f"can't read the weights in {path}: the file is damaged or cut short, so copy or save it again "
+            f"({type(error).__name__}: {shortened(error)})",
+            code="not-weights",
         ) from None
     for key in ("state_dict", "model"):  # as timm and torchvision's training scripts save them, beside the optimizer's
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):

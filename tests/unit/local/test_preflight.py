@@ -238,7 +238,7 @@ def test_what_would_not_be_measured_is_refused(
     [
         ("m.onnx", None, "resnet18", "{model}: not an ONNX file"),
         ("m.pth", None, "resnet18", "can't read the weights in {model}"),
-        ("m.safetensors", None, "resnet18", "can't read the weights in {model}"),
+        ("m.safetensors", None, "resnet18", "can't read the weights in {model}: the file is damaged or cut short"),
         ("m.pth", None, "", "{model} holds weights only: name their architecture"),
         ("m.safetensors", "resnet18", "resnet18", "the weights in {model} don't fit this model: "),
         ("m.safetensors", "squeezenet1_1", "squeezenet1_1", "squeezenet1_1 can't run on images of 8 x 8 pixels: "),
