@@ -147,6 +147,23 @@ def test_a_tampered_version_is_neither_released_nor_loaded_nor_promoted(
     assert not (tmp_path / "again").exists()
 
 
+def test_a_link_swapped_between_check_and_copy(promoted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = MlflowClient().get_model_version_by_alias(NAME, "candidate")
+    root = Path(MlflowClient().get_model_version_download_uri(NAME, version.version).removeprefix("file://"))
+    file = root / "bundle/int8.onnx"
+    file.rename(file.with_suffix(".original"))
+    file.symlink_to("int8.original")
+
+    def check(*arguments: object, **options: object) -> None:
+        file.unlink()
+        file.write_bytes(b"another network")
+
+    monkeypatch.setattr(writing, "check_chain", check)
+    with refuses("contradiction"):
+        enginery("release", tmp_path / "out", f"{NAME}@candidate")
+    assert not (tmp_path / "out").exists()
+
+
 def forge_pass(record) -> None:
     record["passed"] = True
     for entry in record["checks"]:
