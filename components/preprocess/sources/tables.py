@@ -228,7 +228,10 @@ def parquet_rows(table: Path, name: str) -> Iterator[TableRow]:
                         number += 1
                         row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
                         yield TableRow(number, row["path"], row["label"], row.get("split"))
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # the latter of texts that are not UTF-8
+    # The last two: of texts that are not UTF-8, and of pages in another encoding than the metadata say.
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk
+            raise
         raise UserError(
             f"{name} is no Parquet file that can be read ({error}); write it again", code="damaged-table"
         ) from None

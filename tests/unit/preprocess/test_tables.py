@@ -254,6 +254,12 @@ def test_what_a_few_bytes_of_parquet_could_blow_up_is_not_read(tmp_path: Path) -
     )
     with refuses("unsupported-encoding"):
         find(table)
+    data = table.read_bytes()
+    said = data.replace(b"\x19\x25\x06\x0e", b"\x19\x25\x06\x00")  # PLAIN in the place of DELTA_BYTE_ARRAY
+    assert said != data
+    table.write_bytes(said)
+    with refuses("damaged-table"):
+        find(table)
     parquet.write_table(pyarrow.table({"path": texts, "x" * 20_000: texts}), table)
     with refuses("missing-column") as caught:
         find(table)
