@@ -334,8 +334,9 @@ class Registry:
         if _leads_elsewhere(root, uri, _OF_ANY_HOST):
             raise EngineryError(
                 f"the files of {version.label} lie at {without_credentials(root)}, which is not of MLflow at "
-                f"{self.uri}, so nothing is asked of it. Register the model again with its files in that server's "
-                "store; if both are one server, set MLFLOW_TRACKING_URI to that address",
+                f"{self.uri}, so nothing is asked of it. Have that server serve its store (mlflow server "
+                "--serve-artifacts --artifacts-destination ...), or keep files in s3://, gs://, abfss:// or a folder, "
+                "and register the model again; if both are one server, set MLFLOW_TRACKING_URI to that address",
                 code="other-server",
                 setting="MLFLOW_TRACKING_URI",
             )

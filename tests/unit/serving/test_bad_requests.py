@@ -98,6 +98,15 @@ def test_200_megabytes(served) -> None:
     assert "image 0 has 200,000,002 bytes, and 67,108,864 are taken at most; make it smaller" in answer.error
 
 
+def test_two_million_chunks_of_a_byte(served) -> None:
+    """For each of which Triton 2.51 takes 16 bytes of a stack (CVE-2025-23310)."""
+    head = f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.http), timeout=600) as client:
+        client.sendall(head.encode() + b"1\r\nx\r\n" * 2_000_000 + b"0\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 ")
+    assert served.infer([picture()]).status == 200
+
+
 def test_a_class_that_is_ruled_out_is_an_answer(served) -> None:
     answer = served.send(*logits(*[-INF] * 9, 1.0), f"{NAME}_labels")
     assert (answer.output("LABELS")[0], answer.output("PROBABILITIES")[0]) == ("9", 1.0)
