@@ -274,7 +274,7 @@ def test_with_and_without_dynamic_batching_and_then_as_before(
 def test_damaged_requests(served: Running, protocol: requests.Protocol) -> None:
     """benchmarks/fuzz.py sends more."""
     port = getattr(served, protocol)
-    wrong, grown_bytes = requests.run_requests(100, 0, port, NAME, served.process.pid, protocol)
+    wrong, _, grown_bytes = requests.run_requests(100, 0, port, NAME, served.process.pid, protocol)
     assert wrong == {}
     assert grown_bytes < 10**9
 
