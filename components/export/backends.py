@@ -1,20 +1,23 @@
-"""Compiles, runs and profiles the candidates of `mixed` with TensorRT, and makes a bundle's INT8 plan of the best."""
+"""Compiles, runs and profiles the candidates of `mixed`, and makes a bundle's INT8 plan of the best on a GPU."""
 
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 import torch
 
+from components.common.contracts.environment import cpu_name, num_cores
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.records import EngineEntry, PlacementEntry
+from components.common.contracts.statistics import paired_difference
 from components.common.contracts.transforms import ShapeSpec
-from components.common.data.evaluation import Predictions, predict
+from components.common.data.evaluation import predict
 from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner
 from components.export.blocks import find_blocks
@@ -24,13 +27,15 @@ from components.export.engines import compile_plan, onnx_file_for
 from components.export.mixed import Compiled, MixedSearch, Profile
 from components.export.placement import quantizable_layers
 from components.export.precision import raise_opset, to_fp16
-from components.export.qdq import WeightStorage, insert_qdq
+from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
 from components.export.selection import Budget
 
 if TYPE_CHECKING:
+    from components.common.runtimes.openvino import OpenVINORunner
     from components.common.runtimes.tensorrt import TensorRTRunner
 
 _COPIED_BYTES, _COPIES = 1 << 26, 20
+_CPU_BATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +158,70 @@ class TensorRTBackend:
 
     def bytes_per_ms(self) -> float:
         """See `mixed.Backend`."""
-        source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
-        target = torch.empty_like(source)
-        target.copy_(source)
-        torch.cuda.synchronize()
+        return _bytes_per_ms("cuda")
+
+
+@dataclass(kw_only=True)
+class OpenVINOBackend:
+    """ONNX files for the CPU here."""
+
+    shapes: ShapeSpec
+    fp32: onnx.ModelProto  # that INT8 is written into
+    scales: Mapping[str, float]
+    arithmetic: Arithmetic
+    reference: Compiled  # the FP32 file
+    folder: Path  # for candidates
+    runtime: str = "openvino"
+
+    @property
+    def device(self) -> str:
+        """The CPU's name, and how many cores are used."""
+        return f"{cpu_name()}, {num_cores()} cores"
+
+    @property
+    def batch_size(self) -> int:
+        """As much as a small CPU runs in a moment."""
+        return min(_CPU_BATCH, self.shapes.max_batch)
+
+    def compile(self, name: str, excluded: tuple[str, ...]) -> Compiled:
+        """See `mixed.Backend`. OpenVINO compiles a file when it is opened, in a moment."""
+        graph = insert_qdq(self.fp32, self.scales, exclude=excluded, arithmetic=self.arithmetic)
+        file = self.folder / f"{name.replace(' ', '_')}.onnx"
+        onnx.save(graph, file)
+        return Compiled(name=name, precision="int8", excluded=excluded, graph=graph, file=file)
+
+    def open(self, compiled: Compiled) -> "OpenVINORunner":
+        """See `mixed.Backend`."""
+        from components.common.runtimes.openvino import OpenVINORunner
+
+        return OpenVINORunner(compiled.file, self.shapes)
+
+    def profile(self, compiled: Compiled) -> Profile:
+        """See `mixed.Backend`."""
+        from components.common.runtimes.openvino import profile_layers
+
+        return profile_layers(compiled.file, self.shapes, self.batch_size)
+
+    def bytes_per_ms(self) -> float:
+        """See `mixed.Backend`."""
+        return _bytes_per_ms("cpu")
+
+
+def _bytes_per_ms(device: Literal["cuda", "cpu"]) -> float:
+    """How fast a device reads and writes memory."""
+    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    milliseconds = []
+    for number in range(1 + _COPIES):
+        if device == "cuda":
+            torch.cuda.synchronize()
         started = time.perf_counter()
-        for _ in range(_COPIES):
-            target.copy_(source)
-        torch.cuda.synchronize()
-        return 2 * _COPIES * _COPIED_BYTES / (1e3 * (time.perf_counter() - started))
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if number:
+            milliseconds.append(1e3 * (time.perf_counter() - started))
+    return 2 * _COPIED_BYTES / statistics.median(milliseconds)
 
 
 def reference_plan(entry: EngineEntry, folder: Path) -> Compiled:
@@ -225,7 +285,7 @@ class Int8Plans:
                 max_engines=self.config.mixed_engines,
                 log=self.log,
             )
-            chosen, self.record = search.run(self._predictions if self.samples is not None else None, self.budget)
+            chosen, self.record = search.run(self._accuracy if self.samples is not None else None)
             for file in chosen.file.parent.iterdir():
                 file.replace(self.output / file.name)
         assert chosen.entry is not None
@@ -234,16 +294,24 @@ class Int8Plans:
         onnx.save(graph, self.output / ONNX_FILES[other])
         return chosen.entry
 
-    def _predictions(self, runners: Mapping[str, Runner]) -> tuple[Predictions, dict[str, Predictions]]:
+    def _accuracy(self, _: Sequence[Compiled], runners: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
         from components.common.runtimes.tensorrt import TensorRTRunner
 
         def progress(done: int, total: int) -> None:
             self.log.progress("comparing engines", done, total, unit="images")
 
         assert self.samples is not None
-        fp32 = TensorRTRunner(self.output / "fp32.plan", self.shapes)
+        runner = TensorRTRunner(self.output / "fp32.plan", self.shapes)
         try:
-            found = predict({"fp32": fp32, **runners}, self.samples, self.samples.num_images, progress)
+            found = predict({"fp32": runner, **runners}, self.samples, self.samples.num_images, progress)
         finally:
-            fp32.close()
-        return found["fp32"], found
+            runner.close()
+        fp32 = found.pop("fp32")
+        return {
+            name: {
+                "delta_top1_points": paired_difference(fp32.right, own.right).delta_points,
+                "agreement_pct": own.agreement_pct(fp32),
+                "within_budget": self.budget.holds(fp32, own),
+            }
+            for name, own in found.items()
+        }

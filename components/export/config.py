@@ -67,8 +67,8 @@ class ExportConfig(StepConfig):
     mixed_engines: int = Field(
         2,
         ge=0,
-        description="INT8 engines with blocks in float that are built and measured beside the one with all in INT8, "
-        "where the times of the blocks promise more speed; 0 for none.",
+        description="INT8 engines, on CPUs files, with blocks in float that are built and measured beside the one with "
+        "all in INT8, where the times of the blocks promise more speed; 0 for none.",
     )
     gate: Thresholds = Field(
         Thresholds(),

@@ -1,16 +1,16 @@
-"""INT8 where it is faster: engines with some blocks in float, by measurement.
+"""INT8 where it is faster: engines and CPUs' files with some blocks in float, by measurement.
 
-The profiles of two engines, all float and all INT8, tell what each block takes. From these the blocks in INT8 follow
-(`blocks.fastest`); such an engine is built, profiled again, and measured in turns with the others.
+The profiles of two of them, all float and all INT8, tell what each block takes. From these the blocks in INT8 follow
+(`blocks.fastest`); such a candidate is built, profiled again, and measured in turns with the others.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import onnx
 
@@ -22,9 +22,7 @@ from components.common.contracts.records import (
     PlacementTrial,
     Precision,
 )
-from components.common.contracts.statistics import paired_difference
 from components.common.contracts.transforms import ShapeSpec
-from components.common.data.evaluation import Predictions
 from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner
 from components.export.blocks import (
@@ -37,17 +35,16 @@ from components.export.blocks import (
     without_losing_runs,
 )
 from components.export.placement import quantizable_layers
-from components.export.selection import Budget
 
 _TURNS, _TURN_S, _MIN_ITERATIONS = 5, 0.3, 3
 _LAUNCH_MS = 0.003  # of one more kernel
 _PROMISE = 0.98  # of the time of INT8 everywhere: what the blocks' times must promise for an engine to be built
-_GAIN = 1.01  # a mixed engine has to be faster than INT8 everywhere by more than turns scatter
+_GAIN = 1.01  # a mixture has to be faster than INT8 everywhere by more than turns scatter, and in each of them
 
 Profile = list[tuple[str, tuple[str, ...], float]]
 """Name, nodes and milliseconds of each layer of a compiled model, in the order in which they run."""
-Accuracy = Callable[[Mapping[str, Runner]], tuple[Predictions, dict[str, Predictions]]]
-"""Predictions of FP32, and of candidates by name, on the same images."""
+Accuracy = Callable[[Sequence["Compiled"], Mapping[str, Runner]], dict[str, dict[str, Any]]]
+"""What is known of candidates' accuracy, as fields of PlacementTrial, by name; the runners are theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +95,7 @@ class Backend(Protocol):
 
 @dataclass(kw_only=True)
 class MixedSearch:
-    """Finds the fastest engine with INT8 in it."""
+    """Finds the fastest candidate with INT8 in it."""
 
     fp32: onnx.ModelProto
     excluded: tuple[str, ...]  # nodes that stay in float for the accuracy
@@ -106,18 +103,18 @@ class MixedSearch:
     backend: Backend
     max_engines: int  # with some blocks in float
     log: StepLog
+    deadline: float = math.inf  # on the clock of time.monotonic(): then no more is built, and no turn begun but one
     compiled: list[Compiled] = field(default_factory=list)  # the first is INT8 everywhere
     _plans: list[Plan] = field(default_factory=list)
     _times: list[list[BlockTime]] = field(default_factory=list)  # of each of `compiled`
     _float_times: list[BlockTime] = field(default_factory=list)
     _spans: set[tuple[int, int]] = field(default_factory=set)
 
-    def run(self, accuracy: Accuracy | None, budget: Budget) -> tuple[Compiled, PlacementEntry | None]:
+    def run(self, accuracy: Accuracy | None) -> tuple[Compiled, PlacementEntry | None]:
         """Build, measure and choose: of what holds the budget the fastest. No record where nothing was to choose.
 
         Args:
             accuracy: of the candidates; None measures none, and the fastest is taken.
-            budget: what INT8 may cost.
         """
         started = time.monotonic()
         self._blocks = find_blocks(self.fp32)
@@ -126,7 +123,7 @@ class MixedSearch:
             return self.compiled[0], None
         self._float_times = self._profiled(self.backend.reference)
         plans = self._first_plans()
-        while plans and len(self.compiled) <= self.max_engines:
+        while plans and len(self.compiled) <= self.max_engines and time.monotonic() < self.deadline:
             plan = plans.pop(0)
             if not self._is_new(plan):
                 continue
@@ -137,11 +134,11 @@ class MixedSearch:
                 break
             plans.insert(0, without_losing_runs(self._blocks, plan, self._float_times, self._times[-1]))
         self.log.progress("building INT8 engines", len(self.compiled), len(self.compiled))
-        rows = self._measure(accuracy, budget)
+        rows = self._measure(accuracy)
         candidates = [row for row in rows if row.precision == "int8" and row.within_budget is not False]
         best = max(candidates or rows[1:], key=lambda row: row.images_per_s)
         everywhere = rows[1]
-        if everywhere in candidates and best.images_per_s <= _GAIN * everywhere.images_per_s:
+        if everywhere in candidates and not _is_faster(best, everywhere):
             best = everywhere
         number = rows.index(best) - 1
         build_seconds = sum(entry.build_seconds for entry in self.compiled)
@@ -207,11 +204,7 @@ class MixedSearch:
     def _is_new(self, plan: Plan) -> bool:
         return any(plan.int8) and plan not in self._plans
 
-    def _measure(
-        self,
-        accuracy: Accuracy | None,
-        budget: Budget,
-    ) -> list[PlacementTrial]:
+    def _measure(self, accuracy: Accuracy | None) -> list[PlacementTrial]:
         """All candidates behind the reference: speed in turns, then what they predict."""
         every = [self.backend.reference, *self.compiled]
         runners: dict[str, Runner] = {}
@@ -220,9 +213,11 @@ class MixedSearch:
                 runners[compiled.name] = self.backend.open(compiled)
             speeds: dict[str, list[float]] = {name: [] for name in runners}
             for turn in range(_TURNS):
+                if turn and time.monotonic() >= self.deadline:
+                    break
                 self.log.progress("measuring engines", turn, _TURNS, unit="turns")
-                for name, runner in runners.items():
-                    timing = runner.measure(
+                for name in list(runners)[:: -1 if turn % 2 else 1]:
+                    timing = runners[name].measure(
                         self.backend.batch_size,
                         warmup_s=_TURN_S / 3,
                         duration_s=_TURN_S,
@@ -230,21 +225,13 @@ class MixedSearch:
                     )
                     speeds[name].append(timing.images_per_s)
             self.log.progress("measuring engines", _TURNS, _TURNS, unit="turns")
-            fp32, found = accuracy(runners) if accuracy is not None else (None, {})
+            known = accuracy(every, runners) if accuracy is not None else {}
         finally:
             for runner in runners.values():
                 runner.close()
         rows = []
         for compiled in every:
             rate = statistics.median(speeds[compiled.name])
-            own = found.get(compiled.name)
-            known = {}
-            if fp32 is not None and own is not None:
-                known = {
-                    "delta_top1_points": paired_difference(fp32.right, own.right).delta_points,
-                    "agreement_pct": own.agreement_pct(fp32),
-                    "within_budget": budget.holds(fp32, own),
-                }
             rows.append(
                 PlacementTrial(
                     name=compiled.name,
@@ -254,7 +241,7 @@ class MixedSearch:
                     latency_ms=1e3 * self.backend.batch_size / rate,
                     turns_images_per_s=tuple(speeds[compiled.name]),
                     build_seconds=compiled.build_seconds,
-                    **known,
+                    **known.get(compiled.name, {}),
                 )
             )
         return rows
@@ -276,6 +263,12 @@ class MixedSearch:
             )
             for number, block in enumerate(self._blocks)
         )
+
+
+def _is_faster(own: PlacementTrial, other: PlacementTrial) -> bool:
+    """True if that is more than chance: of five turns of equals, one is faster in all only once in 32 cases."""
+    ratios = [a / b for a, b in zip(own.turns_images_per_s, other.turns_images_per_s, strict=True)]
+    return statistics.median(ratios) > _GAIN and min(ratios) > 1
 
 
 def _elements(model: onnx.ModelProto, shapes: ShapeSpec, batch_size: int) -> dict[str, int]:

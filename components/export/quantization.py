@@ -2,8 +2,9 @@
 
 import functools
 import statistics
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,13 @@ import torch
 from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.instruction_sets import SATURATING, instruction_set
-from components.common.contracts.records import CalibrationEntry, CpuModel, CpuTrial, SelectionEntry
+from components.common.contracts.records import CalibrationEntry, CpuModel, CpuTrial, PlacementEntry, SelectionEntry
 from components.common.process.steplog import StepLog
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.onnxruntime import new_session
-from components.common.runtimes.runner import to_numpy
+from components.common.runtimes.runner import Runner, to_numpy
 from components.common.runtimes.torch import TorchGraph
+from components.export.backends import OpenVINOBackend
 from components.export.calibration import (
     MIN_SELECTION_IMAGES,
     NUM_BINS,
@@ -31,8 +33,9 @@ from components.export.calibration import (
     collect_with_torch,
     compute_scale,
 )
-from components.export.config import CALIBRATION_METHODS, ExportConfig
-from components.export.placement import activation_tensors, has_unsigned_activations
+from components.export.config import CALIBRATION_METHODS, ONNX_FILES, ExportConfig
+from components.export.mixed import Compiled, MixedSearch
+from components.export.placement import activation_tensors, has_unsigned_activations, quantizable_layers
 from components.export.precision import FP16_MAX
 from components.export.qdq import TENSORRT, Arithmetic, insert_qdq, scales_below_fp16
 from components.export.selection import Budget, Candidates, Ranking, Selection
@@ -45,6 +48,7 @@ NUM_IMAGES = 64
 _EXCESS = 1.25
 _CLOSE = 1.1  # errors this near each other: the faster file is taken
 _TURNS, _TURN_S, _BATCH = 3, 0.2, 16
+_PLACEMENT_S = 15.0  # that the search for blocks takes on a small CPU
 
 
 def first_arithmetic(fp32: onnx.ModelProto) -> Arithmetic:
@@ -167,6 +171,7 @@ class Quantization:
     scales: dict[str, float]  # by tensor
     excluded: tuple[str, ...]  # node ids
     cpu_models: tuple[CpuModel, ...]
+    placement: PlacementEntry | None  # of the file that is fit for the CPU here; None where no blocks were chosen
     calibration: CalibrationEntry
 
 
@@ -229,12 +234,12 @@ def quantize(
         scales["smoothquant"] |= smoothed_scales(balanced)
     elif "smoothquant" in methods:
         log.note("there is nothing to smooth: no LayerNormalization is read by matrix products alone")
-    method, entry = methods[0], None
+    method, entry, placement = methods[0], None, None
     excluded: tuple[str, ...] = ()
     candidates = Candidates(shapes=source.shapes, device=device, directory=fp32_file.parent, log=log)
     chooser = _Chooser(config, fp32, calibration, candidates)
     if selection is not None and (automatic or config.fallback):
-        method, excluded, entry = _select(config, scales, networks, selection, chooser)
+        method, excluded, entry, placement = _select(config, scales, networks, selection, chooser)
     else:
         chooser.fp32 = networks.get(method, fp32)
         chooser.choose_arithmetic(scales[method])
@@ -251,6 +256,7 @@ def quantize(
         scales=scales[method],
         excluded=excluded,
         cpu_models=cpu_models(activations, chooser.arithmetic if chooser.on_cpu else None),
+        placement=placement,
         calibration=CalibrationEntry(
             method=method,
             num_images=calibration.num_images,
@@ -332,8 +338,8 @@ def _select(
     networks: dict[str, onnx.ModelProto],
     samples: Samples,
     chooser: "_Chooser",
-) -> tuple[str, tuple[str, ...], SelectionEntry]:
-    """The method, the layers that stay in float, and the record of all that was tried."""
+) -> tuple[str, tuple[str, ...], SelectionEntry, PlacementEntry | None]:
+    """The method, the layers that stay in float for the accuracy, and the records of what was tried, also for speed."""
     started = time.monotonic()
     budget = Budget.of(config, samples.dataset)
     search = Selection(
@@ -376,7 +382,8 @@ def _select(
         out_of_time=search.out_of_time,
         seconds=time.monotonic() - started,
     )
-    return method, excluded, entry
+    placement = chooser.choose_blocks(search, method, excluded) if chooser.on_cpu and config.mixed_engines else None
+    return method, excluded, entry, placement
 
 
 class _Chooser:
@@ -399,6 +406,51 @@ class _Chooser:
             search = ArithmeticSearch(fp32=self.fp32, scales=scales, batches=batches, candidates=self.candidates)
             self.arithmetic, self.trials = search.choose(), tuple(search.trials)
         return self.arithmetic
+
+    def choose_blocks(self, search: Selection, method: str, excluded: tuple[str, ...]) -> PlacementEntry | None:
+        """Measure which blocks the CPU here runs faster in float; None where the time is over.
+
+        Args:
+            search: has measured INT8 of `method`, and measures the accuracy of mixtures.
+            method: of the calibration.
+            excluded: nodes that stay in float for the accuracy.
+        """
+        deadline = search.deadline - self.config.mixed_engines * search.pass_s
+        if time.monotonic() + _PLACEMENT_S > deadline:
+            self.log.note("no time is left to measure which blocks are faster in INT8 (export.search_seconds)")
+            return None
+
+        def accuracy(compiled: Sequence[Compiled], _: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
+            known = {compiled[0].name: {"delta_top1_points": 0.0, "agreement_pct": 100.0, "within_budget": True}}
+            for entry in compiled[1:]:
+                search.holds(method, entry.excluded)
+                trial = search.trial(method, entry.excluded)
+                fields = {"delta_top1_points", "agreement_pct", "within_budget"}
+                known[entry.name] = trial.model_dump(include=fields) if trial is not None else {}
+            return known
+
+        shapes, file = self.candidates.shapes, self.candidates.directory / ONNX_FILES["fp32"]
+        graph = read_onnx(file)
+        layers = tuple(quantizable_layers(graph))
+        with tempfile.TemporaryDirectory(dir=self.candidates.directory) as folder:
+            backend = OpenVINOBackend(
+                shapes=shapes,
+                fp32=self.fp32,
+                scales=search.scales[method],
+                arithmetic=self.arithmetic,
+                reference=Compiled(name="FP32", precision="fp32", excluded=layers, graph=graph, file=file),
+                folder=Path(folder),
+            )
+            blocks = MixedSearch(
+                fp32=self.fp32,
+                excluded=excluded,
+                shapes=shapes,
+                backend=backend,
+                max_engines=self.config.mixed_engines,
+                log=self.log,
+                deadline=deadline,
+            )
+            return blocks.run(accuracy)[1]
 
     def ranking(self, scales: dict[str, float], search: Selection) -> Ranking:
         """The layers by their cost in INT8. Nothing is measured yet."""

@@ -19,6 +19,7 @@ from components.common.contracts.manifests import (
 from components.common.process.steplog import StepLog
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.runner import to_numpy
+from components.common.runtimes.selection import fit_model
 from components.export.backends import Int8Plans
 from components.export.calibration import Samples, split_samples
 from components.export.config import ONNX_FILES, ExportConfig
@@ -69,7 +70,8 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         log=log,
     )
     engines, missing = build_plans(config, source.shapes, output, cache, log, int8.build)
-    layers = quantizable_layers(fp32)
+    layers, placement = quantizable_layers(fp32), int8.record or quantized.placement
+    in_float = placement.chosen.excluded if placement is not None else int8.excluded
     bundle = seal(
         output,
         BundleManifest,
@@ -84,8 +86,8 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         engines=engines,
         engines_missing=missing,
         calibration=quantized.calibration,
-        placement=int8.record,
-        num_quantized_layers=len(set(layers) - set(int8.excluded)),
+        placement=placement,
+        num_quantized_layers=len(set(layers) - set(in_float)),
         num_quantizable_layers=len(layers),
         training=source.training,
     )
@@ -105,14 +107,17 @@ def _write_precisions(
 ) -> None:
     """The files beside fp32.onnx: one graph, one set of scales, the same layers in INT8.
 
-    Those of INT8 are made of `network`, which computes what `fp32` does, perhaps smoothed.
+    Of the file that is fit for the CPU here more may be in float, for speed. Those of INT8 are made of `network`, which
+    computes what `fp32` does, perhaps smoothed.
     """
     scales, excluded = quantized.scales, quantized.excluded
     log.progress("writing ONNX", 0, 3, "int8.onnx", unit="precisions")
     onnx.save(insert_qdq(network, scales, exclude=excluded), output / ONNX_FILES["int8"])
     for model in quantized.cpu_models:
-        arithmetic = Arithmetic.of(model)
-        onnx.save(insert_qdq(network, scales, exclude=excluded, arithmetic=arithmetic), output / model.file)
+        arithmetic, left_out = Arithmetic.of(model), excluded
+        if quantized.placement is not None and model == fit_model(quantized.cpu_models):
+            left_out = quantized.placement.chosen.excluded
+        onnx.save(insert_qdq(network, scales, exclude=left_out, arithmetic=arithmetic), output / model.file)
     log.progress("writing ONNX", 1, 3, "fp16.onnx", unit="precisions")
     fp16 = to_fp16(fp32)
     onnx.save(fp16, output / ONNX_FILES["fp16"])

@@ -296,8 +296,8 @@ class Selection:
     arithmetic: Arithmetic  # of the candidates; those measured in another one don't count
     trials: list[Trial] = field(default_factory=list)
     out_of_time: bool = False
+    pass_s: float = 0.0  # of a candidate over all images
     _fp32: Predictions | None = None
-    _pass_s: float = 0.0  # of a candidate over all images
     _num_planned: int = 0  # candidates, at most
 
     def choose_method(self) -> str:
@@ -319,7 +319,7 @@ class Selection:
         started = time.monotonic()
         found = self._predict(models, "comparing calibrations", self.time_left, look)
         num_predicted = sum(own.num_images for own in found.values())
-        self._pass_s = (time.monotonic() - started) * self.num_images / num_predicted
+        self.pass_s = (time.monotonic() - started) * self.num_images / num_predicted
         for method in self.scales:
             self._remember(method, (), found[method])
         return ordered[0]
@@ -383,7 +383,7 @@ class Selection:
                 lambda seen: ["int8"] if self._may_hold(seen["int8"]) else [],
             )["int8"]
             if own.num_images == self.num_images:
-                self._pass_s = max(self._pass_s, time.monotonic() - started)
+                self.pass_s = max(self.pass_s, time.monotonic() - started)
             found = self._remember(method, excluded, own)
         return found.within_budget
 
@@ -483,7 +483,7 @@ class Selection:
 
     def _late(self, num_passes: int = 1) -> bool:
         """True if time is too short for so many candidates that are measured on all images."""
-        self.out_of_time = self.out_of_time or time.monotonic() + num_passes * self._pass_s > self.deadline
+        self.out_of_time = self.out_of_time or time.monotonic() + num_passes * self.pass_s > self.deadline
         return self.out_of_time
 
 

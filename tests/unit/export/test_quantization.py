@@ -141,14 +141,21 @@ def test_auto_tries_every_method_and_records_all(export):
     assert (calibration.num_images, entry.num_images, entry.runtime) == (240, 240, "openvino")
     assert bundle.manifest.shapes.opt_batch == 8
     assert not any(line.startswith("warning") for line in lines), lines
+    placement = bundle.manifest.placement
+    assert (placement.runtime, [trial.name for trial in placement.trials[:2]]) == ("openvino", ["FP32", "INT8"])
+    served = dequantized_reads(onnx.load(bundle.file(fit_model(bundle.manifest.cpu_models).file)))
+    assert {name for name, reads in served.items() if reads != [True, True]} == set(placement.chosen.excluded)
+    assert all(trial.agreement_pct is not None for trial in placement.trials)
 
 
 def test_smoothing_is_chosen_where_channels_have_outliers(export, tmp_path):
     source = tmp_path / "own.onnx"
     export_onnx(with_outliers(small_vit(), 300.0), source, ShapeSpec(height=32, width=32))
-    bundle, _ = export(source, num_calibration_images=64, num_selection_images=150, fallback=False)
+    settings = {"num_calibration_images": 64, "num_selection_images": 150, "fallback": False, "mixed_engines": 0}
+    bundle, _ = export(source, **settings)
     calibration = bundle.manifest.calibration
     assert calibration.method == "smoothquant"
+    assert bundle.manifest.placement is None
     assert {trial.method for trial in calibration.selection.trials} == set(CALIBRATION_METHODS)
     assert bundle.file("fp32.onnx").read_bytes() == source.read_bytes()  # it stays as it is
     fp32, int8 = (onnx.load(bundle.file(name)) for name in ("fp32.onnx", "int8.onnx"))
