@@ -1,11 +1,12 @@
-"""INT8 on a CPU beside NNCF's and FP32: agreement with FP32 and images/s, by model and instruction set.
+"""INT8 on a CPU beside that of peers and FP32: top-1, images/s and seconds of search, by model and instruction set.
 
     python -m benchmarks.int8_cpu --machine cpu-2core --model digits CHECKPOINT DATASET "" \\
-        --model resnet18_224 WEIGHTS DATASET resnet18
+        --model resnet18_224 WEIGHTS DATASET resnet18 --peer nncf NNCF_PYTHON --peer neural_compressor INC_PYTHON
 
-Both quantize the same checkpoint with the same calibration images: `export` as it is, `nncf.quantize` with its
-defaults. Each instruction set of this CPU is a process of its own, limited by oneDNN's variable; FP32, NNCF's file and
-ours take turns, every second time in reverse. Needs nncf beside the rest: pip install nncf.
+All quantize the same checkpoint with the same calibration images, and choose, if they do, by the same other training
+images: `export` as it is, and each of `benchmarks.peers` by the Python of an environment that has its packages. The
+same OpenVINO runs all files. Each instruction set of this CPU is a process of its own, limited by oneDNN's variable;
+the files take turns, every second time in reverse.
 """
 
 import json
@@ -14,19 +15,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import click
+import numpy as np
 
+from benchmarks.peers import PEERS
 from benchmarks.results import write_result
 from components.common.contracts.environment import num_cores
 from components.common.contracts.instruction_sets import VARIABLE, available, instruction_set
-from components.common.contracts.statistics import mcnemar
+from components.common.contracts.records import PairedComparison
 
-_BATCH, _TURNS, _SECONDS = 16, 41, 1.0
-_RANKS = 14, 28  # of 41 ordered values, from 1: the ends of the 95 % interval of their median
+_BATCH, _TURNS = 16, 21
+_RANKS = 6, 16  # of 21 ordered values, from 1: the ends of the 97 % interval of their median
 
 
 @click.command()
@@ -35,47 +39,60 @@ _RANKS = 14, 28  # of 41 ordered values, from 1: the ends of the 95 % interval o
     "--model", "models", nargs=4, multiple=True, required=True, metavar="NAME CHECKPOINT DATASET ARCHITECTURE",
     help="The name in the result, what `components.export` reads, and the architecture of plain weights or ''.",
 )  # fmt: skip
+@click.option("--peer", "peers", nargs=2, multiple=True, required=True, metavar="NAME PYTHON", help=", ".join(PEERS))
 @click.option("--images", default=256, show_default=True, help="Calibration images.")
+@click.option("--selection", default=2000, show_default=True, help="Other training images, to choose by.")
+@click.option("--validation", default=10_000, show_default=True, help="Validation images, at most.")
+@click.option("--seconds", default=1.0, show_default=True, help="Of a turn.")
+@click.option("--peer-seconds", default=600.0, show_default=True, help="After which a peer's search is ended.")
 @click.option("--limit", multiple=True, help="Instruction sets; all of this CPU without it.")
 @click.option("--here", is_flag=True, help="Measure in this process, and print JSON.")
 def main(
-    machine: str, models: tuple[tuple[str, str, str, str], ...], images: int, limit: tuple[str, ...], here: bool
+    machine: str,
+    models: tuple[tuple[str, str, str, str], ...],
+    peers: tuple[tuple[str, str], ...],
+    limit: tuple[str, ...],
+    here: bool,
+    **options: Any,
 ) -> None:
     if here:
-        print(json.dumps([_measure(*model, images=images) for model in models]))
+        print(json.dumps([_measure(*model, peers=dict(peers), **options) for model in models]))
         return
+    same = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    same += [word for peer in peers for word in ("--peer", *peer)]
     runs = []
     for model in models:
         for own in limit or [entry for entry in available() if entry != "SSE41"]:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.int8_cpu",
-                "--here",
-                "--images",
-                str(images),
-                "--model",
-                *model,
-            ]
+            command = [sys.executable, "-m", "benchmarks.int8_cpu", "--here", *same, "--model", *model]
             environment = {**os.environ, VARIABLE: own}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
             runs += json.loads(done.stdout.splitlines()[-1])
             print({key: value for key, value in runs[-1].items() if key != "turns"}, flush=True)
-    measures = {
-        "int8_over_nncf_images_per_s": min(run["int8_over_nncf"] for run in runs),
-        "int8_over_nncf_high": min(run["int8_over_nncf_high"] for run in runs),
-        "agreement_p_value": min(run["agreement_p_value"] for run in runs),
-        "int8_over_fp32_cpu_b16": min(run["int8_over_fp32"] for run in runs),
-    }
+            _write(machine, runs, options["seconds"])
+
+
+def _write(machine: str, runs: list[dict[str, Any]], seconds: float) -> None:
+    measures = {}
     for run in runs:
-        for key in ("int8_over_nncf", "int8_over_fp32", "agreement_int8_pct", "agreement_nncf_pct"):
-            measures[f"{key}_{run['model']}_{run['instruction_set'].lower()}"] = run[key]
+        for name, peer in run["peers"].items():
+            if "int8_over" in peer:
+                suffix = f"{name}_{run['model']}_{run['instruction_set'].lower()}"
+                measures[f"int8_over_{suffix}"] = peer["int8_over"]
+                measures[f"delta_top1_points_over_{suffix}"] = peer["comparison"]["delta_top1_points"]
+    ends = [peer for run in runs for peer in run["peers"].values() if "int8_over" in peer]
+    first = {
+        "int8_over_peers_min": min((peer["int8_over"] for peer in ends), default=0.0),
+        "int8_over_peers_high_min": min((peer["int8_over_high"] for peer in ends), default=0.0),
+        "drop_lower_points_max": max((peer["comparison"]["drop_lower_points"] for peer in ends), default=0.0),
+    }
     notes = (
-        f"Batch {_BATCH}; ratios are medians of {_TURNS} turns of {_SECONDS:g} s, low and high the median's "
-        "95 % interval. Agreement: validation images on which the class is FP32's; its p-value is McNemar's, of the "
-        "images on which one of the two files alone agrees. The smallest over models and instruction sets stand first."
+        f"Batch {_BATCH}; ratios are medians of {_TURNS} turns of {seconds:g} s, low and high the median's 97 % "
+        "interval. A peer's comparison is ours against it on the same validation images: lost and gained are images "
+        "that it, or ours, alone gets right. drop_lower_points above 0: the peer is more accurate by more than the "
+        "one-sided 95 % interval. The worst over models, peers and instruction sets stand first. Seconds of search: "
+        "ours is all of `export`, a peer's its call alone."
     )
-    write_result(machine, "int8_cpu", measures=measures, runs=runs, notes=notes)
+    write_result(machine, "int8_peers", measures=first | measures, runs=runs, notes=notes)
 
 
 def _compile_file(path: Path, hints: dict[str, object]) -> Any:
@@ -86,70 +103,135 @@ def _compile_file(path: Path, hints: dict[str, object]) -> Any:
     return ov.Core().compile_model(path, "CPU", {**precision, **threads, **hints})
 
 
-def _measure(name: str, checkpoint: str, dataset: str, architecture: str, *, images: int) -> dict[str, Any]:
-    """One model on one instruction set: export, quantize by NNCF, predict, and time by turns."""
-    import nncf
-    import openvino as ov
-
+def _measure(
+    name: str,
+    checkpoint: str,
+    dataset: str,
+    architecture: str,
+    *,
+    peers: dict[str, str],
+    images: int,
+    selection: int,
+    validation: int,
+    seconds: float,
+    peer_seconds: float,
+) -> dict[str, Any]:
+    """One model on one instruction set: export, quantize by the peers, predict, and time by turns."""
     from components.common.contracts.manifests import BundleManifest, DatasetManifest, load
     from components.common.contracts.settings import resolve
     from components.common.data.evaluation import predict
     from components.common.data.loader import Loader
     from components.common.process.steplog import StepLog
     from components.common.runtimes import openvino
-    from components.common.runtimes.runner import to_numpy
     from components.common.runtimes.selection import fit_model
     from components.export.calibration import split_samples
     from components.export.config import ExportConfig
     from components.export.run import run as export
 
     data = load(Path(dataset), DatasetManifest)
+    settings = {"num_calibration_images": images, "num_selection_images": selection, "tensorrt": "off"}
+    config = resolve(ExportConfig, "export", {**settings, "architecture": architecture})
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"num_calibration_images": images, "tensorrt": "off", "architecture": architecture}
-        config = resolve(ExportConfig, "export", settings)
+        started = time.perf_counter()
         export(config, StepLog("export"), model=Path(checkpoint), dataset=Path(dataset), output=Path(folder, "bundle"))
+        own_seconds = time.perf_counter() - started
         bundle = load(Path(folder, "bundle"), BundleManifest)
         record = bundle.manifest
-        samples, _ = split_samples(config, data, record.transform, None)
-        batches = [to_numpy(batch.images)[index : index + 1] for batch in samples for index in range(len(batch.images))]
-        quantized = nncf.quantize(
-            ov.Core().read_model(bundle.file("fp32.onnx")), nncf.Dataset(batches), subset_size=len(batches)
-        )
-        ov.save_model(quantized, Path(folder, "nncf.xml"), compress_to_fp16=False)
         own = fit_model(record.int8_on_cpus)
-        files = {"fp32": bundle.file("fp32.onnx"), "nncf": Path(folder, "nncf.xml"), "int8": bundle.file(own.file)}
+        files = {"fp32": bundle.file("fp32.onnx"), "int8": bundle.file(own.file)}
+        samples = dict(
+            zip(("calibration", "selection"), split_samples(config, data, record.transform, None), strict=True)
+        )
+        arrays = {
+            key: np.concatenate([np.asarray(batch.images) for batch in part])[: part.num_images]
+            for key, part in samples.items()
+            if part is not None
+        }
+        labels = np.concatenate([np.asarray(batch.labels) for batch in samples["selection"] or ()])
+        np.savez(Path(folder, "images.npz"), labels=labels, input_name=record.shapes.input_name, **arrays)
+        del arrays
+        budget = config.gate.max_top1_drop_points
+        found = {
+            peer: _quantized_by(peer, python, files["fp32"], Path(folder), budget, peer_seconds)
+            for peer, python in peers.items()
+        }
+        files |= {peer: entry["path"] for peer, entry in found.items() if "path" in entry}
         with patch.object(openvino, "_compile", _compile_file):  # NNCF's file is OpenVINO's own format, not ONNX
-            runners = {name: openvino.OpenVINORunner(file, record.shapes) for name, file in files.items()}
+            runners = {key: openvino.OpenVINORunner(file, record.shapes) for key, file in files.items()}
         loader = Loader(data, "val", record.transform, batch_size=32, device_id=None)
-        found = predict(runners, loader, data.manifest.splits["val"].num_images, lambda *_: None)
+        num_images = min(validation, data.manifest.splits["val"].num_images)
+        top = predict(runners, _first(loader, num_images), num_images, lambda *_: None)
         turns = []
         for turn in range(_TURNS):
             order = list(runners) if turn % 2 else list(runners)[::-1]
-            how = {"warmup_s": 0.1, "duration_s": _SECONDS, "min_iterations": 3}
-            turns.append({name: runners[name].measure(_BATCH, **how).images_per_s for name in order})
-    own_agrees, nncf_agrees = (found[name].top[:, 0] == found["fp32"].top[:, 0] for name in ("int8", "nncf"))
-    own_alone, nncf_alone = int((own_agrees & ~nncf_agrees).sum()), int((nncf_agrees & ~own_agrees).sum())
-    ratios = sorted(turn["int8"] / turn["nncf"] for turn in turns)
+            how = {"warmup_s": seconds / 10, "duration_s": seconds, "min_iterations": 1}
+            turns.append({key: runners[key].measure(_BATCH, **how).images_per_s for key in order})
+    for peer, entry in found.items():
+        if entry.pop("path", None) is not None:
+            entry |= _ratios(turns, "int8", peer)
+            entry["comparison"] = _compare(top[peer], top["int8"])
     return {
         "model": name,
         "instruction_set": instruction_set(),
         "architecture": record.architecture,
-        "num_images": found["fp32"].num_images,
+        "num_images": top["fp32"].num_images,
         "file": own.file,
         "arithmetic": own.arithmetic,
         "method": record.calibration.method,
-        **{f"top1_{name}_pct": entry.top1_pct for name, entry in found.items()},
-        **{f"agreement_{name}_pct": found[name].agreement_pct(found["fp32"]) for name in ("int8", "nncf")},
-        "agrees_int8_alone": own_alone,
-        "agrees_nncf_alone": nncf_alone,
-        "agreement_p_value": mcnemar(nncf_alone, own_alone)[0],
-        **{f"images_per_s_{name}": statistics.median(turn[name] for turn in turns) for name in files},
-        "int8_over_nncf": statistics.median(ratios),
-        "int8_over_nncf_low": ratios[_RANKS[0] - 1],
-        "int8_over_nncf_high": ratios[_RANKS[1] - 1],
-        "int8_over_fp32": statistics.median(turn["int8"] / turn["fp32"] for turn in turns),
+        "excluded_for_accuracy": len(record.calibration.excluded),
+        "placement": [trial.model_dump(mode="json", exclude={"excluded"}) for trial in record.placement.trials]
+        if record.placement is not None
+        else [],
+        "int8_layers": record.num_quantized_layers,
+        "layers": record.num_quantizable_layers,
+        "search_seconds": own_seconds,
+        **{f"top1_{key}_pct": entry.top1_pct for key, entry in top.items()},
+        **{f"agreement_{key}_pct": entry.agreement_pct(top["fp32"]) for key, entry in top.items()},
+        **{f"images_per_s_{key}": statistics.median(turn[key] for turn in turns) for key in files},
+        "int8_over_fp32": _ratios(turns, "int8", "fp32")["int8_over"],
+        "comparison": _compare(top["fp32"], top["int8"]),
+        "peers": found,
         "turns": turns,
     }
+
+
+def _first(loader: Any, num_images: int) -> Any:
+    """The batches of the first images."""
+    for batch in loader:
+        if num_images <= 0:
+            break
+        num_images -= len(batch.images)
+        yield batch
+
+
+def _quantized_by(
+    peer: str, python: str, fp32: Path, folder: Path, budget_points: float, seconds: float
+) -> dict[str, Any]:
+    """A peer's file and the seconds of its search, or why there is none."""
+    output = folder / (f"{peer}.xml" if peer.startswith("nncf") else f"{peer}.onnx")
+    command = [python, str(Path(__file__).with_name("peers.py")), peer, str(fp32), str(folder / "images.npz")]
+    try:
+        done = subprocess.run(
+            [*command, str(output), str(budget_points)], stdout=subprocess.PIPE, check=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"had not ended after {seconds:g} s"}
+    except subprocess.CalledProcessError as error:
+        return {"failed": f"exit status {error.returncode}"}
+    return {"path": output, "search_seconds": json.loads(done.stdout.splitlines()[-1])["seconds"]}
+
+
+def _ratios(turns: list[dict[str, float]], own: str, other: str) -> dict[str, float]:
+    """Median and interval of a speed over another's, by turns."""
+    ratios = sorted(turn[own] / turn[other] for turn in turns)
+    low, high = (ratios[rank - 1] for rank in _RANKS)
+    return {"int8_over": statistics.median(ratios), "int8_over_low": low, "int8_over_high": high}
+
+
+def _compare(reference: Any, own: Any) -> dict[str, Any]:
+    """Ours against a reference on the same images."""
+    lost, gained = int((reference.right & ~own.right).sum()), int((own.right & ~reference.right).sum())
+    return PairedComparison.of(len(own.right), lost, gained).model_dump(mode="json")
 
 
 if __name__ == "__main__":
