@@ -1,10 +1,14 @@
-"""Networks for tests: one that is small enough to be trained, and torchvision's with random weights."""
+"""Networks for tests: one that is small enough to be trained, torchvision's with random weights, graphs of nodes."""
 
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import onnx
 import torch
 import torchvision
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from torchvision.models import VisionTransformer
 
@@ -92,6 +96,28 @@ def build(name: str) -> torch.nn.Module:
 def shapes_of(name: str) -> ShapeSpec:
     size = SIZES.get(name, 64)
     return ShapeSpec(height=size, width=size)
+
+
+Shapes = Mapping[str, Sequence[Any] | None]
+
+
+def onnx_model(
+    nodes: Iterable[onnx.NodeProto],
+    inputs: Shapes,
+    outputs: Shapes,
+    constants: Mapping[str, np.ndarray] | None = None,
+    *,
+    opset: int = 17,
+) -> onnx.ModelProto:
+    """A graph of nodes between float32 tensors of these shapes, with the initializers `constants`."""
+    float32 = TensorProto.FLOAT
+    read, written = (
+        [helper.make_tensor_value_info(name, float32, shape) for name, shape in tensors.items()]
+        for tensors in (inputs, outputs)
+    )
+    initializers = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
+    graph = helper.make_graph(list(nodes), "test", read, written, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
 
 
 def random_images(shapes: ShapeSpec, batch: int, seed: int = 0) -> np.ndarray:

@@ -16,7 +16,6 @@ from typing import Any
 
 import mlflow
 import numpy as np
-import onnx
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -29,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 from mlflow import MlflowClient
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from components.common.contracts.digests import canonical_json, digest_bytes
 from components.common.contracts.manifests import (
@@ -71,6 +70,7 @@ from components.promote.run import run as promote
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
 from tests.conftest import Shared
+from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses as refuses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,16 +127,9 @@ def constant_model(favourite: int, num_classes: int) -> bytes:
         helper.make_node("Mul", ["column", "zero"], ["nothing"]),
         helper.make_node("Add", ["nothing", "logits_of_one"], ["logits"]),  # [B, classes]
     ]
-    constants = [
-        numpy_helper.from_array(np.array([1], np.int64), "last"),
-        numpy_helper.from_array(np.zeros((1, num_classes), np.float32), "zero"),
-        numpy_helper.from_array(logits, "logits_of_one"),
-    ]
-    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, SIDE, SIDE])
-    output = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", num_classes])
-    graph = helper.make_graph(nodes, "constant", [images], [output], constants)
-    model: onnx.ModelProto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    content: bytes = model.SerializeToString()
+    constants = {"last": np.array([1]), "zero": np.zeros((1, num_classes), np.float32), "logits_of_one": logits}
+    shapes = {"images": ["batch", 3, SIDE, SIDE]}, {"logits": ["batch", num_classes]}
+    content: bytes = onnx_model(nodes, *shapes, constants).SerializeToString()
     return content
 
 

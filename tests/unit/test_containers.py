@@ -20,9 +20,9 @@ from enginery.doctor import gpu
 from enginery.local.containers import RUN_LABEL, Containers, images_of
 from enginery.local.parameters import PipelineFile, load_pipeline
 from enginery.local.state import LOCK, RunDirectory, StateDirectory
+from tests.unit.registered import ROOT, run_python
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONTAINERS = REPOSITORY / "containers"
+CONTAINERS = ROOT / "containers"
 STEPS = ("preprocess", "train", "export", "validate")
 TASKS = (*STEPS, "gate", "promote")
 
@@ -49,14 +49,14 @@ OF_NGC = {
 
 
 def test_docker_gets_what_dockerfiles_copy() -> None:
-    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
     files = list(CONTAINERS.glob("**/Dockerfile"))
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("COPY ")]
     copied = {source for line in lines if "--from" not in line for source in line.split()[1:-1]}
     folders = {source.split("/")[0] for source in copied}
     assert {"components", "enginery"} < folders <= {line[1:] for line in ignored if line.startswith("!")}
     for step in STEPS:
-        assert all((REPOSITORY / source.replace("${STEP}", step)).exists() for source in copied)
+        assert all((ROOT / source.replace("${STEP}", step)).exists() for source in copied)
 
 
 def test_every_step_of_the_one_dockerfile_is_a_target_with_its_entry_point() -> None:
@@ -106,7 +106,7 @@ def test_the_server_starts_closed_to_clients(tmp_path: Path, option: str, key: s
 
 
 def test_the_repository_fits_and_can_be_released() -> None:
-    done = subprocess.run([sys.executable, CONTAINERS / "check_versions.py"], capture_output=True, text=True)
+    done = run_python(CONTAINERS / "check_versions.py")
     assert done.returncode == 0, done.stderr
     assert VERSIONS["NGC_RELEASE"] in done.stdout
     assert CHECK.said_problems(VERSIONS, release=True) == []
@@ -153,7 +153,7 @@ def test_images_that_carry_something_else(serve: dict[str, str], word: str) -> N
 
 @pytest.mark.parametrize("package", CHECK.PINNED)
 def test_another_version_anywhere_than_the_one_that_is_pinned(package: str) -> None:
-    files = {name: (REPOSITORY / name).read_text() for names in CHECK.PINNED.values() for name in names}
+    files = {name: (ROOT / name).read_text() for names in CHECK.PINNED.values() for name in names}
     assert CHECK.pin_problems(files) == []
     pin = f"{package}=={CHECK.pinned(package)}"
     for file in CHECK.PINNED[package]:
@@ -191,7 +191,7 @@ def test_the_drivers_are_those_of_the_doctor() -> None:
 
 @pytest.fixture(scope="module")
 def file() -> PipelineFile:
-    return load_pipeline(REPOSITORY / "pipelines/resnet50.py")
+    return load_pipeline(ROOT / "pipelines/resnet50.py")
 
 
 @pytest.fixture
@@ -212,10 +212,9 @@ def test_each_step_has_its_image(file: PipelineFile) -> None:
 
 
 def test_without_an_engine_nothing_is_made(tmp_path: Path, few_digits: Path) -> None:
-    environment = {**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/no.sock", "ENGINERY_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--in-containers"]
-    command += ["--data", str(few_digits), "--set", "gate.confident=false"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    command = ("-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--in-containers", "--data", few_digits)
+    variables = {"DOCKER_HOST": f"unix://{tmp_path}/no.sock", "ENGINERY_HOME": str(tmp_path / "home")}
+    done = run_python(*command, "--set", "gate.confident=false", **variables)
     assert done.returncode == 2
     assert "needs a Docker engine, and none answers" in done.stderr
     assert not (tmp_path / "home").exists()
@@ -270,7 +269,7 @@ def test_a_step_ends_when_the_lock_of_its_run_is_free(tmp_path: Path) -> None:
     script += "print('ready', flush=True); time.sleep(60)"
     environment = {**os.environ, "ENGINERY_PARENT_LOCK": str(tmp_path / LOCK)}
     command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as step:
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as step:
         assert step.stdout is not None
         assert step.stdout.readline() == "ready\n"
         with pytest.raises(subprocess.TimeoutExpired):

@@ -2,9 +2,7 @@
 
 import ast
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,17 +18,14 @@ from components.merge.config import MergeConfig
 from components.preprocess.config import PreprocessConfig
 from enginery.formats import new_console
 from tests.unit.refusals import refuses
+from tests.unit.registered import ROOT, run_python
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 ATTACK = "cat\x1b]0;owned\x07\x1b[2J\u202e"
 SECRET = "AKIA0123456789SECRET"
 
 
 def run(*command: str, home: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ENGINERY_HOME": str(home)}
-    return subprocess.run(
-        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=600
-    )
+    return run_python("-m", *command, ENGINERY_HOME=str(home))
 
 
 def everything_written(folder: Path) -> str:
@@ -167,9 +162,9 @@ def test_secrets_wherever_they_are_in_a_text(text: str, hidden: str) -> None:
 
 def test_a_long_text_is_looked_through_in_time() -> None:
     for part in ("a", "a://", "a://'", "a.", "a://@", ";a="):
-        started = time.monotonic()
+        started = time.process_time()
         shown("a://" + part * 100_000)
-        assert time.monotonic() - started < 10, part
+        assert time.process_time() - started < 10, part
 
 
 @pytest.mark.parametrize(
@@ -208,11 +203,10 @@ CODED = ("EngineryError", "UserError", "GateFailed", "RuntimeUnavailable")
 
 
 def test_each_error_names_its_kind() -> None:
-    root = Path(__file__).resolve().parents[3]
     raised = [
-        (f"{path.relative_to(root)}:{node.lineno}", [keyword.arg for keyword in node.exc.keywords])
+        (f"{path.relative_to(ROOT)}:{node.lineno}", [keyword.arg for keyword in node.exc.keywords])
         for folder in ("components", "enginery", "pipelines")
-        for path in (root / folder).rglob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) in CODED
     ]

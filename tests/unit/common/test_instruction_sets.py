@@ -10,13 +10,16 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from components.common.contracts.errors import RuntimeUnavailable
 from components.common.contracts.instruction_sets import SATURATING, VARIABLE, available, instruction_set
 from components.common.contracts.records import CpuModel
 from components.common.runtimes.selection import fit_model, not_measured_here
 from components.export.qdq import Arithmetic, insert_qdq
+
+from ..networks import onnx_model
+from ..registered import run_python
 
 WAYS = {
     "signed": Arithmetic(),
@@ -98,21 +101,16 @@ def files(tmp_path_factory):
 
 def network(w1: np.ndarray, w2: np.ndarray, *, after: str) -> onnx.ModelProto:
     """Two convolutions; what the first reads comes out of `after`."""
-    graph = helper.make_graph(
-        [
-            helper.make_node(after, ["images"], ["r"]),
-            helper.make_node("Conv", ["r", "w1"], ["c"], "first", pads=[1, 1, 1, 1]),
-            helper.make_node("Relu", ["c"], ["d"]),
-            helper.make_node("Conv", ["d", "w2"], ["e"], "second"),
-            helper.make_node("GlobalAveragePool", ["e"], ["g"]),
-            helper.make_node("Flatten", ["g"], ["logits"]),
-        ],
-        "saturating",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N", 32, 8, 8])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 16])],
-        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in (("w1", w1), ("w2", w2))],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    nodes = [
+        helper.make_node(after, ["images"], ["r"]),
+        helper.make_node("Conv", ["r", "w1"], ["c"], "first", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["d"]),
+        helper.make_node("Conv", ["d", "w2"], ["e"], "second"),
+        helper.make_node("GlobalAveragePool", ["e"], ["g"]),
+        helper.make_node("Flatten", ["g"], ["logits"]),
+    ]
+    weights = {"w1": w1.astype(np.float32), "w2": w2.astype(np.float32)}
+    return onnx_model(nodes, {"images": ["N", 32, 8, 8]}, {"logits": ["N", 16]}, weights)
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +153,7 @@ def test_only_7_bit_weights_are_exact_on_every_instruction_set(files, simulated,
     ("file", "scales", "bits"), [("fp32.onnx", SCALES, [7, None]), ("signed_input.onnx", SMALL_CODES, [8, 7])]
 )
 def test_only_weights_whose_sums_saturate_have_7_bits(files, limit, file, scales, bits):
-    command = [sys.executable, "-c", CHOICE, str(files), json.dumps(scales), file]
-    done = subprocess.run(
-        command, env={**os.environ, VARIABLE: limit}, capture_output=True, text=True, check=True, timeout=600
-    )
+    done = run_python("-c", CHOICE, files, json.dumps(scales), file, **{VARIABLE: limit})
     *found, eight_saturates_on, seven_saturates_on = json.loads(done.stdout)
     assert found == (bits if limit in SATURATING else [8, None])
     assert (limit in eight_saturates_on, seven_saturates_on) == (found[0] == 7, [])

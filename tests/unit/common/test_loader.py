@@ -2,12 +2,9 @@
 
 import colorsys
 import hashlib
-import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import time
 import warnings
@@ -19,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 from torchvision.transforms import v2
 
 from components.common.contracts.errors import EngineryError
@@ -31,8 +27,8 @@ from components.common.data.loader import Batch, EpochPlan, Loader, OwnedOutputs
 from components.common.runtimes.runner import to_numpy
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses
+from tests.unit.registered import run_python
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 NUM_TRAIN, NUM_VAL = 53, 37
 # Normalization that leaves pixel values in 0..255, so that colours can be read back.
 PLAIN = TransformSpec(resize_size=32, crop_size=32, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
@@ -263,41 +259,6 @@ def test_evaluation_is_torchvisions(
         assert difference.mean() < 0.3, file
         assert difference.flatten().quantile(0.99) < 1.5, file
         assert difference.max() < 10, file
-
-
-def small_network() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for before, after in itertools.pairwise((3, 16, 32, 64)):
-        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10))
-
-
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_a_trained_network_is_as_right_on_torchvisions_images(
-    digits_dataset: Artifact[DatasetManifest], few_digits: Path, interpolation: Interpolation
-) -> None:
-    """Digits scaled up from 32 to 73 px and cropped to 64. Seen: top-1 equal, logits within 0.5 % of their spread."""
-    spec = transform_for(64, resize_ratio=1.14, interpolation=interpolation)
-    network = small_network()
-    optimizer = torch.optim.Adam(network.parameters(), 3e-3)
-    loader = Loader(digits_dataset, "train", spec, batch_size=60)
-    for _ in range(6):
-        for batch in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(network(batch.images), batch.labels).backward()
-            optimizer.step()
-    network.eval()
-    entries = listed(digits_dataset, "val")
-    labels = torch.tensor([entry["label"] for entry in entries])
-    ours = torch.cat([batch.images for batch in Loader(digits_dataset, "val", spec, batch_size=50)])
-    theirs = torchvisions(spec, [few_digits / entry["path"] for entry in entries])
-    with torch.no_grad():
-        logits, expected = network(ours), network(theirs)
-    top1_pct, expected_pct = (100 * float((x.argmax(dim=1) == labels).float().mean()) for x in (logits, expected))
-    assert expected_pct > 80  # a network that guesses would prove nothing
-    assert abs(top1_pct - expected_pct) < 100 / len(labels) + 1e-6
-    assert float((logits - expected).std() / expected.std()) < 0.02
 
 
 COLOUR = np.array([180.0, 90.0, 60.0])
@@ -554,5 +515,5 @@ def test_a_watchdog_passes_results_and_errors_on_and_lets_its_process_end() -> N
     with pytest.raises(TimeoutError, match="its own"):
         watchdog.call(slow)
     assert watchdog.call(lambda: 4) == 4
-    done = subprocess.run([sys.executable, "-c", WAITING], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    done = run_python("-c", WAITING)
     assert (done.returncode, done.stdout) == (0, "stuck\n"), done.stderr

@@ -1,8 +1,6 @@
 """A step's process: its progress as lines and bars, its age, and the GPU monitor against a small NVML."""
 
 import io
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ from components.common.process import gpu_monitor, steplog
 from components.common.process.gpu_monitor import GpuMonitor, GpuReading, monitor_of
 from components.common.process.steplog import EVENTS_VARIABLE, StepLog
 from enginery.local.rendering import Renderer
+from tests.unit.registered import run_python
 
 POWER_W = 350.0
 STEP_S = 0.05
@@ -96,7 +95,7 @@ def test_a_process_knows_its_age() -> None:
     load = "from components.common.process.lifetime import process_age_s"
     code = f"import time; {load}; time.sleep(0.5); print(process_age_s())"
     before = time.monotonic()
-    age_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    age_s = float(run_python("-c", code).stdout)
     assert 0.5 <= age_s <= time.monotonic() - before + 0.02
 
 

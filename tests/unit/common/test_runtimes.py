@@ -1,7 +1,5 @@
 """Which runtime runs a bundle here: what ties a plan to a machine is compared before the plan is loaded."""
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -15,6 +13,7 @@ from components.common.runtimes import RUNTIMES, RuntimeOption, onnxruntime, ope
 from components.common.runtimes.runner import OpenModel
 from components.common.runtimes.selection import select_runtime, select_runtimes
 from tests.unit.refusals import refuses
+from tests.unit.registered import run_python
 
 HERE = {"tensorrt_version": "10.16.0.72", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
 NO_FP16 = "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
@@ -184,7 +183,6 @@ def test_another_arithmetic_can_be_refused():
 def test_openvino_that_is_not_installed_is_named() -> None:
     """A GPU machine need not have it: export is imported without, and what asks for it says what to install."""
     code = "import sys; sys.modules['openvino'] = None; import components.export.selection; print('export'); "
-    command = [sys.executable, "-c", code + "import components.common.runtimes.openvino"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code + "import components.common.runtimes.openvino")
     assert (done.returncode, done.stdout) == (1, "export\n")
     assert "RuntimeUnavailable: OpenVINO runs models on CPUs and is not installed: pip install openvino" in done.stderr

@@ -15,6 +15,7 @@ from components.export.precision import FP16_QDQ_OPSET, raise_opset, round_weigh
 from components.export.qdq import insert_qdq
 from tests.unit.refusals import refuses
 
+from ..networks import onnx_model
 from ..onnx_outputs import relative, run_ort
 
 
@@ -136,11 +137,8 @@ def model_of(weights: np.ndarray) -> onnx.ModelProto:
     ]
     bias = np.full(weights.shape[0], 1.3, weights.dtype)
     tensors = {"kernel": weights, "bias": bias, "matrix": weights[:, :, 0, 0]}
-    shapes = {"x": [1, weights.shape[1], 1, 1], "logits": [1, weights.shape[1]]}
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    initializers = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
-    graph = helper.make_graph(nodes, "rounded", values[:1], values[1:], initializers)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    width = weights.shape[1]
+    return onnx_model(nodes, {"x": [1, width, 1, 1]}, {"logits": [1, width]}, tensors)
 
 
 def rounded(weights: np.ndarray, bits: int) -> dict[str, np.ndarray]:
@@ -205,17 +203,15 @@ def test_biases_and_types_stay() -> None:
 @pytest.mark.parametrize("through", ["", "Identity", "Transpose"])
 def test_weights_are_found_wherever_they_are(stored: bool, left: bool, through: str) -> None:
     """As initializer or Constant node, on either side of the product, directly or through a node that keeps values."""
-    values = numpy_helper.from_array(np.full((4, 4), 1.3, np.float32), "weights")
-    nodes = [] if stored else [helper.make_node("Constant", [], ["weights"], value=values)]
+    weights = np.full((4, 4), 1.3, np.float32)
+    nodes = [] if stored else [helper.make_node("Constant", [], ["weights"], value=numpy_helper.from_array(weights))]
     nodes += [helper.make_node(through, ["weights"], ["moved"])] if through else []
     read = "moved" if through else "weights"
     nodes.append(helper.make_node("MatMul", [read, "x"] if left else ["x", read], ["logits"]))
     nodes.append(helper.make_node("MatMul", [read, "logits"] if left else ["logits", read], ["more"]))  # shared
     nodes.append(helper.make_node("Add", ["more", "offset"], ["last"]))
-    square = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in ("x", "last")]
-    offset = numpy_helper.from_array(np.full(4, 1.3, np.float32), "offset")
-    graph = helper.make_graph(nodes, "one", square[:1], square[1:], [values, offset] if stored else [offset])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    constants = {"offset": np.full(4, 1.3, np.float32), **({"weights": weights} if stored else {})}
+    model = onnx_model(nodes, {"x": [4, 4]}, {"last": [4, 4]}, constants)
     assert round_weights(model, 2) == 1
     result = ReferenceEvaluator(model).run(None, {"x": np.eye(4, dtype=np.float32)})[0]
     np.testing.assert_array_equal(result, np.full((4, 4), np.float32(4 * 1.25**2) + np.float32(1.3)))

@@ -158,9 +158,8 @@ def test_a_plan_that_can_not_be_built_or_run(original, export, tmp_path, monkeyp
     assert ([built.file for built in entries], missing) == (["fp32.plan", "fp16.plan"], "no memory")
     assert sorted(file.name for file in original.path.glob("*.plan")) == ["fp16.plan", "fp32.plan"]
     again = sealed_again(original, engines=())
-    with pytest.raises(EngineryError) as error:
+    with refuses("no-memory"):
         export(again)
-    assert error.value.code == "no-memory"
     assert not (tmp_path / "new" / MANIFEST).exists()
 
 
@@ -181,9 +180,8 @@ def test_an_option_that_tensorrt_lacks_ends_it_with_auto_too(original, monkeypat
         raise UserError("", code=options[0])
 
     monkeypatch.setattr(engines, "check_options", refuse)
-    with pytest.raises(UserError) as error:
+    with refuses("stripped"):
         engines.build_plans(ExportConfig(engine_options=("stripped",)), SHAPES, original.path, None, StepLog("export"))
-    assert error.value.code == "stripped"
 
 
 @pytest.mark.usefixtures("here")

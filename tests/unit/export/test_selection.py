@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -24,6 +24,8 @@ from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, quantizable_layers
 from components.export.qdq import Arithmetic
 from components.export.selection import Budget, Ranking, Selection
+
+from ..networks import onnx_model
 
 SHAPES = ShapeSpec(height=8, width=8)
 CALIBRATION_METHODS = [method for method in EVERY_METHOD if method != "smoothquant"]  # convolutions are not smoothed
@@ -223,16 +225,12 @@ class Chain:
         self.damage, self.thresholds = damage, np.random.default_rng(seed).uniform(0, 100, CHAIN_IMAGES)
         tensors = ["images", *(f"t{index}" for index in range(num_layers))]
         self.names = [f"c{index}" for index in range(num_layers)]
-        ends = [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, 1, 1, 1]) for name in tensors[::num_layers]
-        ]
+        first, last = ({tensors[end]: [None, 1, 1, 1]} for end in (0, -1))
         nodes = [
             helper.make_node("Conv", [tensor, "weights"], [result], name)
             for name, (tensor, result) in zip(self.names, itertools.pairwise(tensors), strict=True)
         ]
-        weights = numpy_helper.from_array(np.ones((1, 1, 1, 1), np.float32), "weights")
-        graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], [weights])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+        model = onnx_model(nodes, first, last, {"weights": np.ones((1, 1, 1, 1), np.float32)})
         scales = dict.fromkeys(tensors, 1.0)
         self.selection = Selection(
             model=model,

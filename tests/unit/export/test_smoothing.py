@@ -7,7 +7,7 @@ import onnx
 import openvino
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from torch import nn
 from torchvision.models import SwinTransformer
 
@@ -19,7 +19,7 @@ from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, insert_qdq
 from components.export.smoothing import channels, smooth, smoothable, smoothed_scales
 
-from ..networks import random_images, small_vit, with_outliers
+from ..networks import onnx_model, random_images, small_vit, with_outliers
 from ..onnx_outputs import relative, run_ort
 
 SHAPES = ShapeSpec(height=32, width=32)
@@ -145,12 +145,9 @@ def test_scale_and_bias_may_be_nodes_of_their_own():
     whole = {"start": [1], "end": [3], "rows": [1], "shape": [-1, 8]}
 
     def graph(nodes, shape=(2, 4, 8)):
-        tensors = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()]
-        tensors += [numpy_helper.from_array(np.array(value), name) for name, value in whole.items()]
-        images = helper.make_tensor_value_info("images", TensorProto.FLOAT, shape)
-        logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, None)
-        proto = helper.make_graph(nodes, "affine", [images], [logits], tensors)
-        return inline_constants(helper.make_model(proto, opset_imports=[helper.make_opsetid("", 17)], ir_version=8))
+        tensors = {name: value.astype(np.float32) for name, value in constants.items()}
+        tensors |= {name: np.array(value) for name, value in whole.items()}
+        return inline_constants(onnx_model(nodes, {"images": shape}, {"logits": None}, tensors))
 
     model, images = graph(nodes), rng.standard_normal((2, 4, 8)).astype(np.float32)
     assert channels(model) == {"tokens": 8}

@@ -3,8 +3,6 @@
 import hashlib
 import io
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,10 @@ from components.common.runtimes.runner import to_numpy
 from components.preprocess.decoding import Rejected, as_png, decode, shrink
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses
+from tests.unit.registered import ROOT, run_python
 
 from .builders import gradient, listing, plain, rejected, write_tree
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 SIDE = 24
 MAKE, X_RESOLUTION, ORIENTATION, SOFTWARE = 0x10F, 0x11A, 0x112, 0x131
 TURNED, UPRIGHT = ((ORIENTATION, 3, 1, struct.pack(">HH", value, 0)) for value in (6, 1))
@@ -319,7 +317,7 @@ except Rejected as reason:
 
 
 def test_want_of_memory_is_said_as_it_is() -> None:
-    done = subprocess.run([sys.executable, "-c", TIGHT], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    done = run_python("-c", TIGHT)
     assert done.stdout.startswith("takes more memory than is left"), done.stdout + done.stderr
 
 
@@ -351,7 +349,5 @@ def test_no_other_plugin_of_pillow_is_offered_the_bytes(monkeypatch: pytest.Monk
         with pytest.raises(Rejected, match="not an image, or of a format that is not read"):
             decode(data, max_pixels=10**6)
     assert asked == []
-    sources = [
-        path for folder in ("components", "enginery", "pipelines") for path in REPOSITORY.glob(f"{folder}/**/*.py")
-    ]
+    sources = [path for folder in ("components", "enginery", "pipelines") for path in ROOT.glob(f"{folder}/**/*.py")]
     assert {path.name for path in sources if "Image.open(" in path.read_text(encoding="utf-8")} == {"image_files.py"}

@@ -58,18 +58,6 @@ def test_folders_that_cannot_be_used(tmp_path: Path, counts: dict[str, int], cod
 
 
 @pytest.mark.parametrize(
-    ("data", "code", "setting"),
-    [("absent", "no-data", DATA), ("images.zip", "damaged-archive", ""), ("images.py", "unknown-data-kind", DATA)],
-)
-def test_data_that_is_no_folder(tmp_path: Path, data: str, code: str, setting: str) -> None:
-    (tmp_path / "images.zip").write_bytes(b"PK")
-    (tmp_path / "images.py").write_text("")
-    with refuses(code, setting) as caught:
-        preprocess(tmp_path / data, tmp_path / "out")
-    assert str(tmp_path / data) in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("text", "code", "setting"),
     [
         ("cat\n", "unknown-classes", NAMES),
@@ -94,14 +82,6 @@ def test_a_refusal_is_one_line_and_failure_json(tmp_path: Path) -> None:
     failure = json.loads((output / "failure.json").read_text())
     assert failure == {**failure, "step": "preprocess", "message": text, "exit_code": 2}
     assert [path.name for path in output.iterdir()] == ["failure.json"]
-
-
-def test_an_output_that_holds_something_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("keep")
-    with refuses("output-not-empty"):
-        preprocess(write_tree(tmp_path / "images", {"cat": 3, "dog": 3}), tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
 def test_an_output_within_the_data(tmp_path: Path) -> None:

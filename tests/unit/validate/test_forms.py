@@ -29,6 +29,7 @@ from components.validate.report_text import (
     megabytes,
     next_steps,
     number,
+    selection_facts,
     signed,
 )
 from components.validate.schema import Report
@@ -443,6 +444,7 @@ def test_golden(reports: dict[str, Report], tmp_path: Path, request: pytest.Fixt
         check_same(report, page, card)
         return [f"{page.count('<svg')} charts, {page.count('<img ')} images", *card.splitlines()]
 
+    assert selection_facts(reports["own model"]) == []  # there was no search
     bases = {name: told(reports[name]) for name in ("ten classes", "own model")}
     others = []
     for name, (base, report) in variants(reports).items():

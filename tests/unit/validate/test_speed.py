@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from rich.console import Console
 
 from components.common.contracts.records import BenchmarkReport, LatencyBudget, Speedup
@@ -40,9 +40,10 @@ from components.validate.speed_text import main_table
 from enginery.formats import new_console
 from enginery.local.rendering import print_summary
 from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_row
+from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
+from tests.unit.registered import run_python
 
-REPOSITORY = Path(__file__).parents[3]
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=4, max_batch=8)
 TIMES = {"warmup_s": 0.0, "duration_s": 0.02, "min_iterations": 5}
 
@@ -56,15 +57,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         helper.make_node("GlobalAveragePool", ["features"], ["pooled"]),
         helper.make_node("Flatten", ["pooled"], ["logits"]),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "small",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, 16, 16])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4])],
-        [numpy_helper.from_array(weights, "weights")],
-    )
     path = tmp_path_factory.mktemp("speed") / "small.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    shapes = {"images": ["batch", 3, 16, 16]}, {"logits": ["batch", 4]}
+    onnx.save(onnx_model(nodes, *shapes, {"weights": weights}), path)
     return path
 
 
@@ -113,8 +108,7 @@ first.close()
 second.close()
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    command = [sys.executable, "-X", "faulthandler", "-c", code, str(model), SHAPES.model_dump_json()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
+    ended = run_python("-X", "faulthandler", "-c", code, model, SHAPES.model_dump_json())
     assert (ended.returncode, ended.stdout) == (0, "heard\n"), ended.stderr
 
 
