@@ -165,7 +165,10 @@ def _known(value: float | None, digits: int) -> str:
 _BATCH: _Column = ("batch", lambda row: str(row.batch_size))
 _STREAMS: _Column = ("streams", lambda row: str(row.num_streams))
 _COPIES: _Column = ("copies", lambda row: "yes" if row.with_transfers else "no")
-_LATENCIES: tuple[_Column, ...] = (("p50 ms", lambda row: _ms(row.p50_ms)), ("p99 ms", lambda row: _ms(row.p99_ms)))
+_LATENCIES: tuple[_Column, ...] = (
+    ("p50 ms", lambda row: "unsure" if row.busy else _ms(row.p50_ms)),
+    ("p99 ms", lambda row: "unsure" if row.busy else _ms(row.p99_ms)),
+)
 _POWER: tuple[_Column, ...] = (
     ("W", lambda row: _known(row.power_w, 0)),
     ("images/s/W", lambda row: _known(row.images_per_s_per_w, 1)),

@@ -194,7 +194,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
             row.precision.upper(),
             number(row.top1_pct, ".2f"),
             "" if is_reference else number(row.delta_top1_points, "+.2f"),
-            number(row.p50_ms, ".2f"),
+            "unsure" if row.latency_doubt else number(row.p50_ms, ".2f"),
             "unsure" if row.images_per_s is None and row.throughput_batch_size else number(row.images_per_s, ",.0f"),
             "" if is_reference else _speedup(row.speedup),
             size_text(row.size_bytes) if row.size_bytes else "n/a",

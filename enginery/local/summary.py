@@ -41,7 +41,8 @@ class PrecisionRow(_Record):
     top1_pct: float | None
     top5_pct: float | None
     delta_top1_points: float | None
-    p50_ms: float | None = Field(description="Median latency at batch 1, in milliseconds.")
+    p50_ms: float | None = Field(description="Median latency at batch 1, in milliseconds; None where it is unsure.")
+    latency_doubt: str = Field("", description="Why it is unsure; empty where it is not.")
     images_per_s: float | None = Field(description="Throughput at the largest measured batch; None where it is unsure.")
     throughput_batch_size: int | None
     speedup: Speedup | None = Field(None, description="Throughput over FP32's at that batch; None for FP32 itself.")
@@ -197,7 +198,8 @@ class SummaryBuilder:
                     top1_pct=accuracy.top1_pct,
                     top5_pct=accuracy.top5_pct,
                     delta_top1_points=accuracy.delta_top1_points,
-                    p50_ms=single.p50_ms if single else None,
+                    p50_ms=single.sure_p50_ms if single else None,
+                    latency_doubt=single.busy if single else "",
                     images_per_s=self._benchmark.sure_images_per_s(batched) if batched else None,
                     throughput_batch_size=largest if batched else None,
                     speedup=self._benchmark.speedup(accuracy.precision, "fp32", largest)

@@ -520,6 +520,11 @@ class BenchmarkRow(Record):
         return f"{took}: validate again on an idle machine"
 
     @property
+    def sure_p50_ms(self) -> float | None:
+        """Median latency, or None where the machine was too busy for it."""
+        return None if self.busy else self.p50_ms
+
+    @property
     def way(self) -> tuple[int, int, bool]:
         """How it was run: batch size, number of streams, and with or without the copies."""
         return self.batch_size, self.num_streams, self.with_transfers
@@ -603,7 +608,7 @@ def measures(accuracy: AccuracyReport, benchmark: BenchmarkReport) -> dict[str, 
     for row in accuracy.rows:
         single, batched = benchmark.row(row.precision, 1), benchmark.row(row.precision, largest)
         found[f"{row.precision}_top1_pct"] = row.top1_pct
-        found[f"{row.precision}_p50_ms"] = single.p50_ms if single else None
+        found[f"{row.precision}_p50_ms"] = single.sure_p50_ms if single else None
         found[f"{row.precision}_images_per_s"] = benchmark.sure_images_per_s(batched) if batched else None
         if row.precision != "fp32":
             found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points

@@ -273,6 +273,9 @@ def test_recorded_turns_lead_to_a_speedup_or_to_none(
     assert [report.sure_images_per_s(row) for row in report.rows] == sure
     (line, _) = main_table(SimpleNamespace(benchmark=report)).lines  # type: ignore[arg-type]
     assert (line.cells[1] == "unsure") == bool(doubt)
+    is_busy = "idle" in doubt  # when a latency is unsure, too
+    assert [cell == "unsure" for cell in line.cells[3:5]] == [is_busy] * 2
+    assert rows[0].sure_p50_ms == (None if is_busy else 1.0)
     bounds = f"({found.low:.2f} to {found.high:.2f})"
     assert (line.cells[2] == "unsure", line.cells[2].endswith(bounds)) == (bool(doubt), not doubt)
 
@@ -399,8 +402,8 @@ def test_what_is_not_measured(
 @pytest.mark.parametrize(
     ("top1_pct", "ratio", "shown", "hidden"),
     [
-        (90.0, (2.13, ""), ("2.13x", "2.06x to 2.23x"), ("n/a",)),
-        (90.0, (2.13, "it was busy"), ("unsure: it was busy",), ("2.13",)),
+        (90.0, (2.13, ""), ("2.13x", "2.06x to 2.23x", "1.23"), ("n/a",)),
+        (90.0, (2.13, "it was busy"), ("unsure: it was busy",), ("2.13", "n/a")),
         (90.0, None, ("no speed was measured",), ()),
         (None, None, ("INT8 was not measured: needs TensorRT",), ("n/a",)),
     ],
@@ -409,7 +412,9 @@ def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
     top1_pct: float | None, ratio: tuple[float, str] | None, shown: tuple[str, ...], hidden: tuple[str, ...]
 ) -> None:
     found = Speedup(median=ratio[0], low=2.06, high=2.23, doubt=ratio[1]) if ratio else None
-    common = {"runtime": "openvino", "device": "CPU", "num_images": 120, "delta_top1_points": 0.0, "p50_ms": 1.0}
+    doubt = ratio[1] if ratio else ""
+    common = {"runtime": "openvino", "device": "CPU", "num_images": 120, "delta_top1_points": 0.0}
+    common |= {"p50_ms": None if doubt else 1.23, "latency_doubt": doubt}
     common |= {"images_per_s": 1000.0, "throughput_batch_size": 16 if ratio else None, "size_bytes": 1, "verdict": ""}
     fp32 = SimpleNamespace(precision="fp32", top1_pct=90.0, speedup=None, note="", **common)
     int8 = SimpleNamespace(precision="int8", top1_pct=top1_pct, speedup=found, note="needs TensorRT", **common)
@@ -426,6 +431,7 @@ def test_the_table_of_a_run_has_all_values_at_any_width(
 ) -> None:
     """On a narrow terminal cells wrap at spaces; elsewhere there are no widths."""
     common = {"runtime": "onnxruntime", "device": "CPU", "num_images": 120, "top1_pct": 91.23, "p50_ms": 123.45}
+    common |= {"latency_doubt": ""}
     common |= {"delta_top1_points": -10.12, "images_per_s": 12345.0, "throughput_batch_size": 16, "note": ""}
     speedup = Speedup(median=2.13, low=2.0, high=2.2, doubt="")
     rows = [
