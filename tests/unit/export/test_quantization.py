@@ -31,7 +31,7 @@ from ..networks import random_images, small_vit, with_outliers
 from ..onnx_outputs import run_ort
 
 NUM_TRAINING = 480
-SMALL = {"tensorrt": "off", "num_ranking_images": 2}
+SMALL = {"tensorrt": "off", "num_ranking_images": 2, "mixed_engines": 0}
 
 
 class Said(StepLog):
@@ -133,7 +133,7 @@ def test_images_are_stratified_and_the_digest_covers_them_and_the_transform(digi
 
 
 def test_auto_tries_every_method_and_records_all(export):
-    bundle, lines = export(max_batch=8)
+    bundle, lines = export(max_batch=8, mixed_engines=1)
     calibration = bundle.manifest.calibration
     entry = calibration.selection
     # There is no LayerNormalization to smooth behind.
@@ -151,8 +151,7 @@ def test_auto_tries_every_method_and_records_all(export):
 def test_smoothing_is_chosen_where_channels_have_outliers(export, tmp_path):
     source = tmp_path / "own.onnx"
     export_onnx(with_outliers(small_vit(), 300.0), source, ShapeSpec(height=32, width=32))
-    settings = {"num_calibration_images": 64, "num_selection_images": 150, "fallback": False, "mixed_engines": 0}
-    bundle, _ = export(source, **settings)
+    bundle, _ = export(source, num_calibration_images=64, num_selection_images=150, fallback=False)
     calibration = bundle.manifest.calibration
     assert calibration.method == "smoothquant"
     assert bundle.manifest.placement is None

@@ -234,7 +234,7 @@ def test_training_is_told_by_epoch(written: Written, chain: Chain) -> None:
     assert training is not None
     assert (training.history, training.config) == (history, chain.checkpoint.manifest.config)
     ranked = written.report.calibration.selection.ranking  # only where some had to leave INT8
-    assert written.page.count("<svg") == 3 + bool(ranked)  # speed, candidates, training, and layers
+    assert written.page.count("<svg") == 4 + bool(ranked)  # speed, calibrations, mixtures, training, and layers
 
 
 def test_provenance_leads_back(written: Written, chain: Chain) -> None:
