@@ -60,7 +60,7 @@
 {{- $hosts = append $hosts (printf "%s:%v" . $port) -}}
 {{- if eq (int $port) 80 -}}{{- $hosts = append $hosts . -}}{{- end -}}
 {{- end -}}
-{{- $hosts = concat $hosts (list "localhost:5000" "127.0.0.1:5000") -}}
+{{- $hosts = concat $hosts (list "localhost:*" "127.0.0.1:*") -}}
 {{- if .Values.mlflow.ingress.enabled -}}{{- $hosts = append $hosts .Values.mlflow.ingress.host -}}{{- end -}}
 {{- concat $hosts .Values.mlflow.allowedHosts | uniq | join "," -}}
 {{- end -}}
