@@ -26,8 +26,8 @@ class Served:
 
 
 @contextmanager
-def serving(state: Any, with_query: bool = False) -> Iterator[Any]:
-    """An HTTP server for `state`, which answers requests (method, path, body) and gets its address."""
+def serving(state: Any, with_query: bool = False, port: int = 0) -> Iterator[Any]:
+    """An HTTP server for `state`, which answers requests (method, path, body) and gets its address. Port 0 is any."""
 
     class Handler(BaseHTTPRequestHandler):
         def handle_any(self) -> None:
@@ -73,7 +73,7 @@ def serving(state: Any, with_query: bool = False) -> Iterator[Any]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     state.endpoint = f"http://127.0.0.1:{server.server_port}"

@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -147,8 +148,11 @@ def triton() -> Iterator[Triton]:
         yield state
 
 
-def ask(url: str, image: bytes = b"the known image", label: str = "7", model: str = "classifier") -> tuple[int, str]:
-    done = run("test_serve.py", TRITON_URL=url, MODEL=model, IMAGE=b64encode(image).decode(), LABEL=label)
+def ask(
+    url: str, image: bytes = b"the known image", label: str = "7", model: str = "classifier", wait_s: str = "0"
+) -> tuple[int, str]:
+    variables = {"MODEL": model, "IMAGE": b64encode(image).decode(), "LABEL": label, "WAIT_S": wait_s}
+    done = run("test_serve.py", TRITON_URL=url, **variables)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -156,6 +160,24 @@ def test_the_known_image_must_get_its_label(triton: Triton) -> None:
     assert ask(triton.endpoint) == (0, "ok classifier says '7'\n")
     code, text = ask(triton.endpoint, b"another image")
     assert (code, "the known image is '7', and the model says '0'" in text) == (1, True)
+
+
+def test_a_pod_that_is_not_let_in_yet_asks_again() -> None:
+    """Until the network plugin knows the address of a new pod, a refusal is all that it gets."""
+    port, done = free_port(), threading.Event()
+
+    def let_in() -> None:
+        time.sleep(1.5)
+        with serving(Triton(), port=port):
+            done.wait(60)
+
+    thread = threading.Thread(target=let_in)
+    thread.start()
+    try:
+        assert ask(f"http://127.0.0.1:{port}", wait_s="50") == (0, "ok classifier says '7'\n")
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_what_triton_may_answer_besides(triton: Triton) -> None:

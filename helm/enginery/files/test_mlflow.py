@@ -35,8 +35,20 @@ def experiment(client: MlflowClient) -> str:
     return found.experiment_id
 
 
-def status_without_password() -> int:
-    uri = os.environ["MLFLOW_TRACKING_URI"]
+def wait_to_be_let_in(uri: str) -> None:
+    """Network plugins take seconds to let a new pod's address through a policy; until then they refuse it."""
+    deadline = time.monotonic() + float(os.environ.get("WAIT_S", "60"))
+    while True:
+        try:
+            urllib.request.urlopen(f"{uri}/health", timeout=30).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                sys.exit(f"FAILED {uri}: {error}")
+            time.sleep(1)
+
+
+def status_without_password(uri: str) -> int:
     try:
         with urllib.request.urlopen(f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0", timeout=30) as answer:
             return answer.status
@@ -45,8 +57,10 @@ def status_without_password() -> int:
 
 
 def main() -> None:
+    uri = os.environ["MLFLOW_TRACKING_URI"]
+    wait_to_be_let_in(uri)
     if os.environ.get("MLFLOW_TRACKING_PASSWORD"):
-        check("nobody is let in without a password", status_without_password(), 401)
+        check("nobody is let in without a password", status_without_password(uri), 401)
     client = MlflowClient()
     run_id = client.create_run(experiment(client)).info.run_id
     try:
@@ -60,9 +74,9 @@ def main() -> None:
             file = Path(folder, "artifact.bin")
             file.write_bytes(data)
             client.log_artifact(run_id, str(file))
-            uri = f"{client.get_run(run_id).info.artifact_uri}/artifact.bin"
-            check("artifacts go through the server", uri.split(":", 1)[0], "mlflow-artifacts")
-            back = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder + "/back"))
+            artifact = f"{client.get_run(run_id).info.artifact_uri}/artifact.bin"
+            check("artifacts go through the server", artifact.split(":", 1)[0], "mlflow-artifacts")
+            back = Path(mlflow.artifacts.download_artifacts(artifact_uri=artifact, dst_path=folder + "/back"))
             check("an uploaded file of 1 MiB comes back", back.read_bytes() == data, True)
         client.set_terminated(run_id)
     finally:

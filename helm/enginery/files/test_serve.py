@@ -5,11 +5,14 @@ import json
 import os
 import struct
 import sys
+import time
 import urllib.error
 import urllib.request
 
 URL, MODEL = os.environ["TRITON_URL"], os.environ["MODEL"]
 TIMEOUT_S = 60
+# Network plugins take seconds to let a new pod's address through a policy; until then they refuse it.
+LET_IN_BY = time.monotonic() + float(os.environ.get("WAIT_S", "60"))
 
 
 def fail(reason: str) -> None:
@@ -18,14 +21,16 @@ def fail(reason: str) -> None:
 
 def ask(path: str, data: bytes | None = None, headers: dict[str, str] | None = None) -> bytes:
     request = urllib.request.Request(URL + path, data=data, headers=headers or {})
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return answer.read()
-    except urllib.error.HTTPError as error:
-        fail(f"{path} answers {error.code}: {error.read()[:500]!r}")
-    except OSError as error:
-        fail(f"{path}: {error}")
-    return b""
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            fail(f"{path} answers {error.code}: {error.read()[:500]!r}")
+        except OSError as error:
+            if time.monotonic() > LET_IN_BY:
+                fail(f"{path}: {error}")
+            time.sleep(1)
 
 
 def named_bytes(tensors: list[dict], what: str) -> dict:
