@@ -30,19 +30,21 @@ def product(api: Any) -> Iterator[str]:
     kind = f"TEST-{uuid.uuid4().hex[:8]}"
     core = client.CoreV1Api(api)
     names = [f"{kind.lower()}-{number}" for number in range(2)]
-    for name in names:
-        node = gpu_node(name, **{"nvidia.com/gpu.product": kind})
-        core.create_node(node)
-        made = core.read_node(name)
-        made.spec.taints = node.spec.taints  # a new node counts as not ready until its kubelet says otherwise
-        core.replace_node(name, made)
-        core.patch_node_status(
-            name, {"status": {"allocatable": node.status.allocatable, "capacity": node.status.capacity}}
-        )
-    yield kind
-    for name in names:
-        with suppress(client.ApiException):
-            core.delete_node(name)
+    try:
+        for name in names:
+            node = gpu_node(name, **{"nvidia.com/gpu.product": kind})
+            core.create_node(node)
+            # A new node counts as not ready until its kubelet says otherwise. A patch: controllers write to it, too.
+            taints = [taint.to_dict() for taint in node.spec.taints]
+            core.patch_node(name, {"spec": {"taints": taints}})
+            ready = {"type": "Ready", "status": "True", "reason": "Test", "message": ""}
+            amounts = {"allocatable": node.status.allocatable, "capacity": node.status.capacity}
+            core.patch_node_status(name, {"status": {**amounts, "conditions": [ready]}})
+        yield kind
+    finally:  # no pod of the cluster may be given to them
+        for name in names:
+            with suppress(client.ApiException):
+                core.delete_node(name)
 
 
 def diagnose(namespace: str, product: str, folder: Path) -> Diagnosis:

@@ -34,6 +34,7 @@ from tests.unit.train.trainer_cluster import TrainerCluster
 
 pytestmark = pytest.mark.cluster
 RUNNER = "runner"
+NO_SCHEDULER = "none"  # pods that only the tests give a state, on clusters with nodes, too
 
 
 @pytest.fixture
@@ -66,7 +67,8 @@ def own_pod(api: Any, namespace: str, monkeypatch: pytest.MonkeyPatch) -> str:
     env = [client.V1EnvVar(name="MLFLOW_TRACKING_URI", value="http://mlflow:5000")]
     container = client.V1Container(name="main", image="train", env=env)
     pod = client.V1Pod(
-        metadata=client.V1ObjectMeta(name="step"), spec=client.V1PodSpec(containers=[container], restart_policy="Never")
+        metadata=client.V1ObjectMeta(name="step"),
+        spec=client.V1PodSpec(containers=[container], restart_policy="Never", scheduler_name=NO_SCHEDULER),
     )
     client.CoreV1Api(api).create_namespaced_pod(namespace, pod)
     monkeypatch.setenv(POD_VARIABLE, "step")
@@ -125,7 +127,8 @@ def add_pod(api: Any, job: Job, rank: int, phase: str, **state: Any) -> None:
     core.create_namespaced_pod(
         job.namespace,
         client.V1Pod(
-            metadata=client.V1ObjectMeta(name=name, labels=labels), spec=client.V1PodSpec(containers=[container])
+            metadata=client.V1ObjectMeta(name=name, labels=labels),
+            spec=client.V1PodSpec(containers=[container], scheduler_name=NO_SCHEDULER),
         ),
     )
     status = client.V1ContainerStatus(

@@ -94,7 +94,8 @@ def objects(helm: helm_python.Config, cluster: dynamic.DynamicClient, namespace:
 
 def served(found: dict[tuple[str, str], Any]) -> str:
     deployment = found["Deployment", f"{RELEASE}-enginery-serve"]
-    return deployment["spec"]["template"]["spec"]["initContainers"][0]["args"][-3]
+    arguments = deployment["spec"]["template"]["spec"]["initContainers"][0]["args"]
+    return arguments[arguments.index("--digest") + 1]
 
 
 def may_make_trainjobs(api: client.ApiClient, namespace: str, account: str) -> bool:
@@ -162,14 +163,15 @@ def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any
 
     def wanted(entry: dict[str, Any]) -> dict[str, Any]:
         metadata = {key: value for key, value in entry["metadata"].items() if key not in ignored}
-        return {**{key: value for key, value in entry.items() if key != "status"}, "metadata": metadata}
+        spec = {key: value for key, value in entry.get("spec", {}).items() if key != "volumeName"}  # of a bound claim
+        return {**entry, "metadata": metadata, "spec": spec, "status": None}
 
     return {key for key in before if wanted(before[key]) != wanted(after[key])}
 
 
 def test_wrong_values_make_nothing(helm: helm_python.Config, namespace: str, values: dict[str, Any]) -> None:
     values["serve"]["model"]["repositoryDigest"] = "sha256:3b"
-    with pytest.raises(helm_python.HelmError, match="digest"):
+    with pytest.raises(helm_python.HelmError, match="repositoryDigest"):
         helm.install(CHART, RELEASE, values)
     assert helm.list() == []
 
