@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -192,3 +193,15 @@ def test_nothing_is_called_utils() -> None:
 
 def test_the_folder_mlflow_does_not_shadow_the_library() -> None:
     assert list((REPOSITORY / "mlflow").rglob("*.py")) == []
+
+
+def test_onnx_runtime_keeps_and_sends_nothing_of_its_own(tmp_path: Path) -> None:
+    """It would write an identifier and a queue, and look up its maker's address, as soon as it is imported."""
+    home, scratch = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir()
+    scratch.mkdir()
+    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(scratch)}
+    code = "import components.common.runtimes.onnxruntime"
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+    left = [path.name for path in (*home.rglob("*"), *scratch.rglob("*")) if path.is_file()]
+    assert not {".ses", "deviceid", "onnxruntime.db"} & set(left)
