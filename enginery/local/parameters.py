@@ -33,8 +33,8 @@ STEP_CONFIGS: dict[str, type[StepConfig]] = {
 
 STEP_ORDER = ("preprocess", "merge", *(step for step in STEP_CONFIGS if step != "preprocess"))
 
-# The steps that a plain pipeline input sets, in the order in which a pipeline that lacks one falls to the next.
 _PIPELINES = Path(__file__).resolve().parents[2] / "pipelines"  # enginery's own pipeline files
+# The steps that a plain pipeline input sets, in the order in which a pipeline that lacks one falls to the next.
 _OWNERS: dict[str, tuple[str, ...]] = {
     "data": ("preprocess",),
     "architecture": ("train", "export"),
@@ -44,6 +44,7 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "learning_rate": ("train",),
     "calibration_method": ("export",),
     "num_calibration_images": ("export",),
+    "num_selection_images": ("export",),
     "max_top1_drop_points": ("gate",),
     "latency_budget": ("validate",),
     "registered_model": ("promote",),
@@ -93,7 +94,8 @@ class PipelineFile:
 
     def owners(self, parameter: str) -> list[str]:
         """The steps of this pipeline that a plain input sets."""
-        return [step for step in _OWNERS.get(parameter, ()) if step in self.inputs]
+        steps = _OWNERS.get(parameter, ()) if parameter in self.inputs else ()
+        return [step for step in steps if step in self.inputs]
 
     def field(self, parameter: str) -> FieldInfo | None:
         """The config field that a plain input sets, of the first of its steps."""

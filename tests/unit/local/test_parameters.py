@@ -158,6 +158,13 @@ def test_paths_become_absolute_and_uris_stay(tmp_path: Path, monkeypatch: pytest
     assert paths("images", "mnt/model.onnx", local=False) == ("images", "mnt/model.onnx")
 
 
+def test_a_setting_that_is_no_input_of_this_pipeline_stays_with_its_step() -> None:
+    flags, assignments = {"data": "a", "model": "b"}, ["export.num_calibration_images=64"]
+    values = resolve_arguments(pipeline("engines"), config_file=None, flags=flags, assignments=assignments)
+    assert values["export"] == {"num_calibration_images": 64}
+    assert values.keys() == pipeline("engines").inputs.keys()
+
+
 def test_python3_in_a_value_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     flags = {"data": "/data/python3/images"}
