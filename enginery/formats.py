@@ -55,7 +55,7 @@ class _Console(Console):
 
 def new_console(*, stderr: bool = False) -> Console:
     """Standard output, also while steps' output is redirected, or standard error. Lines wrap on a terminal alone."""
-    console = _Console(file=sys.stderr if stderr else sys.stdout)
+    console = _Console(file=sys.stderr if stderr else sys.stdout, highlight=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _UNWRAPPED
     return console

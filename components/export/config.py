@@ -111,7 +111,7 @@ class ExportConfig(StepConfig):
     )
     interpolation: Interpolation = Field("bilinear", description="Own model: resampling filter of the resize.")
     mean: tuple[float, float, float] = Field(IMAGENET_MEAN, description="Own model: mean per RGB channel, 0..1.")
-    std: tuple[float, float, float] = Field(IMAGENET_STD, description="Own model: deviation per RGB channel, 0..1.")
+    std: tuple[float, float, float] = Field(IMAGENET_STD, description="Own model: std per RGB channel, 0..1.")
     verify: bool = Field(
         False, description="Check every shard's digest before reading it; takes one pass over the dataset's files."
     )

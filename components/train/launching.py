@@ -22,10 +22,10 @@ from typing import IO, Any, Literal
 
 import psutil
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from components.common.contracts.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, Preempted, UserError
 from components.common.contracts.manifests import write_atomically
+from components.common.contracts.records import Record
 from components.common.process.disk import explain
 from components.common.process.lifetime import PARENT_VARIABLE, end_children, end_with_parent
 from components.common.process.step import DEBUG_VARIABLE
@@ -42,20 +42,16 @@ _TAIL_LINES = 12  # of what the processes wrote, when none could say what happen
 _WAITED = r"Timed out waiting \d+ ?ms|collective operation timeout"
 
 
-class Task(BaseModel):
+class Task(Record):
     """The work of all processes, in a file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     config: TrainConfig
     dataset: Path
     output: Path
 
 
-class RankEnd(BaseModel):
+class RankEnd(Record):
     """How a process ended, in a file of its own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     time: float  # seconds since 1970: the first failure is the cause of the others
     outcome: str = ""  # of a success

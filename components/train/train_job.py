@@ -13,9 +13,10 @@ from typing import Any
 import urllib3
 from kubernetes import client, config  # type: ignore[import-untyped]
 from kubernetes.config import ConfigException  # type: ignore[import-untyped]
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.records import Record
 
 JOB_VARIABLE = "ENGINERY_TRAIN_JOB"  # a TrainJobRequest as JSON: the step starts a job instead of training itself
 POD_VARIABLE = "ENGINERY_POD_NAME"
@@ -28,10 +29,8 @@ CONTAINER = "node"  # which the Trainer's torch runtimes call the job that train
 GRACE_S = 120  # for a step of training and its checkpoint, when pods are asked to go
 
 
-class TrainJobRequest(BaseModel):
+class TrainJobRequest(Record):
     """The settings of a cluster for training on several nodes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_nodes: int = Field(ge=2, description="Pods, each on a node.")
     num_gpus: int = Field(ge=0, description="GPUs of each; 0 trains on CPUs, one process per node.")
@@ -158,26 +157,35 @@ class Pod:
         return {"apiVersion": "v1", "kind": "Pod", "name": self.name, "uid": self.uid}
 
 
-def connect() -> Any:
-    """Kubernetes' API for this pod, or by a KUBECONFIG outside one.
+def kubernetes_api(retries: urllib3.Retry) -> Any:
+    """Kubernetes' API, from inside a pod or by a KUBECONFIG.
 
     Raises:
-        UserError: there is neither.
+        kubernetes.config.ConfigException: there is neither.
     """
     configuration = client.Configuration()
     try:
-        try:
-            config.load_incluster_config(client_configuration=configuration)
-        except ConfigException:
-            config.load_kube_config(client_configuration=configuration)
+        config.load_incluster_config(client_configuration=configuration)
+    except ConfigException:
+        config.load_kube_config(client_configuration=configuration)
+    configuration.retries = retries
+    return client.ApiClient(configuration)
+
+
+def connect() -> Any:
+    """Kubernetes' API for this pod.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return kubernetes_api(urllib3.Retry(2, backoff_factor=0.5))
     except (ConfigException, OSError) as error:
         raise UserError(
             f"training on several nodes needs Kubernetes' API, and this is no pod with a service account ({error}). "
             "Let the pod mount its service account's token (automountServiceAccountToken)",
             code="no-kubernetes",
         ) from None
-    configuration.retries = urllib3.Retry(2, backoff_factor=0.5)
-    return client.ApiClient(configuration)
 
 
 @contextmanager

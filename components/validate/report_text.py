@@ -571,7 +571,7 @@ def data_facts(report: Report) -> Facts:
         ("classes", f"{report.data.num_classes:,}"),
         ("shorter side", side),
         ("mean RGB", _channels(statistics.mean, 3)),
-        ("deviation RGB", _channels(statistics.std, 3)),
+        ("std RGB", _channels(statistics.std, 3)),
         ("rejected files", f"{report.data.num_rejected:,}"),
     ]
 

@@ -45,7 +45,7 @@ def audit(name: str, files: bool, as_json: bool) -> None:
 
 def _show(console: Console, found: "Audit") -> None:
     aliases = "  ".join(f"@{alias} {number}" for alias, number in found.aliases.items()) or "no aliases"
-    console.print(f"[bold]{escape(found.model)}[/]  {escape(aliases)}\n", highlight=False)
+    console.print(f"[bold]{escape(found.model)}[/]  {escape(aliases)}\n")
     if found.chain:
         table = Table.grid(padding=(0, 2))
         for column in ("name", "digest", "note"):
@@ -55,15 +55,15 @@ def _show(console: Console, found: "Audit") -> None:
             table.add_row(link.name, digest, f"[dim]{escape(link.note)}[/]")
         console.print(table)
     else:
-        console.print("no champion" if not found.version else f"version {found.version}", highlight=False)
+        console.print("no champion" if not found.version else f"version {found.version}")
     console.print()
     for entry in found.entries:
         _show_entry(console, entry)
     if not found.entries:
         console.print("the audit log is empty: no alias was changed by enginery", style="dim")
     for problem in found.problems:
-        console.print(f"[yellow]problem:[/] {escape(problem)}", highlight=False, soft_wrap=True)
-    console.print(f"\nchecked: {_checked(found)}", style="dim", soft_wrap=True)
+        console.print(f"[yellow]problem:[/] {escape(problem)}")
+    console.print(f"\nchecked: {_checked(found)}", style="dim")
 
 
 def _checked(found: "Audit") -> str:
@@ -84,19 +84,15 @@ def _show_entry(console: Console, entry: dict[str, Any]) -> None:
     console.print(
         f"[bold]{entry['number']:3d}[/]  {entry['when']}  {escape(entry['who'])}  {entry['kind']}{forced}  "
         f"{escape(changes)}",
-        highlight=False,
-        soft_wrap=True,
     )
-    console.print(f"     {escape(entry['why'])}", highlight=False, soft_wrap=True)
+    console.print(f"     {escape(entry['why'])}")
     if entry["overruled"]:
-        console.print(f"     overruled: {escape(entry['overruled'])}", highlight=False, soft_wrap=True)
+        console.print(f"     overruled: {escape(entry['overruled'])}")
     if paired := (entry["comparison"] or {}).get("paired"):
         console.print(
             f"     {paired['num_lost']} images regressed, {paired['num_gained']} improved against the champion, with "
             f"95 % confidence at least {paired['low_points']:+.2f} points, McNemar's p {paired['mcnemar_p']:.2g}",
             style="dim",
-            highlight=False,
-            soft_wrap=True,
         )
 
 

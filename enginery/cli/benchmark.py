@@ -4,52 +4,29 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import click
 
 from components.common.contracts.environment import environment
-from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import prepare_directory, write_atomically
 from components.common.contracts.records import PRECISIONS, Precision
 from components.export.config import CACHE_VARIABLE, TIMING_CACHES
-from enginery.cli.options import finite
+from enginery.cli.options import comma_list, finite
 
 if TYPE_CHECKING:
     from enginery.benchmark.measuring import Settings
     from enginery.benchmark.table import Row
 
 
-def _names(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
-    if not names:
-        raise UserError(
-            f"--{parameter.name} names nothing; write names with commas between, such as resnet50,vgg19",
-            code="nothing-named",
-        )
-    return names
-
-
-def _precisions(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    names = _names(ctx, parameter, value)
-    if unknown := [name for name in names if name not in PRECISIONS]:
-        raise UserError(
-            f"--precisions {unknown[0]}: there is {', '.join(get_args(Precision))}",
-            code="unknown-precision",
-            setting="precisions",
-        )
-    return names
-
-
-def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    parts = [part.strip() for part in (value or "").split(",") if part.strip()]
-    if any(not part.isdecimal() or not 1 <= int(part) <= 4096 for part in parts):
-        raise UserError(
-            f"--batch-sizes {value}: write whole numbers of 1 to 4096 with commas between, such as 1,8,128",
-            code="wrong-batch-sizes",
-            setting="batch-sizes",
-        )
-    return tuple(sorted({int(part) for part in parts}))
+_names = comma_list(str, bool, "names with commas between, such as resnet50,vgg19", code="nothing-named")
+_precisions = comma_list(str, PRECISIONS.__contains__, f"some of {','.join(PRECISIONS)}", code="unknown-precision")
+_sizes = comma_list(
+    int,
+    range(1, 4097).__contains__,
+    "whole numbers of 1 to 4096 with commas between, such as 1,8,128",
+    code="wrong-batch-sizes",
+)
 
 
 @click.command()
@@ -86,7 +63,7 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 @click.option("--output", default="benchmark", type=click.Path(path_type=Path), show_default=True, help="New folder.")
 def benchmark(
     models: tuple[str, ...],
-    batch_sizes: tuple[int, ...],
+    batch_sizes: tuple[int, ...] | None,
     precisions: tuple[Precision, ...],
     image_size: int,
     seconds: float,

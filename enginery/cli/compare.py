@@ -48,11 +48,11 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     console = new_console()
     for run in result.runs:
         if run.registered == run.run_id:
-            console.print(f"[bold]{run.label}[/]  {run.registered}", highlight=False, soft_wrap=True)
+            console.print(f"[bold]{run.label}[/]  {run.registered}")
             continue
         status = run.status if run.status == "done" else f"[red]{run.status}[/]"
         registered = f", registered as {run.registered}" if run.registered else ""
-        console.print(f"[bold]{run.label}[/]  {run.run_id}  {status}{registered}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{run.label}[/]  {run.run_id}  {status}{registered}")
     _print_measures(console, result)
     differences = (
         ("arguments", result.arguments),
@@ -66,7 +66,7 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     if same:
         console.print(f"the same in all: {', '.join(same)}", style="dim")
     for warning in result.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
 
 
 def _print_measures(console: Console, result: Comparison) -> None:

@@ -96,11 +96,11 @@ def _show(diagnosis: Diagnosis) -> None:
         if dependent:
             table.add_row("", "not checked", f"{', '.join(check.name for check in dependent)}: {dependent[0].found}")
         table.add_row()
-    console.print(table, highlight=False)
-    console.print(f"[bold]{escape(diagnosis.conclusion)}[/]", highlight=False)
+    console.print(table)
+    console.print(f"[bold]{escape(diagnosis.conclusion)}[/]")
     worse = [check.name for check in diagnosis.checks if check.status in ("missing", "warning")]
     if worse and not diagnosis.exit_code:
-        console.print(f"Could be better, with the fix above: {', '.join(worse)}.", highlight=False)
+        console.print(f"Could be better, with the fix above: {', '.join(worse)}.")
 
 
 def _text_of(check: Check) -> str:

@@ -38,7 +38,7 @@ def gc(older_than: str | None, keep: int | None, max_size: str | None, dry_run: 
         for path in leftovers(state.runs):
             size_bytes = PastRun(path).size_bytes
             delete(path)
-            console.print(f"{size_text(size_bytes)} freed that a gc cut short had left", highlight=False)
+            console.print(f"{size_text(size_bytes)} freed that a gc cut short had left")
     decided = plan(found, rules, in_use(state, found), time.time())
     _show(console, decided, len(found))
     if dry_run or not decided.remove:
@@ -50,16 +50,16 @@ def gc(older_than: str | None, keep: int | None, max_size: str | None, dry_run: 
         click.confirm(f"Remove {_runs(len(decided.remove))}?", abort=True)
     freed_bytes = 0
     for run, _ in decided.remove:
-        if remove(run, lambda run, reason: console.print(f"kept {run.name}: {reason}", highlight=False)):
+        if remove(run, lambda run, reason: console.print(f"kept {run.name}: {reason}")):
             freed_bytes += run.size_bytes
-    console.print(f"{size_text(freed_bytes)} freed", highlight=False)
+    console.print(f"{size_text(freed_bytes)} freed")
 
 
 def _show(console: Console, decided: Plan, num_runs: int) -> None:
     for run, reason in decided.keep:
-        console.print(f"kept {run.name}: {escape(reason)}", style="dim", highlight=False)
+        console.print(f"kept {run.name}: {escape(reason)}", style="dim")
     if not decided.remove:
-        console.print(f"nothing to remove; {_runs(num_runs)}, {size_text(decided.total_bytes)}", highlight=False)
+        console.print(f"nothing to remove; {_runs(num_runs)}, {size_text(decided.total_bytes)}")
         return
     table = new_table("to remove", ">size", "why")
     for run, reason in decided.remove:
@@ -68,7 +68,6 @@ def _show(console: Console, decided: Plan, num_runs: int) -> None:
     console.print(
         f"{len(decided.remove)} of {_runs(num_runs)}, {size_text(decided.freed_bytes)} of "
         f"{size_text(decided.total_bytes)}",
-        highlight=False,
     )
 
 

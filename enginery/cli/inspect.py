@@ -54,15 +54,15 @@ def inspect(
     result = run_inspection(opened, images, layers=asked, kind=maps)  # type: ignore[arg-type]  # click knows the two
     classes = opened.manifest.classes
     console = new_console()
-    console.print(f"{escape(opened.manifest.architecture)}, bundle {escape(_relative(bundle))}", soft_wrap=True)
+    console.print(f"{escape(opened.manifest.architecture)}, bundle {escape(_relative(bundle))}")
     for entry in result.explanations:
         _print_explanation(console, entry, classes)
     for note in _notes(result.explanations):
-        console.print(escape(note), style="dim", highlight=False)
+        console.print(escape(note), style="dim")
     if result.maps_missing:
-        console.print(f"[yellow]no maps:[/] {escape(result.maps_missing)}", highlight=False)
+        console.print(f"[yellow]no maps:[/] {escape(result.maps_missing)}")
     _write(output, picture(result.explanations, classes, maps, opened.manifest.architecture))  # type: ignore[arg-type]
-    console.print(f"picture: {escape(str(output))}", soft_wrap=True, highlight=False)
+    console.print(f"picture: {escape(str(output))}")
 
 
 def _problem(
@@ -104,7 +104,7 @@ def _write(output: Path, data: bytes) -> None:
 
 
 def _print_explanation(console: Console, explanation: "Explanation", classes: tuple[str, ...]) -> None:
-    console.print(f"\n[bold]{escape(str(explanation.file))}[/]", highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]{escape(str(explanation.file))}[/]")
     num_top = min(_NUM_TOP, len(classes))
     table = new_table("precision", "runtime", *(f"top {rank + 1}" for rank in range(num_top)), ">largest delta")
     for prediction in explanation.predictions:
@@ -119,7 +119,7 @@ def _print_explanation(console: Console, explanation: "Explanation", classes: tu
     for entry in explanation.layers:
         alike = entry.similarity
         value = "one of the maps is empty" if alike is None else f"cosine of FP32's and INT8's map {alike:.3f}"
-        console.print(f"{escape(entry.layer.name)}: {value}", highlight=False)
+        console.print(f"{escape(entry.layer.name)}: {value}")
 
 
 def _notes(explanations: Sequence["Explanation"]) -> list[str]:

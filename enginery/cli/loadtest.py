@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import prepare_directory, write_atomically
-from enginery.cli.options import finite, server_model, server_url, timeout
+from enginery.cli.options import comma_list, finite, server_model, server_url, timeout
 from enginery.formats import new_console, new_table, number
 
 if TYPE_CHECKING:
@@ -18,49 +18,17 @@ if TYPE_CHECKING:
     from enginery.serving.loadtest.measuring import About, LoadPlan
     from enginery.serving.loadtest.results import Level, LoadTest
 
-_MAX_LOAD = 4096  # clients
-_SEARCH = "auto"
-
-
-def _numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...] | None:
-    if value == _SEARCH:
-        return None
-    try:
-        numbers = tuple(sorted({float(part) for part in value.split(",") if part.strip()}))
-    except ValueError:
-        numbers = ()
-    if not numbers or not all(0 < entry < 1e6 for entry in numbers):
-        raise UserError(
-            f"{parameter.opts[0]} {value}: write numbers above 0 with commas between, such as 10,100,500",
-            code="invalid-numbers",
-        )
-    return numbers
-
-
-def _clients(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in value.split(",") if part.strip()]
-    if not parts or any(not part.isdecimal() or not 1 <= int(part) <= _MAX_LOAD for part in parts):
-        raise UserError(
-            f"{parameter.opts[0]} {value}: write whole numbers of 1 to {_MAX_LOAD} with commas between, such as 1,8,32",
-            code="invalid-numbers",
-            setting="concurrency",
-        )
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def _cores(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    here = os.sched_getaffinity(0)
-    parts = [part.strip() for part in value.split(",") if part.strip()]
-    if not parts or any(not part.isdecimal() or int(part) not in here for part in parts):
-        allowed = ",".join(map(str, sorted(here)))
-        raise UserError(
-            f"{parameter.opts[0]} {value}: write numbers of cores with commas between; there is {allowed}",
-            code="invalid-numbers",
-            setting="cores",
-        )
-    return tuple(sorted({int(part) for part in parts}))
+_clients = comma_list(
+    int, range(1, 4097).__contains__, "whole numbers of 1 to 4096 with commas between, such as 1,8,32"
+)
+_rates = comma_list(
+    float, lambda rate: 0 < rate < 1e6, "numbers above 0 with commas between, such as 10,100,500", automatic="auto"
+)
+_cores = comma_list(
+    int,
+    os.sched_getaffinity(0).__contains__,
+    f"numbers of cores with commas between; there is {','.join(map(str, sorted(os.sched_getaffinity(0))))}",
+)
 
 
 @click.command()
@@ -78,8 +46,8 @@ def _cores(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 )
 @click.option(
     "--rates",
-    default=_SEARCH,
-    callback=_numbers,
+    default="auto",
+    callback=_rates,
     show_default=True,
     help="Open loop: requests/s, arriving at random; auto searches for the knee.",
 )
@@ -184,15 +152,15 @@ def _print(result: "LoadTest") -> None:
 
     console = new_console()
     for series in result.series:
-        console.print(f"\n[bold]{escape(result.model)}[/], {escape(series.name)}", highlight=False)
+        console.print(f"\n[bold]{escape(result.model)}[/], {escape(series.name)}")
         table = new_table("load", ">images/s", ">p50 ms", ">p95 ms", ">p99 ms", ">batch", ">errors")
         for level in (*series.closed, *series.open):
             table.add_row(load_text(level), *_cells(level))
         console.print(table)
-        console.print(escape(knee_text(series, result.latency_budget_ms)), highlight=False, soft_wrap=True)
+        console.print(escape(knee_text(series, result.latency_budget_ms)))
     for reason, count in result.failures.items():
-        console.print(f"no answer, {count:,} times: {escape(reason)}", highlight=False, soft_wrap=True)
-    console.print(f"sent: {escape(result.sent)}", style="dim", highlight=False)
+        console.print(f"no answer, {count:,} times: {escape(reason)}")
+    console.print(f"sent: {escape(result.sent)}", style="dim")
 
 
 def _cells(level: "Level") -> list[str]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 from click.decorators import FC
@@ -20,6 +21,39 @@ def finite(ctx: click.Context, parameter: click.Parameter, value: float | None) 
         option = parameter.opts[0]
         raise UserError(f"{option} {value}: write a number, such as 2.5", code="invalid-numbers", setting=option)
     return value
+
+
+def comma_list(
+    kind: Callable[[str], Any],
+    is_allowed: Callable[[Any], bool],
+    wanted: str,
+    *,
+    automatic: str | None = None,
+    code: str = "invalid-numbers",
+) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A callback for an option of several values with commas between: each once, numbers in order.
+
+    Args:
+        kind: makes a value of its text, or raises ValueError.
+        is_allowed: True for a value that may be given.
+        wanted: what to write, for people.
+        automatic: a word that stands for None, as an option that is not given does.
+        code: of the error.
+    """
+
+    def read(ctx: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        if text == automatic or text is None:
+            return None
+        try:
+            values = list(dict.fromkeys(kind(part.strip()) for part in text.split(",") if part.strip()))
+        except ValueError:
+            values = []
+        if not values or not all(map(is_allowed, values)):
+            option = parameter.opts[0]
+            raise UserError(f"{option} {text}: write {wanted}", code=code, setting=option)
+        return tuple(values if kind is str else sorted(values))
+
+    return read
 
 
 FILE = click.Path(path_type=Path)

@@ -41,4 +41,4 @@ def promote(name: str, version: str, alias: str, why: str, force: bool) -> None:
     console = new_console()
     with registry.reached(f"{name}@{alias} may not be changed"):
         entry = promote_manually(registry, name, version, alias, why, force=force)
-    console.print(changed_text(entry), highlight=False, soft_wrap=True)
+    console.print(changed_text(entry))

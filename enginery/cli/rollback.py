@@ -21,4 +21,4 @@ def rollback(name: str, why: str) -> None:
     console = new_console()
     with registry.reached(f"{name}@champion may not be changed"):
         entry = roll_back(registry, name, why)
-    console.print(changed_text(entry), highlight=False, soft_wrap=True)
+    console.print(changed_text(entry))

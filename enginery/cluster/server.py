@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import kfp_server_api  # type: ignore[import-untyped]
 import urllib3
-from kubernetes import client, config  # type: ignore[import-untyped]
 
 from components.common.contracts.errors import EngineryError, UserError
 
@@ -233,18 +232,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
-
-
-def kubernetes_api(retries: urllib3.Retry) -> Any:
-    """Kubernetes' API, from inside a pod or by a KUBECONFIG.
-
-    Raises:
-        kubernetes.config.ConfigException: there is neither.
-    """
-    configuration = client.Configuration()
-    try:
-        config.load_incluster_config(client_configuration=configuration)
-    except config.ConfigException:
-        config.load_kube_config(client_configuration=configuration)
-    configuration.retries = retries
-    return client.ApiClient(configuration)

@@ -21,7 +21,8 @@ from components.common.contracts.errors import (
     EngineryError,
     UserError,
 )
-from enginery.cluster.server import KFP_NAMESPACE, KfpServer, kubernetes_api
+from components.train.train_job import kubernetes_api
+from enginery.cluster.server import KFP_NAMESPACE, KfpServer
 from enginery.formats import echo
 
 RUN_LABEL = "pipeline/runid"

@@ -11,7 +11,8 @@ from kubernetes import client  # type: ignore[import-untyped]
 from kubernetes.config import ConfigException  # type: ignore[import-untyped]
 
 from components.common.contracts.errors import shortened
-from enginery.cluster.server import KFP_NAMESPACE, Login, kubernetes_api
+from components.train.train_job import kubernetes_api
+from enginery.cluster.server import KFP_NAMESPACE, Login
 from enginery.cluster.settings import ClusterSettings
 from enginery.doctor.checks import Finding, absent, warning
 

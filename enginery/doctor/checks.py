@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from components.common.contracts.records import Record
 
 Status = Literal["ok", "warning", "missing", "absent"]
 
@@ -38,10 +40,8 @@ def absent(found: str, fix: str = "") -> Finding:
     return Finding("absent", found, fix)
 
 
-class Check(BaseModel):
+class Check(Record):
     """One line of the report."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     group: str
     name: str
@@ -51,10 +51,8 @@ class Check(BaseModel):
     required: bool = Field(description="True if every run needs it: then missing means that nothing runs.")
 
 
-class Diagnosis(BaseModel):
+class Diagnosis(Record):
     """The report, as `enginery doctor --json` prints it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = 1
     checks: tuple[Check, ...]

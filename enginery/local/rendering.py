@@ -128,12 +128,9 @@ class Renderer:
         elif kind == "progress":
             self._show_progress(step, event["phase"], event["done"], event["total"], event["unit"], event["detail"])
         elif kind == "note":
-            self._console.print(
-                f"[bold]{step:>10}[/] {escape(event['text'])}", style="dim", highlight=False, soft_wrap=True
-            )
+            self._console.print(f"[bold]{step:>10}[/] {escape(event['text'])}", style="dim")
         elif kind == "warning":
-            text = f"[bold]{step:>10}[/] [yellow]warning:[/] {escape(event['text'])}"
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(f"[bold]{step:>10}[/] [yellow]warning:[/] {escape(event['text'])}")
         elif kind == "finished":
             self._close(step, "[green]done[/]  ", event["outcome"], event["time"])
         elif kind == "failed":
@@ -141,20 +138,18 @@ class Renderer:
 
     def show_reused(self, step: str, run_id: str) -> None:
         """A step that need not run: its inputs, settings, code and machine are those of an earlier run."""
-        self._console.print(
-            f"[bold]{step:>10}[/] [green]reused[/]          from {run_id}", highlight=False, soft_wrap=True
-        )
+        self._console.print(f"[bold]{step:>10}[/] [green]reused[/]          from {run_id}")
 
     def show_begun_elsewhere(self, step: str, run_id: str, machine: str) -> None:
         """A step that begins again, because what it would resume was made by other hardware."""
         text = f"begins again: {run_id} began it on {machine}, and only that hardware resumes it"
-        self._console.print(f"[bold]{step:>10}[/] {text}", highlight=False, soft_wrap=True)
+        self._console.print(f"[bold]{step:>10}[/] {text}")
 
     def _show_progress(self, step: str, phase: str, done: int, total: int, unit: str = "", detail: str = "") -> None:
         if not self._console.is_terminal:
             if done and self._pace.is_due(step + phase, done, total):
                 text = f"{step:>10} {progress_text(phase, done, total, unit, detail)}"
-                self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+                self._console.print(text, markup=False)
             return
         if self._task is None or self._phase != step + phase:
             self._remove_bar()
@@ -176,8 +171,7 @@ class Renderer:
     def _close(self, step: str, mark: str, text: str, now: float) -> None:
         self._remove_bar()
         seconds = now - self._step_started
-        line = f"[bold]{step:>10}[/] {mark} {seconds:6.1f} s  {escape(text)}"
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print(f"[bold]{step:>10}[/] {mark} {seconds:6.1f} s  {escape(text)}")
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:
@@ -231,7 +225,7 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
         elif ratio is not None:
             lines.append(f"{name} over FP32: {ratio.low:.2f}x to {ratio.high:.2f}x in the turns measured")
     for line in lines:
-        console.print(line, style="dim", highlight=False, soft_wrap=True)
+        console.print(line, style="dim")
 
 
 def _print_recommendation(console: Console, summary: RunSummary) -> None:
@@ -239,5 +233,4 @@ def _print_recommendation(console: Console, summary: RunSummary) -> None:
     advice = summary.recommendation
     passed = [row.precision for row in summary.rows if row.verdict.startswith("pass")]
     if advice is not None and advice.precision not in passed:
-        text = f"[bold]recommended: {advice.precision.upper()}[/], since {escape(advice.reason)}"
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(f"[bold]recommended: {advice.precision.upper()}[/], since {escape(advice.reason)}")

@@ -137,7 +137,7 @@ def run_locally(
             echo(note, err=True)
     console = new_console()
     if in_containers:
-        check_images(file, lambda text: console.print(text, style="dim", highlight=False, soft_wrap=True))
+        check_images(file, lambda text: console.print(text, style="dim"))
     state = StateDirectory.current()
     started = time.time()
     with Interrupts(on_second=end_children) as interrupts:
@@ -159,7 +159,7 @@ def run_locally(
         print_summary(console, summary)
         _print_pointers(summary, console)
         for problem in record.problems:
-            console.print(f"[yellow]warning:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+            console.print(f"[yellow]warning:[/] {escape(problem)}")
     return summary
 
 
@@ -211,7 +211,7 @@ class _Chain:
                 return "failed" if self.containers and self.builder.failure else "done"
             except KeyboardInterrupt:
                 with contextlib.suppress(OSError):  # the terminal may be gone
-                    self.console.print("stopping the running step (again: at once)", style="dim", highlight=False)
+                    self.console.print("stopping the running step (again: at once)", style="dim")
                 grace_s = _GRACE_S if interrupts.num_signals < 2 else 0.0
                 if self.containers:
                     self.containers.stop(int(grace_s))
@@ -366,12 +366,12 @@ def _print_pointers(summary: RunSummary, console: Console) -> None:
     if summary.registered:
         name, version = summary.registered.split("/")
         alias = "champion" if summary.champion else "candidate"
-        console.print(f"registered  {name} version {version}, {alias}", highlight=False)
+        console.print(f"registered  {name} version {version}, {alias}")
     if summary.report:
-        console.print(f"report      {_relative(summary.report)}", highlight=False, soft_wrap=True)
-    console.print(f"files       {_relative(summary.run_directory)}", highlight=False, soft_wrap=True)
-    console.print(f"tracking    {summary.tracking_uri}  (look at it: enginery ui)", highlight=False, soft_wrap=True)
-    console.print(f"time        {summary.seconds_total:.0f} s", highlight=False)
+        console.print(f"report      {_relative(summary.report)}")
+    console.print(f"files       {_relative(summary.run_directory)}")
+    console.print(f"tracking    {summary.tracking_uri}  (look at it: enginery ui)")
+    console.print(f"time        {summary.seconds_total:.0f} s")
 
 
 def _relative(path: str) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
@@ -14,6 +14,7 @@ from components.common.contracts.manifests import (
     VerdictManifest,
     load_manifest,
 )
+from components.common.contracts.records import Record
 from components.common.registry.audit_log import AuditLog, champions, entry_json, expected_aliases
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION
@@ -21,20 +22,16 @@ from components.common.registry.version_evaluation import check_log
 from enginery.registry.promote import check_files
 
 
-class Link(BaseModel):
+class Link(Record):
     """One thing that the next one was made from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     digest: str
     note: str = ""
 
 
-class Audit(BaseModel):
+class Audit(Record):
     """Output of `enginery audit --json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = 1
     model: str

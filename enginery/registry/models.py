@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.records import Record
 from components.common.registry.promotions import CHAMPION
 from components.common.registry.store import without_credentials
 from enginery.local.state import StateDirectory
@@ -18,10 +19,8 @@ if TYPE_CHECKING:  # MLflow takes seconds to import
 _REFERENCE = re.compile(r"(?P<name>[\w.-]+)(@(?P<alias>[\w-]+)|[/:](?P<number>\d+))")
 
 
-class VersionRow(BaseModel):
+class VersionRow(Record):
     """One line of `enginery models`, from the tags that promote set; None and "" for versions of other origin."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     version: str

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import MANIFEST, Artifact, RepositoryManifest, file_problem, seal
@@ -20,6 +20,7 @@ from components.common.contracts.records import (
     BenchmarkRow,
     EngineEntry,
     Precision,
+    Record,
 )
 from components.common.contracts.transforms import ShapeSpec
 from components.common.registry.trust import sign_folder
@@ -344,10 +345,8 @@ __all__ = ["TritonPythonModel"]
 '''
 
 
-class RepositoryConfig(BaseModel):
+class RepositoryConfig(Record):
     """Settings of a model repository."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("", description="Of the ensemble; empty for the registered model's.")
     top_k: int = Field(5, ge=1, description="How many classes are named for each image.")

@@ -2,13 +2,13 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from components.common.contracts.records import Record
 
 
-class ShapeSpec(BaseModel):
+class ShapeSpec(Record):
     """Input and output names, image size and batch range of one exported classifier."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     input_name: str = Field("images", description="Name of the ONNX input, [batch, channels, height, width] float32.")
     output_name: str = Field("logits", description="Name of the ONNX output, [batch, classes] float32.")
@@ -39,20 +39,18 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 Interpolation = Literal["bilinear", "bicubic"]
 
 
-class TransformSpec(BaseModel):
+class TransformSpec(Record):
     """How an image file becomes a model's input.
 
     Decode to RGB with EXIF orientation applied, scale the shorter side to `resize_size` keeping the aspect ratio,
     cut the central square of `crop_size`, divide by 255, subtract `mean`, divide by `std`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     resize_size: int = Field(ge=1, description="Length of the shorter side after resizing, in pixels.")
     crop_size: int = Field(ge=1, description="Side of the central square that the model sees, in pixels.")
     interpolation: Interpolation = Field("bilinear", description="Resampling filter; antialiased when shrinking.")
     mean: tuple[float, float, float] = Field(IMAGENET_MEAN, description="Mean per RGB channel, in units of 0..1.")
-    std: tuple[float, float, float] = Field(IMAGENET_STD, description="Deviation per RGB channel, in units of 0..1.")
+    std: tuple[float, float, float] = Field(IMAGENET_STD, description="The same of the standard deviation.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "TransformSpec":
@@ -63,10 +61,10 @@ class TransformSpec(BaseModel):
         return self
 
 
-class Augmentation(BaseModel):
+class Augmentation(Record):
     """Random changes to training images; evaluation has none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     min_area: float = Field(0.08, gt=0, le=1, description="Smallest share of the image that a random crop keeps.")
     max_aspect_ratio: float = Field(4 / 3, ge=1, description="Widest aspect ratio of a crop; the narrowest is 1/x.")
