@@ -1,12 +1,10 @@
 """Write data_card.html: what is in a dataset, what it looks like, and its issues."""
 
-import base64
 import html
-import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -14,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import DatasetStatistics, Split
-from components.common.data.image_files import read_images
+from components.common.data.image_files import read_images, read_listing
+from components.common.data.pages import data_uri, templates, thumbnail
 from components.preprocess.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
 from components.preprocess.decoding import Rejected, decode
 
@@ -79,8 +77,7 @@ def read_thumbnails(folder: Path, split: str, positions: Sequence[int]) -> tuple
         positions: in the listing.
     """
     wanted = set(positions)
-    with (folder / f"{split}.jsonl").open("rb") as lines:
-        entries = [json.loads(line) for position, line in enumerate(lines) if position in wanted]
+    entries = [*read_listing(folder / f"{split}.jsonl", wanted).values()]
     thumbnails = _thumbnails(folder, split, {entry["key"] for entry in entries})
     return tuple(
         Thumbnail(path=entry["path"], label=entry["label"], data=thumbnails[entry["key"]])
@@ -93,22 +90,8 @@ def _thumbnails(folder: Path, split: str, keys: set[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for key, file in read_images(sorted(folder.glob(f"{split}-*.tar")), keys):
         with suppress(Rejected):  # an image of a size that Pillow refuses in this process: a thumbnail less
-            found[key] = thumbnail(file)
+            found[key] = thumbnail(decode(file, _ANY_SIZE)[1], max_side=_MAX_SIDE, exact_side=_SMALL_SIDE)
     return found
-
-
-def thumbnail(data: bytes) -> bytes:
-    """A small JPEG of an image file, or a PNG where the image is small already.
-
-    Raises:
-        Rejected: it can't be decoded.
-    """
-    _, image = decode(data, _ANY_SIZE)
-    exact = max(image.size) <= _SMALL_SIDE
-    image.thumbnail((_MAX_SIDE, _MAX_SIDE))
-    encoded = io.BytesIO()
-    image.save(encoded, "PNG" if exact else "JPEG", quality=78)
-    return encoded.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +149,7 @@ def write_data_card(card: Card, folder: Path) -> Path:
     """
     rows = _class_rows(card)
     page = (
-        _templates()
+        templates(Path(__file__).with_name("templates"), filters=_FILTERS)
         .get_template("data_card.html.j2")
         .render(
             card=card,
@@ -214,14 +197,9 @@ def _samples(card: Card) -> list[tuple[str, int, list[tuple[str, str]]]]:
         card.thumbnails, key=lambda thumbnail: (0 if in_order else -counts[thumbnail.label], thumbnail.label)
     )
     return [
-        (card.classes[label], counts[label], [(thumbnail.path, _data_uri(thumbnail.data)) for thumbnail in thumbnails])
+        (card.classes[label], counts[label], [(thumbnail.path, data_uri(thumbnail.data)) for thumbnail in thumbnails])
         for label, thumbnails in groupby(ordered, key=lambda one: one.label)
     ]
-
-
-def _data_uri(data: bytes) -> str:
-    kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def side_chart(sides: SideHistogram) -> str:
@@ -253,22 +231,13 @@ def _ticks(edges: Sequence[int]) -> Sequence[int]:
     return powers if 3 <= len(powers) <= 9 else range(0, len(edges), -(-len(edges) // 8))
 
 
-def _templates() -> Environment:
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {
-        "count": lambda value: f"{value:,}",
-        "name": lambda text: _cut(text, _MAX_NAME),
-        "path": lambda text: _cut(text, _MAX_PATH),
-        "text": lambda text: _cut(text, _MAX_TEXT),
-        "setting": lambda value: json.dumps(value, ensure_ascii=False),
-    }
-    return templates
+_FILTERS: dict[str, Callable[..., str]] = {
+    "count": "{:,}".format,
+    "name": lambda text: _cut(text, _MAX_NAME),
+    "path": lambda text: _cut(text, _MAX_PATH),
+    "text": lambda text: _cut(text, _MAX_TEXT),
+    "setting": lambda value: json.dumps(value, ensure_ascii=False),
+}
 
 
 def _cut(text: str, max_characters: int) -> str:

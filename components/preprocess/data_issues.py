@@ -1,6 +1,5 @@
 """Look for issues of a dataset as a whole: copies, leaks, contradicting labels, uneven classes, odd sizes."""
 
-import json
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from components.common.contracts.settings import how_to_set
+from components.common.data.image_files import read_listing
 
 SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
@@ -360,9 +360,7 @@ def listed_paths(folder: Path) -> Lookup:
     """Look paths up in train.jsonl and val.jsonl of a folder, reading line by line."""
 
     def lookup(split: SplitName, positions: Sequence[int]) -> list[str]:
-        wanted = set(positions)
-        with (folder / f"{split}.jsonl").open("rb") as lines:
-            return [json.loads(line)["path"] for position, line in enumerate(lines) if position in wanted]
+        return [entry["path"] for entry in read_listing(folder / f"{split}.jsonl", set(positions)).values()]
 
     return lookup
 

@@ -9,10 +9,10 @@ from math import isqrt
 from operator import add
 from typing import NamedTuple
 
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from components.common.contracts.foreign import LFS_POINTER
-from components.common.data.image_files import open_image
+from components.common.data.image_files import from_16_bit, open_image, upright
 
 # More pixels of one image say next to nothing more about a dataset, and counting all takes a fifth of decoding's time.
 _PIXELS_PER_IMAGE = 10_000
@@ -33,15 +33,6 @@ _RATIONALS = {0x011A: 1, 0x011B: 1, 0x013E: 2, 0x013F: 6, 0x0211: 3, 0x0214: 6} 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "", "TIFF": ""}
 # TIFF holds more than pictures, such as 32-bit integers, whose scale nobody tells.
 _TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
-_TRANSPOSITIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 class Rejected(Exception):
@@ -286,12 +277,12 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
             image.load()
             block = image.info.get("exif", b"")  # of a PNG file it may come behind the picture
             check_exif(block)
-            upright = _upright(image)
-            is_alike &= is_turned_alike(kind, data, block, upright is not image)
+            turned = upright(image)
+            is_alike &= is_turned_alike(kind, data, block, turned is not image)
             extension = _EXTENSIONS[kind] if is_alike else ""
-            if upright.mode.startswith("I;16"):
-                return extension, _from_16_bit(upright)
-            return extension, upright if upright.mode == "RGB" else upright.convert("RGB")
+            if turned.mode.startswith("I;16"):
+                return extension, from_16_bit(turned)
+            return extension, turned if turned.mode == "RGB" else turned.convert("RGB")
     except Rejected:
         raise
     except MemoryError:  # what a damaged file asks for, too
@@ -309,24 +300,6 @@ def _is_read_alike(image: Image.Image) -> bool:
     if image.mode == "CMYK" and "adobe" not in image.info:  # DALI takes the inks for inverted, as Adobe writes them
         return False
     return not image.info.get("default_image")  # of an animation, shown where only still pictures are; DALI skips it
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation, as DALI does; a damaged EXIF block says nothing."""
-    for xmp in ("xmp", "XML:com.adobe.xmp"):  # Pillow looks for an orientation there too, and DALI does not
-        image.info.pop(xmp, None)
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # Pillow's EXIF parser raises anything
-        return image
-    turn = _TRANSPOSITIONS.get(orientation)  # type: ignore[arg-type]  # whatever the file says
-    return image if turn is None else image.transpose(turn)
-
-
-def _from_16_bit(gray: Image.Image) -> Image.Image:
-    """Take the upper bytes, which come first only in I;16B. Without numpy, which every worker would load."""
-    upper = gray.tobytes()[gray.mode != "I;16B" :: 2]
-    return Image.frombytes("L", gray.size, upper).convert("RGB")
 
 
 def as_png(image: Image.Image) -> bytes:

@@ -1,14 +1,12 @@
 """Gather what a report says, image by image and class by class, and write it as HTML, Markdown and JSON."""
 
-import base64
 import html
-import io
 import json
 import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from PIL import Image, ImageOps
+from PIL import Image
 from pydantic import BaseModel
 
 from components.common.contracts.digests import short
@@ -37,7 +34,8 @@ from components.common.contracts.records import (
 from components.common.contracts.statistics import SIGNIFICANCE, holm, mcnemar, paired_difference
 from components.common.contracts.verdict import judge
 from components.common.data.evaluation import Predictions
-from components.common.data.image_files import open_image, read_images
+from components.common.data.image_files import from_16_bit, open_image, read_images, read_listing, upright
+from components.common.data.pages import data_uri, templates, thumbnail
 from components.validate import report_text, speed_text
 from components.validate.charts import (
     confusion_picture,
@@ -179,28 +177,18 @@ _SMALL_SIDE = 64  # images up to this size stay exact
 
 def read_thumbnails(data: Artifact[DatasetManifest], indices: Iterable[int]) -> dict[int, str]:
     """Data URIs of validation images by their position in val.jsonl."""
-    wanted = {str(entry["key"]): index for index, entry in _listing(data, set(indices)).items()}
+    wanted = {str(entry["key"]): index for index, entry in read_listing(data.file("val.jsonl"), set(indices)).items()}
     shards = [data.file(shard) for shard in data.manifest.splits["val"].shards]
-    return {wanted[key]: _data_uri(file) for key, file in read_images(shards, wanted)}
+    return {
+        wanted[key]: data_uri(thumbnail(_rgb(file), max_side=_MAX_SIDE, exact_side=_SMALL_SIDE))
+        for key, file in read_images(shards, wanted)
+    }
 
 
-def _data_uri(data: bytes) -> str:
-    """A small JPEG, or a PNG of an image that is small already. `data` was decoded once by preprocess."""
-    image = _rgb(open_image(data))
-    exact = max(image.size) <= _SMALL_SIDE
-    image.thumbnail((_MAX_SIDE, _MAX_SIDE))
-    encoded = io.BytesIO()
-    image.save(encoded, "PNG" if exact else "JPEG", quality=82)
-    kind = "png" if exact else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(encoded.getvalue()).decode()}"
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    """Upright RGB, as the loader delivers it; 16-bit gray is cut to its upper 8 bits."""
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
-    return upright.convert("RGB")
+def _rgb(file: bytes) -> Image.Image:
+    """Upright RGB, as the loader delivers it. `file` was decoded once by preprocess."""
+    image = upright(open_image(file))
+    return from_16_bit(image) if image.mode.startswith("I;16") else image.convert("RGB")
 
 
 MAX_DISAGREEMENTS = 24
@@ -259,19 +247,13 @@ def change(fp32: Predictions, own: Predictions) -> PredictionChange:
     return PredictionChange(**compare(fp32, own).model_dump(), num_differing=differing)
 
 
-def _listing(data: Artifact[DatasetManifest], wanted: set[int]) -> dict[int, dict[str, Any]]:
-    """Lines of val.jsonl, which is in the order of the evaluation loader."""
-    with data.file("val.jsonl").open(encoding="utf-8") as lines:
-        return {index: json.loads(line) for index, line in enumerate(lines) if index in wanted}
-
-
 def _disagreements(data: Artifact[DatasetManifest], fp32: Predictions, own: Predictions) -> tuple[Disagreement, ...]:
     classes = data.manifest.classes
     every = np.flatnonzero(fp32.top[:, 0] != own.top[:, 0])
     # Spread over the split, which is sorted by class: the first ones would show a single class.
     chosen = np.unique(np.linspace(0, len(every) - 1, min(len(every), MAX_DISAGREEMENTS)).round().astype(int))
     different = every[chosen].tolist()
-    listing = _listing(data, set(different))
+    listing = read_listing(data.file("val.jsonl"), set(different))  # in the order of the evaluation loader
     if any(listing[index]["label"] != fp32.labels[index] for index in different):
         message = f"val.jsonl of {data.path} is not in the order of its shards; run preprocess again"
         raise EngineryError(message, code="unordered-listing")
@@ -375,9 +357,9 @@ def write_report(report: Report, thumbnails: Mapping[int, str], output: Path) ->
         "max_numbered_in_card": _MAX_NUMBERED_IN_CARD,
     }
     charts = {name: Markup(svg) for name, svg in _charts(report).items()}  # noqa: S704  # drawn here, text escaped
-    templates = _templates()
-    page = templates.get_template("report.html.j2").render(**values, charts=charts, thumbnails=thumbnails)
-    card = templates.get_template("model_card.md.j2").render(**values)
+    found = templates(Path(__file__).with_name("templates"), filters=_FILTERS)
+    page = found.get_template("report.html.j2").render(**values, charts=charts, thumbnails=thumbnails)
+    card = found.get_template("model_card.md.j2").render(**values)
     write_atomically(output / "report.html", page.encode())
     write_atomically(output / "model_card.md", card.encode())
     write_atomically(output / "report.json", report.model_dump_json(indent=1).encode())
@@ -401,33 +383,6 @@ def _charts(report: Report) -> dict[str, str]:
     }
 
 
-def _templates() -> Environment:
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters |= {
-        "number": report_text.number,
-        "signed": report_text.signed,
-        "probability": report_text.probability,
-        "count": "{:,}".format,
-        "megabytes": report_text.megabytes,
-        "short": short,
-        "yaml": _yaml,
-        "markdown": _markdown,
-        "markdown_code": _markdown_code,
-    }
-    return templates
-
-
-def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, sort_keys=True, allow_unicode=True).strip()
-
-
 def _markdown(value: Any) -> Markup:
     """Text that Markdown shows as it is, also in a table's cell."""
     line = _SPECIAL.sub(r"\\\1", " ".join(str(value).split()))
@@ -437,3 +392,16 @@ def _markdown(value: Any) -> Markup:
 def _markdown_code(value: str) -> Markup:
     """An indented block, which no content can end; Markdown shows it as it is, entities too."""
     return Markup("\n".join(f"    {line}" for line in value.splitlines()))  # noqa: S704
+
+
+_FILTERS: dict[str, Callable[..., str]] = {
+    "number": report_text.number,
+    "signed": report_text.signed,
+    "probability": report_text.probability,
+    "count": "{:,}".format,
+    "megabytes": report_text.megabytes,
+    "short": short,
+    "yaml": lambda value: yaml.safe_dump(value, sort_keys=True, allow_unicode=True).strip(),
+    "markdown": _markdown,
+    "markdown_code": _markdown_code,
+}

@@ -1,10 +1,12 @@
 """Encoded images: the formats that preprocess takes, the errors about others, and where they lie in a shard."""
 
 import io
-from collections.abc import Container, Iterable, Iterator
+import json
+from collections.abc import Collection, Container, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import LFS_POINTER
@@ -13,6 +15,15 @@ IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")  # of members of a shard
 # What preprocess takes into a dataset: these formats, and of TIFF only what DALI reads as Pillow does.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 _TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
+_TRANSPOSITIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _ACCEPTED = "take a JPEG, PNG, WebP, BMP or TIFF of 8 bits per channel"
 
 
@@ -24,6 +35,24 @@ def open_image(data: bytes) -> Image.Image:
         Exception: it is damaged: Pillow's parsers let everything through.
     """
     return Image.open(io.BytesIO(data), formats=_FORMATS)
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation, as DALI does; a damaged EXIF block says nothing."""
+    for xmp in ("xmp", "XML:com.adobe.xmp"):  # Pillow looks for an orientation there too, and DALI does not
+        image.info.pop(xmp, None)
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # Pillow's EXIF parser raises anything
+        return image
+    turn = _TRANSPOSITIONS.get(orientation)  # type: ignore[arg-type]  # whatever the file says
+    return image if turn is None else image.transpose(turn)
+
+
+def from_16_bit(gray: Image.Image) -> Image.Image:
+    """Take the upper bytes, which come first only in I;16B. Without numpy, which every worker would load."""
+    upper = gray.tobytes()[gray.mode != "I;16B" :: 2]
+    return Image.frombytes("L", gray.size, upper).convert("RGB")
 
 
 def check_encoded(data: bytes, name: str) -> int:
@@ -88,3 +117,9 @@ def read_images(shards: Iterable[Path], keys: Container[str]) -> Iterator[tuple[
             for key, offset, size in places:
                 archive.seek(offset)
                 yield key, archive.read(size)
+
+
+def read_listing(file: Path, positions: Collection[int]) -> dict[int, dict[str, Any]]:
+    """Entries of a split's listing by their positions in it, read line by line."""
+    with file.open("rb") as lines:
+        return {position: json.loads(line) for position, line in enumerate(lines) if position in positions}

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 import components.validate
+from components.common.data.pages import templates
 from components.validate.charts import MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
 from enginery.formats import number
 from enginery.serving.loadtest.results import Level, LoadTest, Series
@@ -150,22 +150,14 @@ _REPORT = Path(components.validate.__path__[0]) / "templates"  # its style sheet
 
 def page(result: LoadTest) -> str:
     """One HTML file, complete in itself."""
-    templates = Environment(
-        loader=FileSystemLoader([_OWN, _REPORT]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters["number"] = number
     busiest = [(series.name, level) for series in result.series if (level := _at_knee(series)) is not None]
     charts = {
         "latency": latency_chart(result),
         "throughput": throughput_chart(result),
         "batches": batches_chart([level for _, level in busiest], [name for name, _ in busiest]) if busiest else "",
     }
-    return templates.get_template("loadtest.html.j2").render(
+    found = templates(_OWN, _REPORT, filters={"number": number})
+    return found.get_template("loadtest.html.j2").render(
         result=result,
         **{function.__name__: function for function in (load_text, knee_text, gain_text, caution_text)},
         batches_at=", ".join(dict.fromkeys(f"{load_text(level)} ({name})" for name, level in busiest)),

@@ -16,6 +16,7 @@ from PIL import Image
 from wds2idx import IndexCreator
 
 from components.common.contracts.records import DatasetStatistics, Split
+from components.common.data.pages import thumbnail
 from components.preprocess.data_card import (
     Card,
     Rejections,
@@ -23,7 +24,6 @@ from components.preprocess.data_card import (
     read_thumbnails,
     sample_positions,
     side_chart,
-    thumbnail,
     write_data_card,
 )
 from components.preprocess.data_issues import SPLITS, IssueFinder, SideHistogram
@@ -193,7 +193,8 @@ def test_a_large_card_stays_below_a_megabyte(tmp_path: Path) -> None:
     train += [{**entry, "label": (entry["label"] + 1) % num_classes} for entry in train]
     val[:1000] = [{**entry, "height": 3} for entry in train[:1000]]
     positions = sample_positions(np.repeat(np.arange(num_classes), 6), num_classes)
-    data = thumbnail(noise(112, 112))  # what compresses worst
+    image = Image.open(io.BytesIO(noise(112, 112)))  # what compresses worst
+    data = thumbnail(image.convert("RGB"), max_side=112, exact_side=40)
     what = card(
         [f"n{label:08d} {'a long name, ' * 4}{label}" for label in range(num_classes)],
         train,
