@@ -28,9 +28,9 @@ from components.export.config import ExportConfig
 from components.export.placement import Graph, float_graph, node_id, quantized_reads
 from components.export.qdq import Arithmetic, insert_qdq
 
-_MAX_STAGES = 4  # after which a candidate is looked at: an eighth of the images, a quarter, a half, all
+_MAX_STAGES = 4  # after which candidates are compared: an eighth of the images, a quarter, a half, all
 _MAX_GROUPS, _MAX_ROUNDS = 8, 2  # of layers that go back into INT8
-_Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up at a look
+_Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up each time
 
 Advance = Callable[[Collection[str], int], dict[str, Predictions]]
 """Predictions of models, by name, on the next images: so many, filled up to whole batches, or all that are left."""
@@ -305,19 +305,19 @@ class Selection:
 
         Those within the budget come first. Top-1 itself tells too little: of the images whose class changes, about as
         many improve as regress, so that most differences are noise. Of equals `max` is taken, which clips nothing
-        that it has seen. At each look the last one drops out, down to two; if none can hold any more, all do.
+        that it has seen. Each time the last one drops out, down to two; if none can hold any more, all do.
         """
         self._measure_fp32()
         ordered: list[str] = []
 
-        def look(seen: Mapping[str, Predictions]) -> list[str]:
+        def keep(seen: Mapping[str, Predictions]) -> list[str]:
             nonlocal ordered
             ordered = sorted(ordered or seen, key=lambda method: self._preference(method, seen[method]))
             return ordered[: max(2, len(ordered) - 1)] if self._may_hold(seen[ordered[0]]) else []
 
         models = {method: self._quantized(method, ()) for method in self.scales}
         started = time.monotonic()
-        found = self._predict(models, "comparing calibrations", self.time_left, look)
+        found = self._predict(models, "comparing calibrations", self.time_left, keep)
         num_predicted = sum(own.num_images for own in found.values())
         self.pass_s = (time.monotonic() - started) * self.num_images / num_predicted
         for method in self.scales:
@@ -412,12 +412,12 @@ class Selection:
         started = time.monotonic()
         share_s = (self.deadline - started) / 3
 
-        def look(seen: Mapping[str, Predictions]) -> list[str]:
+        def keep(seen: Mapping[str, Predictions]) -> list[str]:
             return (
                 ["fp32"] if 2 * (time.monotonic() - started) < share_s else []
             )  # each stage takes as long as all before
 
-        self._fp32 = self._predict({"fp32": self.model}, "measuring FP32", self.time_left, look)["fp32"]
+        self._fp32 = self._predict({"fp32": self.model}, "measuring FP32", self.time_left, keep)["fp32"]
         self.num_images = self._fp32.num_images
 
     def _predict(
@@ -425,7 +425,7 @@ class Selection:
         models: Mapping[str, onnx.ModelProto],
         text: str,
         detail: Callable[[], str],
-        look: Callable[[Mapping[str, Predictions]], Collection[str]],
+        keep: Callable[[Mapping[str, Predictions]], Collection[str]],
     ) -> dict[str, Predictions]:
         """Predictions of models on the first images: an eighth of all, a quarter, a half, all.
 
@@ -433,7 +433,7 @@ class Selection:
             models: by name.
             text: see `Measure`.
             detail: see `Measure`.
-            look: takes the predictions so far, returns the models that continue.
+            keep: takes the predictions so far, returns the models that continue.
         """
         ends = [self.num_images]
         while len(ends) < _MAX_STAGES and ends[0] // 2 >= MIN_SELECTION_IMAGES:
@@ -445,7 +445,7 @@ class Selection:
                 for name, own in advance(left, end - done).items():
                     found[name] = found[name] + own if done else own
                 done = found[left[0]].num_images
-                left = list(look(found))
+                left = list(keep(found))
                 if not left:
                     break
         return found

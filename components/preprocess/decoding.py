@@ -99,7 +99,8 @@ def check_exif(block: bytes) -> None:
         Rejected: the block is damaged and speaks of an orientation.
     """
     tiff = block.removeprefix(_PREFIX)
-    if _directory(tiff) is None and _speaks_of_orientation(tiff):
+    is_named = _ORIENTATION.to_bytes(2, "big") in tiff or _ORIENTATION.to_bytes(2, "little") in tiff
+    if _directory(tiff) is None and is_named:
         raise Rejected(
             "damaged: its EXIF block is broken, and programs disagree which side of the picture is up; remove the block"
         )
@@ -179,10 +180,6 @@ def _is_plain(entry: _Entry, tiff: bytes) -> bool:
         return False
     num_bytes = _BYTES[entry.kind] * entry.num
     return num_bytes <= 4 or entry.place + num_bytes <= len(tiff)
-
-
-def _speaks_of_orientation(tiff: bytes) -> bool:
-    return any(_ORIENTATION.to_bytes(2, order) in tiff for order in ("big", "little"))
 
 
 def check_structure(image_format: str, data: bytes) -> None:

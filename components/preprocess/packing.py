@@ -3,7 +3,6 @@
 A run that was killed is resumed: what it finished stays, and a run with another output takes it from there.
 """
 
-import fcntl
 import hashlib
 import json
 import random
@@ -28,11 +27,11 @@ from pydantic import ValidationError, model_validator
 from components.common.contracts.digests import canonical_json, digest_bytes
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT, prepare_directory, write_atomically
+from components.common.contracts.manifests import PARTIAL_OUTPUT, prepare_directory, write_atomically
 from components.common.contracts.records import FileEntry, FileName, Record
 from components.common.contracts.settings import how_to_set
 from components.common.process.lifetime import end_with_creator
-from components.common.process.partial_output import LOCK, clear_temporaries, earlier_outputs, hold
+from components.common.process.partial_output import earlier_outputs, hold, open_partial
 from components.common.process.steplog import StepLog
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import PixelSums, Rejected, as_png, decode, shrink
@@ -385,22 +384,12 @@ def open_output(output: Path, *, joining: bool = False) -> Iterator[Path]:
     Raises:
         UserError: the directory holds something else, or another process is at work in it.
     """
-    records = output / PARTIAL_OUTPUT
-    if records.is_dir() and (records / _JOINING).exists() == joining and not (output / MANIFEST).exists():
-        (output / FAILURE).unlink(missing_ok=True)
-    else:
-        prepare_directory(output)
-        records.mkdir()
+    folder = output / PARTIAL_OUTPUT
+    if folder.is_dir() and (folder / _JOINING).exists() != joining:
+        prepare_directory(output)  # which refuses it: the other step's work is in it
+    with open_partial(output, known=None) as records:
         if joining:
             (records / _JOINING).touch()
-    with (records / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process writes {output} at this moment; wait for it, or name another", code="output-in-use"
-            ) from None
-        clear_temporaries(output)
         try:
             yield records
         except BaseException:

@@ -246,7 +246,9 @@ def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
     high = max(high, *(trial.high_points for trial in near))
     margin = 0.06 * (high - low)
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "trials"}):
-        figure, axes = _rows([_trial_name(trial) for trial in trials], "top-1 against FP32, in points")
+        excluded = [f", {len(trial.excluded):,} in float" if trial.excluded else "" for trial in trials]
+        names = [trial.method + text for trial, text in zip(trials, excluded, strict=True)]
+        figure, axes = _rows(names, "top-1 against FP32, in points")
         axes.set_xlim(low - margin, high + margin)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 1 if high - low > 1 else 2)))
@@ -334,10 +336,6 @@ def _budget_points(selection: SelectionEntry) -> float:
     """The largest drop in top-1 that both limits allow."""
     relative = (1 - selection.min_relative_top1_pct / 100) * selection.fp32_top1_pct
     return min(selection.max_top1_drop_points, relative)
-
-
-def _trial_name(trial: Trial) -> str:
-    return f"{trial.method}, {len(trial.excluded):,} in float" if trial.excluded else trial.method
 
 
 def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near: bool) -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from components.common.contracts.digests import short
-from components.common.contracts.environment import environment
+from components.common.contracts.environment import environment, utc_now
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, write_atomically
 from components.common.contracts.records import (
@@ -211,7 +210,7 @@ def gather_report(
     compared = (fp32, own) if fp32 is not None and own is not None else None
     others = {name: predictions[name] for name in PRECISIONS if name in predictions and name != judged}
     return Report(
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=utc_now(),
         model=Model(layers=_layers(bundle, judged), **_shared(Model, bundle.manifest)),
         verdict=judge(config.gate, accuracy, benchmark),
         accuracy=accuracy,

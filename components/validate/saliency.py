@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -200,15 +200,13 @@ def _run_with_gradient(graph: TorchGraph, image: Tensor) -> dict[str, Tensor]:
     values = {graph.input_name: pixels.clone().requires_grad_()}
     with torch.enable_grad():
         for node in graph.nodes:
-            function = _straight_through(node.function) if node.op_type == "QuantizeDequantizeLinear" else node.function
+            function = node.function
+            if node.op_type == "QuantizeDequantizeLinear":
+                function = partial(_quantized_straight_through, **function.keywords)
             result = function(*(values.get(name, graph.constants.get(name)) for name in node.inputs))
             tensors = (result,) if isinstance(result, Tensor) else result
             values.update(zip((name for name in node.outputs if name), tensors, strict=False))
     return values
-
-
-def _straight_through(quantize: partial[Any]) -> partial[Any]:
-    return partial(_quantized_straight_through, **quantize.keywords)
 
 
 def _quantized_straight_through(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int = 1) -> Tensor:

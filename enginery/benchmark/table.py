@@ -178,7 +178,8 @@ def _rate(value: float, _: int) -> str:
 
 def _name_devices(axes: Axes, published: Sequence[Row]) -> None:
     """Names at the right end of the grey lines, moved apart where they would lie upon each other."""
-    ends = [max((row for row in published if row.device == device), key=_batch) for device in _devices(published)]
+    devices = dict.fromkeys(row.device for row in published)
+    ends = [max((row for row in published if row.device == device), key=_batch) for device in devices]
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # places the axes, so that points have pixels
     free = -math.inf
     for row in sorted(ends, key=lambda row: row.images_per_s):
@@ -187,10 +188,6 @@ def _name_devices(axes: Axes, published: Sequence[Row]) -> None:
         free = max(at, free + _NAME_SIZE)
         style: dict[str, Any] = {"color": "0.45", "fontsize": _NAME_SIZE, "ha": "left", "va": "center"}
         axes.annotate(row.device, point, xytext=(6, free - at), textcoords="offset points", **style)
-
-
-def _devices(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row.device for row in rows))
 
 
 def _batch(row: Row) -> int:

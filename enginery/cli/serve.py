@@ -151,7 +151,8 @@ def start(
                 click.echo(f"  {protocol:9}{url}")
             status = server.wait()
     if status:
-        raise EngineryError(f"the server ended by itself ({_told(status)}): {server.reason()}", code="server-ended")
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        raise EngineryError(f"the server ended by itself ({how}): {server.reason()}", code="server-ended")
 
 
 @serve.command()
@@ -242,10 +243,6 @@ def _stopped_by_signals(server: "Server") -> Iterator[None]:
             signal.signal(number, handler)
     if asked:
         sys.exit(0)
-
-
-def _told(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
 def _show(repository: Artifact[RepositoryManifest]) -> None:

@@ -68,7 +68,9 @@ def drivers(cluster: ClusterAccess) -> Finding:
         return absent("needs nodes that GPU steps fit")
     found = {name: _driver(node) for name, node in nodes.items()}
     oldest = OLDEST_DRIVER[_CUDA]
-    old = [f"{n} has {text}" for n, text in sorted(found.items()) if text and _is_older(text, oldest)]
+    old = [
+        f"{n} has {text}" for n, text in sorted(found.items()) if text and driver_number(text) < driver_number(oldest)
+    ]
     if old:
         return missing(
             f"the images' CUDA {_CUDA} needs driver {oldest} or newer: {', '.join(old)}",
@@ -77,10 +79,6 @@ def drivers(cluster: ClusterAccess) -> Finding:
     if unknown := sorted(name for name, text in found.items() if not text):
         return warning(f"no label says which driver {', '.join(unknown)} has; CUDA {_CUDA} needs {oldest}", _OPERATOR)
     return ok(f"{', '.join(sorted(set(found.values())))} (CUDA {_CUDA} needs {oldest})")
-
-
-def _is_older(driver: str, oldest: str) -> bool:
-    return driver_number(driver) < driver_number(oldest)
 
 
 def shared_memory(cluster: ClusterAccess) -> Finding:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import MANIFEST
+from components.common.contracts.manifests import MANIFEST, first_problem
 from enginery.local.state import MLFLOW_RUN_ID, SUMMARY, is_held
 from enginery.local.summary import RunSummary
 
@@ -119,11 +119,8 @@ def read_json(file: Path, model: type[Model], kind: str = "summary") -> Model:
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}", code="unreadable-file") from None
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        text = f"{where}: {problem['msg']}" if where else problem["msg"]
         raise UserError(
-            f"{file} is not a {kind} that this version of enginery reads: {text}. "
+            f"{file} is not a {kind} that this version of enginery reads: {first_problem(error)}. "
             "Name a file that `enginery run` wrote, or run the pipeline again",
             code="unreadable-record",
         ) from None

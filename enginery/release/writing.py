@@ -3,11 +3,11 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from components.common.contracts.environment import utc_now
 from components.common.contracts.errors import EngineryError, GateFailed
 from components.common.contracts.manifests import MANIFEST
 from components.common.registry.audit_log import Entry
@@ -104,7 +104,7 @@ def _record(chain: Chain, name: str, version: RegisteredVersion | None, registry
         version=version.number if version is not None else "",
         aliases=version.aliases if version is not None else (),
         registry=registry,
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        created=utc_now(),
         enginery=own_version(),
         architecture=chain.bundle.manifest.architecture,
         precision=decision.served_precision,

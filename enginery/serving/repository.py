@@ -434,7 +434,8 @@ class _Writer:
         plans = self._write_network(cpu, gpu)
         self._write_ensemble()
         self._model(self.names.preprocess, "preprocess")
-        preprocess = preprocess_config(self.names, self.bundle.shapes, gpu if plans else cpu, self._decoders(plans))
+        batching, instances = (gpu, GPU_PREPROCESS_INSTANCES) if plans else (cpu, 1)
+        preprocess = preprocess_config(self.names, self.bundle.shapes, batching, instances)
         self._config(self.names.preprocess, preprocess)
         if plans:
             self._config(self.names.preprocess, preprocess_config(self.names, self.bundle.shapes, cpu, 1), variant=CPU)
@@ -464,9 +465,6 @@ class _Writer:
         report = self.source.report
         benchmark = report.manifest.benchmark if report is not None else None
         return batching_for(self.source.precision, runtime, benchmark, max_wait_s=self.config.max_wait_s)
-
-    def _decoders(self, plans: dict[str, str]) -> int:
-        return GPU_PREPROCESS_INSTANCES if plans else 1
 
     def _write_network(self, cpu: Batching, gpu: Batching) -> dict[str, str]:
         """The network's files and configurations. Returns its plans by compute capability."""

@@ -3,6 +3,7 @@
 import os
 import platform
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -119,6 +120,11 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def utc_now() -> str:
+    """The time as records have it: YYYY-MM-DDThh:mm:ssZ."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def num_cores() -> int:

@@ -20,14 +20,14 @@ _POLL_S = 0.1
 
 
 @contextmanager
-def open_partial(output: Path, known: Collection[str] = ()) -> Iterator[Path]:
+def open_partial(output: Path, known: Collection[str] | None) -> Iterator[Path]:
     """The folder for the partial output of a step: new, or left by a killed run.
 
     It goes again where the step ends without having put anything into it.
 
     Args:
         output: the step's output directory.
-        known: files that this step itself may have left there.
+        known: files that this step itself may have left there; None for any.
 
     Raises:
         UserError: the directory holds something else, or another process is at work in it.
@@ -35,9 +35,9 @@ def open_partial(output: Path, known: Collection[str] = ()) -> Iterator[Path]:
     folder = output / PARTIAL_OUTPUT
     if folder.is_dir() and not (output / MANIFEST).exists():
         (output / FAILURE).unlink(missing_ok=True)
-        own = {PARTIAL_OUTPUT, *known, *(temporary.name for temporary in _temporaries(output))}
+        own = {PARTIAL_OUTPUT, *(known or ()), *(temporary.name for temporary in _temporaries(output))}
         foreign = [entry.name for entry in output.iterdir() if entry.name not in own]
-        if foreign:
+        if foreign and known is not None:
             raise UserError(
                 f"the output directory {output} holds {min(foreign)}, which this step did not write; name another",
                 code="output-occupied",
@@ -57,18 +57,13 @@ def open_partial(output: Path, known: Collection[str] = ()) -> Iterator[Path]:
                     text = f"another process writes {output} at this moment; wait for it, or name another"
                     raise UserError(text, code="output-in-use", setting="output") from None
             time.sleep(_POLL_S)
-        clear_temporaries(output)
+        for temporary in _temporaries(output):  # of a process that was killed while it wrote a file
+            temporary.unlink()
         try:
             yield folder
         finally:
             if folder.is_dir() and all(entry.name == LOCK for entry in folder.iterdir()):
                 shutil.rmtree(folder)
-
-
-def clear_temporaries(output: Path) -> None:
-    """Remove what a process left that was killed while it wrote a file. Only while the output is held: see LOCK."""
-    for temporary in _temporaries(output):
-        temporary.unlink()
 
 
 def _temporaries(output: Path) -> list[Path]:

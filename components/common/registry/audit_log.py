@@ -9,13 +9,13 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from pydantic import ValidationError
 
 from components.common.contracts.digests import canonical_json
+from components.common.contracts.environment import utc_now
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.registry.model_registry import Registry, patiently
 from components.common.registry.promotions import CHAMPION, AliasChange, ChampionComparison, Change, Kind
@@ -24,11 +24,6 @@ from components.common.registry.tracking import user_name
 
 _ROOT = "enginery.first_entry"  # tag of the experiment: the run that holds the entries
 _MAX_LENGTH = 6000  # of a parameter in MLflow, which cuts what is longer
-
-
-def now() -> str:
-    """UTC, as records have it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def who() -> str:
@@ -257,7 +252,7 @@ def change_aliases(
             why=proposal.why,
             forced=proposal.forced,
             overruled=proposal.overruled,
-            when=now(),
+            when=utc_now(),
             who=who(),
             run_id=run_id,
             digests=dict(proposal.digests),

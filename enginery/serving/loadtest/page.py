@@ -15,7 +15,7 @@ from components.validate.charts import MARKERS, SERIES, STYLE, TEXT, as_svg, log
 from enginery.formats import number
 from enginery.serving.loadtest.results import Level, LoadTest, Series
 
-_LOOKS = ("int8", "fp32")  # of the first series and the second: the page's colours by these names
+_STYLES = ("int8", "fp32")  # of the first series and the second: the page's colours by these names
 _DASHES: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2}
 _FEW_REQUESTS = 10  # a second; below, the digits behind the point count
 _MUCH_LAG = 0.2  # of the median latency
@@ -88,10 +88,10 @@ def latency_chart(result: LoadTest) -> str:
         return ""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "loadtest latency"}):
         figure, axes = new_axes("images due per second", "latency in ms")
-        for look, series in zip(_LOOKS, result.series, strict=False):
+        for style, series in zip(_STYLES, result.series, strict=False):
             rows = [level for level in series.open if level.p99_ms]
             x = [level.offered_images_per_s for level in rows]
-            color, marker = SERIES[look], MARKERS[look]
+            color, marker = SERIES[style], MARKERS[style]
             axes.plot(x, [row.p99_ms or 0 for row in rows], color=color, marker=marker, label=f"p99, {series.name}")
             median = [row.p50_ms or 0 for row in rows]
             axes.plot(x, median, color=color, marker=marker, markersize=3, label=f"p50, {series.name}", **_DASHES)
@@ -122,11 +122,11 @@ def batches_chart(levels: Sequence[Level], names: Sequence[str]) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "loadtest batches"}):
         figure, axes = new_axes("batch size", "share of the images in %")
         width = 0.8 / max(len(levels), 1)
-        for index, (look, level, name) in enumerate(zip(_LOOKS, levels, names, strict=False)):
+        for index, (style, level, name) in enumerate(zip(_STYLES, levels, names, strict=False)):
             total = sum(size * count for size, count in level.batches.items()) or 1
             x = [size + (index - (len(levels) - 1) / 2) * width for size in level.batches]
             shares = [100 * size * count / total for size, count in level.batches.items()]
-            axes.bar(x, shares, width=width, color=SERIES[look], label=name)
+            axes.bar(x, shares, width=width, color=SERIES[style], label=name)
         axes.set_axisbelow(True)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         figure.legend(loc="outside upper center", ncols=2, fontsize=9)
@@ -136,10 +136,10 @@ def batches_chart(levels: Sequence[Level], names: Sequence[str]) -> str:
 def _lines(axes: Axes, result: LoadTest, loop: str) -> int:
     """Throughput of each series; the largest number of points of one."""
     most = 0
-    for look, series in zip(_LOOKS, result.series, strict=False):
+    for style, series in zip(_STYLES, result.series, strict=False):
         levels: Sequence[Level] = getattr(series, loop)
         x, y = [level.concurrency or 0 for level in levels], [level.images_per_s for level in levels]
-        axes.plot(x, y, color=SERIES[look], marker=MARKERS[look], label=series.name)
+        axes.plot(x, y, color=SERIES[style], marker=MARKERS[style], label=series.name)
         most = max(most, len(levels))
     return most
 
