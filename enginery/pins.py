@@ -1,4 +1,4 @@
-"""What enginery requires, the TensorRT that its images hold, and whether they serve a bundle's plans."""
+"""Packages that enginery requires, the TensorRT that its images hold, and whether they serve a bundle's plans."""
 
 import tomllib
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def tensorrt_of_images() -> str:
 
 
 def plan_needs(engines: Sequence[EngineEntry]) -> str:
-    """What plans need, such as "NVIDIA H200 (compute capability 9.0), TensorRT 11.2.1.2"; "" without plans."""
+    """The needs of plans, such as "NVIDIA H200 (compute capability 9.0), TensorRT 11.2.1.2"; "" without plans."""
     return "; ".join(dict.fromkeys(engine.needs for engine in engines))
 
 

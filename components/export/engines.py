@@ -407,7 +407,7 @@ def _save_timing_cache(config: Any, cache_file: Path | None) -> None:
 
 
 def cache_folder(settings: ExportConfig) -> Path | None:
-    """Where calibration results and timing caches are kept; None for nowhere."""
+    """Folder of calibration results and timing caches; None for none."""
     folder = settings.cache or os.environ.get(CACHE_VARIABLE)
     return Path(folder).expanduser() if folder else None
 

@@ -446,7 +446,7 @@ def _without_softmax(proto: onnx.ModelProto, last: onnx.NodeProto | None) -> byt
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
-    """Of each row. [B, classes] float -> [B, classes] float."""
+    """Softmax of each row. [B, classes] float -> [B, classes] float."""
     odds = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares: np.ndarray = odds / odds.sum(axis=1, keepdims=True)
     return shares

@@ -257,7 +257,7 @@ def _shapes(transform: TransformSpec, config: ExportConfig) -> ShapeSpec:
 
 
 def compare_classes(first: tuple[str, ...], second: tuple[str, ...]) -> str:
-    """Where two lists of classes, which are not the same, differ first."""
+    """The first difference between two lists of classes, which are not the same."""
     if len(first) != len(second):
         return f"{len(first)} against {len(second)}"
     index = next(index for index, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])

@@ -20,9 +20,9 @@ def run(config: MergeConfig, log: StepLog, *, output: Path) -> str:
     """Join all parts. See the package's docstring."""
     parts = [load(Path(path), DatasetPartManifest, verify=(".json", ".jsonl", ".idx")) for path in config.parts]
     _check_complete(parts)
-    with open_output(output, joining=True) as unfinished:
+    with open_output(output, joining=True) as records:
         for entry in list(output.iterdir()):
-            if entry != unfinished:
+            if entry != records:
                 entry.unlink()  # links to the parts' files, or copies, of a join that was killed or refused
         packed = []
         num_shards = sum(len(part.manifest.shards) for part in parts)
@@ -31,7 +31,7 @@ def run(config: MergeConfig, log: StepLog, *, output: Path) -> str:
             log.progress("joining", len(packed), num_shards, unit="shards")
         packed.sort(key=lambda one: (SPLITS.index(one.record.name.split("-")[0]), one.record.name))
         artifact, issues = assemble(_settings(config, parts[0]), parts[0].manifest.classes, packed, output)
-        shutil.rmtree(unfinished)
+        shutil.rmtree(records)
     return report(artifact, issues, log)
 
 

@@ -81,7 +81,7 @@ class Issues:
         return [issue.line for issue in self.found]
 
     def leak_message(self) -> str:
-        """For the error that stops the step; empty where nothing leaks."""
+        """Message of the error that stops the step; empty where nothing leaks."""
         line = next((issue.line for issue in self.found if issue.kind == "leak"), "")
         how = how_to_set("preprocess", "on_leak", "warn")
         return line and f"{line}, or continue all the same with {how}; merge has this option, too"

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +13,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import Array
 
+from components.common.contracts.environment import own_version
 from components.common.contracts.manifests import Artifact, BundleManifest, ReportManifest
 from components.common.contracts.records import Precision, measures
 from components.common.registry.model_registry import patiently
@@ -84,14 +84,6 @@ def _signature() -> ModelSignature:
     ]
     params = ParamSchema([ParamSpec("top_k", DataType.long, pyfunc.DEFAULT_TOP_K)])
     return ModelSignature(outputs=Schema(outputs), params=params)
-
-
-def own_version() -> str:
-    """Version of this package; empty in a checkout that was not installed."""
-    try:
-        return metadata.version("enginery")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def upload(

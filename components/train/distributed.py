@@ -305,7 +305,7 @@ class Consensus:
     """
 
     def __init__(self, world: World) -> None:
-        """For the processes of `world`."""
+        """Nothing is asked yet of the processes of `world`."""
         self._alone = world.world_size == 1
         self._asked: tuple[Any, torch.Tensor] | None = None
 

@@ -165,18 +165,18 @@ def _share(data: Artifact[DatasetManifest], root: Path, own: Path, log: StepLog)
             raise EngineryError(text, code="dataset-changed")
         log.note(f"the dataset is in the shared volume already: {target}")
         return target
-    unfinished = own / "dataset"
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a try that was killed
+    partial_copy = own / "dataset"
+    shutil.rmtree(partial_copy, ignore_errors=True)  # of a try that was killed
     files = [path for path in sorted(data.path.rglob("*")) if path.is_file()]
     for number, file in enumerate(files):
-        copy = unfinished / file.relative_to(data.path)
+        copy = partial_copy / file.relative_to(data.path)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
         log.progress("copying to the shared volume", number + 1, len(files), unit="files")
     target.parent.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):  # another run has just put the same there
-        unfinished.rename(target)
-    shutil.rmtree(unfinished, ignore_errors=True)
+        partial_copy.rename(target)
+    shutil.rmtree(partial_copy, ignore_errors=True)
     if load(target, DatasetManifest).digest != data.digest:
         text = f"the dataset changed while it was copied to {target}; remove that folder and try again"
         raise EngineryError(text, code="dataset-changed")

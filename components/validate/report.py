@@ -7,7 +7,6 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from components.common.contracts.digests import short
-from components.common.contracts.environment import environment, utc_now
+from components.common.contracts.environment import environment, own_version, utc_now
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, write_atomically
 from components.common.contracts.records import (
@@ -150,10 +149,7 @@ def _without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def code_version() -> Code:
     """Version of the package, and the commit from the environment or from the checkout that this file is in."""
-    try:
-        version = metadata.version("enginery")
-    except metadata.PackageNotFoundError:
-        version = ""
+    version = own_version()
     if commit := os.environ.get(COMMIT_VARIABLE):
         return Code(version=version, commit=commit, modified=False)
     if not (_ROOT / ".git").exists():  # installed elsewhere, perhaps inside somebody else's repository

@@ -54,7 +54,7 @@ class Settings:
     seconds: float
     """Time that each speed is measured for, all repeats together."""
     optimization_level: int
-    """Of TensorRT."""
+    """Level of TensorRT's builder, 0 to 5."""
     timing_caches: Path | None
     """Folder where TensorRT's timing caches are kept; None for nowhere."""
     price_per_hour: float | None

@@ -37,9 +37,9 @@ class Row:
     batch: int
     images_per_s: float
     power_w: float | None
-    """Of the board, or of the module for Jetson; None where nothing measures it."""
+    """Power of the board, or of the module for Jetson; None where nothing measures it."""
     latency_ms: float
-    """Of a batch: the median of what is measured here, the published value of others."""
+    """Latency of a batch: the median of what is measured here, the published value of others."""
     cost: float | None = None
     """Per million images, in the currency of the prices given; None without prices."""
 

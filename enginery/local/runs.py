@@ -40,7 +40,7 @@ class PastRun:
 
     @property
     def started(self) -> float:
-        """When it began, in seconds since the epoch."""
+        """Time of its start, in seconds since the epoch."""
         match = _NAME.fullmatch(self.name)
         try:
             return datetime.strptime(match["stamp"] if match else "", "%Y%m%d-%H%M%S").timestamp()

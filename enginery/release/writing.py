@@ -7,14 +7,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from components.common.contracts.environment import utc_now
+from components.common.contracts.environment import own_version, utc_now
 from components.common.contracts.errors import EngineryError, GateFailed
 from components.common.contracts.manifests import MANIFEST
 from components.common.registry.audit_log import Entry
 from components.common.registry.model_registry import RegisteredVersion
 from components.common.registry.trust import check_chain, check_signer, sign_folder
 from components.common.registry.version_evaluation import check_log
-from components.promote.packaging import own_version, write_model
+from components.promote.packaging import write_model
 from enginery.new_folders import check_new, new_folder
 from enginery.release.bom import bill_of_materials
 from enginery.release.verify import (

@@ -122,6 +122,14 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def own_version() -> str:
+    """Version of this package; empty in a checkout that was not installed."""
+    try:
+        return metadata.version("enginery")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def utc_now() -> str:
     """The time as records have it: YYYY-MM-DDThh:mm:ssZ."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

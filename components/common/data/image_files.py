@@ -90,10 +90,16 @@ def check_encoded(data: bytes, name: str) -> int:
         raise UserError(f"{name} is damaged: {error}; save it again as JPEG or PNG", code="damaged-image") from None
 
 
+def decoder_reason(error: RuntimeError) -> str:
+    """The reason in what DALI says, without its pipeline and operators."""
+    return " ".join(str(error).rpartition("encountered:")[2].partition("Current pipeline")[0].split())
+
+
 def undecodable(error: RuntimeError, name: str) -> UserError:
     """The error about an image that DALI refuses all the same."""
-    reason = " ".join(str(error).rpartition("encountered:")[2].partition("Current pipeline")[0].split())
-    return UserError(f"{name} can't be decoded ({reason}); save it again as JPEG or PNG", code="damaged-image")
+    return UserError(
+        f"{name} can't be decoded ({decoder_reason(error)}); save it again as JPEG or PNG", code="damaged-image"
+    )
 
 
 def image_places(index: Path) -> Iterator[tuple[str, int, int]]:

@@ -24,14 +24,14 @@ from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 from pydantic import Field, ValidationError, model_validator
 
-from components.common.contracts.digests import digest_file, digest_json
+from components.common.contracts.digests import digest_json
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import Artifact, DatasetManifest, first_problem
+from components.common.contracts.manifests import Artifact, DatasetManifest, file_problem, first_problem
 from components.common.contracts.records import Record, Split
 from components.common.contracts.transforms import Augmentation, TransformSpec
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
-from components.common.data.image_files import IMAGE_EXTENSIONS
+from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason
 
 # On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other works. The
 # second one leaves out up to a batch more, so up to a step: only where an epoch has many.
@@ -557,7 +557,7 @@ def translate_errors(dataset: Artifact[DatasetManifest], split: str) -> Iterator
             of_data = "readers.webdataset" in text or "decoders.image" in text
             if not of_data or any(sign in text for sign in NO_MEMORY):
                 raise
-            reason = " ".join(text.rpartition("encountered:")[2].partition("Current pipeline")[0].split())
+            reason = decoder_reason(error)
         damaged = _first_damaged_sample(dataset, split)
         if damaged:
             raise EngineryError(f"{damaged}. {_RENEW} (DALI: {reason})", code="damaged-dataset") from error
@@ -580,14 +580,9 @@ def _check_indexes(dataset: Artifact[DatasetManifest], split: str) -> None:
 
 
 def _index_problem(dataset: Artifact[DatasetManifest], shard: str) -> str:
-    index = dataset.file(shard).with_suffix(".idx")
-    try:
-        found = digest_file(index)
-    except FileNotFoundError:
-        return f"the index {index} is missing"
-    if found != dataset.manifest.files[index.name].digest:
-        return f"the index {index} is damaged: it is not what preprocess wrote"
-    return ""
+    name = str(Path(shard).with_suffix(".idx"))
+    entry = dataset.manifest.files[name]
+    return file_problem(dataset.path, name, entry.size_bytes, entry.digest)
 
 
 def _first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str:

@@ -208,7 +208,7 @@ class RelayedRun:
 
 
 class QuietLog(StepLog):
-    """For processes that work beside one that speaks for all: says nothing, tracks nothing."""
+    """A log of processes that work beside one that speaks for all: says nothing, tracks nothing."""
 
     def event(self, event: str, **fields: Any) -> None:
         """Nothing."""

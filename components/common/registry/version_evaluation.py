@@ -47,12 +47,12 @@ class VersionEvaluation:
 
     @property
     def top1_pct(self) -> float | None:
-        """Of that precision on the validation split."""
+        """Top-1 of that precision on the validation split."""
         return self.row.top1_pct if self.row is not None else None
 
     @property
     def split_digest(self) -> str:
-        """Of the validation split that it was measured on."""
+        """Digest of the validation split that it was measured on."""
         return self.report.manifest.accuracy.split_digest
 
     @property

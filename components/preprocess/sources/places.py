@@ -381,7 +381,7 @@ def nothing_at(name: str) -> UserError:
 
 
 def _web_options(uri: str) -> dict[str, Any]:
-    """For fsspec's driver of web servers."""
+    """Options of fsspec's driver of web servers."""
     if not is_web(uri):
         return {}
     from components.preprocess.sources.web import open_session
