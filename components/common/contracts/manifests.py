@@ -81,7 +81,7 @@ class Manifest(Record):
         return self
 
     def _named_files(self) -> Iterator[str]:
-        """Files that other fields name, which are opened and copied: they must be in `files`, whose digests are checked."""
+        """Files that other fields name, which are opened and copied: they must be in `files`, by their digests."""
         yield from ()
 
 
