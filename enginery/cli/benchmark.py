@@ -12,7 +12,7 @@ from components.common.contracts.environment import environment
 from components.common.contracts.manifests import prepare_directory, write_atomically
 from components.common.contracts.records import PRECISIONS, Precision
 from components.export.config import CACHE_VARIABLE, TIMING_CACHES
-from enginery.cli.options import comma_list, finite
+from enginery.cli.options import PATH, comma_list, finite
 
 if TYPE_CHECKING:
     from enginery.benchmark.measuring import Settings
@@ -48,7 +48,7 @@ _sizes = comma_list(
     "--cache",
     envvar=CACHE_VARIABLE,
     show_envvar=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Folder where TensorRT's timing caches are kept: a second build takes seconds.",
 )
 @click.option(
@@ -60,7 +60,7 @@ _sizes = comma_list(
 @click.option(
     "--price-per-kwh", type=click.FloatRange(0), callback=finite, help="Of electricity, for what the GPU draws."
 )
-@click.option("--output", default="benchmark", type=click.Path(path_type=Path), show_default=True, help="New folder.")
+@click.option("--output", default="benchmark", type=PATH, show_default=True, help="New folder.")
 def benchmark(
     models: tuple[str, ...],
     batch_sizes: tuple[int, ...] | None,

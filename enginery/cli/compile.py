@@ -6,7 +6,7 @@ import click
 from kfp import compiler
 
 from components.common.contracts.errors import UserError
-from enginery.cli.options import FILE, settings_options
+from enginery.cli.options import PATH, settings_options
 from enginery.cluster.resources import on_cluster
 from enginery.cluster.settings import ClusterSettings, load_settings
 from enginery.local.parameters import PipelineFile, load_pipeline
@@ -29,8 +29,8 @@ def load_for_cluster(file: Path, path: Path | None, num_nodes: int | None) -> tu
     return loaded, settings
 
 
-@click.command(params=[click.Argument(["file"], type=FILE, metavar="PIPELINE"), *settings_options()])
-@click.option("--output", type=FILE, metavar="FILE.yaml", help="Where to write.  [default: NAME.yaml in this folder]")
+@click.command(params=[click.Argument(["file"], type=PATH, metavar="PIPELINE"), *settings_options()])
+@click.option("--output", type=PATH, metavar="FILE.yaml", help="Where to write.  [default: NAME.yaml in this folder]")
 def compile(  # the command's name
     file: Path, output: Path | None, settings: Path | None, num_nodes: int | None
 ) -> None:

@@ -10,10 +10,11 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from components.common.contracts.errors import EngineryError, UserError
+from enginery.cli.options import PATH
 from enginery.datasets import DatasetSummary
 from enginery.formats import new_console
 
-DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
+DIRECTORY = click.argument("directory", type=PATH)
 
 
 @click.group()

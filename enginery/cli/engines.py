@@ -7,13 +7,14 @@ import click
 from components.common.contracts.environment import gpus
 from components.common.contracts.errors import RuntimeUnavailable
 from components.common.contracts.manifests import BundleManifest, load
+from enginery.cli.options import PATH
 from enginery.cli.run import FILE_FIRST, command_for
 
 _FILE = Path(__file__).resolve().parents[2] / "pipelines" / "engines.py"
 
 
 @click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
-@click.argument("bundle", type=click.Path(path_type=Path), metavar="BUNDLE --data DIR [OPTIONS]")
+@click.argument("bundle", type=PATH, metavar="BUNDLE --data DIR [OPTIONS]")
 @click.pass_context
 def engines(ctx: click.Context, bundle: Path) -> None:
     """Build and measure TensorRT engines of a bundle for the GPU here.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from enginery.cli.options import PATH
 from enginery.formats import echo
 from enginery.new_folders import translate_errors
 from enginery.release.deploy import is_digest
@@ -17,7 +18,7 @@ def _digest(context: click.Context, parameter: click.Parameter, value: str) -> s
 
 @click.command()
 @click.argument("source", metavar="SOURCE")
-@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("directory", type=PATH, metavar="DIR")
 @click.option(
     "--digest",
     default="",

@@ -12,6 +12,7 @@ from rich.markup import escape
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import BundleManifest, load, write_atomically
 from components.common.process.disk import out_of_space
+from enginery.cli.options import PATH
 from enginery.formats import new_console, new_table, number
 from enginery.local.runs import bundle_of_run, latest_bundle
 from enginery.local.state import StateDirectory
@@ -24,14 +25,12 @@ _NUM_TOP = 3
 
 
 @click.command()
-@click.argument("images", nargs=-1, type=click.Path(path_type=Path), metavar="IMAGE [IMAGE ...]")
-@click.option("--bundle", type=click.Path(path_type=Path), metavar="DIR", help="What export wrote.")
+@click.argument("images", nargs=-1, type=PATH, metavar="IMAGE [IMAGE ...]")
+@click.option("--bundle", type=PATH, metavar="DIR", help="What export wrote.")
 @click.option("--run", "run_name", metavar="RUN", help="Its bundle; as in `enginery compare`.  [default: the last]")
 @click.option("--layers", metavar="A,B", default="", help="Layers, as the report names them.  [default: the last maps]")
 @click.option("--maps", type=click.Choice(["gradcam", "activation"]), default="gradcam", show_default=True)
-@click.option(
-    "--output", type=click.Path(path_type=Path), metavar="FILE.png", default=Path("inspect.png"), show_default=True
-)
+@click.option("--output", type=PATH, metavar="FILE.png", default=Path("inspect.png"), show_default=True)
 def inspect(
     images: tuple[Path, ...], bundle: Path | None, run_name: str | None, layers: str, maps: str, output: Path
 ) -> None:

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import prepare_directory, write_atomically
-from enginery.cli.options import comma_list, finite, server_model, server_url, timeout
+from enginery.cli.options import PATH, comma_list, finite, server_model, server_url, timeout
 from enginery.formats import new_console, new_table, number
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _cores = comma_list(
 @click.command()
 @server_url
 @server_model
-@click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="Images to send.  [default: of noise]")
+@click.option("--data", type=PATH, metavar="DIR", help="Images to send.  [default: of noise]")
 @click.option("--tensors", is_flag=True, help="Send normalized tensors to the network behind the model instead.")
 @click.option("--batch-size", default=1, type=click.IntRange(1, 4096), show_default=True, help="Images per request.")
 @click.option(
@@ -74,7 +74,7 @@ _cores = comma_list(
 @timeout(5.0)
 @click.option("--processes", default=1, type=click.IntRange(1, 64), show_default=True, help="That send requests.")
 @click.option("--cores", callback=_cores, metavar="0,1", help="Where these run; keep the server off them.")
-@click.option("--output", default="loadtest", type=click.Path(path_type=Path), show_default=True, help="New folder.")
+@click.option("--output", default="loadtest", type=PATH, show_default=True, help="New folder.")
 def loadtest(
     url: str,
     model: str | None,

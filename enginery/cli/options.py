@@ -56,7 +56,7 @@ def comma_list(
     return read
 
 
-FILE = click.Path(path_type=Path)
+PATH = click.Path(path_type=Path)
 
 
 def login_options(prefix: str = "", *, required: bool = True) -> list[click.Parameter]:
@@ -74,7 +74,7 @@ def login_options(prefix: str = "", *, required: bool = True) -> list[click.Para
         metavar="URL",
         help=f"{prefix}Where Kubeflow Pipelines answers, such as http://localhost:8080 behind a port-forward.",
     )
-    rest = [click.Option([name], type=FILE, metavar="FILE", help=prefix + text) for name, text in files.items()]
+    rest = [click.Option([name], type=PATH, metavar="FILE", help=prefix + text) for name, text in files.items()]
     return [endpoint, *rest]
 
 
@@ -83,7 +83,7 @@ def settings_options(prefix: str = "") -> list[click.Parameter]:
     return [
         click.Option(
             ["--settings"],
-            type=FILE,
+            type=PATH,
             metavar="FILE.yaml",
             help=f"{prefix}Images, GPUs, volumes and secrets of the cluster (enginery submit --settings-help).",
         ),
@@ -105,6 +105,12 @@ def logs_option() -> click.Parameter:
     )
 
 
+signing_key = click.option(
+    "--key",
+    type=PATH,
+    metavar="FILE",
+    help="Private key to sign with, or a Sigstore's trust configuration.  [default: unsigned]",
+)
 server_url = click.option(
     "--url",
     default="http://localhost:8000",

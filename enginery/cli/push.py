@@ -6,14 +6,13 @@ from pathlib import Path
 import click
 
 from components.common.contracts.errors import EngineryError, UserError
+from enginery.cli.options import PATH
 
 
 @click.command()
-@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("directory", type=PATH, metavar="DIR")
 @click.argument("address", metavar="oci://REGISTRY/REPOSITORY[:TAG]")
-@click.option(
-    "--key", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Private key that signed DIR."
-)
+@click.option("--key", required=True, type=PATH, metavar="FILE", help="Private key that signed DIR.")
 def push(directory: Path, address: str, key: Path) -> None:
     """Write a release or a model repository, signed with --key, into an OCI registry.
 

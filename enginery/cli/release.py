@@ -6,26 +6,21 @@ from pathlib import Path
 import click
 
 from components.common.contracts.errors import UserError
+from enginery.cli.options import PATH, signing_key
 from enginery.cli.verify import show
 from enginery.new_folders import check_new, translate_errors
 from enginery.registry.models import find_version, open_registry
 
 _PARTS = ("bundle", "report", "verdict")
-_Folder = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("directory", type=_Folder, metavar="DIR")
+@click.argument("directory", type=PATH, metavar="DIR")
 @click.argument("model", metavar="[NAME@ALIAS|NAME/VERSION]", default="")
-@click.option("--bundle", type=_Folder, metavar="DIR", help="In place of a registered version: what export wrote.")
-@click.option("--report", type=_Folder, metavar="DIR", help="What validate wrote on it.")
-@click.option("--verdict", type=_Folder, metavar="DIR", help="What gate wrote on that.")
-@click.option(
-    "--key",
-    type=_Folder,
-    metavar="FILE",
-    help="Private key to sign with, or a Sigstore's trust configuration.  [default: unsigned]",
-)
+@click.option("--bundle", type=PATH, metavar="DIR", help="In place of a registered version: what export wrote.")
+@click.option("--report", type=PATH, metavar="DIR", help="What validate wrote on it.")
+@click.option("--verdict", type=PATH, metavar="DIR", help="What gate wrote on that.")
+@signing_key
 def release(
     directory: Path, model: str, bundle: Path | None, report: Path | None, verdict: Path | None, key: Path | None
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from enginery.cli.options import FILE
+from enginery.cli.options import PATH
 from enginery.local.parameters import PipelineFile, load_pipeline, options_of, resolve_arguments, settings_help
 
 # Options after PIPELINE are for the command line that the file itself defines.
@@ -19,7 +19,7 @@ FILE_FIRST: dict[str, Any] = {
 
 
 @click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
-@click.argument("file", type=FILE, metavar="PIPELINE [OPTIONS]")
+@click.argument("file", type=PATH, metavar="PIPELINE [OPTIONS]")
 @click.pass_context
 def run(ctx: click.Context, file: Path) -> None:
     """Run a pipeline on this machine: a ready one by its name, such as resnet50, or a file.
@@ -68,7 +68,7 @@ def pipeline_command(
 
     own: list[click.Parameter] = [
         *options_of(file),
-        click.Option(["--config"], type=FILE, metavar="FILE.yaml", help="Inputs and settings."),
+        click.Option(["--config"], type=PATH, metavar="FILE.yaml", help="Inputs and settings."),
         click.Option(
             ["--set", "assignments"],
             multiple=True,
@@ -111,7 +111,7 @@ def command_for(path: Path) -> click.Command:
         sys.exit(result.exit_code)
 
     options = [
-        click.Option(["--summary"], type=FILE, metavar="FILE.json", help="Write the result as JSON."),
+        click.Option(["--summary"], type=PATH, metavar="FILE.json", help="Write the result as JSON."),
         click.Option(
             ["--reuse/--no-reuse"],
             default=True,

@@ -16,6 +16,7 @@ import click
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import MANIFEST, Artifact, RepositoryManifest
 from components.common.contracts.records import PRECISIONS, Precision
+from enginery.cli.options import PATH, signing_key
 from enginery.formats import echo
 from enginery.local.state import RunDirectory, StateDirectory, is_held
 from enginery.pins import plan_needs, plan_server
@@ -57,17 +58,12 @@ _max_wait = click.option(
 
 @serve.command()
 @click.argument("model", metavar=_SOURCE)
-@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("directory", type=PATH, metavar="DIR")
 @_precision
 @_name
 @_top_k
 @_max_wait
-@click.option(
-    "--key",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Private key to sign with, or a Sigstore's trust configuration.  [default: unsigned]",
-)
+@signing_key
 def export(
     model: str, directory: Path, precision: Precision | None, name: str, top_k: int, max_wait: float, key: Path | None
 ) -> None:

@@ -14,7 +14,7 @@ from kfp import compiler
 
 from components.common.contracts.errors import UserError
 from enginery.cli.compile import load_for_cluster
-from enginery.cli.options import login_options, logs_option, settings_options
+from enginery.cli.options import PATH, login_options, logs_option, settings_options
 from enginery.cli.run import FILE_FIRST, pipeline_command
 from enginery.cluster.server import KfpServer, quiet
 from enginery.cluster.settings import ClusterSettings, settings_rows
@@ -25,7 +25,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
-@click.argument("file", type=click.Path(path_type=Path), metavar="PIPELINE --endpoint URL [OPTIONS]")
+@click.argument("file", type=PATH, metavar="PIPELINE --endpoint URL [OPTIONS]")
 @click.pass_context
 def submit(ctx: click.Context, file: Path) -> None:
     """Submit a pipeline, by its name or file, to a Kubeflow Pipelines server.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from components.common.contracts.errors import EngineryError
+from enginery.cli.options import PATH
 from enginery.formats import echo
 
 if TYPE_CHECKING:
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("directory", type=PATH, metavar="DIR")
 @click.option(
     "--key",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="The signer's public key in PEM.  [default: the machine's trust policy]",
 )
