@@ -177,9 +177,7 @@ def _close_abandoned(run: RunDirectory, tracked: "PipelineRun") -> None:
 @contextmanager
 def _waiting_note(console: Console, uri: str) -> Iterator[None]:
     """Say what a start waits for that takes long."""
-    note = threading.Timer(
-        _PATIENCE_S, console.print, (f"waiting for MLflow at {uri}",), {"highlight": False, "soft_wrap": True}
-    )
+    note = threading.Timer(_PATIENCE_S, console.print, (f"waiting for MLflow at {uri}",))
     note.daemon = True
     note.start()
     try:
