@@ -54,7 +54,10 @@ class _Console(Console):
 
 
 def new_console(*, stderr: bool = False) -> Console:
-    """Standard output, also while steps' output is redirected, or standard error. Lines wrap on a terminal alone."""
+    """Standard output, also while steps' output is redirected, or standard error.
+
+    Tables wrap on a terminal alone, and lines where they are printed with soft_wrap=False.
+    """
     console = _Console(file=sys.stderr if stderr else sys.stdout, highlight=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _UNWRAPPED

@@ -66,7 +66,7 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     if same:
         console.print(f"the same in all: {', '.join(same)}", style="dim")
     for warning in result.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}")
+        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=False)
 
 
 def _print_measures(console: Console, result: Comparison) -> None:

@@ -97,10 +97,10 @@ def _show(diagnosis: Diagnosis) -> None:
             table.add_row("", "not checked", f"{', '.join(check.name for check in dependent)}: {dependent[0].found}")
         table.add_row()
     console.print(table)
-    console.print(f"[bold]{escape(diagnosis.conclusion)}[/]")
+    console.print(f"[bold]{escape(diagnosis.conclusion)}[/]", soft_wrap=False)
     worse = [check.name for check in diagnosis.checks if check.status in ("missing", "warning")]
     if worse and not diagnosis.exit_code:
-        console.print(f"Could be better, with the fix above: {', '.join(worse)}.")
+        console.print(f"Could be better, with the fix above: {', '.join(worse)}.", soft_wrap=False)
 
 
 def _text_of(check: Check) -> str:

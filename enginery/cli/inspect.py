@@ -57,9 +57,9 @@ def inspect(
     for entry in result.explanations:
         _print_explanation(console, entry, classes)
     for note in _notes(result.explanations):
-        console.print(escape(note), style="dim")
+        console.print(escape(note), style="dim", soft_wrap=False)
     if result.maps_missing:
-        console.print(f"[yellow]no maps:[/] {escape(result.maps_missing)}")
+        console.print(f"[yellow]no maps:[/] {escape(result.maps_missing)}", soft_wrap=False)
     _write(output, picture(result.explanations, classes, maps, opened.manifest.architecture))  # type: ignore[arg-type]
     console.print(f"picture: {escape(str(output))}")
 
