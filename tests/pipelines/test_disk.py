@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from components.common.contracts.digests import digest_file
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import MANIFEST
 from components.common.process.disk import explain
 from enginery.local.rendering import EventStream, RunLog
+from tests.unit.refusals import refuses
 
 from .conftest import OpenRecord
 from .running import STEPS, finish, hold_in, query, start
@@ -118,9 +119,8 @@ def test_a_state_directory_that_is_read_only(tmp_path: Path, open_record: OpenRe
     with file_system(tmp_path):
         (home := tmp_path / "home").mkdir()
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
-        with pytest.raises(UserError) as caught:
+        with refuses("state-directory-unusable", "ENGINERY_HOME"):
             open_record(home)
-        assert (caught.value.code, caught.value.setting) == ("state-directory-unusable", "ENGINERY_HOME")
 
 
 def test_a_log_that_takes_nothing_disturbs_nobody() -> None:

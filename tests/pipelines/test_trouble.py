@@ -12,34 +12,11 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from components.common.contracts.errors import UserError
 from enginery.local.preflight import _MAX_UNPACKED_BYTES
+from tests.unit.refusals import refuses
 
 from .conftest import OpenRecord
 from .running import finish, hold_in, start
-
-
-@pytest.mark.slow  # test_two_first_runs_make_one_store in test_tracking.py has what both do before their first step
-def test_two_first_runs_at_once(tmp_path: Path, few_digits: Path) -> None:
-    """On a state directory that does not exist yet, where both would create the tracking store."""
-    shutil.copytree(few_digits, data := tmp_path / "images")
-    next(path for path in data.glob("*/*") if path.is_file()).write_bytes(b"damaged")
-    (temporary := tmp_path / "tmp").mkdir()
-    options = ("--set", "preprocess.on_bad=fail")
-    processes = [
-        start(tmp_path / "home", data, *options, "--seed", str(seed), TMPDIR=str(temporary)) for seed in (1, 2)
-    ]
-    texts = [finish(process) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert all("1 of 600 files are no usable image" in text for text in texts)
-    assert list(temporary.iterdir()) == []
-    summaries = [json.loads(path.read_text()) for path in (tmp_path / "home/runs").glob("*/summary.json")]
-    assert [summary["exit_code"] for summary in summaries] == [2, 2]
-    client = MlflowClient(f"sqlite:///{tmp_path / 'home/mlflow.db'}")
-    (experiment,) = [entry for entry in client.search_experiments() if entry.name == "resnet50"]
-    runs = client.search_runs([experiment.experiment_id])
-    assert [run.info.status for run in runs] == ["FAILED"] * 4
-    assert all("1 of 600 files are no usable image" in run.data.tags["enginery.message"] for run in runs)
 
 
 def test_a_killed_step_is_explained(tmp_path: Path, empty_store: Path) -> None:
@@ -63,9 +40,8 @@ def test_state_directory_that_cannot_be_used(tmp_path: Path, open_record: OpenRe
     else:
         home.mkdir()
         (home / "runs").write_text("")
-    with pytest.raises(UserError) as caught:
+    with refuses("state-directory-unusable", "ENGINERY_HOME"):
         open_record(home)
-    assert (caught.value.code, caught.value.setting) == ("state-directory-unusable", "ENGINERY_HOME")
 
 
 def test_too_few_validation_images_that_could_not_be_counted_before(
@@ -78,9 +54,12 @@ def test_too_few_validation_images_that_could_not_be_counted_before(
     with tarfile.open(tmp_path / "digits.tar.gz", "w:gz", compresslevel=0) as archive:
         archive.add(few_digits, "digits")
         archive.add(tmp_path / "padding", "digits/.padding")
-    process = start(home, tmp_path / "digits.tar.gz", "--set", "gate.min_validation_images=1000")
+    (temporary := tmp_path / "tmp").mkdir()
+    more = ("--set", "gate.min_validation_images=1000")
+    process = start(home, tmp_path / "digits.tar.gz", *more, TMPDIR=str(temporary))
     text = finish(process)
     assert process.returncode == 2, text
+    assert list(temporary.iterdir()) == []
     assert "is checked after preprocess" in text
     assert "120 of the 600 images validate, and at least 1,000 are needed" in text
     (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
