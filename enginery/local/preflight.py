@@ -24,10 +24,12 @@ from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import Rejected, decode
 from components.preprocess.sources import (
+    FOLDER,
     Source,
     Unreadable,
     check_data_folder,
     find_samples,
+    is_listed_soon,
     is_uri,
     kind_of,
     local_path,
@@ -57,14 +59,15 @@ _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers, weights with gradients and m
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 _MAX_OPENED = 256  # files that are opened to see whether any is an image
 _MAX_UNPACKED_BYTES = 1 << 26  # of a compressed archive that is unpacked to list it
+_LISTING_S = 10.0  # that listing a folder behind a URI may take
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -> str:
     """Look at a run's data and model as far as that takes seconds, so that nothing is packed in vain.
 
-    Behind a URI only a table is listed, and of compressed archives small ones. Weights are then only read; the steps
-    do the rest.
+    Behind a URI only a table is listed, or a folder of images that takes a moment, and of compressed archives small
+    ones. Otherwise weights are only read; the steps do the rest.
 
     Args:
         arguments: of the run.
@@ -115,7 +118,7 @@ def _listed(arguments: Mapping[str, Any], scratch: Path) -> Source | None:
 def _is_listed_soon(data: str) -> bool:
     kind = kind_of(data)
     if is_uri(data):
-        return kind.is_table
+        return kind.is_table or (kind is FOLDER and is_listed_soon(data, seconds=_LISTING_S))
     return not kind.is_compressed or local_path(data).stat().st_size <= _MAX_UNPACKED_BYTES
 
 

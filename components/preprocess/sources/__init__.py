@@ -7,6 +7,7 @@ Each kind of source is an entry of KINDS. A new one is a function that lists its
 """
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from components.preprocess.sources.places import (
     is_web,
     local_path,
     locate,
+    translate_errors,
 )
 from components.preprocess.sources.samples import (
     Options,
@@ -40,6 +42,7 @@ from components.preprocess.sources.tars import compressed_tar_source, shard_sour
 from components.preprocess.sources.zips import zip_source
 
 __all__ = [
+    "FOLDER",
     "Kind",
     "Sample",
     "Source",
@@ -47,6 +50,7 @@ __all__ = [
     "Unreadable",
     "check_data_folder",
     "find_samples",
+    "is_listed_soon",
     "is_uri",
     "kind_of",
     "local_path",
@@ -144,6 +148,22 @@ def check_data_folder(data: str) -> None:
         )
     if path.is_file():
         refuse_lfs_pointer(path)
+
+
+def is_listed_soon(data: str, *, seconds: float) -> bool:
+    """True if the files of a folder behind a URI are listed within `seconds`, and are no tars, which are read to list.
+
+    Raises:
+        UserError: it can't be listed.
+    """
+    place, ends = locate(data), time.monotonic() + seconds
+    assert isinstance(place, RemotePlace)
+    with translate_errors(place.name):
+        driver, root = place.file_system()
+        for _, _, files in driver.walk(root):
+            if time.monotonic() > ends or any(name.endswith(".tar") for name in files):
+                return False
+    return True
 
 
 def find_samples(data: str, *, val_fraction: float, seed: int, class_names_file: str, scratch: Path) -> Source:

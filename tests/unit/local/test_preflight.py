@@ -137,7 +137,7 @@ def too_few(data: Path | str, gate: dict[str, Any], **arguments: Any) -> str:
 
 
 def test_too_few_validation_images_are_refused_with_what_would_do(few_digits: Path, tmp_path: Path) -> None:
-    """The data validates 120 of its 600 images, in a folder, a small compressed archive, or a table behind a URI."""
+    """The data validates 120 of its 600 images: a folder, a small archive, or a table or folder behind a URI."""
     import fsspec
 
     point = {"confident": False}
@@ -150,11 +150,12 @@ def test_too_few_validation_images_are_refused_with_what_would_do(few_digits: Pa
     fsspec.filesystem("memory").put(str(few_digits), "/few", recursive=True)
     rows = "\n".join(f"{file},{file.parent}" for file in files)
     fsspec.filesystem("memory").pipe("/few/table.csv", f"path,label\n{rows}\n".encode())
-    for data in (few_digits, tmp_path / "few.tar.gz", "memory://few/table.csv"):
+    for data in (few_digits, tmp_path / "few.tar.gz", "memory://few/table.csv", "memory://few"):
         text = too_few(data, demand)
         assert text.startswith("120 of the 600 images validate, and at least 200 are needed")
         assert "preprocess.val_fraction=0.34" in text
-    assert "is checked after preprocess" in check_inputs({**run_of(few_digits, gate=demand), "data": "memory://few"})
+    fsspec.filesystem("memory").pipe("/packed/train-0.tar", b"")
+    assert "is checked after preprocess" in check_inputs({**run_of(few_digits, gate=demand), "data": "memory://packed"})
 
 
 def test_links_that_lead_nowhere_do_not_count(tmp_path: Path, few_digits: Path) -> None:
