@@ -13,7 +13,7 @@ from components.export.calibration import collect_with_onnxruntime, collect_with
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
 from components.export.qdq import Arithmetic, insert_qdq
-from components.export.selection import rank_layers
+from components.export.selection import Ranking
 
 SHAPES = ShapeSpec(height=64, width=64)
 NETWORKS = ("resnet18", "mobilenet_v2", "efficientnet_b0")
@@ -76,10 +76,8 @@ def test_ranking_is_that_of_the_cpu(files):
             onnx.save(model, folder / "ranked.onnx")
             return TorchRunner(folder / "ranked.onnx", SHAPES, device).infer(images[:8])
 
-        ranking = rank_layers(
-            proto, scales, Arithmetic(), logits, deadline=float("inf"), progress=lambda done, total: None
-        )
-        costs.append({layer.name: layer.cost_nats for layer in ranking.layers})
-    names = list(costs[0])
-    correlation = np.corrcoef([[cost[name] for name in names] for cost in costs])[0, 1]
+        ranking = Ranking(proto, scales, Arithmetic(), logits, deadline=float("inf"), progress=lambda done, total: None)
+        assert sorted(node for nodes in ranking for node in nodes) == sorted(ranking.operators)
+        costs.append(ranking.costs)
+    correlation = np.corrcoef([[cost[nodes] for nodes in costs[0]] for cost in costs])[0, 1]
     assert correlation > 0.95

@@ -205,3 +205,11 @@ def test_onnx_runtime_keeps_and_sends_nothing_of_its_own(tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
     left = [path.name for path in (*home.rglob("*"), *scratch.rglob("*")) if path.is_file()]
     assert not {".ses", "deviceid", "onnxruntime.db"} & set(left)
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "tests" / "gpu").glob("test_*.py")), ids=lambda file: file.stem)
+def test_what_needs_a_gpu_can_be_collected_without_one(file: Path) -> None:
+    spec = importlib.util.spec_from_file_location(f"collected_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
