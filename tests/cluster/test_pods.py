@@ -1,0 +1,273 @@
+"""The chart's pods on nodes: they become ready and pass `helm test`, and no data is lost with a pod or a release.
+
+Beside KUBECONFIG they need a default storage class, and the images `cli`, `mlflow` and `serve` where the nodes find
+them: REGISTRY and TAG name those, and POSTGRESQL another PostgreSQL than the official one.
+"""
+
+import base64
+import io
+import json
+import os
+import tarfile
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+from kubernetes import client
+from kubernetes.stream import stream
+
+from enginery.release.verify import load_chain
+from enginery.serving.repository import RepositoryConfig, write_repository
+from enginery.serving.sources import ModelSource
+from tests.helm.rendering import CHART
+from tests.unit.conftest import proved  # noqa: F401
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("REGISTRY"), reason="REGISTRY names no images for the nodes"),
+]
+RELEASE = "t"
+MODEL = "digits"
+PASSWORD = "0123456789abcdef"
+# In MLflow's pod, as the administrator.
+CLIENT = """
+import os, mlflow
+os.environ["MLFLOW_TRACKING_USERNAME"] = "admin"
+os.environ["MLFLOW_TRACKING_PASSWORD"] = os.environ["MLFLOW_AUTH_ADMIN_PASSWORD"]
+mlflow.set_tracking_uri("http://127.0.0.1:5000")
+client = mlflow.MlflowClient()
+"""
+WRITE = """
+run = client.create_run(client.create_experiment("kept")).info.run_id
+client.log_metric(run, "top1_pct", 98.6)
+client.log_text(run, "an artifact", "note.txt")
+"""
+READ = """
+(run,) = client.search_runs([client.get_experiment_by_name("kept").experiment_id])
+text = mlflow.artifacts.load_text(run.info.artifact_uri + "/note.txt")
+print("READ", run.data.metrics["top1_pct"], text)
+"""
+UNPACK = "import base64, io, sys, tarfile; data = io.BytesIO(base64.b64decode(sys.stdin.readline())); "
+UNPACK += "tarfile.open(fileobj=data).extractall('/store'); print('unpacked')"
+
+
+def image(name: str) -> str:
+    return f"{os.environ['REGISTRY']}/{name}:{os.environ['TAG']}"
+
+
+def wait_for(reached: Callable[[], bool], what: str, timeout_s: float = 600) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(1)
+
+
+@pytest.fixture
+def restricted(api: Any, namespace: str) -> str:
+    """The namespace, where the server lets in restricted pods alone, with the secrets that the chart names."""
+    core = client.CoreV1Api(api)
+    core.patch_namespace(namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
+    for name, data in (
+        ("mlflow-auth", {"adminPassword": PASSWORD, "secretKey": PASSWORD}),
+        ("postgresql", {"password": PASSWORD}),
+    ):
+        core.create_namespaced_secret(namespace, {"metadata": {"name": name}, "stringData": data})
+    return namespace
+
+
+class Cluster:
+    """The release, and what its pods say."""
+
+    def __init__(self, api: Any, namespace: str) -> None:
+        self.apps, self.core, self.namespace = client.AppsV1Api(api), client.CoreV1Api(api), namespace
+
+    def ready(self, name: str, kind: str = "deployment") -> bool:
+        """True if all pods are of the newest revision and ready."""
+        found = getattr(self.apps, f"read_namespaced_{kind}")(f"{RELEASE}-enginery-{name}", self.namespace)
+        status = found.status
+        newest = status.observed_generation == found.metadata.generation and status.updated_replicas == 1
+        return bool(newest and status.ready_replicas == 1 and status.replicas == 1)
+
+    def wait(self) -> None:
+        wait_for(lambda: self.ready("postgresql", "stateful_set"), "PostgreSQL is ready")
+        for name in ("mlflow", "serve"):
+            wait_for(lambda name=name: self.ready(name), f"{name} is ready")  # type: ignore[misc]
+
+    def pods(self, component: str) -> list[Any]:
+        selector = f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component={component}"
+        return self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+
+    def run(self, pod: str, code: str, line: str = "", container: str | None = None) -> str:
+        """Output of Python code in a pod, which gets a line of text."""
+        connection = stream(
+            self.core.connect_get_namespaced_pod_exec,
+            pod,
+            self.namespace,
+            command=["python", "-c", code],
+            stdin=True,
+            stdout=True,
+            stderr=True,
+            _preload_content=False,
+            **({"container": container} if container else {}),
+        )
+        for start in range(0, len(line), 1 << 16):
+            connection.write_stdin(line[start : start + (1 << 16)])
+        connection.write_stdin("\n")
+        connection.run_forever(timeout=120)
+        code_of_exit = connection.returncode  # before the rest is read, which drops it
+        said = connection.read_all()
+        assert code_of_exit == 0, said
+        return str(said)
+
+    def in_mlflow(self, code: str) -> str:
+        (pod,) = self.pods("mlflow")
+        return self.run(pod.metadata.name, CLIENT + code)
+
+    def kill(self, component: str) -> None:
+        """Take a pod away without notice, as a lost node does."""
+        (pod,) = self.pods(component)
+        self.core.delete_namespaced_pod(pod.metadata.name, self.namespace, grace_period_seconds=0)
+
+
+@pytest.fixture
+def repository(proved, tmp_path: Path) -> Path:  # noqa: F811
+    chain = load_chain(*proved.parts.values())
+    digests = {part: chain.digests[part] for part in proved.parts}
+    source = ModelSource(
+        name=MODEL, version="1", precision="int8", bundle=chain.bundle, report=chain.report, digests=digests
+    )
+    return write_repository(source, tmp_path / "models", RepositoryConfig(max_wait_s=60)).path
+
+
+@pytest.fixture
+def known_image(proved) -> tuple[str, str]:  # noqa: F811
+    """An image of the validation split in base64, and its label."""
+    shard = proved.dataset.manifest.splits["val"].shards[0]
+    with tarfile.open(proved.dataset.file(shard)) as tar:
+        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    name = next(name for name in members if not name.endswith(".cls"))
+    label = proved.dataset.manifest.classes[int(members[f"{Path(name).stem}.cls"])]
+    return base64.b64encode(members[name]).decode(), label
+
+
+@pytest.fixture
+def cluster(api: Any, restricted: str) -> Cluster:
+    return Cluster(api, restricted)
+
+
+@pytest.fixture
+def values(cluster: Cluster, repository: Path, known_image: tuple[str, str]) -> dict[str, Any]:
+    """Of a release whose model repository is in a claim."""
+    digest = sha256((repository / "manifest.json").read_bytes()).hexdigest()
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    cluster.core.create_namespaced_persistent_volume_claim(
+        cluster.namespace, {"metadata": {"name": "models"}, "spec": claim}
+    )
+    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    pod = {
+        "containers": [
+            {
+                "name": "fill",
+                "image": image("cli"),
+                "command": ["sleep", "600"],
+                "securityContext": security,
+                "volumeMounts": [{"name": "models", "mountPath": "/store"}],
+            }
+        ],
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "fsGroup": 10001,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+    }
+    cluster.core.create_namespaced_pod(cluster.namespace, {"metadata": {"name": "fill"}, "spec": pod})
+    wait_for(
+        lambda: cluster.core.read_namespaced_pod("fill", cluster.namespace).status.phase == "Running", "a pod runs"
+    )
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        tar.add(repository, arcname=digest)
+    assert "unpacked" in cluster.run("fill", UNPACK, base64.b64encode(buffer.getvalue()).decode())
+    cluster.core.delete_namespaced_pod("fill", cluster.namespace, grace_period_seconds=0)
+    manifest = json.loads((repository / "manifest.json").read_text())
+    small = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
+    postgresql, _, tag = os.environ.get("POSTGRESQL", "docker.io/library/postgres:17").rpartition(":")
+    return {
+        "images": {"registry": os.environ["REGISTRY"], "tag": os.environ["TAG"]},
+        "mlflow": {
+            "auth": {"existingSecret": "mlflow-auth"},
+            "artifacts": {"pvc": {"size": "1Gi"}},
+            "resources": small,
+        },
+        "postgresql": {
+            "enabled": True,
+            "existingSecret": "postgresql",
+            "image": {"repository": postgresql, "tag": tag},
+            "storage": {"size": "1Gi"},
+            "resources": small,
+        },
+        "serve": {
+            "enabled": True,
+            "gpu": {"count": 0},
+            "resources": small,
+            "model": {
+                "name": manifest["name"],
+                "version": "1",
+                "digest": "sha256:" + 64 * "0",
+                "repositoryDigest": f"sha256:{digest}",
+                "existingClaim": "models",
+            },
+            "test": {"image": known_image[0], "label": known_image[1]},
+        },
+    }
+
+
+def test_pods_are_ready_and_nothing_is_lost(cluster: Cluster, values: dict[str, Any]) -> None:
+    with helm_python.Config(namespace=cluster.namespace) as helm:
+        helm.install(CHART, RELEASE, values)
+        cluster.wait()
+        helm.test(RELEASE, timeout=600)
+        cluster.in_mlflow(WRITE)
+        kept = cluster.in_mlflow(READ)
+        assert "READ 98.6 an artifact" in kept
+
+        for component in ("postgresql", "mlflow", "serve"):
+            cluster.kill(component)
+        cluster.wait()
+        assert "READ 98.6 an artifact" in cluster.in_mlflow(READ)
+
+        # A repository that is not there: its pod never begins, and the old one still answers.
+        (old,) = cluster.pods("serve")
+        wrong = {**values["serve"]["model"], "repositoryDigest": "sha256:" + 64 * "f"}
+        helm.upgrade(CHART, RELEASE, {**values, "serve": {**values["serve"], "model": wrong}})
+
+        def refused() -> bool:
+            states = [
+                state
+                for pod in cluster.pods("serve")
+                for state in pod.status.init_container_statuses or ()
+                if pod.metadata.name != old.metadata.name and state.restart_count
+            ]
+            return bool(states)
+
+        wait_for(refused, "the new pod's repository is refused")
+        helm.test(RELEASE, timeout=600)
+        assert old.metadata.name in [pod.metadata.name for pod in cluster.pods("serve")]
+        helm.rollback(RELEASE, version=1)
+        cluster.wait()
+        wait_for(
+            lambda: [pod.metadata.name for pod in cluster.pods("serve")] == [old.metadata.name], "the old pod is alone"
+        )
+
+        helm.uninstall(RELEASE)
+        wait_for(lambda: not cluster.pods("postgresql") and not cluster.pods("mlflow"), "the pods are gone")
+        helm.install(CHART, RELEASE, values)
+        cluster.wait()
+        assert "READ 98.6 an artifact" in cluster.in_mlflow(READ)
