@@ -128,6 +128,12 @@ def test_notes_say_that_the_ingress_controller_is_not_let_in() -> None:
     assert "does not let the Ingress controller in" in render_files(values)[NOTES]
 
 
+@pytest.mark.parametrize(("name", "behind_a_store"), [("bundled", False), ("external", True)])
+def test_notes_keep_files_on_the_way_through_the_server(name: str, behind_a_store: bool) -> None:
+    """MLflow's clients would ask for addresses of the store, which are made for the pods alone."""
+    assert ("MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD=false" in rendered_case(name)[NOTES]) is behind_a_store
+
+
 def test_callers_from_outside_are_named_by_their_addresses() -> None:
     values = case("minimal")
     values["networkPolicy"] = {"clientCidrs": ["10.0.0.0/8"]}

@@ -18,6 +18,9 @@ from mlflow import MlflowClient
 EXPERIMENT = "enginery-helm-test"
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+# As clients do that don't reach the store behind the server.
+for way in ("UPLOAD", "DOWNLOAD"):
+    os.environ[f"MLFLOW_ENABLE_PROXY_MULTIPART_{way}"] = "false"
 
 
 def check(what: str, seen: object, wanted: object) -> None:
