@@ -181,8 +181,8 @@ def test_rows_are_measured_on_the_same_images_and_fit_together(chain: Chain) -> 
     for row in (fp32, int8):
         assert (row["runtime"], row["num_images"]) == ("openvino", 120)
         assert 0 <= row["top1_pct"] <= row["top5_pct"] <= 100
-        assert row["p50_ms"] > 0
-        assert row["images_per_s"] is None or row["images_per_s"] > 0  # None: it was unsure, on a busy machine
+        for speed in ("p50_ms", "images_per_s"):
+            assert row[speed] is None or row[speed] > 0  # None: it was unsure, on a busy machine
         assert row["throughput_batch_size"] == 16
     assert int8["delta_top1_points"] == pytest.approx(int8["top1_pct"] - fp32["top1_pct"])
     assert fp32["delta_top1_points"] == 0

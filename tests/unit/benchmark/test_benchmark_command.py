@@ -40,9 +40,9 @@ def test_table_of_a_cpu(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--models", "resnet5O"], "no model 'resnet5O'; did you mean resnet50"),
-        (["--models", " , "], "--models names nothing"),
+        (["--models", " , "], "--models  , : write names"),
         (["--batch-sizes", "8,0"], "--batch-sizes 8,0: write whole numbers"),
-        (["--precisions", "int4"], "there is fp32, fp16, int8"),
+        (["--precisions", "int4"], "--precisions int4: write some of fp32,fp16,int8"),
         (["--precisions", "fp16"], "FP16 is measured with TensorRT, and no CUDA GPU"),
         (["--output", "."], "is not empty"),
         (["--seconds", "nan"], "--seconds nan: write a number"),
