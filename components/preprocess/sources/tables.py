@@ -2,6 +2,8 @@
 
 import csv
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -197,6 +199,17 @@ def _lines(file: TextIO, name: str) -> Iterator[str]:
         yield line
 
 
+_READ_METADATA = """
+import sys
+from pyarrow import parquet
+
+metadata = parquet.read_metadata(sys.argv[1])
+for group in map(metadata.row_group, range(metadata.num_row_groups)):
+    for at in range(group.num_columns):
+        group.column(at)
+"""
+
+
 def parquet_rows(table: Path, name: str) -> Iterator[TableRow]:
     """Rows of a Parquet file. Raises UserError."""
     try:
@@ -206,6 +219,12 @@ def parquet_rows(table: Path, name: str) -> Iterator[TableRow]:
         raise UserError(
             f"reading {name} needs a package that is not installed: pip install pyarrow", code="missing-package"
         ) from None
+    # pyarrow 25 ends the process where a column's statistics do not fit its schema.
+    if subprocess.run([sys.executable, "-c", _READ_METADATA, table], capture_output=True, check=False).returncode < 0:
+        raise UserError(
+            f"{name} is damaged: reading what its Parquet columns are ended the process that did it; write it again",
+            code="damaged-table",
+        )
     try:
         with parquet.ParquetFile(table) as file:
             groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
