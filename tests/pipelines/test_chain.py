@@ -32,6 +32,7 @@ ENGINERY = [sys.executable, "-m", "enginery.cli.main"]
 SMALL = [
     *("--image-size", "32", "--num-calibration-images", "16", "--max-top1-drop-points", "100"),
     *("--set", "export.calibration_method=max", "--set", "export.num_ranking_images=0"),
+    *("--set", "export.mixed_engines=0"),
     *("--set", "gate.min_relative_top1_pct=0", "--set", "gate.require_above_chance=false"),
     *("--set", "validate.benchmark_seconds=0.02"),
 ]

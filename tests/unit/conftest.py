@@ -63,7 +63,8 @@ def measure(bundle: Path, dataset: Path, folder: Path, thresholds: dict[str, flo
 def proved(digits_dataset: Artifact[DatasetManifest], shared: Shared) -> Proved:
     def build(folder: Path) -> None:
         export_onnx(digits_network(digits_dataset), folder / "digits.onnx", ShapeSpec(height=32, width=32))
-        settings = {"tensorrt": "off", "resize_ratio": 1.0, "calibration_method": "max", "num_ranking_images": 0}
+        settings = {"tensorrt": "off", "resize_ratio": 1.0, "calibration_method": "max"}
+        settings |= {"num_ranking_images": 0, "mixed_engines": 0}
         config = resolve(ExportConfig, "export", settings)
         source = {"model": folder / "digits.onnx", "dataset": digits_dataset.path}
         export(config, StepLog("export"), **source, output=folder / "bundle")

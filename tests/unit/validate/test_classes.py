@@ -100,7 +100,7 @@ def bundle(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.T
     root = tmp_path_factory.mktemp("swapped")
     export_onnx(fitted(digits_dataset), root / "small.onnx", ShapeSpec(height=32, width=32))
     settings = {"num_calibration_images": 64, "calibration_method": "max", "fallback": False, "resize_ratio": 1.0}
-    config = resolve(ExportConfig, "export", {**settings, "tensorrt": "off"})
+    config = resolve(ExportConfig, "export", {**settings, "tensorrt": "off", "mixed_engines": 0})
     run(config, StepLog("export"), model=root / "small.onnx", dataset=digits_dataset.path, output=root / "bundle")
     return root / "bundle"
 

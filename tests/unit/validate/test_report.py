@@ -89,6 +89,7 @@ def chain(few_digits: Path, run_preprocess: Any, tmp_path_factory: pytest.TempPa
     train(resolve(TrainConfig, "train", TRAIN), StepLog("train"), dataset=dataset.path, output=root / "checkpoint")
     # Calibrated badly on purpose, so that INT8 differs from FP32, and with a budget that lets it.
     bad = {"num_calibration_images": 8, "calibration_method": "percentile", "calibration_percentile": 60}
+    bad |= {"mixed_engines": 0}
     config = resolve(ExportConfig, "export", bad, {"gate": {"max_top1_drop_points": 100, "min_relative_top1_pct": 0}})
     export(config, StepLog("export"), model=root / "checkpoint", dataset=dataset.path, output=root / "bundle")
     return Chain(
@@ -234,7 +235,7 @@ def test_training_is_told_by_epoch(written: Written, chain: Chain) -> None:
     assert training is not None
     assert (training.history, training.config) == (history, chain.checkpoint.manifest.config)
     ranked = written.report.calibration.selection.ranking  # only where some had to leave INT8
-    assert written.page.count("<svg") == 4 + bool(ranked)  # speed, calibrations, mixtures, training, and layers
+    assert written.page.count("<svg") == 3 + bool(ranked)  # speed, candidates, training, and layers
 
 
 def test_provenance_leads_back(written: Written, chain: Chain) -> None:
