@@ -50,7 +50,7 @@ class TransformSpec(Record):
     crop_size: int = Field(ge=1, description="Side of the central square that the model sees, in pixels.")
     interpolation: Interpolation = Field("bilinear", description="Resampling filter; antialiased when shrinking.")
     mean: tuple[float, float, float] = Field(IMAGENET_MEAN, description="Mean per RGB channel, in units of 0..1.")
-    std: tuple[float, float, float] = Field(IMAGENET_STD, description="The same of the standard deviation.")
+    std: tuple[float, float, float] = Field(IMAGENET_STD, description="Standard deviation, in the same units.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "TransformSpec":

@@ -36,7 +36,7 @@ class Scene:
     out: Path  # a new folder for each use
 
     def init_container(self) -> None:
-        """What the chart has a pod run before Triton, on the mounted store."""
+        """The command that the chart has a pod run before Triton, on the mounted store."""
         values = case("full")
         model = {"uri": "", "existingClaim": "models", "repositoryDigest": self.digest}
         values["serve"]["model"] = {**values["serve"]["model"], **model}
