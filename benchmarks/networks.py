@@ -52,9 +52,9 @@ NETWORKS = {
     "regnet_y_1_6gf": Network(),
     "convnext_tiny": Network(epochs=12, options=_ADAMW),
     "shufflenet_v2_x1_0": Network(epochs=12),
-    "inception_v3": Network(epochs=12, options=("--learning-rate", "0.05")),
+    "inception_v3": Network(epochs=12, options=_ADAMW),  # SGD does not learn in that time
     "googlenet": Network(),
-    "vgg16_bn": Network(image_size=224, options=("--learning-rate", "0.05")),  # pools to 7 x 7
+    "vgg16_bn": Network(image_size=224, options=_ADAMW),  # pools to 7 x 7
     "vit_b_16": Network(epochs=12, image_size=224, options=_ADAMW),
     "swin_t": Network(epochs=12, options=_ADAMW),
     "timm/vit_small_patch16_224": Network(epochs=12, image_size=224, options=_ADAMW),
