@@ -69,7 +69,6 @@ from components.promote.config import PromoteConfig
 from components.promote.run import run as promote
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
-from tests.conftest import Shared
 from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses as refuses
 
@@ -313,18 +312,19 @@ def registry(store: str) -> Registry:
 
 
 @pytest.fixture(scope="session")
-def made_once(empty_store: Path, shared: Shared) -> Path:
-    """A folder whose store has champions 1 and 3 of m, and 2, which is worse."""
+def made_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose store has champions 1 and 3 of m, and 2, which is worse.
 
-    def build(folder: Path) -> None:
-        shutil.copy(empty_store, folder / "mlflow.db")
-        uri = f"sqlite:///{folder / 'mlflow.db'}"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MLFLOW_TRACKING_URI", uri)
-            for name in ("a-050", "b-040", "c-060"):
-                make_and_promote(uri, folder, name)
-
-    return shared("made_once", build)
+    Each process has its own: attacks change its files for a while.
+    """
+    folder = tmp_path_factory.mktemp("made_once")
+    shutil.copy(empty_store, folder / "mlflow.db")
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", uri)
+        for name in ("a-050", "b-040", "c-060"):
+            make_and_promote(uri, folder, name)
+    return folder
 
 
 @pytest.fixture

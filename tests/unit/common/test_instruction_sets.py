@@ -62,24 +62,25 @@ from components.common.contracts.transforms import ShapeSpec
 from components.export import quantization
 from components.export.selection import Candidates
 
-if sys.argv[3] == "fp32.onnx":
-    quantization.SATURATING = ()
+SATURATING = quantization.SATURATING
 quantization._CLOSE = float("inf")  # unsigned activations are as accurate as signed ones, and faster
 folder, shapes = Path(sys.argv[1]), ShapeSpec(channels=32, height=8, width=8)
 candidates = Candidates(shapes=shapes, device=torch.device("cpu"), directory=folder, log=None)
-search = quantization.ArithmeticSearch(
-    fp32=onnx.load(folder / sys.argv[3]),
-    scales=json.loads(sys.argv[2]),
-    batches=[torch.from_numpy(np.load(folder / "images.npy"))],
-    candidates=candidates,
-)
 speeds = {"unsigned": 2.0, "signed": 1.0}
-search._time = lambda *ways: [
-    search._trial(way).model_copy(update={"images_per_s": speeds[way.activations]}) for way in ways
-]
-chosen = search.choose()
-eight, seven = quantization.cpu_models(chosen.activations, chosen)
-print(json.dumps([chosen.weight_bits, eight.signed_weight_bits, eight.saturates_on, seven.saturates_on]))
+for file, scales in json.loads(sys.argv[2]).items():
+    quantization.SATURATING = () if file == "fp32.onnx" else SATURATING
+    search = quantization.ArithmeticSearch(
+        fp32=onnx.load(folder / file),
+        scales=scales,
+        batches=[torch.from_numpy(np.load(folder / "images.npy"))],
+        candidates=candidates,
+    )
+    search._time = lambda *ways, search=search: [
+        search._trial(way).model_copy(update={"images_per_s": speeds[way.activations]}) for way in ways
+    ]
+    chosen = search.choose()
+    eight, seven = quantization.cpu_models(chosen.activations, chosen)
+    print(json.dumps([chosen.weight_bits, eight.signed_weight_bits, eight.saturates_on, seven.saturates_on]))
 """
 
 
@@ -149,14 +150,15 @@ def test_only_7_bit_weights_are_exact_on_every_instruction_set(files, simulated,
 
 @pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
 @pytest.mark.parametrize("limit", [name for name in available() if name in (available()[0], "AVX2")])
-@pytest.mark.parametrize(
-    ("file", "scales", "bits"), [("fp32.onnx", SCALES, [7, None]), ("signed_input.onnx", SMALL_CODES, [8, 7])]
-)
-def test_only_weights_whose_sums_saturate_have_7_bits(files, limit, file, scales, bits):
-    done = run_python("-c", CHOICE, files, json.dumps(scales), file, **{VARIABLE: limit})
-    *found, eight_saturates_on, seven_saturates_on = json.loads(done.stdout)
-    assert found == (bits if limit in SATURATING else [8, None])
-    assert (limit in eight_saturates_on, seven_saturates_on) == (found[0] == 7, [])
+def test_only_weights_whose_sums_saturate_have_7_bits(files, limit):
+    cases = {"fp32.onnx": (SCALES, [7, None]), "signed_input.onnx": (SMALL_CODES, [8, 7])}
+    done = run_python(
+        "-c", CHOICE, files, json.dumps({file: scales for file, (scales, _) in cases.items()}), **{VARIABLE: limit}
+    )
+    for (_, bits), line in zip(cases.values(), done.stdout.splitlines(), strict=True):
+        *found, eight_saturates_on, seven_saturates_on = json.loads(line)
+        assert found == (bits if limit in SATURATING else [8, None])
+        assert (limit in eight_saturates_on, seven_saturates_on) == (found[0] == 7, [])
 
 
 def cpu(tmp_path, flags: str):

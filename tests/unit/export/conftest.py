@@ -9,6 +9,12 @@ from components.export.placement import activation_tensors
 from ..networks import random_images, shapes_of
 
 
+@pytest.fixture(autouse=True)
+def _short_turns(monkeypatch):
+    """Which of equals is faster is not for tests."""
+    monkeypatch.setattr("components.export.mixed._TURN_S", 0.02)
+
+
 @pytest.fixture(scope="session")
 def resnet18(onnx_of):
     """Path, model, images and max-calibrated scales of a ResNet-18 at 64 px."""

@@ -53,11 +53,6 @@ class SlowBlock(OpenVINOBackend):
         return rows
 
 
-@pytest.fixture(autouse=True)
-def _short_turns(monkeypatch):
-    monkeypatch.setattr("components.export.mixed._TURN_S", 0.01)
-
-
 @pytest.fixture
 def backend(resnet18, tmp_path):
     path, model, _, scales = resnet18

@@ -36,6 +36,8 @@ from tests.unit.registered import ROOT, enginery, refuses, run_python
 from .conftest import NAME, Running, metrics, serving
 
 ONCE = RetryPolicy(timeout_s=20, retry_s=0)
+# For load tests, which use the client of other tests: those tell a protocol's fault, too.
+ONE_PROTOCOL = pytest.mark.parametrize("url", ["http", pytest.param("grpc", marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -136,9 +138,10 @@ def loadtest(url: str, output: Path, *options: object) -> LoadTest:
     return LoadTest.model_validate_json((output / "loadtest.json").read_text())
 
 
+@ONE_PROTOCOL
 def test_a_load_test_counts_what_the_server_did(url: str, tmp_path: Path, image_files: list[Path]) -> None:
     output = tmp_path / "out"
-    options = ("--seconds", 1, "--concurrency", "1,8", "--rates", "20,60", "--data", image_files[0].parent)
+    options = ("--seconds", 0.5, "--concurrency", "1,8", "--rates", "20,60", "--data", image_files[0].parent)
     (series,) = loadtest(url, output, *options).series
     assert [level.concurrency for level in series.closed] == [1, 8]
     assert [level.request_rate for level in series.open] == [20, 60]
@@ -164,6 +167,7 @@ def test_comparing_without_the_servers_leave_is_refused_with_the_way_to_it(serve
     assert metrics(served)[answered] == before  # not after minutes of measuring, which would be lost
 
 
+@ONE_PROTOCOL
 def test_a_load_test_says_why_there_was_no_answer(url: str, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images/bad.jpg").write_text("no image")
@@ -258,7 +262,7 @@ def test_with_and_without_dynamic_batching_and_then_as_before(
     attack(own, proof, {"enginery-loading": key_file.read_text()})
     assert proof.exists()  # so the attack is one: with the key it runs
     before = json.loads(own.get(f"v2/models/{NAME}_model/config"))
-    options = ("--seconds", 0.5, "--concurrency", 2, "--rates", 20, "--tensors", "--compare-batching")
+    options = ("--seconds", 0.2, "--concurrency", 2, "--rates", 20, "--tensors", "--compare-batching")
     both = loadtest(f"grpc://127.0.0.1:{own.grpc}", tmp_path / "out", *options).series
     assert [(series.name, series.batching is None) for series in both] == [
         ("dynamic batching", False),

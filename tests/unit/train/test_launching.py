@@ -28,6 +28,7 @@ from tests.unit.refusals import refuses
 from .conftest import SETTINGS, Train, as_rank_0_of_two, config
 
 
+@pytest.mark.slow  # that processes are launched, and which error counts, others tell
 def test_the_error_of_two_processes_is_that_of_one(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # torchrun is found without it
     with pytest.raises(EngineryError) as caught:
