@@ -1,4 +1,4 @@
-"""Training on several nodes: start a TrainJob, follow it, copy its result; stop when nobody waits."""
+"""Training that outlives its pod: in a volume, or as a TrainJob that is followed; stop when nobody waits."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -109,8 +109,8 @@ def train_on_nodes(
     api = connect()
     pod = this_pod(api)
     run_id = os.environ.get(KFP_RUN_VARIABLE) or pod.uid
-    key = digest_json([run_id, data.digest, config.model_dump(mode="json")]).removeprefix("sha256:")[:10]
-    own = _own_folder(request, f"{run_id}-{key}")
+    key = _key(run_id, data, config)
+    own = _own_folder(Path(request.shared), f"{run_id}-{key}")
     shared = _share(data, Path(request.shared), own, log)
     checkpoint, settings, heartbeat = own / "checkpoint", own / "config.yaml", own / "heartbeat"
     write_atomically(settings, yaml.safe_dump(config.model_dump(mode="json")).encode())
@@ -134,11 +134,33 @@ def train_on_nodes(
     finally:
         if job.may_exist:
             _remove(job, log)
-    return _copy_result(checkpoint, own, output, request)
+    manifest = _copy_result(checkpoint, own, output)
+    return (
+        f"{manifest.architecture} at {manifest.metrics['val_top1_pct']:.2f} % top-1 after {len(manifest.history)} "
+        f"epochs on {request.num_nodes} nodes"
+    )
 
 
-def _own_folder(request: TrainJobRequest, name: str) -> Path:
-    root = Path(request.shared)
+def train_in_volume(
+    train: Callable[[Path], str], volume: Path, config: TrainConfig, dataset: Path, output: Path
+) -> str:
+    """Train in a folder of a volume, which another try of this step of the same KFP run finds. Returns the outcome.
+
+    KFP ends a step's pod without waiting for the step, and what lies in the pod goes with it.
+    """
+    prepare_directory(output)
+    run_id = os.environ[KFP_RUN_VARIABLE]
+    own = _own_folder(volume, f"{run_id}-{_key(run_id, load(dataset, DatasetManifest), config)}")
+    outcome = train(own / "checkpoint")
+    _copy_result(own / "checkpoint", own, output)
+    return outcome
+
+
+def _key(run_id: str, data: Artifact[DatasetManifest], config: TrainConfig) -> str:
+    return digest_json([run_id, data.digest, config.model_dump(mode="json")]).removeprefix("sha256:")[:10]
+
+
+def _own_folder(root: Path, name: str) -> Path:
     if not root.is_dir():
         text = f"the volume of train_job is not there: {root} is no folder of this pod; see its mount_path"
         raise UserError(text, code="no-volume")
@@ -228,7 +250,7 @@ def _format_failure(failed: JobFailed, checkpoint: Path) -> EngineryError:
     return error
 
 
-def _copy_result(checkpoint: Path, own: Path, output: Path, request: TrainJobRequest) -> str:
+def _copy_result(checkpoint: Path, own: Path, output: Path) -> CheckpointManifest:
     """Copy the Checkpoint to where KFP expects it, the manifest last, and tidy up."""
     trained = load(checkpoint, CheckpointManifest, verify=ALL_FILES)
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
@@ -238,8 +260,4 @@ def _copy_result(checkpoint: Path, own: Path, output: Path, request: TrainJobReq
         shutil.copyfile(file, copy)
     load(output, CheckpointManifest, verify=ALL_FILES)
     shutil.rmtree(own, ignore_errors=True)
-    manifest = trained.manifest
-    return (
-        f"{manifest.architecture} at {manifest.metrics['val_top1_pct']:.2f} % top-1 after {len(manifest.history)} "
-        f"epochs on {request.num_nodes} nodes"
-    )
+    return trained.manifest

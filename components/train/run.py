@@ -8,8 +8,8 @@ from components.common.contracts.manifests import ALL_FILES, DatasetManifest, lo
 from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
 from components.train.launching import check_alone, launch, num_processes
-from components.train.nodes import train_on_nodes
-from components.train.train_job import JOB_VARIABLE, TrainJobRequest
+from components.train.nodes import train_in_volume, train_on_nodes
+from components.train.train_job import JOB_VARIABLE, VOLUME_VARIABLE, TrainJobRequest
 from components.train.training import train
 
 
@@ -22,7 +22,13 @@ def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> st
         load(dataset, DatasetManifest, verify=ALL_FILES)
     if request := os.environ.get(JOB_VARIABLE):
         return train_on_nodes(TrainJobRequest.model_validate_json(request), config, log, dataset, output)
-    number = num_processes(config)
-    if number > 1:
-        return launch(config, log, number, dataset=dataset, output=output)
-    return train(config, log, dataset=dataset, output=output)
+
+    def alone(output: Path) -> str:
+        number = num_processes(config)
+        if number > 1:
+            return launch(config, log, number, dataset=dataset, output=output)
+        return train(config, log, dataset=dataset, output=output)
+
+    if volume := os.environ.get(VOLUME_VARIABLE):
+        return train_in_volume(alone, Path(volume), config, dataset, output)
+    return alone(output)

@@ -19,6 +19,7 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.records import Record
 
 JOB_VARIABLE = "ENGINERY_TRAIN_JOB"  # a TrainJobRequest as JSON: the step starts a job instead of training itself
+VOLUME_VARIABLE = "ENGINERY_TRAIN_VOLUME"  # a folder that outlives the pod, for checkpoints of one node
 POD_VARIABLE = "ENGINERY_POD_NAME"
 NAMESPACE_VARIABLE = "ENGINERY_POD_NAMESPACE"
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"

@@ -8,13 +8,20 @@ from kfp import dsl, kubernetes
 
 from components.common.contracts.container_images import image_for
 from components.common.contracts.environment import KFP_RUN_VARIABLE
-from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, TrainJobRequest
+from components.train.train_job import (
+    JOB_VARIABLE,
+    NAMESPACE_VARIABLE,
+    POD_VARIABLE,
+    VOLUME_VARIABLE,
+    TrainJobRequest,
+)
 from enginery.cluster.settings import (
     PRODUCT_LABEL,
     ClusterSettings,
     Placement,
     Toleration,
     TrainPlacement,
+    Volume,
     gpu_of,
 )
 
@@ -45,9 +52,13 @@ def apply_resources(task: dsl.PipelineTask, step: str) -> dsl.PipelineTask:
     if _settings.get() is not None:
         _apply_image(task, step, settings)
     _apply_environment(task, placed)
-    if isinstance(placed, TrainPlacement) and placed.num_nodes > 1:
-        _apply_train_job(task, placed, settings)
-        return task
+    if isinstance(placed, TrainPlacement) and (volume := settings.train_job.volume) is not None:
+        if volume not in placed.volumes:
+            kubernetes.mount_pvc(task, volume.claim, volume.mount_path, volume.sub_path)
+        if placed.num_nodes > 1:
+            _apply_train_job(task, placed, settings, volume)
+            return task
+        task.set_env_variable(VOLUME_VARIABLE, volume.mount_path)
     gpu = gpu_of(placed)
     if gpu.count:
         task.set_accelerator_type(gpu.resource).set_accelerator_limit(gpu.count)
@@ -119,12 +130,8 @@ def _apply_nodes(task: dsl.PipelineTask, selector: Mapping[str, str], toleration
         kubernetes.add_toleration(task, **_toleration_fields(toleration))
 
 
-def _apply_train_job(task: dsl.PipelineTask, placed: TrainPlacement, settings: ClusterSettings) -> None:
+def _apply_train_job(task: dsl.PipelineTask, placed: TrainPlacement, settings: ClusterSettings, volume: Volume) -> None:
     """The step's own pod starts a TrainJob and waits: the GPUs are those of the job's pods."""
-    volume = settings.train_job.volume
-    assert volume is not None  # the settings' own check
-    if volume not in placed.volumes:
-        kubernetes.mount_pvc(task, volume.claim, volume.mount_path, volume.sub_path)
     _apply_size(task, _WAITING_CPU, _WAITING_MEMORY)
     _apply_nodes(task, placed.node_selector, placed.tolerations)
     kubernetes.use_field_path_as_env(task, POD_VARIABLE, "metadata.name")

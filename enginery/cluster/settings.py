@@ -204,13 +204,14 @@ class TrainPlacement(GpuPlacement):
 
 
 class TrainJobSettings(_Part):
-    """Training on several nodes."""
+    """Training that is tried again, or on several nodes."""
 
     runtime: Name = Field("torch-distributed", description="Name of the Trainer's ClusterTrainingRuntime.")
     volume: Volume | None = Field(
         None,
-        description="Claim that all nodes can write at the same time (ReadWriteMany), with its mount_path. The data "
-        "set is copied there, once, and checkpoints are written there.",
+        description="Claim, with its mount_path, for checkpoints of an unfinished training: another try resumes from "
+        "them, which else die with the pod. Several nodes need one that all can write at the same time "
+        "(ReadWriteMany), and the dataset is copied there, once.",
     )
     service_account: OptionalName = Field(
         "", description="Service account of the training pods; empty for the runtime's."
@@ -239,7 +240,9 @@ class ClusterSettings(_Part):
     validate_: GpuPlacement = Field(GpuPlacement(), alias="validate", description="What validate gets.")
     gate: Placement = Field(Placement(), description="What gate gets.")
     promote: Placement = Field(Placement(), description="What promote gets.")
-    train_job: TrainJobSettings = Field(TrainJobSettings(), description="How training on several nodes is done.")
+    train_job: TrainJobSettings = Field(
+        TrainJobSettings(), description="Where training keeps checkpoints, and how several nodes train."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> "ClusterSettings":
@@ -268,7 +271,7 @@ class ClusterSettings(_Part):
 
     def _check_volumes(self, step: str, placed: Placement) -> None:
         volumes = list(placed.volumes)
-        shared = self.train_job.volume if step == "train" and self.train.num_nodes > 1 else None
+        shared = self.train_job.volume if step == "train" else None
         if shared is not None and shared not in volumes:
             volumes.append(shared)
         folders = [volume.mount_path.rstrip("/") for volume in volumes]

@@ -94,6 +94,17 @@ def test_a_volume_of_all_steps_may_be_that_of_the_training(tmp_path: Path) -> No
     assert json.loads(variables["ENGINERY_TRAIN_JOB"])["volumes"] == [["shared", "/mnt/shared", ""]]
 
 
+def test_one_node_keeps_its_checkpoints_in_the_volume_of_the_training(tmp_path: Path) -> None:
+    file = written(tmp_path, "train_job: {volume: {claim: shared, mount_path: /mnt/shared, sub_path: a}}")
+    spec, platform = compiled("resnet50", tmp_path, "--settings", str(file))
+    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    mounts = {name: executor.get("pvcMount", []) for name, executor in executors.items()}
+    assert [mount["mountPath"] for mount in mounts.pop("exec-train")] == ["/mnt/shared"]
+    assert not any(mounts.values())
+    variables = spec["deploymentSpec"]["executors"]["exec-train"]["container"]["env"]
+    assert {"name": "ENGINERY_TRAIN_VOLUME", "value": "/mnt/shared"} in variables
+
+
 def test_another_try_comes_after_a_long_one(tmp_path: Path) -> None:
     """KFP's "backoff max duration" is the time of all tries from the start of the first, and an hour by default."""
 

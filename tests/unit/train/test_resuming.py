@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.common.contracts.errors import Preempted, UserError
 from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.architectures import build_model
 from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, choose_folder, parse
 from components.train.distributed import World
+from components.train.train_job import VOLUME_VARIABLE
 from components.train.trainer import Trainer
 from tests.unit.refusals import refuses
 
@@ -62,6 +64,21 @@ def test_every_optimizer_resumes_to_the_same_bits(go: Go, tmp_path: Path, optimi
         go("broken", sigterm_after=step, **rate)
     assert resumed(go("broken", **rate)) == 6
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+def test_a_try_in_another_pod_resumes_from_the_volume(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pod held is gone with it; another KFP run of the same settings begins at the start."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    monkeypatch.setenv(VOLUME_VARIABLE, str(volume))
+    monkeypatch.setenv(KFP_RUN_VARIABLE, "run-1")
+    go("first-pod", sigterm_after=8)
+    monkeypatch.setenv(KFP_RUN_VARIABLE, "run-2")
+    assert resumed(go("other-run")) == 0
+    monkeypatch.setenv(KFP_RUN_VARIABLE, "run-1")
+    assert resumed(go("second-pod")) == 8
+    assert weights(tmp_path / "second-pod") == weights(tmp_path / "other-run")
+    assert list((volume / "enginery/runs").iterdir()) == []  # the checkpoints went with success
 
 
 def test_sigterm_during_validation(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
