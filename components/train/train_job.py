@@ -318,7 +318,8 @@ class Job:
                     if self._is_complete(job, pods):
                         return
                     self._follow(pods, show)
-                    trouble = "; ".join(filter(None, map(trouble_of, pods)))
+                    troubles = {index_of(pod): trouble_of(pod) for pod in pods}
+                    trouble = "; ".join(f"node {index}: {text}" for index, text in troubles.items() if text)
                     if not pods and time.monotonic() - began > _NO_PODS_S:
                         trouble = f"there are none; kubectl -n {self.namespace} describe jobset,job says why"
                     if trouble not in ("", said):
@@ -428,8 +429,8 @@ def trouble_of(pod: Any) -> str:
     for status in pod.status.container_statuses or ():
         waiting = status.state.waiting if status.state else None
         if waiting and waiting.reason not in ("ContainerCreating", "PodInitializing"):
-            return f"node {index_of(pod)}: {waiting.reason} {' '.join((waiting.message or '').split())}".strip()
+            return f"{waiting.reason} {' '.join((waiting.message or '').split())}".strip()
     for condition in pod.status.conditions or ():
         if condition.type == "PodScheduled" and condition.status == "False":
-            return f"node {index_of(pod)}: {condition.reason} {' '.join((condition.message or '').split())}".strip()
+            return f"{condition.reason} {' '.join((condition.message or '').split())}".strip()
     return ""

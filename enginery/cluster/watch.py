@@ -21,13 +21,19 @@ from components.common.contracts.errors import (
     EngineryError,
     UserError,
 )
-from components.train.train_job import kubernetes_api
+from components.train.train_job import kubernetes_api, trouble_of
 from enginery.cluster.server import KFP_NAMESPACE, KfpServer
 from enginery.formats import echo
 
 RUN_LABEL = "pipeline/runid"
 _NODE_ANNOTATION = "workflows.argoproj.io/node-name"
 _CONTAINER = "main"
+# What Argo's emissary and KFP's launcher and executor write around a step's own lines, unless it is a warning or worse.
+# Two of the launcher's lines begin a JSON text that ends with a brace at the start of a line.
+_MACHINERY = re.compile(
+    r"time=\S+ level=(DEBUG|INFO) .* argo=true$|I\d{4} [\d:.]+ +\d+ \S+\.go:\d+\] |\[KFP Executor [^]]+ INFO\]: "
+)
+_BEGINS_JSON = re.compile(r"(: Got executor_input:|ExecutorOutput: \{)$")
 _REQUEST_S = 10.0
 _RECONNECT_S = 1.0
 _TIDYING_S = 5.0  # for the last lines of pods, once the run has ended
@@ -49,10 +55,11 @@ class PodLogs:
         self._api: Any = None
         self._is_lost = False
         self._threads: dict[str, threading.Thread] = {}
+        self._troubles: dict[str, str] = {}  # of each pod, as it was printed
         self._ended = threading.Event()
 
     def read_new_pods(self, steps: set[str] | None) -> None:
-        """Begin to read what new pods print.
+        """Begin to read what new pods print, and say why one does not begin.
 
         Args:
             steps: names of the steps; None for all pods that are no drivers.
@@ -71,6 +78,10 @@ class PodLogs:
         for pod in pods:
             step = step_of(pod, steps)
             name = pod.metadata.name
+            trouble = trouble_of(pod)
+            if step and trouble not in ("", self._troubles.get(name)):
+                self._troubles[name] = trouble
+                echo(f"waiting     {step:<16} {trouble}")
             if step and name not in self._threads and _has_begun(pod):
                 thread = threading.Thread(target=self._read, args=(name, step), name=f"log-of-{name}", daemon=True)
                 self._threads[name] = thread
@@ -96,6 +107,7 @@ class PodLogs:
     def _read(self, pod: str, step: str) -> None:
         """Print a pod's lines until it ends, resuming where a connection broke."""
         last = ""  # time stamp of the last line, as Kubernetes writes it; they sort as text
+        in_json = False
         while not self._ended.is_set():
             try:
                 stream = self._api.read_namespaced_pod_log(
@@ -103,8 +115,12 @@ class PodLogs:
                 )
                 for raw in stream:
                     stamp, _, text = raw.decode(errors="replace").rstrip("\n").partition(" ")
-                    if stamp > last:
-                        last = stamp
+                    if stamp <= last:
+                        continue
+                    last = stamp
+                    is_machinery = in_json or _MACHINERY.match(text) is not None
+                    in_json = text != "}" if in_json else is_machinery and _BEGINS_JSON.search(text) is not None
+                    if not is_machinery:
                         echo(f"{step:<11} | {text}")
                 return
             except client.ApiException as error:

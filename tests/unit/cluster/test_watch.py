@@ -94,6 +94,43 @@ def test_the_steps_lines_are_shown_behind_their_names(
     assert not any("driver" in path or "impl-2" in path for _, path, _ in pods.requests)
 
 
+def test_only_the_steps_own_lines_are_shown(pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Argo 4.0.5 and KFP 2.17.0 write them on a cluster."""
+    own = ["gate: INT8 loses 2.1 points", "gate: {", "}", "E1125 01:44:36.6 15 launcher_v2.go:449] Component failed"]
+    lines = [
+        'time=2026-11-25T01:44:29.224Z level=INFO msg="capturing logs" argo=true',
+        "I1125 01:44:29.252512      15 main.go:67] Setting log level to: '1'",
+        "[KFP Executor 2026-11-25 01:44:29,342 INFO]: Got executor_input:",
+        "{",
+        '    "inputs": {',
+        "    }",
+        "}",
+        *own,
+        "I1125 01:44:36.427116      15 launcher_v2.go:1230] ExecutorOutput: {",
+        '  "artifacts": {}',
+        "}",
+        'time=2026-11-25T01:44:37.228Z level=INFO msg="sub-process exited" error=<nil> argo=true',
+    ]
+    pods.pods = [pod("r-impl-1", "resnet50-x7k2p.root.gate.executor(0)")]
+    pods.lines = {"r-impl-1": [f"2026-11-25T01:44:{number:02}Z {line}\n" for number, line in enumerate(lines)]}
+    logs.read_new_pods({"gate"})
+    logs.finish()
+    assert capsys.readouterr().out.splitlines() == [f"gate        | {line}" for line in own]
+
+
+def test_a_pod_that_can_not_begin_is_explained_once(
+    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unplaced = pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)", began=False)
+    message = "0/1 nodes are available: 1 Insufficient cpu."
+    condition = k8s.V1PodCondition(type="PodScheduled", status="False", reason="Unschedulable", message=message)
+    unplaced.status = k8s.V1PodStatus(phase="Pending", conditions=[condition])
+    pods.pods = [unplaced]
+    for _ in range(2):
+        logs.read_new_pods({"train"})
+    assert capsys.readouterr().out.splitlines() == [f"waiting     train            Unschedulable {message}"]
+
+
 def test_a_cluster_that_refuses_or_is_not_there_costs_one_line(
     pods: Pods, logs: PodLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
