@@ -135,11 +135,11 @@ class GpuResources(_Part):
 
 
 class Retries(_Part):
-    """Further tries of a failed step, by KFP."""
+    """Further tries of a step, as the cluster's Argo allows them."""
 
     times: int = Field(0, ge=0, le=100, description="Tries after the first one; gate takes none from `every_step`.")
     wait_s: int = Field(60, ge=0, description="Seconds before the second try.")
-    factor: float = Field(2, ge=1, description="What the wait grows by with each try.")
+    factor: int = Field(2, ge=1, description="What the wait is multiplied by with each try; Argo takes whole numbers.")
     window_s: int = Field(
         0,
         ge=0,

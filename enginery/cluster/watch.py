@@ -31,7 +31,7 @@ _CONTAINER = "main"
 # What Argo's emissary and KFP's launcher and executor write around a step's own lines, unless it is a warning or worse.
 # Two of the launcher's lines begin a JSON text that ends with a brace at the start of a line.
 _MACHINERY = re.compile(
-    r"time=\S+ level=(DEBUG|INFO) .* argo=true$|I\d{4} [\d:.]+ +\d+ \S+\.go:\d+\] |\[KFP Executor [^]]+ INFO\]: "
+    r"time=\S+ level=(DEBUG|INFO) .* argo=true( |$)|I\d{4} [\d:.]+ +\d+ \S+\.go:\d+\] |\[KFP Executor [^]]+ INFO\]: "
 )
 _BEGINS_JSON = re.compile(r"(: Got executor_input:|ExecutorOutput: \{)$")
 _REQUEST_S = 10.0
@@ -151,7 +151,7 @@ def _has_begun(pod: Any) -> bool:
 
 
 _ENDED = {"SUCCEEDED": 0, "SKIPPED": 0, "FAILED": EXIT_FAILURE, "CANCELED": EXIT_FAILURE}
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.5, 15.0
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.5, 5.0
 _MAX_LOST_POLLS = 20  # in a row, before the server counts as gone
 # Names that Argo has beside the steps, where a run does not say which its steps are.
 _NO_STEPS = ("root", "executor", "iteration")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+import yaml
 from kubernetes import client  # type: ignore[import-untyped]
 
 from components.common.contracts.container_images import IMAGE_OF
@@ -32,6 +33,7 @@ def all_checks(cluster: ClusterAccess) -> list[Planned]:
         ("cluster", "Kubernetes API", kubernetes_api, ""),
         ("cluster", "namespace", namespace, "namespaces"),
         ("services", "Kubeflow Pipelines", pipelines_server, ""),
+        ("services", "retries", retries, "config maps"),
         ("services", "MLflow", tracking, ""),
         ("GPUs", "GPU nodes", cluster_nodes.gpu_nodes, "nodes"),
         ("GPUs", "GPU drivers", cluster_nodes.drivers, "nodes"),
@@ -115,6 +117,27 @@ def _service_of_kfp(cluster: ClusterAccess) -> Finding:
     )
 
 
+_ARGO_SETTINGS = "workflow-controller-configmap"
+
+
+def retries(cluster: ClusterAccess) -> Finding:
+    """Argo's policy for the retries of the settings, which KFP leaves to it: KFP 2.17 installs OnError."""
+    if not any(cluster.settings.of(step).retries.times for step in IMAGE_OF):
+        return absent("the settings ask for none")
+    found = cluster.find(cluster.core.read_namespaced_config_map, _ARGO_SETTINGS, KFP_NAMESPACE)
+    defaults = yaml.safe_load((found.data or {}).get("workflowDefaults", "") if found else "") or {}
+    strategy = defaults.get("spec", {}).get("templateDefaults", {}).get("retryStrategy", {})
+    policy = strategy.get("retryPolicy") or ("Always" if strategy.get("expression") else "OnFailure")
+    if policy == "Always":
+        return ok(f"Argo tries again {strategy.get('expression') or 'always'}")
+    missed = "that is stopped, evicted or fails" if policy == "OnError" else "whose pod or node is lost"
+    return warning(
+        f"Argo's retryPolicy here is {policy}, so a step {missed} is not tried again",
+        f"in the ConfigMap {_ARGO_SETTINGS} of {KFP_NAMESPACE}, set workflowDefaults.spec.templateDefaults."
+        "retryStrategy as docs/submit.md shows",
+    )
+
+
 _TRACKING = "MLFLOW_TRACKING_URI"
 
 
@@ -185,7 +208,7 @@ def volumes(cluster: ClusterAccess) -> Finding:
     # Volume: True if several nodes write to it at once.
     wanted: dict[Volume, bool] = {volume: False for step in IMAGE_OF for volume in settings.of(step).volumes}
     if settings.train_job.volume is not None:
-        wanted[settings.train_job.volume] = True
+        wanted[settings.train_job.volume] = settings.train.num_nodes > 1
     if not wanted:
         return absent("the settings name no volumes")
     pending = []

@@ -109,7 +109,7 @@ def test_only_the_steps_own_lines_are_shown(pods: Pods, logs: PodLogs, capsys: p
         "I1125 01:44:36.427116      15 launcher_v2.go:1230] ExecutorOutput: {",
         '  "artifacts": {}',
         "}",
-        'time=2026-11-25T01:44:37.228Z level=INFO msg="sub-process exited" error=<nil> argo=true',
+        'time=2026-11-25T01:44:37.228Z level=INFO msg="sub-process exited" argo=true error=<nil>',
     ]
     pods.pods = [pod("r-impl-1", "resnet50-x7k2p.root.gate.executor(0)")]
     pods.lines = {"r-impl-1": [f"2026-11-25T01:44:{number:02}Z {line}\n" for number, line in enumerate(lines)]}

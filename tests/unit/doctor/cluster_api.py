@@ -73,6 +73,7 @@ class ClusterApi(Served):
     limits: list[Any] = field(default_factory=list)
     quotas: list[Any] = field(default_factory=list)
     default_class: bool = True
+    retry_strategy: str = "{limit: '2', retryPolicy: Always}"  # Argo's default
     runtimes: tuple[str, ...] = ("torch-distributed",)
     has_trainer: bool = True
     is_old: bool = False  # the Trainer
@@ -135,6 +136,9 @@ class ClusterApi(Served):
             f"{_CORE}/resourcequotas": k8s.V1ResourceQuotaList(items=self.quotas),
             f"{_CORE}/serviceaccounts/pipeline-runner": k8s.V1ServiceAccount(metadata=meta("pipeline-runner")),
             "/api/v1/namespaces/kubeflow/services/ml-pipeline": k8s.V1Service(metadata=meta("ml-pipeline")),
+            "/api/v1/namespaces/kubeflow/configmaps/workflow-controller-configmap": k8s.V1ConfigMap(
+                data={"workflowDefaults": f"spec: {{templateDefaults: {{retryStrategy: {self.retry_strategy}}}}}"}
+            ),
             "/api/v1/namespaces/mlflow/services/enginery-mlflow": k8s.V1Service(metadata=meta("enginery-mlflow")),
             "/api/v1/namespaces/mlflow/services/enginery-mlflow:5000/proxy/health": "OK",
             "/apis/storage.k8s.io/v1/storageclasses": k8s.V1StorageClassList(items=[storage]),

@@ -162,6 +162,13 @@ MISSING: list[tuple[Any, ...]] = [
 
 WARNINGS: list[tuple[Any, ...]] = [
     ("GPU drivers", adds_node(driver=""), "no label says which driver gpu-3 has"),
+    (
+        "retries",
+        change(retry_strategy="{limit: '2', retryPolicy: OnError}"),
+        "a step that is stopped, evicted or fails",
+    ),
+    ("retries", change(retry_strategy="{}"), "OnFailure, so a step whose pod or node is lost is not tried again"),
+    ("retries", lacks("/api/v1/namespaces/kubeflow/configmaps/workflow-controller-configmap"), "OnFailure"),
     ("storage classes", change(default_class=False), "no default among fast"),
     ("volumes", has_claim("images", phase="Pending"), "not bound yet: images"),
     ("GPU nodes", refuses("/api/v1/nodes"), "you may not read nodes (403 Forbidden)"),
@@ -191,6 +198,8 @@ def test_what_is_in_the_way_and_what_is_doubtful(api: ClusterApi, case: tuple[An
         ("Kubeflow Trainer", change(has_trainer=False), 1, "absent"),
         ("rights of the step", change(forbidden={("create", "trainjobs"): True}), 1, "absent"),
         ("shared memory", change(limits=[limit_range("64Gi")]), 2, "ok"),
+        ("retries", change(retry_strategy='{limit: "2", expression: "true"}'), 1, "ok"),
+        ("volumes", has_claim("shared", mode="ReadWriteOnce"), 1, "ok"),
     ],
 )
 def test_what_does_not_matter(api: ClusterApi, name: str, change: Change, num_nodes: int, status: str) -> None:
