@@ -47,7 +47,7 @@ OTHER_VOLUME = "train_job: {volume: {claim: b, mount_path: /s}}"
         ("train: {gpu: {product: NVIDIA H200}}", "train.gpu.product", "must match pattern"),
         ("every_step: {node_selector: {zone: a b}}", "every_step.node_selector.zone", "must match pattern"),
         ("every_step: {secrets: [{name: s, env: {A: a b}}]}", "every_step.secrets[0].env.A", "must match"),
-        ("train: {retries: {factor: 1.5}}", "train.retries.factor", "an integer"),  # Argo fails the run at the first try
+        ("train: {retries: {factor: 1.5}}", "train.retries.factor", "an integer"),  # Argo refuses it
         ("train: {num_nodes: 2000}", "train.num_nodes", "at most 1024"),
     ],
 )
