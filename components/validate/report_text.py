@@ -177,9 +177,11 @@ def _about_calibration(report: Report) -> str:
 
 
 _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
-    "above_chance": lambda *_: [
-        "Train again, and check that the model's classes are those of the data, in the same order: top-1 is hardly "
-        "above that of always answering the most frequent class."
+    "above_chance": lambda _, check: [
+        "Validate again: reports of this version name the most frequent class."
+        if check.measured is None
+        else "Train again, and check that the model's classes are those of the data, in the same order: top-1 is "
+        "hardly above that of always answering the most frequent class."
     ],
     "top1_pct": _train_for_longer,
     "top1_drop_points": _after_a_drop,

@@ -154,7 +154,7 @@ class Report(Record):
     confusion: Confusion | None
     class_changes: tuple[ClassChange, ...] = Field(description="Classes with validation images, worst change first.")
     calibration: Calibration
-    placement: PlacementEntry | None = Field(description="None where the blocks in INT8 were not chosen by time.")
+    placement: PlacementEntry | None = Field(None, description="None where the blocks in INT8 were not chosen by time.")
     training: TrainingRecord | None = Field(description="None for a model that was not trained by this chain.")
     data: Data
     provenance: Provenance
