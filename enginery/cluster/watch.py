@@ -82,9 +82,10 @@ class PodLogs:
             if step and trouble not in ("", self._troubles.get(name)):
                 self._troubles[name] = trouble
                 echo(f"waiting     {step:<16} {trouble}")
-            if step and name not in self._threads and _has_begun(pod):
+            key = f"{name} {pod.metadata.uid}"  # of a pod that is lost, Argo makes another by the same name
+            if step and key not in self._threads and _has_begun(pod):
                 thread = threading.Thread(target=self._read, args=(name, step), name=f"log-of-{name}", daemon=True)
-                self._threads[name] = thread
+                self._threads[key] = thread
                 thread.start()
 
     def finish(self) -> None:

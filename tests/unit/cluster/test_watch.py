@@ -94,6 +94,20 @@ def test_the_steps_lines_are_shown_behind_their_names(
     assert not any("driver" in path or "impl-2" in path for _, path, _ in pods.requests)
 
 
+def test_a_pod_that_takes_the_place_of_a_lost_one_is_read_too(
+    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Argo gives it the same name."""
+    for uid in ("a", "b"):
+        pods.pods = [pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)")]
+        pods.pods[0].metadata.uid = uid
+        pods.lines = {"r-impl-1": [f"2026-11-25T02:15:39Z train: {uid}\n"]}
+        logs.read_new_pods({"train"})
+        for thread in logs._threads.values():
+            thread.join()
+    assert capsys.readouterr().out.splitlines() == ["train       | train: a", "train       | train: b"]
+
+
 def test_only_the_steps_own_lines_are_shown(pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]) -> None:
     """As Argo 4.0.5 and KFP 2.17.0 write them on a cluster."""
     own = ["gate: INT8 loses 2.1 points", "gate: {", "}", "E1125 01:44:36.6 15 launcher_v2.go:449] Component failed"]
