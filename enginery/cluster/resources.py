@@ -91,6 +91,8 @@ def _apply_image(task: dsl.PipelineTask, step: str, settings: ClusterSettings) -
         task.set_container_image(settings.image(step))
     if settings.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, list(settings.image_pull_secrets))
+    if settings.run_as_non_root:  # KFP sets the rest of what `restricted` asks for
+        kubernetes.set_security_context(task, run_as_non_root=True)
     # The step's run in MLflow is tagged with it.
     kubernetes.use_field_path_as_env(task, KFP_RUN_VARIABLE, "metadata.labels['pipeline/runid']")
 

@@ -231,6 +231,11 @@ class ClusterSettings(_Part):
         description="Where KFP keeps what steps write, such as s3://bucket/folder; empty for KFP's own place.",
     )
     image_pull_secrets: tuple[Name, ...] = Field((), description="Secrets to pull images with.")
+    run_as_non_root: bool = Field(
+        False,
+        description="Have the steps say that they run as no root, which namespaces that enforce PodSecurity restricted "
+        "ask for; KFP 2.16 or newer.",
+    )
     images: Images = Field(Images(), description="Registry and versions of the images.")
     every_step: Placement = Field(Placement(), description="What all steps get that do not say otherwise.")
     preprocess: Placement = Field(Placement(), description="What preprocess gets, its parts too.")

@@ -42,6 +42,7 @@ def all_checks(cluster: ClusterAccess) -> list[Planned]:
         ("storage", "storage classes", storage_classes, "storage classes"),
         ("storage", "volumes", volumes, "persistent volume claims"),
         ("storage", "secrets", secrets, "secrets"),
+        ("storage", "artifacts", artifacts, "config maps"),
         ("images", "pull secrets", pull_secrets, "secrets"),
         ("images", "image pull", pull, ""),
         ("several nodes", "Kubeflow Trainer", cluster_nodes.trainer, "the Trainer's kinds"),
@@ -255,6 +256,25 @@ def secrets(cluster: ClusterAccess) -> Finding:
                 "fix the key in the settings, or add it to the secret",
             )
     return ok(", ".join(sorted(wanted)))
+
+
+_LAUNCHER_SETTINGS = "kfp-launcher"
+
+
+def artifacts(cluster: ClusterAccess) -> Finding:
+    """The login for the place that the settings name for what steps write."""
+    root = cluster.settings.pipeline_root
+    scheme = root.partition("://")[0]
+    if scheme not in ("s3", "gs"):
+        return absent("the settings name no place with a login of its own; KFP's own is used")
+    found = cluster.find(cluster.core.read_namespaced_config_map, _LAUNCHER_SETTINGS, cluster.namespace)
+    if scheme in (yaml.safe_load((found.data or {}).get("providers", "") if found else "") or {}):
+        return ok(f"{root} by the ConfigMap {_LAUNCHER_SETTINGS}")
+    return warning(
+        f"the ConfigMap {_LAUNCHER_SETTINGS} in {cluster.namespace} has no providers.{scheme}, so each step uploads to "
+        f"{root} with what its own pod has of endpoint, region and login",
+        "name endpoint and secret there, as docs/submit.md shows, unless pods have the cloud's identity",
+    )
 
 
 _TYPE = "kubernetes.io/dockerconfigjson"

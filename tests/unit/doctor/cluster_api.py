@@ -132,6 +132,7 @@ class ClusterApi(Served):
             "/version": {"gitVersion": "v1.33.1", "major": "1", "minor": "33"},
             "/api/v1/nodes": k8s.V1NodeList(items=self.nodes),
             _CORE: k8s.V1Namespace(metadata=meta(NAMESPACE)),
+            f"{_CORE}/configmaps/kfp-launcher": k8s.V1ConfigMap(data={"providers": "s3: {default: {endpoint: s3}}"}),
             f"{_CORE}/limitranges": k8s.V1LimitRangeList(items=self.limits),
             f"{_CORE}/resourcequotas": k8s.V1ResourceQuotaList(items=self.quotas),
             f"{_CORE}/serviceaccounts/pipeline-runner": k8s.V1ServiceAccount(metadata=meta("pipeline-runner")),

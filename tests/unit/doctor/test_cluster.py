@@ -171,6 +171,12 @@ WARNINGS: list[tuple[Any, ...]] = [
     ("retries", lacks("/api/v1/namespaces/kubeflow/configmaps/workflow-controller-configmap"), "OnFailure"),
     ("storage classes", change(default_class=False), "no default among fast"),
     ("volumes", has_claim("images", phase="Pending"), "not bound yet: images"),
+    (
+        "artifacts",
+        lacks(f"{CORE}/configmaps/kfp-launcher"),
+        "has no providers.s3, so each step uploads to s3://kfp-art",
+    ),
+    ("artifacts", nothing, "has no providers.gs", {"pipeline_root": "gs://bucket"}),
     ("GPU nodes", refuses("/api/v1/nodes"), "you may not read nodes (403 Forbidden)"),
     ("secrets", refuses(f"{CORE}/secrets/s3-login"), "you may not read secrets"),
     ("rights of the step", refuses("/apis/authorization.k8s.io/v1/subjectaccessreviews"), "you may all of it yourself"),
