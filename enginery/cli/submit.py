@@ -1,5 +1,6 @@
 """`enginery submit`: a pipeline file on a Kubeflow Pipelines server."""
 
+import json
 import re
 import shlex
 import sys
@@ -64,6 +65,7 @@ class Request:
     namespace: str
     cron: str  # of a recurring run, in KFP's six fields; "" for none
     every_s: int  # 0 for none
+    once: bool  # a run of this name counts as this one
 
 
 def command_for(path: Path) -> click.Command:
@@ -90,6 +92,9 @@ def command_for(path: Path) -> click.Command:
             placed, of_cluster = load_for_cluster(path, settings, num_nodes)
         if cron and every:
             raise UserError("--cron and --every can't be had together", code="two-schedules", setting="--every")
+        if values["once"] and not values["run_name"]:
+            text = "--once looks for a run of this name; give it one with --run-name"
+            raise UserError(text, code="once-without-name", setting="--run-name")
         if wait and (cron or every):
             text = "--wait follows one run, and --cron and --every make many; leave --wait out"
             raise UserError(text, code="schedule-with-wait", setting="--wait")
@@ -102,6 +107,7 @@ def command_for(path: Path) -> click.Command:
             namespace=values["namespace"] or of_cluster.namespace,
             cron=_cron(cron) if cron else "",
             every_s=_every_s(every) if every else 0,
+            once=values["once"],
         )
         sys.exit(_submit(placed, request, server, wait=wait, logs=logs))
 
@@ -110,6 +116,11 @@ def command_for(path: Path) -> click.Command:
         *settings_options(),
         click.Option(["--experiment"], metavar="NAME", help="KFP experiment.  [default: the pipeline's name]"),
         click.Option(["--run-name"], metavar="NAME", help="Name of the run.  [default: the pipeline's, and the time]"),
+        click.Option(
+            ["--once"],
+            is_flag=True,
+            help="Submit nothing if a run of this --run-name is there and did not fail; --wait follows that one.",
+        ),
         click.Option(["--namespace"], metavar="NAME", help="Your namespace, where KFP serves several users."),
         click.Option(
             ["--wait"],
@@ -154,13 +165,23 @@ def _submit(file: PipelineFile, request: Request, server: KfpServer, *, wait: bo
                 lines = _recurring(client, package, request, server)
                 run_id = ""
             else:
-                run_id = _once(client, package, request)
-                lines = [f"run         {run_id}", f"look at it  {server.link(run_id)}"]
+                run_id = _earlier(client, request) if request.once else ""
+                lines = [f"run         {run_id}, which was there before"] if run_id else []
+                run_id = run_id or _once(client, package, request)
+                lines = [*(lines or [f"run         {run_id}"]), f"look at it  {server.link(run_id)}"]
     for line in lines:
         click.echo(line)
     if not wait:
         return 0
     return follow(server, client, run_id, namespace=request.namespace, logs=logs)
+
+
+def _earlier(client: Any, request: Request) -> str:
+    """Id of the newest run of this name that has not failed; empty if there is none."""
+    by_name = {"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": request.run_name}]}
+    options = {"sort_by": "created_at desc", "filter": json.dumps(by_name), "namespace": request.namespace or None}
+    runs = client.list_runs(page_size=100, **options).runs or []
+    return next((str(run.run_id) for run in runs if run.state not in ("FAILED", "CANCELED")), "")
 
 
 def _once(client: Any, package: Path, request: Request) -> str:

@@ -250,7 +250,7 @@ def test_the_trust_policy_is_where_the_document_has_it() -> None:
     assert f"sigstore: {trust['mountPath']}/" in (REPOSITORY / "docs/security.md").read_text()
 
 
-def test_a_job_is_named_by_what_it_submits() -> None:
+def test_a_job_is_another_when_it_changes_and_its_run_when_that_does() -> None:
     def job(**changed: Any) -> dict[str, Any]:
         values = case("restricted")
         values["submit"] |= changed
@@ -265,6 +265,15 @@ def test_a_job_is_named_by_what_it_submits() -> None:
     assert [job(wait=wait, retries=2)["spec"]["backoffLimit"] for wait in (True, False)] == [0, 2]
     names = {job(**changed)["metadata"]["name"] for changed in ({}, {"wait": False}, {"settings": {"a": 1}})}
     assert len(names) == 3
+
+    def run_name(**changed: Any) -> str:
+        arguments = job(**changed)["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert "--once" in arguments
+        return arguments[arguments.index("--run-name") + 1]
+
+    resources_of_the_pod = {"limits": {"memory": "2Gi"}}
+    assert len({run_name(), run_name(wait=False), run_name(resources=resources_of_the_pod)}) == 1
+    assert run_name(settings={"a": 1}) != run_name() != run_name(arguments={"data": "/other"})
 
 
 def test_steps_may_make_trainjobs_where_they_run() -> None:

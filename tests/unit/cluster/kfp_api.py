@@ -80,6 +80,7 @@ class Cluster(Served):
     lose: int = 0  # questions about the run that get no answer
     schedules: list[Any] = field(default_factory=list)
     spec: Any = None  # of the run
+    runs: list[Any] = field(default_factory=list)  # that are listed
 
     def body_of(self, method: str, path: str) -> Any:
         (body,) = [entry[2] for entry in self.requests if entry[:2] == (method, path)]
@@ -102,6 +103,8 @@ class Cluster(Served):
                 return 400, self._refusal(3, self.refuse_run)
             self.spec = body["pipeline_spec"]
             return 200, answer(kfp.V2beta1Run(run_id=RUN_ID, display_name=body["display_name"]))
+        if path == "/runs" and method == "GET":
+            return 200, answer(kfp.V2beta1ListRunsResponse(runs=self.runs))
         if path == f"/runs/{RUN_ID}":
             return self._run()
         if path == "/recurringruns" and method == "GET":

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import kfp_server_api as kfp
 import pytest
 
 from enginery.cluster import watch
@@ -210,6 +211,18 @@ def test_ctrl_c_leaves_the_run_and_says_how_to_come_back(
     assert done.exit_code == 130
     assert f"To come back: enginery watch {RUN_ID} --endpoint {cluster.endpoint} --namespace mine" in done.text
     assert {method for method, _, _ in cluster.requests} == {"GET", "POST"}  # nothing was stopped or removed
+
+
+def test_once_takes_a_run_of_the_same_name_unless_it_failed(cluster: Cluster, submit: Submit) -> None:
+    """So that neither another try of a Job nor a newer image of it submits the same again."""
+    options = (*DATA, "--once", "--run-name", "release-1a2b")
+    for state, posts in (("FAILED", 1), ("RUNNING", 1), ("SUCCEEDED", 1)):
+        cluster.runs = [kfp.V2beta1Run(run_id="earlier", state=state)]
+        done = submit(cluster.endpoint, *options)
+        assert done.exit_code == 0
+        assert ("earlier, which was there before" in done.text) == (state != "FAILED")
+        assert [entry[:2] for entry in cluster.requests].count(("POST", "/apis/v2beta1/runs")) == posts
+    assert submit(cluster.endpoint, *DATA, "--once").fault == (2, "once-without-name", "--run-name")
 
 
 def test_a_recurring_run(cluster: Cluster, submit: Submit) -> None:

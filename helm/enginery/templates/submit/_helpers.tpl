@@ -2,6 +2,12 @@
 {{- printf "%s-submit" (include "enginery.fullname" .) -}}
 {{- end -}}
 
+{{/* What is submitted, and nothing of the pod that does it: another image of that is no reason for another run. */}}
+{{- define "enginery.submit.runName" -}}
+{{- $what := pick .Values.submit "pipeline" "endpoint" "experiment" "namespace" "arguments" "settings" -}}
+{{- printf "%s-%s" (include "enginery.submit.name" .) (toJson $what | sha256sum | trunc 8) -}}
+{{- end -}}
+
 {{/* The Job's spec: the same for a Job and a CronJob. */}}
 {{- define "enginery.submit.jobSpec" -}}
 {{- $submit := .Values.submit -}}
@@ -32,6 +38,11 @@ template:
           {{- with $submit.experiment }}
           - --experiment
           - {{ . | quote }}
+          {{- end }}
+          {{- if not $submit.schedule }}
+          - --once
+          - --run-name
+          - {{ include "enginery.submit.runName" . }}
           {{- end }}
           {{- with $submit.namespace }}
           - --namespace
