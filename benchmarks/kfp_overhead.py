@@ -1,0 +1,57 @@
+"""What Kubeflow Pipelines takes between two steps, by the pods of finished runs whose steps follow each other.
+
+    python -m benchmarks.kfp_overhead --machine cpu-2core --run ID --run ID
+
+From the end of a step's container, whose uploads are done, to the start of the next one's. Needs a KUBECONFIG that may
+read pods; Kubernetes keeps whole seconds.
+"""
+
+import statistics
+from itertools import pairwise
+from typing import Any
+
+import click
+
+from benchmarks.results import write_result
+from enginery.cluster.server import KFP_NAMESPACE
+from enginery.cluster.watch import RUN_LABEL, core_api, step_of
+
+
+@click.command()
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--run", "run_ids", required=True, multiple=True, help="Id of a finished run.")
+@click.option("--namespace", default=KFP_NAMESPACE, show_default=True, help="Where its pods are.")
+@click.option("--name", default="kfp_overhead", show_default=True, help="Name of the result.")
+@click.option("--notes", required=True, help="Versions, and what else the machine did.")
+def main(machine: str, run_ids: tuple[str, ...], namespace: str, name: str, notes: str) -> None:
+    runs = [_run(run_id, namespace) for run_id in run_ids]
+    gaps = [gap for run in runs for gap in run["seconds_between_steps"]]
+    measures = {
+        "kfp_seconds_per_step": statistics.median(gaps),
+        "kfp_seconds_per_step_worst": max(gaps),
+        "first_step_seconds": statistics.median(run["seconds_to_first_step"] for run in runs),
+    }
+    click.echo(measures)
+    write_result(machine, name, measures=measures, runs=runs, notes=notes)
+
+
+def _run(run_id: str, namespace: str) -> dict[str, Any]:
+    """Times of one run. Its first pod is the driver of the whole, made when KFP has the run."""
+    pods = core_api().list_namespaced_pod(namespace, label_selector=f"{RUN_LABEL}={run_id}").items
+    steps = []
+    for pod in pods:
+        (state,) = (status.state.terminated for status in pod.status.container_statuses if status.name == "main")
+        if step := step_of(pod, None):
+            steps.append((state.started_at, state.finished_at, step))
+    steps.sort()
+    created = min(pod.metadata.creation_timestamp for pod in pods)
+    return {
+        "steps": [step for _, _, step in steps],
+        "seconds_of_steps": [(end - start).total_seconds() for start, end, _ in steps],
+        "seconds_between_steps": [(after[0] - before[1]).total_seconds() for before, after in pairwise(steps)],
+        "seconds_to_first_step": (steps[0][0] - created).total_seconds(),
+    }
+
+
+if __name__ == "__main__":
+    main()
