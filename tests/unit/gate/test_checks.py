@@ -1,6 +1,7 @@
 """Each check at its borders, what the evidence is too little for, and what is recommended then."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from tests.unit.measurements import (
     compared_row,
     speeds,
 )
-from tests.unit.registered import ROOT
 
 GPU = {"fp32": 1000.0, "fp16": 3000.0, "int8": 4000.0}
 OPEN = "not enough evidence"
@@ -247,8 +247,8 @@ def test_what_is_set_is_checked_in_the_order_of_the_table() -> None:
 
 
 def test_a_report_of_version_0_1_is_judged() -> None:
-    """The published example has the intervals of then, and does not name the most frequent class."""
-    old = json.loads((ROOT / "docs/examples/h200/report.json").read_text())["accuracy"]
+    """It has the intervals of then, and does not name the most frequent class."""
+    old = json.loads(Path(__file__).with_name("accuracy_of_0_1.json").read_text())
     assert "bootstrap_low_points" in old["rows"][-1]["comparison"]
     report = AccuracyReport.model_validate(old)
     found = report.row("int8").comparison
