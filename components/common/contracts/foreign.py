@@ -69,13 +69,18 @@ def read_arrays(file: Path, max_bytes: Mapping[str, int]) -> "dict[str, np.ndarr
     """
     import numpy as np
 
+    arrays: dict[str, np.ndarray] = {}
     try:
         with zipfile.ZipFile(file) as archive:  # which reads no more of an entry than its directory says
-            sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
-        for name, most in max_bytes.items():
-            if sizes.get(f"{name}.npy", 0) > most + _MAX_HEADER_BYTES:
-                raise ValueError(f"{name} has more than {most:,} bytes")
-        with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in max_bytes} if all(name in arrays for name in max_bytes) else None
+            entries = {entry.filename: entry for entry in archive.infolist()}
+            for name, most in max_bytes.items():
+                entry = entries.get(f"{name}.npy")  # np.load takes one without the suffix, too, whose size is its own
+                if entry is None:
+                    return None
+                if entry.file_size > most + _MAX_HEADER_BYTES:
+                    raise ValueError(f"{name} has more than {most:,} bytes")
+                with archive.open(entry) as opened:
+                    arrays[name] = np.lib.format.read_array(opened, allow_pickle=False)
     except Exception as error:  # zipfile, zlib and NumPy have many kinds
         raise ValueError(f"{type(error).__name__}: {error}") from None
+    return arrays

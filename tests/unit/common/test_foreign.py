@@ -38,3 +38,15 @@ def test_arrays_within_their_bound(tmp_path: Path) -> None:
         file.write_bytes(data)
         with pytest.raises(ValueError, match=said):
             read_arrays(file, most)
+
+
+def test_an_array_under_a_name_that_numpy_takes_too(tmp_path: Path) -> None:
+    """np.load finds "labels" without a suffix, and unpacks all of what is no array."""
+    file = tmp_path / "predictions.npz"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("labels", bytes(1 << 20))
+    assert read_arrays(file, {"labels": 1000}) is None
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("labels.npy", bytes(1000))
+    with pytest.raises(ValueError, match="magic string"):
+        read_arrays(file, {"labels": 1000})
