@@ -1,6 +1,7 @@
 """Models by name, over torchvision and timm."""
 
 import pickle
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     is_safetensors = path.suffix.lower() == ".safetensors"
     try:
         refuse_lfs_pointer(path)
+        _refuse_packed(path)
         weights = load_file(path) if is_safetensors else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"there is no weights file {path}", code="weights-missing") from None
@@ -107,6 +109,20 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): value for name, value in weights.items()}
 
 
+def _refuse_packed(path: Path) -> None:
+    """Refuse a zip whose entries unpack to more than it has bytes, as torch.save writes none."""
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            return
+    with zipfile.ZipFile(path) as archive:
+        num_bytes = sum(entry.file_size for entry in archive.infolist())
+    if num_bytes > path.stat().st_size:
+        raise UserError(
+            f"{path} unpacks to {num_bytes:,} bytes, more than it has; save the weights again with torch.save",
+            code="weights-packed",
+        )
+
+
 def _is_from_torch(path: Path) -> bool:
     """True if a file begins as those of torch.save do: a zip archive, or a pickle as of old."""
     with path.open("rb") as file:
@@ -120,12 +136,6 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
     Raises:
         UserError: names or shapes don't fit the model, or a number is not finite.
     """
-    for name, values in weights.items():
-        if values.is_floating_point() and not bool(values.isfinite().all()):
-            raise UserError(
-                f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint",
-                code="weights-not-finite",
-            )
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:
@@ -136,6 +146,12 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
             "architecture that they are of, and data with as many classes",
             code="weights-do-not-fit",
         ) from None
+    for name, values in model.state_dict().items():  # of this model's size: a file's few bytes may claim any
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            raise UserError(
+                f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint",
+                code="weights-not-finite",
+            )
 
 
 def check_image_size(network: nn.Module, architecture: str, image_size: int) -> None:

@@ -1,5 +1,6 @@
 """Pretrained weights from files and checkpoints, a new head, and a backbone that stays as it is."""
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from components.common.runtimes.architectures import build_model
+from components.common.runtimes.architectures import build_model, load_weights, read_weights
 from components.train.batches import check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS
 from components.train.fine_tuning import head_names, starting_model
@@ -93,6 +94,20 @@ def test_files_that_hold_something_else(tmp_path: Path, name: str, code: str) ->
         start(10, pretrained=str(tmp_path / name))
     if code == "weights-do-not-fit":  # of 61 weights that are missing
         assert '" ...; Unexpected key(s) in state_dict: "x"; name the architecture' in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "code"), [("packed.pth", "weights-packed"), ("wide.pth", "weights-do-not-fit")])
+def test_weights_of_few_bytes_that_claim_any_size(tmp_path: Path, name: str, code: str) -> None:
+    torch.save({"fc.bias": torch.zeros(1).expand(1 << 50)}, tmp_path / "wide.pth")
+    torch.save({"fc.bias": torch.zeros(1 << 20)}, tmp_path / "plain.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pth") as plain,
+        zipfile.ZipFile(tmp_path / "packed.pth", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in plain.namelist():
+            packed.writestr(entry, plain.read(entry))
+    with refuses(code):
+        load_weights(build_model("squeezenet1_1", 2), read_weights(tmp_path / name), name)
 
 
 VGG, RESNET = {"architecture": "vgg11_bn"}, {"architecture": "resnet18"}
