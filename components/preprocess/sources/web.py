@@ -34,12 +34,15 @@ _NEVER = [
         "100.100.100.200",
         "168.63.129.16",
         "192.0.0.0/24",
+        "fd00:42::42",
         "fd00:ec2::254",
+        "fd20:ce::254",
         "64:ff9b:1::/48",
+        "::ffff:0:0:0/96",
         "2002::/16",
     )
 ]
-_SITE_LOCAL = IPv6Network("fec0::/10")
+_UNICAST = IPv6Network("2000::/3")  # all that is public in IPv6; Python's is_global takes what is not given out, too
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 Endpoint = tuple[str, int]  # address and port
@@ -179,7 +182,8 @@ async def _endpoints(uri: str, loop: asyncio.AbstractEventLoop) -> set[Endpoint]
 
 
 def _is_public(address: Address) -> bool:
-    return address.is_global and address not in _SITE_LOCAL and not _is_never_trusted(address)
+    is_given_out = isinstance(address, IPv4Address) or address in _UNICAST
+    return is_given_out and address.is_global and not _is_never_trusted(address)
 
 
 def _is_never_trusted(address: Address) -> bool:

@@ -492,6 +492,7 @@ def test_a_link_local_address_is_refused_where_it_is_named_and_behind_a_proxy(
         ("::1", "private"),
         ("fec0::1", "private"),
         ("::a00:1", "private"),
+        ("5f00::1", "private"),
         ("64:ff9b::a00:1", "private"),
         ("169.254.169.254", "never"),
         ("fe80::1%eth0", "never"),
@@ -503,6 +504,9 @@ def test_a_link_local_address_is_refused_where_it_is_named_and_behind_a_proxy(
         ("192.0.0.192", "never"),
         ("100.100.100.200", "never"),
         ("fd00:ec2::254", "never"),
+        ("fd20:ce::254", "never"),
+        ("fd00:42::42", "never"),
+        ("::ffff:0:a9fe:a9fe", "never"),
     ],
 )
 def test_addresses_by_what_they_may_lead_to(address: str, expected: str) -> None:
