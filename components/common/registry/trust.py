@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from components.common.contracts.digests import canonical_json
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
+from components.common.contracts.manifests import write_atomically
 from components.common.registry.keys import (
     KEY_VARIABLE,
     PASSPHRASE_VARIABLE,
@@ -327,9 +328,7 @@ def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -
                     "approval-older",
                 )
             if seen.get(subject) != approved:
-                temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-                temporary.write_text(json.dumps({**seen, subject: approved}, indent=1) + "\n", encoding="utf-8")
-                temporary.replace(file)
+                write_atomically(file, json.dumps({**seen, subject: approved}, indent=1).encode() + b"\n")
     except (OSError, ValueError) as error:
         raise UserError(
             f"can't keep the newest approvals in {file}: {error}; correct the trust policy", code="approvals-unwritable"
