@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -171,7 +172,7 @@ def tracking(cluster: ClusterAccess) -> Finding:
 
 def _ask_service(cluster: ClusterAccess, uri: str, name: str, of_namespace: str, port: int) -> Finding:
     try:
-        cluster.core.read_namespaced_service(name, of_namespace)
+        found = cluster.core.read_namespaced_service(name, of_namespace)
         cluster.core.connect_get_namespaced_service_proxy_with_path(
             f"{name}:{port}", of_namespace, "health", _preload_content=False, _request_timeout=LIMIT_S
         )
@@ -184,7 +185,32 @@ def _ask_service(cluster: ClusterAccess, uri: str, name: str, of_namespace: str,
         if error.status in (502, 503, 504):
             return missing(f"{uri}: nothing answers behind it", f"kubectl -n {of_namespace} get endpoints,pods")
         raise
+    host = urlsplit(uri).netloc
+    for allowed in _allowed_hosts(cluster, found, of_namespace):
+        if allowed and not any(fnmatch(host, pattern.strip()) for pattern in allowed.split(",")):
+            return missing(
+                f"{uri} answers 403: {_ALLOWED} is {allowed}", f"add {host} (mlflow.allowedHosts of the chart)"
+            )
     return ok(f"{uri} answers in the cluster")
+
+
+_ALLOWED = "MLFLOW_SERVER_ALLOWED_HOSTS"
+
+
+def _allowed_hosts(cluster: ClusterAccess, service: Any, of_namespace: str) -> set[str]:
+    """The names that the pods behind a service answer to; /health is answered by any, and the API's proxy has its own.
+
+    Empty where pods may not be read.
+    """
+    selector = ",".join(f"{key}={value}" for key, value in (service.spec.selector or {}).items())
+    if not selector:
+        return set()
+    try:
+        pods = cluster.core.list_namespaced_pod(of_namespace, label_selector=selector, _request_timeout=LIMIT_S).items
+    except client.ApiException:
+        return set()
+    containers = [container for pod in pods for container in pod.spec.containers]
+    return {entry.value or "" for one in containers for entry in one.env or () if entry.name == _ALLOWED}
 
 
 _DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"

@@ -73,6 +73,7 @@ class ClusterApi(Served):
     limits: list[Any] = field(default_factory=list)
     quotas: list[Any] = field(default_factory=list)
     default_class: bool = True
+    mlflow_hosts: str = "localhost,enginery-mlflow.mlflow:*"
     retry_strategy: str = "{limit: '2', retryPolicy: Always}"  # Argo's default
     runtimes: tuple[str, ...] = ("torch-distributed",)
     has_trainer: bool = True
@@ -140,13 +141,21 @@ class ClusterApi(Served):
             "/api/v1/namespaces/kubeflow/configmaps/workflow-controller-configmap": k8s.V1ConfigMap(
                 data={"workflowDefaults": f"spec: {{templateDefaults: {{retryStrategy: {self.retry_strategy}}}}}"}
             ),
-            "/api/v1/namespaces/mlflow/services/enginery-mlflow": k8s.V1Service(metadata=meta("enginery-mlflow")),
+            "/api/v1/namespaces/mlflow/services/enginery-mlflow": k8s.V1Service(
+                metadata=meta("enginery-mlflow"), spec=k8s.V1ServiceSpec(selector={"app": "mlflow"})
+            ),
+            "/api/v1/namespaces/mlflow/pods": k8s.V1PodList(items=[self._mlflow()]),
             "/api/v1/namespaces/mlflow/services/enginery-mlflow:5000/proxy/health": "OK",
             "/apis/storage.k8s.io/v1/storageclasses": k8s.V1StorageClassList(items=[storage]),
         }
         found |= {f"{_CORE}/persistentvolumeclaims/{name}": one for name, one in self.claims.items()}
         found |= {f"{_CORE}/secrets/{name}": one for name, one in self.secrets.items()}
         return found | (self._trainer() if self.has_trainer else {})
+
+    def _mlflow(self) -> Any:
+        hosts = k8s.V1EnvVar(name="MLFLOW_SERVER_ALLOWED_HOSTS", value=self.mlflow_hosts)
+        container = k8s.V1Container(name="mlflow", env=[hosts])
+        return k8s.V1Pod(metadata=meta("mlflow-1"), spec=k8s.V1PodSpec(containers=[container]))
 
     def _trainer(self) -> dict[str, Any]:
         resource = k8s.V1APIResource(

@@ -129,6 +129,11 @@ MISSING: list[tuple[Any, ...]] = [
     ("Kubeflow Pipelines", lacks("/api/v1/namespaces/kubeflow/services/ml-pipeline"), "no service", {"endpoint": ""}),
     ("MLflow", lacks("/api/v1/namespaces/mlflow/services/enginery-mlflow"), "no service enginery-mlflow in mlflow"),
     ("MLflow", nothing, "steps in different pods need a server", SQLITE),
+    (
+        "MLflow",
+        change(mlflow_hosts="other.example,enginery-mlflow"),
+        "answers 403: MLFLOW_SERVER_ALLOWED_HOSTS is other",
+    ),
     ("GPU nodes", change(nodes=[cpu_node()]), "none offers nvidia.com/gpu"),
     ("GPU nodes", break_nodes, "of 1 nodes none offers nvidia.com/gpu"),
     ("GPU nodes", lambda api: api.nodes.pop(0), "train needs 2 nodes with"),
@@ -206,6 +211,8 @@ def test_what_is_in_the_way_and_what_is_doubtful(api: ClusterApi, case: tuple[An
         ("shared memory", change(limits=[limit_range("64Gi")]), 2, "ok"),
         ("retries", change(retry_strategy='{limit: "2", expression: "true"}'), 1, "ok"),
         ("volumes", has_claim("shared", mode="ReadWriteOnce"), 1, "ok"),
+        ("MLflow", change(mlflow_hosts="*"), 1, "ok"),
+        ("MLflow", refuses("/api/v1/namespaces/mlflow/pods"), 1, "ok"),
     ],
 )
 def test_what_does_not_matter(api: ClusterApi, name: str, change: Change, num_nodes: int, status: str) -> None:
