@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STATE := .enginery
 ARGS ?=
-# Two test processes on each core, eight at most; ARGS=-n0 runs the tests in one process, as a debugger needs it.
+# Three test processes for two cores, eight at most; ARGS=-n0 runs the tests in one process, as a debugger needs it.
 PYTEST = CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest
 PARALLEL = -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 

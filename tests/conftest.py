@@ -29,8 +29,8 @@ for _name in (
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two on each core: a quarter of the time they wait for processes, files and servers."""
-    return 2 * len(os.sched_getaffinity(0))
+    """Three for two cores: a quarter of the time they wait for processes, files and servers."""
+    return 3 * len(os.sched_getaffinity(0)) // 2
 
 
 # One core for each of several test processes, before libraries count them: threads of one would wait for the others'.
