@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from components.common.contracts.digests import short
+from components.common.contracts.errors import without_secrets
 from enginery.formats import new_console
 from enginery.registry.models import open_registry
 
@@ -96,18 +97,21 @@ def _show_entry(console: Console, entry: dict[str, Any]) -> None:
         )
 
 
-def why_option(*, required: bool) -> Callable[[Any], Any]:
-    """--why, of the commands that change an alias."""
+def why_option(*, required: bool = False, text: str = "Reason, for the audit log.") -> Callable[[Any], Any]:
+    """--why, of the commands that change an alias or an environment: `text` is its help."""
 
     def check(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-        text = (value or "").strip()
-        if required and not text:
+        why = (value or "").strip()
+        if required and not why:
             raise click.BadParameter("say why, for the audit log")
-        if len(text) > _MAX_WHY:
-            raise click.BadParameter(f"at most {_MAX_WHY} characters, got {len(text)}")
-        return text
+        if len(why) > _MAX_WHY:
+            raise click.BadParameter(f"at most {_MAX_WHY} characters, got {len(why)}")
+        try:
+            return without_secrets(why)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
 
-    return click.option("--why", required=required, metavar="TEXT", callback=check, help="Reason, for the audit log.")
+    return click.option("--why", required=required, metavar="TEXT", callback=check, help=text)
 
 
 def changed_text(entry: "Entry") -> str:

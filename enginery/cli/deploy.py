@@ -7,6 +7,7 @@ import click
 
 from components.common.contracts.errors import UserError
 from components.common.registry.trust import check_chain, find_policy
+from enginery.cli.audit import why_option
 from enginery.formats import echo
 from enginery.registry.models import find_version, open_registry
 from enginery.release.deploy import (
@@ -46,7 +47,7 @@ class _Deployment:
               help="What `enginery serve export` wrote for the version: the repository that is served.")  # fmt: skip
 @click.option("--directory", type=_Folder, default=Path("helm/environments"), show_default=True, metavar="DIR",
               help="Folder of the environments.")  # fmt: skip
-@click.option("--why", default="", metavar="TEXT", help="For the commit's message.")
+@why_option(text="For the commit's message.")
 def deploy(
     model: str,
     names: tuple[str, ...],

@@ -9,7 +9,7 @@ from enginery.registry.models import open_registry
 
 @click.command()
 @click.argument("name")
-@why_option(required=False)
+@why_option()
 def rollback(name: str, why: str) -> None:
     """Make the previous champion of the registered model NAME champion again; once more goes one further back.
 

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 
 from components.common.registry.audit_log import AuditLog
 from components.common.registry.model_registry import Registry
 from components.promote.config import PromoteConfig
+from enginery.cli.commands import cli
 from enginery.registry.models import version_summary
 from tests.unit.registered import (
     CHANGED,
@@ -192,3 +194,10 @@ def test_what_mlflow_refuses_does_not_get_into_the_log(three: str, registry: Reg
     for why in ((), ("--why", " "), ("--why", "x" * 501)):
         assert enginery("promote", "m", "1", *why).exit_code == 2
     assert len(AuditLog(registry.client, "m").read()) == 3
+
+
+@pytest.mark.parametrize("command", [("promote", "m", "1"), ("rollback", "m"), ("deploy", "m/1", "--env", "prod")])
+def test_a_reason_holds_no_secret(command: tuple[str, ...]) -> None:
+    """It goes into MLflow or Git, and stays there."""
+    done = CliRunner().invoke(cli, [*command, "--why", "see https://glpat-0123456789abcdef@git.example.com/x"])
+    assert (done.exit_code, "holds a user" in done.output, "glpat" in done.output) == (2, True, False)
