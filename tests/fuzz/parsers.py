@@ -1,4 +1,4 @@
-"""Damaged tables, archives, ONNX files and manifests: each ends with an error of ours or with what can be read.
+"""Damaged tables, archives, models and manifests: each ends with an error of ours or with what can be read.
 
 python -m tests.fuzz parsers --num-cases 10000 --seed 0
 """
@@ -17,7 +17,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from safetensors.torch import save
 
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
@@ -28,6 +30,7 @@ from components.common.contracts.manifests import (
     digest_file,
     load,
 )
+from components.common.runtimes.architectures import load_weights, read_weights
 from components.export.onnx_export import read_user_onnx
 from components.preprocess.sources import Unreadable, find_samples, read_sample
 from tests.fuzz.images import mutate
@@ -85,6 +88,16 @@ def _onnx() -> bytes:
     return content
 
 
+def _weights() -> bytes:
+    stream = io.BytesIO()
+    torch.save(_network().state_dict(), stream)
+    return stream.getvalue()
+
+
+def _network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+
+
 def _manifest() -> bytes:
     digest = "sha256:" + "0" * 64
     split = {"num_images": 4, "shards": ["val-000000.tar"], "fingerprint": digest, "images_per_class": [2, 2]}
@@ -100,6 +113,10 @@ def _read_source(file: Path) -> None:
         for sample in source.splits["train"][:_NUM_READ]:
             with contextlib.suppress(OSError, Unreadable):
                 read_sample(source.storage, sample)
+
+
+def _read_weights(file: Path) -> None:
+    load_weights(_network(), read_weights(file), str(file))
 
 
 def _read_manifest(file: Path) -> None:
@@ -134,7 +151,12 @@ def originals() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
     readers: dict[str, tuple[bytes, Callable[[Path], object]]] = {
         name: (data, _read_source) for name, data in files.items()
     }
-    return readers | {"model.onnx": (_onnx(), read_user_onnx), MANIFEST: (_manifest(), _read_manifest)}
+    return readers | {
+        "model.onnx": (_onnx(), read_user_onnx),
+        "weights.pt": (_weights(), _read_weights),
+        "weights.safetensors": (save(_network().state_dict()), _read_weights),
+        MANIFEST: (_manifest(), _read_manifest),
+    }
 
 
 def damaged(number: int, seed: int) -> tuple[str, bytes]:
