@@ -214,7 +214,7 @@ def resolve_arguments(
         _assign(file, plain, steps, step, {name: parse_value(value)}, source="--set")
     plain.update(flags)
     for name, spec in file.inputs.items():
-        if name not in plain and name in file.plain_inputs():
+        if name in file.plain_inputs() and (name not in plain or (plain[name] == "" and not spec.optional)):
             if not spec.optional:
                 option = f"--{name.replace('_', '-')}"
                 raise UserError(

@@ -385,11 +385,11 @@ def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
 
 def remedy(thresholds: Thresholds, accuracy: AccuracyReport, checks: Sequence[GateCheck]) -> str:
     """The fix where a drop was measured and only its proof is missing; empty elsewhere."""
-    is_open = any(
-        CHECKS[check.name].kind == "drop" and check.verdict == "not enough evidence" and check.measured is not None
-        for check in checks
-    )
-    if not is_open or any(check.verdict == "fail" for check in checks):
+    missing = [check for check in checks if check.verdict != "pass"]
+    if not missing or not all(
+        CHECKS[check.name].kind == "drop" and check.verdict != "fail" and check.measured is not None
+        for check in missing
+    ):
         return ""
     more = "Validate on more images (a larger validation folder, or preprocess.val_fraction), allow"
     decided_by_more = deciding_images(thresholds, accuracy, accuracy.row(thresholds.precision)) is not None

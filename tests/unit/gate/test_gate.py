@@ -93,6 +93,10 @@ def test_too_little_evidence_and_slow_int8_fail_with_advice(tmp_path: Path) -> N
     assert said.endswith(" (--set gate.confident=false)")
     assert (verdict.passed, verdict.checks[0].verdict, verdict.recommendation) == (False, "not enough evidence", None)
     assert verdict.word == "not enough evidence"
+    said, _ = judged(
+        report(tmp_path / "fewer", compared_row(3), min_validation_images=10**6), min_validation_images=10**6
+    )
+    assert "gate.confident" not in said  # which would not be enough
     rows = compared_row(0), compared_row(0, precision="fp16")
     source = report(tmp_path / "slow", *rows, benchmark=speeds({**GPU, "int8": 2700.0}), min_speedup_fp16=1.2)
     said, verdict = judged(source, min_speedup_fp16=1.2)
