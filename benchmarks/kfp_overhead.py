@@ -1,6 +1,6 @@
 """What Kubeflow Pipelines takes between two steps, by the pods of finished runs whose steps follow each other.
 
-    python -m benchmarks.kfp_overhead --machine cpu-2core --run ID --run ID
+    python -m benchmarks.kfp_overhead --machine cpu-2core --run ID --run ID --notes "KFP 2.17.0"
 
 From the end of a step's container, whose uploads are done, to the start of the next one's. Needs a KUBECONFIG that may
 read pods; Kubernetes keeps whole seconds.

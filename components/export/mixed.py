@@ -122,10 +122,17 @@ class MixedSearch:
         if not self.max_engines:
             return self.compiled[0], None
         self._float_times = self._profiled(self.backend.reference)
-        try:
-            self._build_mixtures()
-        except EngineryError as error:  # INT8 everywhere is there
-            self.log.warning(f"no mixed engine: {error}")
+        plans = self._first_plans()
+        while plans and len(self.compiled) <= self.max_engines and time.monotonic() < self.deadline:
+            plan = plans.pop(0)
+            if not self._is_new(plan):
+                continue
+            try:
+                self._build(f"mixed {len(self.compiled)}", plan)
+            except EngineryError as error:  # INT8 everywhere is there
+                self.log.warning(f"no mixed engine: {error}")
+                break
+            plans.insert(0, without_losing_runs(self._blocks, plan, self._float_times, self._times[-1]))
         self.log.progress("building INT8 engines", len(self.compiled), len(self.compiled))
         rows = self._measure(accuracy)
         candidates = [row for row in rows if row.precision == "int8" and row.within_budget is not False]
@@ -144,21 +151,6 @@ class MixedSearch:
             seconds=time.monotonic() - started - build_seconds,
         )
         return self.compiled[number], record
-
-    def _build_mixtures(self) -> None:
-        """Where there are gates, first all but these in INT8: its times tell more of the blocks than the gates'."""
-        limit = self.max_engines
-        but_gates = plan_of(self._blocks, [bool(block.layers) for block in self._blocks])
-        if but_gates.excluded and time.monotonic() < self.deadline:
-            self._build("mixed 1", but_gates)
-            limit += 1
-        plans = self._first_plans()
-        while plans and len(self.compiled) <= limit and time.monotonic() < self.deadline:
-            plan = plans.pop(0)
-            if not self._is_new(plan):
-                continue
-            self._build(f"mixed {len(self.compiled)}", plan)
-            plans.insert(0, without_losing_runs(self._blocks, plan, self._float_times, self._times[-1]))
 
     def _build(self, name: str, plan: Plan) -> None:
         """Compile and profile a plan."""
@@ -181,7 +173,7 @@ class MixedSearch:
         Where a layer spans several blocks, as TensorRT's fused transformers do, nothing tells these apart: they are in
         INT8 together if they are faster so. If not, each kind of them follows as a plan of its own.
         """
-        float_times, int8_times = self._float_times, self._times[-1]
+        float_times, int8_times = self._float_times, self._times[0]
         in_float = set(self.excluded)
         fixed = {number: False for number, block in enumerate(self._blocks) if not set(block.ungated_layers) - in_float}
         by_kind = []

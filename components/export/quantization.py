@@ -415,7 +415,7 @@ class _Chooser:
             method: of the calibration.
             excluded: nodes that stay in float for the accuracy.
         """
-        deadline = search.deadline - (1 + self.config.mixed_engines) * search.pass_s
+        deadline = search.deadline - self.config.mixed_engines * search.pass_s
         if time.monotonic() + _PLACEMENT_S > deadline:
             self.log.note("no time is left to measure which blocks are faster in INT8 (export.search_seconds)")
             return None

@@ -214,16 +214,16 @@ def resolve_arguments(
         _assign(file, plain, steps, step, {name: parse_value(value)}, source="--set")
     plain.update(flags)
     for name, spec in file.inputs.items():
-        if name in file.plain_inputs() and (name not in plain or (plain[name] == "" and not spec.optional)):
-            if not spec.optional:
-                option = f"--{name.replace('_', '-')}"
-                raise UserError(
-                    f"{option} is required: {_description(file, name)} `enginery run {file.path} --help` lists all "
-                    "options",
-                    code="missing-input",
-                    setting=option,
-                )
-            plain[name] = spec.default
+        if name not in file.plain_inputs():
+            continue
+        if not spec.optional and plain.get(name, "") == "":
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{option} is required: {_description(file, name)} `enginery run {file.path} --help` lists all options",
+                code="missing-input",
+                setting=option,
+            )
+        plain.setdefault(name, spec.default)
     for name in _PATHS if local else ():  # steps run with another working directory than the user's
         text = str(plain.get(name) or "")
         if text and "://" not in text and not text.lower().startswith("file:/"):

@@ -3,21 +3,16 @@
 import statistics
 from dataclasses import dataclass, field
 
-import onnx
 import pytest
 from openvino import Core
-from torch import nn
-from torchvision.ops import SqueezeExcitation
 
 from components.common.contracts.errors import EngineryError
-from components.common.contracts.transforms import ShapeSpec
 from components.common.process.steplog import StepLog
 from components.common.runtimes.openvino import profile_layers
 from components.export.backends import OpenVINOBackend
 from components.export.blocks import attribute_times, find_blocks
 from components.export.mixed import Compiled, MixedSearch, Profile
-from components.export.onnx_export import export_onnx
-from components.export.placement import activation_tensors, quantizable_layers, with_names
+from components.export.placement import quantizable_layers
 from components.export.qdq import Arithmetic
 
 from ..networks import shapes_of
@@ -56,25 +51,21 @@ class SlowBlock(OpenVINOBackend):
 @pytest.fixture
 def backend(resnet18, tmp_path):
     path, model, _, scales = resnet18
-    return slow_block(path, model, scales, shapes_of("resnet18"), tmp_path)
-
-
-def slow_block(path, model, scales, shapes, folder):
     everything = tuple(quantizable_layers(model))
     reference = Compiled(name="FP32", precision="fp32", excluded=everything, graph=model, file=path)
     return SlowBlock(
         fp32=model,
         scales=scales,
         arithmetic=Arithmetic(weight_bits=7),
-        shapes=shapes,
+        shapes=shapes_of("resnet18"),
         reference=reference,
-        folder=folder,
+        folder=tmp_path,
     )
 
 
 def search(backend: SlowBlock, **options) -> MixedSearch:
     defaults = {"excluded": (), "max_engines": 2, "log": StepLog("export")}
-    return MixedSearch(fp32=backend.fp32, shapes=backend.shapes, backend=backend, **defaults | options)
+    return MixedSearch(fp32=backend.fp32, shapes=shapes_of("resnet18"), backend=backend, **defaults | options)
 
 
 def accuracy_of(wrong: str):
@@ -113,22 +104,6 @@ def test_a_candidate_that_loses_too_much_is_not_chosen(backend, wrong):
     chosen, record = search(backend).run(accuracy_of(wrong))
     assert chosen.name == ({"INT8", "mixed 1"} - {wrong}).pop()
     assert {trial.name: trial.within_budget for trial in record.trials}[wrong] is False
-
-
-def test_all_but_gates_in_int8_comes_before_what_the_times_lead_to(tmp_path):
-    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), SqueezeExcitation(8, 4), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)]
-    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).eval()
-    shapes = ShapeSpec(height=16, width=16)
-    export_onnx(network, tmp_path / "gated.onnx", shapes)
-    model = with_names(onnx.load(tmp_path / "gated.onnx"))
-    scales = dict.fromkeys(activation_tensors(model), 0.05)
-    backend = slow_block(tmp_path / "gated.onnx", model, scales, shapes, tmp_path)
-    _, record = search(backend, max_engines=1).run(None)
-    gates = [name for block in find_blocks(model) for name in block.excluded_gates]
-    assert len(gates) >= 2
-    assert [trial.name for trial in record.trials] == ["FP32", "INT8", "mixed 1", "mixed 2"]
-    assert list(backend.built[1].excluded) == gates
-    assert set(gates) < set(backend.built[2].excluded)
 
 
 def test_layers_in_float_for_the_accuracy_stay_there(backend, resnet18):
