@@ -48,11 +48,11 @@ NETWORKS = {
     "mobilenet_v2": Network(epochs=12),
     "mobilenet_v3_large": Network(epochs=12),
     "efficientnet_b0": Network(epochs=12),
-    "efficientnet_v2_s": Network(epochs=12),
+    "efficientnet_v2_s": Network(epochs=12, image_size=224, options=_ADAMW),  # 17 % of 20 classes at 128 px
     "regnet_y_1_6gf": Network(),
-    "convnext_tiny": Network(epochs=12, options=_ADAMW),
+    "convnext_tiny": Network(epochs=16, options=_ADAMW),
     "shufflenet_v2_x1_0": Network(epochs=12),
-    "inception_v3": Network(epochs=12, options=("--learning-rate", "0.05")),
+    "inception_v3": Network(epochs=12, image_size=224, options=_ADAMW),  # its last maps are 2 x 2 at 128 px
     "googlenet": Network(),
     "vgg16_bn": Network(image_size=224, options=_ADAMW),  # pools to 7 x 7
     "vit_b_16": Network(epochs=12, image_size=224, options=_ADAMW),
