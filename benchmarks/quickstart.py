@@ -1,6 +1,6 @@
 """The quickstart's chain: ResNet-50 on digits, from the image folder to the registered INT8 model, by step.
 
-    python -m benchmarks.quickstart --machine cpu-2core --repeat 3
+    python -m benchmarks.quickstart --machine cpu-2core --repeat 3 --limit AVX2 --limit AVX512_CORE
 
 Wall time counts from the start of `enginery run` to its end; writing the dataset and installing are not in it.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from benchmarks.results import write_result
+from components.common.contracts.instruction_sets import VARIABLE, instruction_set
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--repeat", default=1, show_default=True, help="Runs; seeds 0, 1, 2, ...")
-def main(machine: str, repeat: int) -> None:
-    runs = [_run(seed) for seed in range(repeat)]
+@click.option("--limit", multiple=True, help="Instruction sets that oneDNN is limited to; the CPU's own without it.")
+def main(machine: str, repeat: int, limit: tuple[str, ...]) -> None:
+    runs = [_run(seed, own) for own in limit or (instruction_set(),) for seed in range(repeat)]
     top1 = [run["rows"][0]["top1_pct"] for run in runs]
     measures = {
         "quickstart_seconds": _median(run["seconds_wall"] for run in runs),
@@ -48,7 +50,7 @@ def main(machine: str, repeat: int) -> None:
         "Shares of the wall time: each step's own work, and of all steps together imports, MLflow and overhead. "
         "Overhead: wall time between steps that is neither work nor imports nor MLflow. "
         "The parent's start and end are not in it: seconds_parent in runs. "
-        f"Medians over {repeat} {'run' if repeat == 1 else 'runs'}."
+        f"Medians over {len(runs)} {'run' if len(runs) == 1 else 'runs'}."
     )
     write_result(machine, "quickstart", measures=measures, runs=runs, notes=notes)
 
@@ -57,15 +59,16 @@ def _median(values: Any) -> float:
     return statistics.median(values)
 
 
-def _run(seed: int) -> dict[str, Any]:
+def _run(seed: int, own: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         data, summary_file = Path(folder, "digits"), Path(folder, "summary.json")
         enginery = [sys.executable, "-m", "enginery.cli.main"]
         subprocess.run([*enginery, "data", "digits", str(data)], check=True, cwd=ROOT)
         command = [*enginery, "run", "pipelines/resnet50.py", "--config", "pipelines/configs/digits.yaml"]
         command += ["--data", str(data), "--seed", str(seed), "--summary", str(summary_file)]
+        environment = {**os.environ, VARIABLE: own, "ENGINERY_HOME": str(Path(folder, "home"))}
         started = time.perf_counter()
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "ENGINERY_HOME": str(Path(folder, "home"))})
+        subprocess.run(command, check=True, cwd=ROOT, env=environment)
         seconds_wall = time.perf_counter() - started
         summary = json.loads(summary_file.read_text())
     steps = []
@@ -78,6 +81,7 @@ def _run(seed: int) -> dict[str, Any]:
     seconds["parent"] = seconds_parent
     return {
         "seed": seed,
+        "instruction_set": own,
         "seconds_wall": seconds_wall,
         "shares_pct": {name: 100 * value / seconds_wall for name, value in seconds.items()},
         "seconds_overhead": seconds["overhead"],
