@@ -17,7 +17,7 @@ import yaml
 
 from components.common.contracts.digests import digest_json
 from components.common.contracts.environment import KFP_RUN_VARIABLE
-from components.common.contracts.errors import EXIT_FAILURE, EXIT_PREEMPTED, EngineryError, UserError
+from components.common.contracts.errors import EXIT_FAILURE, EXIT_PREEMPTED, EXIT_USER_ERROR, EngineryError, UserError
 from components.common.contracts.manifests import (
     ALL_FILES,
     FAILURE,
@@ -36,6 +36,7 @@ from components.train.train_job import GRACE_S, Job, JobFailed, Pod, TrainJobReq
 VARIABLE = "ENGINERY_HEARTBEAT"  # the file
 _BEAT_S = 15.0
 _SILENCE_S = 600.0  # longer than a network file system may hide what is new, or a node be out of reach
+_HIDDEN_S = 60.0  # for which one usually does
 
 
 @contextmanager
@@ -81,7 +82,24 @@ def _listen(file: Path, log: StepLog, silence_s: float) -> None:
         f"nobody waits for this training any more: {file} was not touched for {silence_s / 60:g} minutes, so the step "
         "that started it is gone. It saves and stops; another try of that step resumes there"
     )
+    with suppress(OSError):
+        file.unlink(missing_ok=True)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def abandoned(*, patience_s: float = _HIDDEN_S) -> str:
+    """Return the outcome of a process that has nothing to do, as $ENGINERY_HEARTBEAT is gone; "" of others.
+
+    JobSet starts the container of a training that has stopped again. Ending well, it lets go of its node.
+    """
+    if not (name := os.environ.get(VARIABLE)):
+        return ""
+    deadline = time.monotonic() + patience_s
+    while not Path(name).exists():
+        if time.monotonic() >= deadline:
+            return f"nobody waits for this training: {name} is gone"
+        time.sleep(patience_s / 60)
+    return ""
 
 
 _POLL_S = 5.0
@@ -128,7 +146,7 @@ def train_on_nodes(
         with beating(heartbeat):
             _start(job, body, log)
             log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
-            job.wait(log.note, partial(print, file=sys.stderr, flush=True), poll_s)
+            job.wait(log.note, partial(print, file=sys.stderr, flush=True), poll_s, partial(_is_final, checkpoint))
     except JobFailed as failed:
         raise _format_failure(failed, checkpoint) from None
     finally:
@@ -235,17 +253,29 @@ def _remove(job: Job, log: StepLog) -> None:
         log.warning(f"{error}; the TrainJob {job.name} goes when this pod is deleted")
 
 
-def _format_failure(failed: JobFailed, checkpoint: Path) -> EngineryError:
-    """Return the reason that rank 0 has left, or else the last lines of the pods."""
-    failure: dict[str, Any] = {"message": "", "exit_code": EXIT_FAILURE}
+def _read_failure(checkpoint: Path) -> dict[str, Any]:
+    """Return what rank 0 has left on how it failed; no message where it has left nothing."""
+    failure: dict[str, Any] = {"message": "", "exit_code": EXIT_FAILURE, "code": "", "setting": ""}
     with suppress(OSError, ValueError, TypeError):
         failure |= json.loads((checkpoint / FAILURE).read_bytes())
+    return failure
+
+
+def _is_final(checkpoint: Path) -> bool:
+    """True if rank 0 failed for a reason that is still there when its container starts again."""
+    failure = _read_failure(checkpoint)
+    return failure["exit_code"] == EXIT_USER_ERROR or bool(failure["setting"])
+
+
+def _format_failure(failed: JobFailed, checkpoint: Path) -> EngineryError:
+    """Return the reason that rank 0 has left, or else the last lines of the pods."""
+    failure = _read_failure(checkpoint)
     text = f"{failure['message']} ({failed})" if failure["message"] else str(failed)
     if failed.last_words and failure["exit_code"] in (EXIT_FAILURE, EXIT_PREEMPTED):
         text += f". What the pods wrote last:\n{failed.last_words}"
-    code = failure.get("code", "")  # an unexpected error may be the consequence of another node's end
+    code = failure["code"]  # an unexpected error may be the consequence of another node's end
     known = code if code not in ("", "unexpected") else failed.code
-    error = EngineryError(text, code=known, setting=failure.get("setting", ""))
+    error = EngineryError(text, code=known, setting=failure["setting"])
     error.exit_code = int(failure["exit_code"])
     return error
 

@@ -27,7 +27,8 @@ RUN_LABEL = "enginery.io/kfp-run"
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"  # of the job's pods; the Trainer names the JobSet as the TrainJob
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # of the pods: number of the node
 CONTAINER = "node"  # which the Trainer's torch runtimes call the job that trains, too
-GRACE_S = 120  # for a step of training and its checkpoint, when pods are asked to go
+GRACE_S = 120  # for a step of training and its checkpoint, when pods are asked to go; Trainer 2.2 leaves it at 30
+_TORCHRUN_GRACE_S = GRACE_S - 10  # which torchrun itself gives its processes; it says 30 unless told
 
 
 class TrainJobRequest(Record):
@@ -89,7 +90,8 @@ def train_job(
 
 
 def _trainer(request: TrainJobRequest, arguments: Sequence[str], env: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    entries = {str(entry["name"]): dict(entry) for entry in env}
+    shutdown = {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_TORCHRUN_GRACE_S)}
+    entries = {str(entry["name"]): dict(entry) for entry in (shutdown, *env)}
     entries |= {name: {"name": name, "value": value} for name, value in request.env.items()}
     for name, (secret, key) in request.secrets.items():
         entries[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
@@ -121,9 +123,11 @@ def _patch(request: TrainJobRequest) -> dict[str, Any]:
     if request.shm:
         volumes.append({"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shm}})
         mounts.append({"name": "dshm", "mountPath": "/dev/shm"})
+    container = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     pod: dict[str, Any] = {
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         "volumes": volumes,
-        "containers": [{"name": CONTAINER, "volumeMounts": mounts}],
+        "containers": [{"name": CONTAINER, "volumeMounts": mounts, "securityContext": container}],
         "terminationGracePeriodSeconds": GRACE_S,
         "nodeSelector": dict(request.node_selector),
         "tolerations": [dict(toleration) for toleration in request.tolerations],
@@ -131,7 +135,9 @@ def _patch(request: TrainJobRequest) -> dict[str, Any]:
         "serviceAccountName": request.service_account,
     }
     pod = {name: value for name, value in pod.items() if value}
-    job = {"name": CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
+    # A sidecar of Istio would take the connections between the nodes.
+    template = {"metadata": {"labels": {"sidecar.istio.io/inject": "false"}}, "spec": pod}
+    job = {"name": CONTAINER, "template": {"spec": {"template": template}}}
     return {"manager": "enginery.io/train", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
 
 
@@ -245,6 +251,7 @@ class Job:
     may_exist: bool = False  # from before it is asked for, until the API server refuses it
     _follower: threading.Thread | None = None
     _tail: "deque[str]" = field(default_factory=lambda: deque(maxlen=_LAST_LINES))  # of node 0
+    _last_words: dict[tuple[int, str, int], str] = field(default_factory=dict)  # by node, pod and number of the try
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def create(self, body: dict[str, Any]) -> bool:
@@ -288,13 +295,21 @@ class Job:
         method = getattr(client.CustomObjectsApi(self.api), f"{verb}_namespaced_custom_object")
         return method(GROUP, VERSION, self.namespace, PLURAL, *arguments, _request_timeout=_REQUEST_S, **options)
 
-    def wait(self, say: Callable[[str], None], show: Callable[[str], None], poll_s: float) -> None:
+    def wait(
+        self,
+        say: Callable[[str], None],
+        show: Callable[[str], None],
+        poll_s: float,
+        is_final: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Until it is complete.
 
         Args:
             say: takes notes for a person.
             show: takes each line that node 0 prints.
             poll_s: seconds between two looks.
+            is_final: True if the training has failed so that pods which start again, as JobSet has them do six times
+                and for ten minutes, would fail as before.
 
         Raises:
             EngineryError: it failed, was deleted, or the API server is gone.
@@ -315,8 +330,11 @@ class Job:
                         with translate_errors("look at TrainJobs and pods", self.namespace):
                             raise
                 else:
-                    if self._is_complete(job, pods):
+                    self._note_ends(pods, say)
+                    if self._is_complete(job):
                         return
+                    if is_final():
+                        raise self._failed("its pods would fail again")
                     self._follow(pods, show)
                     troubles = {index_of(pod): trouble_of(pod) for pod in pods}
                     trouble = "; ".join(f"node {index}: {text}" for index, text in troubles.items() if text)
@@ -334,7 +352,7 @@ class Job:
                 self._follower.join(timeout=_LAST_LINES_S)
             self._ended.set()
 
-    def _is_complete(self, job: dict[str, Any], pods: list[Any]) -> bool:
+    def _is_complete(self, job: dict[str, Any]) -> bool:
         conditions = {entry["type"]: entry for entry in (job.get("status") or {}).get("conditions") or ()}
         if conditions.get("Complete", {}).get("status") == "True":
             return True
@@ -342,7 +360,15 @@ class Job:
         if failed.get("status") != "True":
             return False
         why = ": ".join(filter(None, (failed.get("reason"), failed.get("message")))) or "it does not say why"
-        raise JobFailed(f"the TrainJob {self.name} failed ({why})", self._last_words(pods))
+        raise self._failed(why)
+
+    def _failed(self, why: str) -> "JobFailed":
+        """Return the error, with the last lines of each node's last end; of node 0 if no end was seen."""
+        newest = {index: text for (index, _, _), text in self._last_words.items()}
+        text = "\n".join(newest[index] for index in sorted(newest))
+        if not text and self._tail:
+            text = "node 0:\n" + "\n".join(self._tail)
+        return JobFailed(f"the TrainJob {self.name} failed ({why})", text)
 
     def pods(self) -> list[Any]:
         """Its pods, by the number of their node."""
@@ -351,20 +377,23 @@ class Job:
         found = core.list_namespaced_pod(self.namespace, label_selector=selector, _request_timeout=_REQUEST_S)
         return sorted(found.items, key=lambda pod: (index_of(pod), pod.metadata.name))
 
-    def _last_words(self, pods: list[Any]) -> str:
-        """Return the last lines of the pods that failed; of node 0 if all are gone."""
-        texts = []
+    def _note_ends(self, pods: list[Any], say: Callable[[str], None]) -> None:
+        """Keep the last lines of containers that failed: they go when one starts again, or the job removes its pods."""
         for pod in pods:
-            if pod.status.phase != "Failed":
-                continue
-            states = [status.state for status in pod.status.container_statuses or ()]
-            ends = [state.terminated for state in states if state]
-            why = next((f", {end.reason} (exit code {end.exit_code})" for end in ends if end), "")
-            lines = ""
-            with suppress(client.ApiException, *_UNREACHABLE):
-                lines = self._log(pod.metadata.name, tail_lines=_LAST_LINES, _request_timeout=_REQUEST_S)
-            texts.append(f"node {index_of(pod)}{why}:\n{lines.strip()}")
-        return "\n".join(texts) or ("node 0:\n" + "\n".join(self._tail) if self._tail else "")
+            for status in _statuses(pod):
+                ended, before = (state and state.terminated for state in (status.state, status.last_state))
+                end = ended or before
+                key = (index_of(pod), pod.metadata.name, status.restart_count - (0 if ended else 1))
+                if not end or end.exit_code == 0 or key in self._last_words:
+                    continue
+                lines = ""
+                with suppress(client.ApiException, *_UNREACHABLE):
+                    lines = self._log(
+                        pod.metadata.name, previous=not ended, tail_lines=_LAST_LINES, _request_timeout=_REQUEST_S
+                    )
+                why = f"node {key[0]}, {end.reason} (exit code {end.exit_code})"
+                self._last_words[key] = f"{why}:\n{lines.strip()}"
+                say(f"a pod ended: {why}")
 
     def _log(self, pod: str, **options: Any) -> Any:
         return client.CoreV1Api(self.api).read_namespaced_pod_log(pod, self.namespace, container=CONTAINER, **options)
@@ -373,7 +402,8 @@ class Job:
         """Pass on what node 0 prints, from when its container has begun."""
         if self._follower is not None and self._follower.is_alive():
             return
-        first = next((pod for pod in pods if index_of(pod) == 0 and pod.status.phase == "Running"), None)
+        running = (pod for pod in pods if any(status.state and status.state.running for status in _statuses(pod)))
+        first = next((pod for pod in running if index_of(pod) == 0), None)
         if first is None:
             return
         arguments = (first.metadata.name, show, len(self._tail) > 0)
@@ -416,6 +446,11 @@ class JobFailed(EngineryError):
     def __init__(self, message: str, last_words: str) -> None:
         super().__init__(message, code="train-job-failed")
         self.last_words = last_words
+
+
+def _statuses(pod: Any) -> list[Any]:
+    """Return the status of a pod's container that trains, once there is one."""
+    return [status for status in pod.status.container_statuses or () if status.name == CONTAINER]
 
 
 def index_of(pod: Any) -> int:

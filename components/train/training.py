@@ -31,7 +31,7 @@ from components.train.config import TrainConfig
 from components.train.distributed import StopRequest, World, broadcast, describe_links, find_world, process_group
 from components.train.fine_tuning import starting_model
 from components.train.memory import explain_out_of_memory, is_out_of_memory
-from components.train.nodes import stop_when_silent
+from components.train.nodes import abandoned, stop_when_silent
 from components.train.speed import NUM_SKIPPED, TRACE
 from components.train.trainer import MLLOG, Trainer
 
@@ -45,7 +45,7 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
         set_arithmetic(config, world.device, world.local_world_size)
         data = load(dataset, DatasetManifest)
         with process_group(world, config.collective_timeout_s):
-            if outcome := broadcast(_published_before(config, data, output) if world.is_main else "", world):
+            if outcome := broadcast(_done_before(config, data, output) if world.is_main else "", world):
                 return outcome
             if not world.is_main:
                 _train(config, log, data, world, stop)
@@ -266,8 +266,10 @@ def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, top1_p
         )
 
 
-def _published_before(config: TrainConfig, data: Artifact[DatasetManifest], output: Path) -> str:
-    """Finish what a run left that was killed after it had sealed this very Checkpoint: one line on it, or empty."""
+def _done_before(config: TrainConfig, data: Artifact[DatasetManifest], output: Path) -> str:
+    """One line where nothing is left to do, or empty: nobody waits, or a killed run had sealed this very Checkpoint."""
+    if reason := abandoned():
+        return reason
     if not ((output / MANIFEST).exists() and (output / PARTIAL_OUTPUT).is_dir()):
         return ""
     sealed = load(output, CheckpointManifest)

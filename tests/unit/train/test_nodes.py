@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from components.train import nodes
 from components.train import train_job as jobs
 from components.train.distributed import StopRequest
 from components.train.nodes import VARIABLE as HEARTBEAT
-from components.train.nodes import beating, stop_when_silent, train_on_nodes
+from components.train.nodes import abandoned, beating, stop_when_silent, train_on_nodes
 from components.train.train_job import (
     JOB_VARIABLE,
     NAMESPACE_VARIABLE,
@@ -35,6 +36,7 @@ from components.train.train_job import (
     this_pod,
     train_job,
 )
+from tests.helm.test_security import violations
 from tests.serving import serving
 from tests.unit.refusals import refuses
 from tests.unit.train.trainer_cluster import NAMESPACE, POD, REPOSITORY, Node, TrainerCluster, check_train_job
@@ -109,9 +111,14 @@ def test_the_job_is_what_the_trainers_api_takes() -> None:
         "NCCL_DEBUG": "WARN",
         "AWS_ACCESS_KEY_ID": None,
         "AWS_SECRET_ACCESS_KEY": None,
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110",  # within the pods' grace period
     }
     spec = body["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
-    pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    template = spec["replicatedJobs"][0]["template"]["spec"]["template"]
+    pod = template["spec"]
+    assert template["metadata"]["labels"] == {"sidecar.istio.io/inject": "false"}
+    (container,) = pod["containers"]
+    assert violations({**pod, "containers": [{**container, "image": FULL.image}]}) == []
     assert [volume["name"] for volume in pod["volumes"]] == ["claim-0", "claim-1", "dshm"]
     assert pod["volumes"][2]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
     assert {"name": "claim-0", "mountPath": "/mnt/other", "subPath": "b"} in pod["containers"][0]["volumeMounts"]
@@ -154,7 +161,7 @@ def test_two_nodes_train_one_checkpoint_and_log_into_the_steps_run(
 
 @pytest.mark.slow
 def test_a_failure_is_rank_0s_error(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
-    with pytest.raises(EngineryError, match=r"^train\.freeze_backbone (.|\n)*FailedJobs") as caught:
+    with pytest.raises(EngineryError, match=r"^train\.freeze_backbone (.|\n)*would fail again") as caught:
         train(freeze_backbone=True)
     assert (caught.value.exit_code, caught.value.code) == (2, "no-pretrained-weights")
     assert caught.value.setting == "train.pretrained"
@@ -166,20 +173,38 @@ def test_a_failure_is_rank_0s_error(cluster: TrainerCluster, train: Train, tmp_p
     assert list((tmp_path / "shared/enginery/runs").glob(f"*/checkpoint/{FAILURE}")) == []
 
 
+def kill_a_node(cluster: TrainerCluster, once: Callable[[], bool]) -> None:
+    """Kill the last node once something is true."""
+
+    def kill() -> None:
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline and not once():
+            time.sleep(0.1)
+        node = next(iter(cluster.nodes.values()))[-1]
+        subprocess.run(["pkill", "-KILL", "-P", str(node.process.pid)], check=False)
+        node.process.send_signal(signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
+@pytest.mark.slow
+def test_a_killed_node_starts_again_and_training_resumes(
+    cluster: TrainerCluster, train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kill_a_node(cluster, lambda: any((tmp_path / "shared").rglob("step-*.safetensors")))
+    train(epochs=20, collective_timeout_s=60)
+    said = capfd.readouterr().err
+    assert "a pod ended: node 1, Error (exit code -9)" in said
+    assert "resuming after step" in said
+    history = load(tmp_path / "kfp/checkpoint", CheckpointManifest, verify=("",)).manifest.history
+    assert len(history) == 20
+
+
 @pytest.mark.slow
 def test_the_error_of_a_killed_node_has_its_last_lines(cluster: TrainerCluster, train: Train, tmp_path: Path) -> None:
-    def kill_a_node() -> None:
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
-            log = tmp_path / "node-0.log"
-            if log.exists() and "2 processes on 2 machines" in log.read_text():
-                break
-            time.sleep(0.1)
-        for node in next(iter(cluster.nodes.values()))[1:]:
-            subprocess.run(["pkill", "-KILL", "-P", str(node.process.pid)], check=False)
-            node.process.send_signal(signal.SIGKILL)
-
-    threading.Thread(target=kill_a_node, daemon=True).start()
+    cluster.backoff_limit = 0
+    log = tmp_path / "node-0.log"
+    kill_a_node(cluster, lambda: log.exists() and "2 processes on 2 machines" in log.read_text())
     with refuses("train-job-failed") as caught:
         train(epochs=500, collective_timeout_s=20)
     assert "What the pods wrote last:\nnode " in str(caught.value)
@@ -284,7 +309,8 @@ def test_sigterm_removes_the_job_before_anything_else(
 ) -> None:
     """KFP's launcher dies of the signal at once, and the container with it: there is no time for a last line."""
     monkeypatch.setattr(jobs, "_LAST_LINES_S", 300.0)
-    monkeypatch.setattr(cluster, "_run", lambda spec: [Node(subprocess.Popen(["sleep", "300"]), tmp_path / "log")])
+    sleep = partial(subprocess.Popen, ["sleep", "300"])
+    monkeypatch.setattr(cluster, "_run", lambda spec: [Node(sleep, tmp_path / "log")])
     (tmp_path / "log").write_text("at work\n")
 
     def stop_when_followed() -> None:
@@ -379,6 +405,7 @@ def test_silence_stops_and_a_beat_does_not(
     with StopRequest() as stop:
         stop.has_work = True
         with beating(file, every_s=0.05):
+            assert abandoned() == ""
             stop_when_silent(StepLog("train"), silence_s=1.0)
             time.sleep(1.5)
             assert not stop.requested
@@ -386,6 +413,7 @@ def test_silence_stops_and_a_beat_does_not(
         wait_for(stop)
         assert time.monotonic() - ended > 0.7
     assert f"nobody waits for this training any more: {file} was not touched" in capsys.readouterr().err
+    assert abandoned(patience_s=0.1)  # the container that starts in this one's place
 
 
 def test_a_file_that_is_gone_is_silent_and_no_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,6 +421,7 @@ def test_a_file_that_is_gone_is_silent_and_no_file_is_none(tmp_path: Path, monke
     with StopRequest() as stop:
         stop.has_work = True
         stop_when_silent(StepLog("train"), silence_s=0.05)
+        assert abandoned() == ""
         time.sleep(0.5)
         assert not stop.requested
         monkeypatch.setenv(HEARTBEAT, str(tmp_path / "removed/heartbeat"))

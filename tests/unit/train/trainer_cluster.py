@@ -9,8 +9,10 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -41,14 +43,28 @@ def refusal(code: int, message: str) -> tuple[int, Any]:
 
 @dataclass
 class Node:
-    """A pod of a TrainJob."""
+    """A pod of a TrainJob, whose container starts again where it fails."""
 
-    process: "subprocess.Popen[bytes]"
+    start: Callable[[], "subprocess.Popen[bytes]"]
     log: Path
+    num_restarts: int = 0
+    code_before: int | None = None
+
+    def __post_init__(self) -> None:
+        self.process = self.start()
 
     @property
     def code(self) -> int | None:
         return self.process.poll()
+
+    @property
+    def log_before(self) -> Path:
+        return self.log.with_suffix(".before")
+
+    def restart(self) -> None:
+        self.code_before, self.num_restarts = self.code, self.num_restarts + 1
+        self.log.rename(self.log_before)
+        self.process = self.start()
 
 
 @dataclass
@@ -59,6 +75,7 @@ class TrainerCluster(Served):
     refuse: tuple[int, str] | None = None  # of new jobs
     is_old: bool = False  # drops runtimePatches
     is_stuck: bool = False  # pods can't be scheduled
+    backoff_limit: int = 6  # Kubernetes' own, of restarts of a job's pods; JobSet's pods have restartPolicy OnFailure
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     nodes: dict[str, list[Node]] = field(default_factory=dict)
     env: list[Any] = field(default_factory=list)  # of the step's own pod
@@ -115,21 +132,23 @@ class TrainerCluster(Served):
         nodes = []
         for rank in range(spec["numNodes"]):
             log = self.folder / f"node-{rank}.log"
-            with log.open("wb") as file:
-                process = subprocess.Popen(
-                    [sys.executable, *spec["command"][1:], *spec["args"]],
-                    env={**basic, **own, **torch_variables, "PET_NODE_RANK": str(rank)},
-                    cwd=self.folder,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-            nodes.append(Node(process, log))
+            command = [sys.executable, *spec["command"][1:], *spec["args"]]
+            env = {**basic, **own, **torch_variables, "PET_NODE_RANK": str(rank)}
+            nodes.append(Node(partial(self._start, command, env, log), log))
         return nodes
+
+    def _start(self, command: list[str], env: dict[str, str], log: Path) -> "subprocess.Popen[bytes]":
+        with log.open("wb") as file:
+            return subprocess.Popen(command, env=env, cwd=self.folder, stdout=file, stderr=subprocess.STDOUT)
 
     def _of_job(self, method: str, name: str) -> tuple[int, Any]:
         if name not in self.jobs:
             return refusal(404, f"no {name}")
-        codes = [node.code for node in self.nodes.get(name, ())]
+        nodes = self.nodes.get(name, [])
+        for node in nodes if method == "GET" else ():
+            if node.code and sum(one.num_restarts for one in nodes) < self.backoff_limit:
+                node.restart()
+        codes = [node.code for node in nodes]
         if method == "DELETE":
             for node in self.nodes.pop(name, ()):
                 with suppress(ProcessLookupError):
@@ -154,9 +173,13 @@ class TrainerCluster(Served):
             message = "0/9 nodes: 9 Insufficient nvidia.com/gpu"
             condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
             return {"metadata": metadata, "status": {"phase": "Pending", "conditions": [condition]}}
-        code = self.nodes[job][rank].code
+        node = self.nodes[job][rank]
+        code, before = node.code, node.code_before
         state = {"running": {}} if code is None else {"terminated": {"exitCode": code, "reason": "Error"}}
-        container = {"name": "node", "state": state, "image": "i", "imageID": "i", "ready": True, "restartCount": 0}
+        container = {"name": "node", "state": state, "image": "i", "imageID": "i", "ready": True}
+        container["restartCount"] = node.num_restarts
+        if before is not None:
+            container["lastState"] = {"terminated": {"exitCode": before, "reason": "Error"}}
         phase = "Running" if code is None else "Failed" if code else "Succeeded"
         return {"metadata": metadata, "status": {"phase": phase, "containerStatuses": [container]}}
 
@@ -164,7 +187,8 @@ class TrainerCluster(Served):
     def _log(node: Node, query: dict[str, str]) -> bytes:
         if query.get("follow"):
             node.process.wait(timeout=240)
-        lines = node.log.read_bytes().splitlines(keepends=True)
+        log = node.log_before if query.get("previous") == "True" else node.log
+        lines = log.read_bytes().splitlines(keepends=True)
         return b"".join(lines[-int(query.get("tailLines", 10**6)) :])
 
     def end(self) -> None:
