@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from components.common.contracts.records import (
+    AccuracyReport,
     BenchmarkReport,
     EpochRecord,
     LayerCost,
@@ -248,7 +249,7 @@ def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "trials"}):
         excluded = [f", {len(trial.excluded):,} in float" if trial.excluded else "" for trial in trials]
         names = [trial.method + text for trial, text in zip(trials, excluded, strict=True)]
-        figure, axes = _rows(names, "top-1 against FP32, in points")
+        figure, (axes,) = _rows(names, "top-1 against FP32, in points")
         axes.set_xlim(low - margin, high + margin)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 1 if high - low > 1 else 2)))
@@ -274,7 +275,7 @@ def layers_chart(ranking: Sequence[LayerCost], excluded: Sequence[str], max_laye
     in_float = [layer.name in excluded for layer in ranking[:max_layers]]
     positive = [cost for cost in costs if cost > 0]
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "layers", "hatch.linewidth": 1.2}):
-        figure, axes = _rows(names, "cost in nats")
+        figure, (axes,) = _rows(names, "cost in nats")
         if positive and max(positive) > _MAX_RATIO * min(positive):
             # What costs less than a ten thousandth of the costliest has no bar: the scale is for the others.
             logarithmic(axes, "x", [max(cost, max(positive) / 1e4) for cost in positive], max_ticks=5)
@@ -290,6 +291,47 @@ def layers_chart(ranking: Sequence[LayerCost], excluded: Sequence[str], max_laye
                 face = "none" if hatch else edge
                 axes.barh(rows, widths, height=0.62, facecolor=face, edgecolor=edge, hatch=hatch, label=label)
         figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+        return as_svg(figure)
+
+
+def corruption_chart(accuracy: AccuracyReport, precision: Precision, limit_points: float) -> str:
+    """Draw top-1 on degraded images, and beside it the change against FP32 with its interval: a row for each way.
+
+    The first row is of the images as they are. With a limit above 0 the drop that it allows is a line. SVG, or ""
+    without measurements.
+    """
+    fp32, own = accuracy.row("fp32"), accuracy.row(precision)
+    names = ["as they are", *(row.name for row in own.corrupted)]
+    pairs = [own.comparison, *(row.comparison for row in own.corrupted)]
+    compared = [pair for pair in pairs if pair is not None]
+    if len(names) == 1 or len(compared) < len(names):
+        return ""
+    rows = range(len(names))
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "corruptions"}):
+        figure, (top1, change) = _rows(names, "top-1 in %", "change against FP32, in points")
+        for series, measured in (("fp32", fp32), (precision, own)):
+            values = [measured.top1_pct or 0.0, *(one.top1_pct for one in measured.corrupted)]
+            style: dict[str, Any] = (
+                {"markersize": 9, "markerfacecolor": GROUND} if series == "fp32" else {"markersize": 4}
+            )
+            color, marker = SERIES[series], MARKERS[series]
+            top1.plot(values, rows, color=color, marker=marker, linestyle="", label=series.upper(), **style)
+        top1.set_xlim(0, 104)
+        change.axvline(0, color=SERIES["fp32"], linewidth=1, zorder=1.5)
+        if limit_points:
+            dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 1.5}
+            change.axvline(-limit_points, color=TEXT, label=f"allowed: {signed(-limit_points)} points", **dashes)
+        for row, (before, after) in enumerate(pairwise(["", *(one.kind for one in own.corrupted)])):
+            if before != after:
+                for axes in (top1, change):
+                    axes.axhline(row + 0.5, color=LINE, linewidth=0.5)
+        for row, pair in enumerate(compared):
+            ends = (-pair.drop_upper_points, -pair.drop_lower_points)
+            change.plot(ends, (row, row), color=SERIES[precision], marker="|", markersize=5, linewidth=1.4)
+            change.plot(pair.delta_top1_points, row, color=SERIES[precision], marker=MARKERS[precision], markersize=5)
+        change.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        change.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 1)))
+        figure.legend(loc="outside upper center", ncols=3, fontsize=9)
         return as_svg(figure)
 
 
@@ -378,14 +420,15 @@ def _scientific(value: float) -> str:
     return f"{float(digits):g}e{exponent}" if value else "0"
 
 
-def _rows(names: Sequence[str], x_label: str) -> tuple[Figure, Axes]:
-    """A row for each name, the first one on top."""
+def _rows(names: Sequence[str], *x_labels: str) -> tuple[Figure, list[Axes]]:
+    """A row for each name, the first one on top, in as many charts beside each other as there are labels."""
     figure = Figure(figsize=(_WIDTH_INCHES, 1.0 + _ROW_INCHES * len(names)), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel(x_label)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
-    axes.set_axisbelow(True)
-    return figure, axes
+    charts: list[Axes] = list(figure.subplots(1, len(x_labels), sharey=True, squeeze=False)[0])
+    for axes, x_label in zip(charts, x_labels, strict=True):
+        axes.set_xlabel(x_label)
+        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.set_axisbelow(True)
+    return figure, charts

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from components.common.contracts.settings import StepConfig
 from components.common.contracts.verdict import Thresholds
@@ -67,9 +67,25 @@ class ValidateConfig(StepConfig):
         Thresholds(),
         description="The gate's thresholds, for the verdict in the report. In a pipeline they are those of gate.",
     )
+    corruptions: bool = Field(
+        False,
+        description="Whether accuracy is also measured on images with noise, blur, JPEG artefacts, more light and less "
+        "contrast, in three strengths each: 15 times the work of the validation images.",
+    )
+    corruption_seed: int = Field(0, ge=0, description="Seed of the noise.")
     verify: bool = Field(
         False, description="Check every shard's digest before reading it; takes one pass over the dataset's files."
     )
+
+    @field_validator("corruptions")
+    @classmethod
+    def _judged(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and "gate" in info.data and info.data["gate"].max_corrupted_drop_points:
+            raise ValueError(
+                "gate.max_corrupted_drop_points is about degraded images, which are not measured: set "
+                "validate.corruptions=true, or gate.max_corrupted_drop_points=0"
+            )
+        return value
 
     @field_validator("latency_budget", mode="before")
     @classmethod

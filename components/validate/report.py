@@ -37,6 +37,7 @@ from components.common.data.pages import data_uri, templates, thumbnail
 from components.validate import report_text, speed_text
 from components.validate.charts import (
     confusion_picture,
+    corruption_chart,
     layers_chart,
     placement_chart,
     speed_chart,
@@ -370,6 +371,9 @@ def _charts(report: Report) -> dict[str, str]:
     ranking = selection.ranking if selection else ()
     return {
         "speed": speed_chart(report.benchmark),
+        "corruptions": corruption_chart(
+            report.accuracy, precision, report.verdict.thresholds.max_corrupted_drop_points
+        ),
         "training": training_chart(history) if history else "",
         "trials": trials_chart(selection, calibration.chosen) if selection and selection.trials else "",
         "placement": placement_chart(report.placement) if report.placement else "",

@@ -10,6 +10,7 @@ from components.common.contracts.records import (
     FP16_MANTISSA_BITS,
     AccuracyRow,
     ClassLoss,
+    CorruptedRow,
     EngineEntry,
     GateCheck,
     ProfileRecord,
@@ -149,6 +150,17 @@ def _against_a_loss(report: Report, own: AccuracyRow) -> list[str]:
     return steps
 
 
+def _after_a_corrupted_drop(_: Report, check: GateCheck) -> list[str]:
+    if check.measured is None:
+        return ["Measure degraded images, too: validate.corruptions=true."]
+    if check.verdict != "fail" and check.measured <= check.threshold:
+        return ["Validate on more images, or allow a larger drop on degraded ones (gate.max_corrupted_drop_points)."]
+    return [
+        "Add images like the degraded ones below to the training images, with which INT8 is calibrated, or allow a "
+        "larger drop on them (gate.max_corrupted_drop_points)."
+    ]
+
+
 def _look_at(losses: tuple[ClassLoss, ...]) -> str:
     named = ", ".join(f"{entry.name} ({entry.num_lost} of {entry.num_images} images)" for entry in losses)
     return (
@@ -187,6 +199,7 @@ _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
     "top1_drop_points": _after_a_drop,
     "relative_top1_pct": _after_a_drop,
     "class_drop_points": _after_a_class_drop,
+    "corrupted_drop_points": _after_a_corrupted_drop,
     "validation_images": lambda report, _: [
         f"Validate on at least {report.verdict.thresholds.min_validation_images:,} images."
     ],
@@ -325,6 +338,36 @@ def _lost(entry: ClassLoss) -> str:
     return f"{entry.num_lost:,} lost and {entry.num_gained:,} gained of {entry.num_images:,} images"
 
 
+def corruption_sentences(report: Report) -> list[str]:
+    """Kinds of degraded images on which each precision surely loses, and how they were made; nothing elsewhere."""
+    rows = [row for row in report.accuracy.rows if row.comparison is not None and row.corrupted]
+    sentences = []
+    for row in rows:
+        worse = [one.name for one in row.corrupted if _is_worse(one)]
+        number_of = f"{len(worse) or 'none'} of {len(row.corrupted)} kinds of degraded images"
+        named = f": {', '.join(worse)}" if worse else ""
+        sentences.append(f"{row.precision.upper()} is significantly worse than FP32 on {number_of}{named}.")
+    how = (
+        "Each validation image was degraded at the model's input size, before normalization, after Hendrycks and "
+        "Dietterich (2019): noise of this standard deviation, where white is 1; blur of this width, in pixels of an "
+        "image of 224; JPEG of this quality; brightness raised by this; contrast times this. Intervals are one-sided "
+        "95 % ends of each kind, and p is McNemar's, corrected for the number of kinds (Holm); below "
+        f"{SIGNIFICANCE:g} it is significant."
+    )
+    return [*sentences, how] if sentences else []
+
+
+def corrupted_pairs(report: Report, row: AccuracyRow) -> list[tuple[CorruptedRow, CorruptedRow]]:
+    """FP32 and a precision on each kind of degraded images."""
+    return list(zip(report.accuracy.row("fp32").corrupted, row.corrupted, strict=True))
+
+
+def _is_worse(row: CorruptedRow) -> bool:
+    """True if a precision surely loses accuracy by a corruption that FP32 keeps."""
+    pair = row.comparison
+    return pair is not None and pair.num_lost > pair.num_gained and (row.p_corrected or 0.0) < SIGNIFICANCE
+
+
 def intended_use(report: Report) -> list[str]:
     """The model's purpose and its input."""
     model = report.model
@@ -354,7 +397,8 @@ def limitations(report: Report) -> list[str]:
         points.append(f"The class {entry.name} loses {number(-entry.delta_points)} points ({_lost(entry)}){chance}.")
     if report.model.engines_missing:
         points.append(f"{missing_engines(report)}: {report.model.engines_missing}.")
-    return [*points, "Accuracy holds for images like those of the validation split. Nothing was measured on others."]
+    others = "others but degraded ones" if corruption_sentences(report) else "others"
+    return [*points, f"Accuracy holds for images like those of the validation split. Nothing was measured on {others}."]
 
 
 def missing_engines(report: Report) -> str:

@@ -20,7 +20,9 @@ from components.common.contracts.manifests import (
     seal,
     write_atomically,
 )
-from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport, measures
+from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport, CorruptedRow, measures
+from components.common.contracts.statistics import holm
+from components.common.data.corruptions import CORRUPTIONS, Corruption
 from components.common.data.evaluation import Predictions, predict_in_parts
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
@@ -53,13 +55,18 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     log.progress("loading models", 0, 1)
     selections = select_runtimes(models, config.runtime)
     predictions = predict_validation(config, selections, models, data, log)
+    corrupted = (
+        predict_validation(config, selections, models, data, log, corruptions=CORRUPTIONS) if config.corruptions else {}
+    )
     labels = next(iter(predictions.values())).labels
     counts = np.bincount(labels)  # [classes up to the last one seen] images
     accuracy = AccuracyReport(
         dataset_digest=data.digest,
         split_digest=data.manifest.splits["val"].digest,
         bundle_digest=models.digest,
-        rows=tuple(_accuracy_row(selection, predictions, models.manifest.classes) for selection in selections),
+        rows=tuple(
+            _accuracy_row(selection, predictions, corrupted, models.manifest.classes) for selection in selections
+        ),
         most_frequent_class=models.manifest.classes[int(counts.argmax())],
         most_frequent_pct=100 * float(counts.max() / len(labels)),
     )
@@ -97,6 +104,7 @@ def predict_validation(
     log: StepLog,
     *,
     max_gpus: int = 0,
+    corruptions: Sequence[Corruption] = (),
 ) -> dict[str, Predictions]:
     """Predictions by precision, on every image of the split in the order of its listing.
 
@@ -110,6 +118,7 @@ def predict_validation(
         data: the images.
         log: shows the progress.
         max_gpus: use no more than these; 0 for all.
+        corruptions: degrade every image in these ways instead; its versions follow each other.
     """
     split, shapes = data.manifest.splits["val"], bundle.manifest.shapes
     on_gpu = config.loader == "auto" and torch.cuda.is_available()
@@ -130,6 +139,8 @@ def predict_validation(
             "val",
             bundle.manifest.transform,
             batch_size=batch_size,
+            seed=config.corruption_seed,
+            corruptions=corruptions,
             shard_id=index,
             num_shards=len(gpus),
             device_id=gpu if on_gpu else None,
@@ -137,10 +148,11 @@ def predict_validation(
         )
         for index, gpu in enumerate(gpus)
     ]
+    degraded = " on degraded images" if corruptions else ""
     predictions = predict_in_parts(
         list(zip(every, loaders, strict=True)),
-        split.num_images,
-        lambda done, total: log.progress("measuring accuracy", done, total, unit="images"),
+        split.num_images * max(1, len(corruptions)),
+        lambda done, total: log.progress(f"measuring accuracy{degraded}", done, total, unit="images"),
     )
     for others in every[1:]:
         for runner in others.values():
@@ -162,7 +174,10 @@ def _runners(selections: Sequence[RuntimeSelection]) -> Mapping[str, Runner]:
 
 
 def _accuracy_row(
-    selection: RuntimeSelection, predictions: dict[str, Predictions], classes: tuple[str, ...]
+    selection: RuntimeSelection,
+    predictions: dict[str, Predictions],
+    corrupted: dict[str, Predictions],
+    classes: tuple[str, ...],
 ) -> AccuracyRow:
     if selection.runner is None or selection.file is None:
         return AccuracyRow(precision=selection.precision, runtime="n/a", note=selection.note)
@@ -186,7 +201,37 @@ def _accuracy_row(
         worse_classes=worse,
         largest_loss=largest,
         num_unseen_classes=len(classes) - len(np.unique(own.labels)),
+        corrupted=corrupted_rows(corrupted, selection.precision),
         note="; ".join(filter(None, (selection.note, _undefined_note(own)))),
+    )
+
+
+def corrupted_rows(predictions: Mapping[str, Predictions], precision: str) -> tuple[CorruptedRow, ...]:
+    """Accuracy of a precision by corruption, and against FP32; empty where it was not measured.
+
+    Args:
+        predictions: by precision, of each image in the order of CORRUPTIONS, image by image.
+        precision: one of them.
+    """
+    places = range(len(CORRUPTIONS) if precision in predictions else 0)
+
+    def version(name: str, place: int) -> Predictions:
+        whole = predictions[name]
+        return Predictions(top=whole.top[place :: len(CORRUPTIONS)], labels=whole.labels[place :: len(CORRUPTIONS)])
+
+    own = [version(precision, place) for place in places]
+    is_compared = precision != "fp32" and "fp32" in predictions
+    pairs = [compare(version("fp32", place), own[place]) if is_compared else None for place in places]
+    corrected = holm([pair.mcnemar_p for pair in pairs if pair])
+    return tuple(
+        CorruptedRow(
+            kind=CORRUPTIONS[place].kind,
+            strength=CORRUPTIONS[place].strength,
+            top1_pct=own[place].top1_pct,
+            comparison=pairs[place],
+            p_corrected=corrected[place] if corrected else None,
+        )
+        for place in places
     )
 
 
@@ -246,7 +291,8 @@ def _track(
     for row in accuracy.rows:
         if row.top1_pct is None:
             continue  # nothing here runs it: a model without a number can't be compared
-        log.metrics({f"{row.precision}_top1_pct": row.top1_pct})
+        degraded = {f"{row.precision}_{one.name.replace(' ', '_')}_top1_pct": one.top1_pct for one in row.corrupted}
+        log.metrics({f"{row.precision}_top1_pct": row.top1_pct, **degraded})
         own = (entry for entry in benchmark.rows if entry.precision == row.precision)
         rows = [entry for entry in own if benchmark.sure_images_per_s(entry) is not None]
         tags = {"architecture": bundle.manifest.architecture, "bundle_digest": bundle.digest}

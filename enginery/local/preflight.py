@@ -161,7 +161,7 @@ def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = Fa
         return
     export, thresholds = resolve(ExportConfig, "export", arguments["export"]), _thresholds(arguments)
     own = {name: arguments[name] for name in ("latency_budget",) if name in arguments}
-    validate = resolve(ValidateConfig, "validate", arguments["validate"], own)
+    validate = resolve(ValidateConfig, "validate", arguments["validate"], own, {"gate": thresholds})
     no_plans = "export.tensorrt is off" if export.tensorrt == "off" else _no_tensorrt(in_containers)
     usable = (each for each in RUNTIMES.values() if each.is_automatic and not (each.runs_plans and no_plans))
     runtime = next(usable) if validate.runtime == "auto" else RUNTIMES[validate.runtime]

@@ -14,6 +14,7 @@ from PIL import Image
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest, load
 from components.common.contracts.transforms import Augmentation, transform_for
+from components.common.data.corruptions import CORRUPTIONS
 from components.common.data.loader import Batch, Loader
 
 SIZES = [(300, 400), (375, 500), (500, 333), (256, 256), (640, 427), (257, 700), (200, 180), (1024, 768), (241, 301)]
@@ -56,6 +57,18 @@ def pictures(
     picture(300, 400, rng).save(root / "images/val/class0/other.png")
     picture(300, 400, rng).convert("L").save(root / "images/val/class1/gray.jpg", quality=92)
     return run_preprocess(root / "images", root / "dataset")
+
+
+def test_degraded_images_are_those_of_the_cpu(pictures: Artifact[DatasetManifest]) -> None:
+    """The noise, too; JPEG and contrast carry on what the decoders differ in."""
+    cpu, gpu, larger = (
+        torch.cat([batch.images.cpu() for batch in Loader(pictures, "val", SPEC, corruptions=CORRUPTIONS, **options)])
+        for options in ({"batch_size": 30}, {"batch_size": 30, "device_id": 0}, {"batch_size": 128, "device_id": 0})
+    )
+    differences = (gpu - cpu).abs() * (255 * torch.tensor(SPEC.std)[:, None, None])
+    for place, corruption in enumerate(CORRUPTIONS):
+        assert differences[place :: len(CORRUPTIONS)].mean() < 1.0, corruption
+    assert torch.equal(gpu, larger)
 
 
 @pytest.mark.parametrize("hw_decoder_load", [0.0, 0.9])

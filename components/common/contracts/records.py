@@ -408,6 +408,26 @@ class ClassLoss(Record):
     p_corrected: float = Field(description="McNemar's p-value, corrected for the number of classes (Holm, 1979).")
 
 
+class CorruptedRow(Record):
+    """Accuracy on the validation images after each was degraded in one way."""
+
+    kind: str = Field(description='"noise", "blur", "jpeg", "brightness" or "contrast".')
+    strength: float = Field(
+        description="Standard deviation of the noise, in units of 0..1; of the blur in pixels of an image of 224; "
+        "quality of JPEG; shift of the brightness, in units of 0..1; factor of the contrast."
+    )
+    top1_pct: float
+    comparison: PairedComparison | None = Field(None, description="Against FP32 on the same images; None for FP32.")
+    p_corrected: float | None = Field(
+        None, description="McNemar's p-value, corrected for the number of corruptions (Holm, 1979); None for FP32."
+    )
+
+    @property
+    def name(self) -> str:
+        """Return text such as "noise 0.08"."""
+        return f"{self.kind} {self.strength:g}"
+
+
 class AccuracyRow(Record):
     """Accuracy of one precision on the validation split, by the runtime that would serve it."""
 
@@ -431,7 +451,14 @@ class AccuracyRow(Record):
         None, description="The class that loses most, whether that is significant or not; None where no class loses."
     )
     num_unseen_classes: int = Field(0, description="Classes without a validation image: nothing is known of them.")
+    corrupted: tuple[CorruptedRow, ...] = Field((), description="Empty where degraded images were not measured.")
     note: str = ""
+
+    @property
+    def largest_corrupted_drop(self) -> tuple[str, float] | None:
+        """Where degraded images cost most against FP32, and how many points; None where that was not measured."""
+        drops = [(row.name, -row.comparison.delta_top1_points) for row in self.corrupted if row.comparison]
+        return max(drops, key=lambda drop: drop[1], default=None)
 
 
 class AccuracyReport(Record):
@@ -612,6 +639,7 @@ def measures(accuracy: AccuracyReport, benchmark: BenchmarkReport) -> dict[str, 
         found[f"{row.precision}_images_per_s"] = benchmark.sure_images_per_s(batched) if batched else None
         if row.precision != "fp32":
             found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
+            found[f"{row.precision}_corrupted_drop_points"] = (row.largest_corrupted_drop or (None, None))[1]
             speedup = benchmark.speedup(row.precision, "fp32", largest)
             found[f"{row.precision}_speedup"] = speedup.median if speedup and not speedup.doubt else None
     return {name: value for name, value in found.items() if value is not None}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # the settings of gate need this module, and no arrays
@@ -10,7 +11,6 @@ if TYPE_CHECKING:  # the settings of gate need this module, and no arrays
 
 SIGNIFICANCE = 0.05  # a p-value below it is no chance
 
-_Z95 = 1.6448536269514722  # one-sided 95 % of the normal distribution
 # Added to the images lost, over the number of images that the drop means. Without it up to 5.2 % pass at the budget
 # where that is few images. Exact counting showed that so much is enough up to 1 point, and decides little else.
 _CORRECTION = 0.44
@@ -63,26 +63,31 @@ def drop_upper(num_images: float, num_lost: float, num_gained: float) -> float:
     return max(_upper(num_images, num_lost, num_gained), _upper(num_images, 0, 0))
 
 
-def drop_lower(num_images: float, num_lost: float, num_gained: float) -> float:
-    """Lower end of the one-sided 95 % interval of a drop in top-1, in percentage points: see `drop_upper`."""
-    return -_upper(num_images, num_gained, num_lost)
+def drop_lower(num_images: float, num_lost: float, num_gained: float, *, num_tests: int = 1) -> float:
+    """Lower end of the one-sided 95 % interval of a drop in top-1, in percentage points: see `drop_upper`.
+
+    Of so many tests at once: corrected by Bonferroni, so that with 95 % confidence all these ends hold together.
+    """
+    return -_upper(num_images, num_gained, num_lost, SIGNIFICANCE / num_tests)
 
 
-def _upper(num_images: float, num_lost: float, num_gained: float) -> float:
+def _upper(num_images: float, num_lost: float, num_gained: float, level: float = SIGNIFICANCE) -> float:
     """Tango's interval; without gained images the exact one of the share of lost ones, where that is longer."""
     if num_images <= 0:
         return 100.0
-    upper = tango_upper(num_images, num_lost, num_gained)
-    return 100 * (upper if num_gained else max(upper, _exact_upper(num_images, num_lost)))
+    upper = tango_upper(num_images, num_lost, num_gained, level)
+    return 100 * (upper if num_gained else max(upper, _exact_upper(num_images, num_lost, level)))
 
 
-def tango_upper(num_images: float, num_lost: float, num_gained: float) -> float:
-    """Upper end of the one-sided 95 % score interval of the share of lost minus that of gained images, in -1..1.
+def tango_upper(num_images: float, num_lost: float, num_gained: float, level: float = SIGNIFICANCE) -> float:
+    """Upper end of the one-sided score interval of the share of lost minus that of gained images, in -1..1.
+
+    Its confidence is 1 - `level`.
 
     Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
     1998; with a correction for few images, which are counted in whole ones.
     """
-    measured = num_lost - num_gained
+    measured, quantile = num_lost - num_gained, NormalDist().inv_cdf(1 - level)
 
     def is_within(drop: float) -> bool:
         """True if so small a measured difference is not surprising where the true one is `drop`."""
@@ -92,17 +97,17 @@ def tango_upper(num_images: float, num_lost: float, num_gained: float) -> float:
         gained = (root - b) / (4 * num_images)
         variance = num_images * (2 * gained + drop * (1 - drop))
         correction = _CORRECTION / max(1.0, abs(num_images * drop))
-        return measured + correction - num_images * drop >= -_Z95 * math.sqrt(max(0.0, variance))
+        return measured + correction - num_images * drop >= -quantile * math.sqrt(max(0.0, variance))
 
     return _last(is_within, measured / num_images, 1.0, tolerance=1e-12)
 
 
-def _exact_upper(num_images: float, num_lost: float) -> float:
-    """Upper end of the exact one-sided 95 % interval of a share, in 0..1 (Clopper and Pearson, 1934)."""
+def _exact_upper(num_images: float, num_lost: float, level: float) -> float:
+    """Upper end of the exact one-sided interval of a share, in 0..1 (Clopper and Pearson, 1934)."""
     if num_lost >= num_images:
         return 1.0
     return _last(
-        lambda share: beta_cdf(share, num_lost + 1, num_images - num_lost) <= 1 - SIGNIFICANCE,
+        lambda share: beta_cdf(share, num_lost + 1, num_images - num_lost) <= 1 - level,
         0.0,
         1.0,
         tolerance=1e-10,

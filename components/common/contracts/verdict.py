@@ -21,7 +21,7 @@ from components.common.contracts.records import (
     Record,
 )
 from components.common.contracts.settings import StepConfig
-from components.common.contracts.statistics import SIGNIFICANCE, chance_of, images_needed
+from components.common.contracts.statistics import SIGNIFICANCE, chance_of, drop_lower, images_needed
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
 _MANY_IMAGES = 5000  # from here on one image is at most 0.02 points
@@ -56,6 +56,13 @@ class Thresholds(StepConfig):
         ge=0,
         le=100,
         description="Most accuracy that any single class may lose against FP32, in percentage points; 0 for no limit.",
+    )
+    max_corrupted_drop_points: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="Most top-1 that the precision may lose against FP32 on images degraded in any single way, in "
+        "percentage points; 0 for no limit. It needs validate.corruptions.",
     )
     min_validation_images: int = Field(
         100, ge=0, description="Fewest validation images that a verdict may rest on; 0 for any number."
@@ -191,19 +198,24 @@ def _proved(check: GateCheck, evidence: Evidence, allowed_points: float, of: str
     """
     if not evidence.thresholds.confident:
         return check
-    compared, text = evidence.own.comparison, check.explanation
-    verdict: _Word = "not enough evidence"
+    compared = evidence.own.comparison
     if compared is None:
-        text += "; its interval is not in this report, validate again"
-    elif round(compared.drop_upper_points, _DIGITS) <= allowed_points:
+        text = f"{check.explanation}; its interval is not in this report, validate again"
+        return check.model_copy(update={"verdict": "not enough evidence", "explanation": text})
+    found = _by_interval(check, compared.drop_lower_points, compared.drop_upper_points, allowed_points, of)
+    if found.verdict != "not enough evidence":
+        return found
+    return found.model_copy(update={"explanation": f"{found.explanation}, and {_deciding_text(evidence)}"})
+
+
+def _by_interval(check: GateCheck, lower: float, upper: float, allowed: float, of: str = "") -> GateCheck:
+    verdict: _Word = "not enough evidence"
+    bound = f"at most {_text(upper, allowed)}"
+    if round(upper, _DIGITS) <= allowed:
         verdict = "pass"
-        text += f"; with 95 % confidence {of}at most {_text(compared.drop_upper_points, allowed_points)} points"
-    elif round(compared.drop_lower_points, _DIGITS) > allowed_points:
-        verdict = "fail"
-        text += f"; with 95 % confidence {of}at least {_text(compared.drop_lower_points, allowed_points)} points"
-    else:
-        upper = _text(compared.drop_upper_points, allowed_points)
-        text += f"; with 95 % confidence {of}at most {upper} points, and {_deciding_text(evidence)}"
+    elif round(lower, _DIGITS) > allowed:
+        verdict, bound = "fail", f"at least {_text(lower, allowed)}"
+    text = f"{check.explanation}; with 95 % confidence {of}{bound} points"
     return check.model_copy(update={"verdict": verdict, "explanation": text})
 
 
@@ -253,6 +265,23 @@ def _classes(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
 
 def _class_text(entry: ClassLoss, allowed: float) -> str:
     return f"{entry.name} by {_text(-entry.delta_points, allowed)} points ({entry.num_images} images)"
+
+
+def _corrupted(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
+    """Every way to degrade images keeps the limit, or one of them surely does not.
+
+    A pass needs no correction for their number, since the interval of each must be within the limit (an
+    intersection-union test; Berger, 1982). A fail does: of many intervals some lie too high by chance.
+    """
+    own, largest = evidence.own, evidence.own.largest_corrupted_drop
+    if largest is None:
+        return check.open(allowed, "degraded images were not measured, validate again with validate.corruptions=true")
+    judged = check.at_most(allowed, f"largest drop on degraded images, {largest[0]}:", largest[1])
+    if not evidence.thresholds.confident:
+        return judged
+    pairs = [row.comparison for row in own.corrupted if row.comparison]
+    lower = max(drop_lower(p.num_images, p.num_lost, p.num_gained, num_tests=len(pairs)) for p in pairs)
+    return _by_interval(judged, lower, max(pair.drop_upper_points for pair in pairs), allowed)
 
 
 def _images(check: CheckSpec, evidence: Evidence, least: float) -> GateCheck:
@@ -317,6 +346,13 @@ _TABLE = (
     CheckSpec(name="top1_pct", unit="%", setting="min_top1_pct", measure=_least_top1, kind="accuracy", is_limit=True),
     CheckSpec(
         name="class_drop_points", unit="points", setting="max_class_drop_points", measure=_classes, kind="accuracy"
+    ),
+    CheckSpec(
+        name="corrupted_drop_points",
+        unit="points",
+        setting="max_corrupted_drop_points",
+        measure=_corrupted,
+        kind="accuracy",
     ),
     CheckSpec(
         name="validation_images", unit="images", setting="min_validation_images", measure=_images, kind="accuracy"

@@ -66,10 +66,18 @@ def _normalize(
 
 
 @pipeline_def(enable_conditionals=False)
-def evaluation_pipeline(reader: dict[str, Any], spec: TransformSpec, decoder: dict[str, Any]) -> tuple[Any, Any]:
-    """Images [H, W, 3] float32 and their labels as `reader` (arguments of DALI's) finds them: uint8 digits."""
+def evaluation_pipeline(
+    reader: dict[str, Any],
+    spec: TransformSpec,
+    decoder: dict[str, Any],
+    corrupt: Callable[[Any], Sequence[Any]] | None = None,
+) -> tuple[Any, Any]:
+    """Images [H, W, 3] float32 and their labels as `reader` (arguments of DALI's) finds them: uint8 digits.
+
+    With `corrupt`, which makes several versions of an image of uint8 levels, these: [versions, H, W, 3].
+    """
     raw, label = fn.readers.webdataset(**reader)
-    return _evaluated(raw, spec, decoder), label
+    return _evaluated(raw, spec, decoder, corrupt), label
 
 
 @pipeline_def(enable_conditionals=False)
@@ -79,7 +87,9 @@ def _memory_pipeline(spec: TransformSpec) -> Any:
     return _evaluated(raw, spec, {"device": "cpu"})
 
 
-def _evaluated(raw: Any, spec: TransformSpec, decoder: dict[str, Any]) -> Any:
+def _evaluated(
+    raw: Any, spec: TransformSpec, decoder: dict[str, Any], corrupt: Callable[[Any], Sequence[Any]] | None = None
+) -> Any:
     """Decode and transform images as TransformSpec says, and no more. Returns HWC float32."""
     # Without fancy upsampling a GPU decodes the colours of most JPEG files otherwise than CPUs and torchvision do.
     images = fn.decoders.image(raw, output_type=types.RGB, jpeg_fancy_upsampling=True, **decoder)
@@ -92,7 +102,10 @@ def _evaluated(raw: Any, spec: TransformSpec, decoder: dict[str, Any]) -> Any:
     size = fn.cast(fn.stack(height, width), dtype=types.FLOAT)
     images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
     y, x = (_center(side - spec.crop_size) for side in (height, width))
-    return _normalize(images, spec, flip=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x)
+    if corrupt is None:
+        return _normalize(images, spec, flip=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x)
+    images = fn.crop(images, crop=[spec.crop_size] * 2, crop_pos_y=y, crop_pos_x=x)
+    return fn.stack(*(_normalize(version, spec, flip=0, crop=None) for version in corrupt(images)))
 
 
 def _center(margin: Any) -> Any:

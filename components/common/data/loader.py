@@ -30,6 +30,7 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest, file_problem, first_problem
 from components.common.contracts.records import Record, Split
 from components.common.contracts.transforms import Augmentation, TransformSpec
+from components.common.data.corruptions import Corruption, corrupted
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason
 
@@ -257,7 +258,9 @@ class Loader:
         image_sizes: side of training images in pixels, epoch by epoch, the last one for all that follow; empty
             for always spec.crop_size.
         fp16: in training, deliver float16: what autocast makes of images anyway, in half the memory.
-        seed: of shuffling and augmentation.
+        seed: of shuffling, augmentation and the noise of corruptions.
+        corruptions: of evaluation: each image comes once in every one of these ways, one after the other, and not as
+            it is; empty for the image itself. `num_images` and `len` count what is decoded.
         shard_id: this process's part of the split, 0 <= shard_id < num_shards.
         num_shards: processes that share the split.
         device_id: GPU to decode and to deliver on; None for the CPU.
@@ -285,6 +288,7 @@ class Loader:
         image_sizes: Sequence[int] = (),
         fp16: bool = False,
         seed: int = 0,
+        corruptions: Sequence[Corruption] = (),
         shard_id: int = 0,
         num_shards: int = 1,
         device_id: int | None = None,
@@ -298,6 +302,8 @@ class Loader:
         self._read_timeout_s = read_timeout_s
         self._training = augmentation is not None
         self._seed = (seed, shard_id)
+        self._batch_size, self._num_versions = batch_size, max(1, len(corruptions))
+        batch_size = max(1, batch_size // self._num_versions)
         info = dataset.manifest.splits[split]  # type: ignore[index]
         part = (info.num_images, batch_size, shard_id, num_shards)
         if augmentation is None:
@@ -342,7 +348,11 @@ class Loader:
         def build(share: int) -> DALIGenericIterator:
             own = options | {"seed": seed + 1000003 * (shard_id * num_pipelines + share)}
             if augmentation is None:
-                return _evaluation_iterator(evaluation_pipeline(readers[share], spec, decoder, **own))
+                start, longest = info.num_images * shard_id // num_shards, math.ceil(info.num_images / num_shards)
+                places = range(start, start + longest)  # all parts have as many batches as the longest
+                versions = partial(corrupted, corruptions=corruptions, side=spec.crop_size, seed=seed, places=places)
+                corrupt = versions if corruptions else None
+                return _evaluation_iterator(evaluation_pipeline(readers[share], spec, decoder, corrupt, **own))
             sizes = _size_of_batch(image_sizes, plan.num_read) if image_sizes else None
             checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
@@ -367,8 +377,10 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if not self._training:
             while (batch := self._next()) is not None:
-                if len(batch.labels):  # DALI lets every part have as many batches as the largest, be they empty
-                    yield batch
+                # DALI lets every part have as many batches as the largest, be they empty.
+                for start in range(0, len(batch.labels), self._batch_size):
+                    part = slice(start, start + self._batch_size)
+                    yield Batch(images=batch.images[part], labels=batch.labels[part])
             return
         for _ in range(self.num_batches - self.num_delivered % self.num_batches):
             batch = self._next()
@@ -425,11 +437,12 @@ class Loader:
         self._turn = (self._turn + 1) % max(1, len(self._iterators))
         if batch is None:
             return None
-        images = batch["images"].permute(0, 3, 1, 2)
+        images = batch["images"].flatten(0, -4).permute(0, 3, 1, 2)  # [B, H, W, 3], or [B, versions, H, W, 3]
         if stream is not None:
             images = self._owned.copied(images)
         # DALI reads labels on the host; images may already be on the GPU.
-        return Batch(images=images, labels=_labels(batch["labels"]).to(images.device, non_blocking=True))
+        labels = _labels(batch["labels"]).repeat_interleave(self._num_versions)
+        return Batch(images=images, labels=labels.to(images.device, non_blocking=True))
 
     def _watched(self, function: Callable[[], _Result]) -> _Result:
         try:

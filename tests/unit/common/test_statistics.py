@@ -70,6 +70,8 @@ def test_the_interval_allows_for_what_few_images_can_not_show() -> None:
     assert drop_upper(719, 3, 1) == 100 * tango_upper(719, 3, 1)
     assert drop_upper(359, 0, 9) == drop_upper(359, 0, 0) > 100 * tango_upper(359, 0, 9)
     assert (drop_upper(7, 7, 0), drop_upper(0, 0, 0)) == (100.0, 100.0)
+    wald = 1 - 100 * stats.norm.ppf(0.99) * (500 - 1) ** 0.5 / 10_000  # of five tests at once, and many images
+    assert drop_lower(10_000, 300, 200, num_tests=5) == pytest.approx(wald, abs=0.02)
     found = paired_difference(*rights(8, 2, 300, 40))
     assert (found.low_points, found.high_points) == (-drop_upper(350, 8, 2), -drop_lower(350, 8, 2))
     assert found.low_points < found.delta_points == -100 * 6 / 350 < found.high_points

@@ -8,7 +8,15 @@ import pytest
 from pydantic import ValidationError
 
 from benchmarks.gate_power import shares
-from components.common.contracts.records import AccuracyReport, BenchmarkReport, ClassLoss, GateCheck, Speedup
+from components.common.contracts.records import (
+    AccuracyReport,
+    BenchmarkReport,
+    ClassLoss,
+    CorruptedRow,
+    GateCheck,
+    PairedComparison,
+    Speedup,
+)
 from components.common.contracts.statistics import drop_upper
 from components.common.contracts.verdict import (
     CHECKS,
@@ -165,6 +173,32 @@ def test_worst_class(losses: tuple[ClassLoss, ...], num_unseen: int, verdict: st
     assert said in found.explanation
 
 
+@pytest.mark.parametrize(
+    ("counts", "confident", "verdict", "measured"),
+    [
+        ((), True, OPEN, None),
+        (((0, 0), (2, 0)), True, "pass", 0.2),
+        (((0, 0), (8, 0)), True, OPEN, 0.8),
+        (((0, 0), (8, 0)), False, "pass", 0.8),
+        (((0, 9), (11, 0)), False, "fail", 1.1),
+        (((0, 0), (40, 0)), True, "fail", 4.0),
+        (((18, 0), *[(0, 0)] * 14), True, OPEN, 1.8),  # surely above 1 point if it were the only one
+        (((18, 0),), True, "fail", 1.8),
+    ],
+)
+def test_degraded_images(
+    counts: tuple[tuple[int, int], ...], confident: bool, verdict: str, measured: float | None
+) -> None:
+    """A pass needs all of them within 1 point; a failure allows for their number."""
+    pairs = [PairedComparison.of(1000, lost, gained) for lost, gained in counts]
+    rows = [CorruptedRow(kind="blur", strength=n, top1_pct=90, comparison=pair) for n, pair in enumerate(pairs)]
+    accuracy = accuracy_report(compared_row(0, corrupted=tuple(rows)))
+    found = check("corrupted_drop_points", accuracy, max_corrupted_drop_points=1.0, confident=confident)
+    assert found.verdict == verdict
+    assert found.measured == (None if measured is None else pytest.approx(measured))
+    assert ("95 % confidence" in found.explanation) == (confident and bool(counts))
+
+
 @pytest.mark.parametrize(("num_images", "verdict"), [(100, "pass"), (99, OPEN)])
 def test_too_few_images(num_images: int, verdict: str) -> None:
     found = check("validation_images", accuracy_report(compared_row(0, num_images=num_images)))
@@ -236,11 +270,13 @@ def test_what_is_set_is_checked_in_the_order_of_the_table() -> None:
         assert {entry.verdict for entry in checks} == {"pass"}
         return [entry.name for entry in checks]
 
-    accuracy = accuracy_report(compared_row(0, num_images=10_000))
+    kept = CorruptedRow(kind="jpeg", strength=10, top1_pct=90, comparison=PairedComparison.of(10_000, 0, 0))
+    accuracy = accuracy_report(compared_row(0, num_images=10_000, corrupted=(kept,)))
     off = {"min_relative_top1_pct": 0, "min_validation_images": 0, "require_above_chance": False}
     assert names(**off) == ["top1_drop_points"]
     assert names() == ["top1_drop_points", "relative_top1_pct", "above_chance", "validation_images"]
     limits = {"min_top1_pct": 50, "max_class_drop_points": 5, "max_p99_ms": 3, "max_size_mb": 30}
+    limits["max_corrupted_drop_points"] = 2
     assert names(min_speedup=3, min_speedup_fp16=1.2, **limits) == list(CHECKS)
     with pytest.raises(ValidationError, match="min_speedup_fp16 compares INT8 with FP16"):
         Thresholds(precision="fp16", min_speedup_fp16=1.2)

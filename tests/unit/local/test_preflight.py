@@ -234,6 +234,13 @@ def test_what_would_not_be_measured_is_refused(
         check_measurements(run, in_containers=True)
 
 
+def test_a_limit_on_degraded_images_needs_them() -> None:
+    run = {"gate": {"max_corrupted_drop_points": 2.0}, "export": {}, "validate": {"corruptions": True}}
+    check_measurements(run, in_containers=True)
+    with refuses("invalid-setting", "validate.corruptions"):
+        check_measurements({**run, "validate": {}}, in_containers=True)
+
+
 @pytest.mark.parametrize(
     ("name", "made", "architecture", "words"),
     [

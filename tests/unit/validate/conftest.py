@@ -13,6 +13,7 @@ from components.common.contracts.records import (
     BenchmarkReport,
     BenchmarkRow,
     BlockRecord,
+    CorruptedRow,
     DatasetStatistics,
     EngineEntry,
     EngineLayer,
@@ -22,6 +23,7 @@ from components.common.contracts.records import (
     LatencyBudget,
     LayerCost,
     OperatingPoint,
+    PairedComparison,
     PlacementEntry,
     PlacementTrial,
     SelectionEntry,
@@ -240,6 +242,27 @@ def selection() -> SelectionEntry:
     )
 
 
+def degraded(report: Report) -> Report:
+    """With what 400 degraded images cost each precision: one kind surely, one by chance."""
+    seen = {("noise", 0.38): (217, 33, 4), ("blur", 6.0): (313, 7, 2), ("jpeg", 40.0): (351, 0, 1)}
+    rows = []
+    for row in report.accuracy.rows:
+        pairs = [PairedComparison.of(400, *changed) if row.comparison else None for _, *changed in seen.values()]
+        p_values = [pair.mcnemar_p * len(pairs) if pair else None for pair in pairs]
+        kinds = tuple(
+            CorruptedRow(
+                kind=kind,
+                strength=strength,
+                top1_pct=right / 4 + (pair.delta_top1_points if pair else 0.0),
+                comparison=pair,
+                p_corrected=p_value and min(1.0, p_value),
+            )
+            for ((kind, strength), (right, *_)), pair, p_value in zip(seen.items(), pairs, p_values, strict=True)
+        )
+        rows.append(row.model_copy(update={"corrupted": kinds}))
+    return report.model_copy(update={"accuracy": report.accuracy.model_copy(update={"rows": tuple(rows)})})
+
+
 def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
     """A report with everything in it, of invented but coherent numbers."""
     random = np.random.default_rng(num_classes)
@@ -407,6 +430,7 @@ REPORTS = {
     "no disagreement": agreeing(make_report(10)),
     "no GPU": without_a_gpu(make_report(10)),
     "own model": own_model(make_report(10)),
+    "degraded images": degraded(make_report(10)),
     "no speed": make_report(10).model_copy(update={"benchmark": BenchmarkReport(bundle_digest="b", rows=())}),
 }
 

@@ -16,6 +16,7 @@ from components.common.contracts.records import (
 )
 from components.validate.charts import (
     confusion_picture,
+    corruption_chart,
     layers_chart,
     short_names,
     speed_chart,
@@ -133,6 +134,16 @@ def test_thirty_candidates_have_a_row_each(selection: SelectionEntry) -> None:
     assert len(rows) == 31
     assert min(below - above for above, below in pairwise(rows)) > 12  # of text 9 high
     assert {"percentile", "percentile, 1 in float", "percentile, 30 in float"} <= set(texts(svg))
+
+
+def test_degraded_images_have_a_row_each(reports: dict[str, Report]) -> None:
+    accuracy = reports["degraded images"].accuracy
+    svg = corruption_chart(accuracy, "int8", 2.5)
+    names = ["as they are", "noise 0.38", "blur 6", "jpeg 40"]
+    assert [text for text in texts(svg) if text in names] == names
+    assert "allowed: \N{MINUS SIGN}2.50 points" in texts(svg)
+    assert "stroke-dasharray" not in corruption_chart(accuracy, "int8", 0.0)
+    assert corruption_chart(reports["ten classes"].accuracy, "int8", 2.5) == ""
 
 
 def test_layers_in_float_are_hatched(selection: SelectionEntry) -> None:

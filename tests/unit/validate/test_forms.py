@@ -44,6 +44,7 @@ NAMES = (
     "no disagreement",
     "no GPU",
     "own model",
+    "degraded images",
     "no speed",
 )
 
@@ -312,6 +313,9 @@ REMEDIES: list[tuple[str, dict[str, Any], str, str]] = [
     ("top1_drop_points", {"comparison": None}, "Validate again", ""),
     ("class_drop_points", {"worse_classes": (LOSS,)}, "cat (30 of 40 images)", ""),
     ("class_drop_points", {"verdict": "not enough evidence", "largest_loss": LOSS}, "more images of cat", ""),
+    ("corrupted_drop_points", {}, "training images", ""),
+    ("corrupted_drop_points", {"verdict": "not enough evidence", "measured": 0.4}, "more images", ""),
+    ("corrupted_drop_points", {"measured": None}, "validate.corruptions=true", ""),
     ("above_chance", {}, "Train again", ""),
     ("above_chance", {"measured": None}, "Validate again", ""),
     ("top1_pct", {}, "Train for longer", ""),
@@ -407,7 +411,7 @@ def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
     given = {"num_selection_images": 2000, "fallback": False}
     missing = {"layers": (), "engines_missing": "no memory left"}
     found = {
-        **{name: reports[name] for name in ("one epoch", "no disagreement", "no GPU", "own model")},
+        **{name: reports[name] for name in ("one epoch", "no disagreement", "no GPU", "own model", "degraded images")},
         "another precision is recommended": updated(report, "verdict", recommendation=advice),
         "passed": updated(report, "verdict", passed=True),
         "passed, not proved": updated(report, "verdict", passed=True, thresholds=Thresholds(confident=False)),

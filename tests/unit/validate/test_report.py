@@ -142,6 +142,26 @@ def test_numbers_are_those_that_were_measured(written: Written) -> None:
     assert (benchmark["latency_budget"], "Latency budget" in written.text) == (None, False)
 
 
+def test_degraded_images_are_measured_and_judged(chain: Chain, tmp_path: Path) -> None:
+    gate = {"max_corrupted_drop_points": 1.0}
+    one, other = (
+        validate(chain, tmp_path / str(size), corruptions=True, batch_size=size, gate=gate) for size in (10, 64)
+    )
+    fp32, int8 = (one.report.accuracy.row(name) for name in ("fp32", "int8"))
+    assert [row.name for row in fp32.corrupted] == [row.name for row in int8.corrupted]
+    assert len(int8.corrupted) == 15
+    assert min(row.top1_pct for row in fp32.corrupted) < fp32.top1_pct
+    for plain, row in zip(fp32.corrupted, int8.corrupted, strict=True):
+        assert (plain.comparison, row.comparison.num_images) == (None, 120)
+        assert row.top1_pct - plain.top1_pct == pytest.approx(row.comparison.delta_top1_points)
+        assert row.p_corrected >= row.comparison.mcnemar_p
+    drop = max(-row.comparison.delta_top1_points for row in int8.corrupted)
+    (check,) = (entry for entry in one.report.verdict.checks if entry.name == "corrupted_drop_points")
+    assert check.measured == measures(one.report.accuracy, one.report.benchmark)["int8_corrupted_drop_points"] == drop
+    assert (check.verdict == "pass", "Degraded images" in one.text) == (False, True)
+    assert other.report.accuracy.row("fp32").corrupted == fp32.corrupted
+
+
 def test_nothing_is_fetched(written: Written) -> None:
     assert "http://" not in written.page
     assert "https://" not in written.page
