@@ -90,7 +90,7 @@ def _listen(file: Path, log: StepLog, silence_s: float) -> None:
 def abandoned(*, patience_s: float = _HIDDEN_S) -> str:
     """Return the outcome of a process that has nothing to do, as $ENGINERY_HEARTBEAT is gone; "" of others.
 
-    JobSet starts the container of a training that has stopped again. Ending well, it lets go of its node.
+    JobSet restarts the container of a training that has stopped. With exit code 0 it is over, and its node is free.
     """
     if not (name := os.environ.get(VARIABLE)):
         return ""
