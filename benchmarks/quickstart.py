@@ -5,7 +5,6 @@
 Wall time counts from the start of `enginery run` to its end; writing the dataset and installing are not in it.
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ import click
 
 from benchmarks.results import write_result
 from components.common.contracts.instruction_sets import VARIABLE, instruction_set
+from enginery import load_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,25 +70,21 @@ def _run(seed: int, own: str) -> dict[str, Any]:
         started = time.perf_counter()
         subprocess.run(command, check=True, cwd=ROOT, env=environment)
         seconds_wall = time.perf_counter() - started
-        summary = json.loads(summary_file.read_text())
-    steps = []
-    for step in summary["steps"]:
-        parts = step["seconds_work"] + step["seconds_imports"] + step["seconds_tracking"]
-        steps.append({**step, "seconds_overhead": step["seconds_total"] - parts})
-    seconds_parent = seconds_wall - sum(step["seconds_total"] for step in steps)
+        summary = load_summary(summary_file)
+    steps = [{**step.model_dump(mode="json"), "seconds_overhead": step.seconds_overhead} for step in summary.steps]
     seconds = {step["name"]: step["seconds_work"] for step in steps}
     seconds |= {name: sum(step[f"seconds_{name}"] for step in steps) for name in ("imports", "tracking", "overhead")}
-    seconds["parent"] = seconds_parent
+    seconds["parent"] = seconds_wall - sum(step["seconds_total"] for step in steps)
     return {
         "seed": seed,
         "instruction_set": own or instruction_set(),
         "seconds_wall": seconds_wall,
         "shares_pct": {name: 100 * value / seconds_wall for name, value in seconds.items()},
         "seconds_overhead": seconds["overhead"],
-        "seconds_parent": seconds_parent,
+        "seconds_parent": seconds["parent"],
         "steps": steps,
-        "rows": summary["rows"],
-        "checks": summary["checks"],
+        "rows": [row.model_dump(mode="json") for row in summary.rows],
+        "checks": [check.model_dump(mode="json") for check in summary.checks],
     }
 
 
