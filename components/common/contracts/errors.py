@@ -61,8 +61,12 @@ _ADDRESS = re.compile(
     rf"{_SCHEME}(?:(?:(?!{_SCHEME})\S)*@)?(?:(?!{_SCHEME})[^\s'\"<>])*|(?<![\w.:/])//[^\s'\"<>/@]+@[^\s'\"<>]*"
 )
 _PATH_SECRET = re.compile(r";([^;/?#=]*)=([^;/?#]*)")  # a parameter behind a ; of a path, such as ;token=...
-# Terminals obey the first two; the rest puts text into another order, or is no UTF-8.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Terminals obey the first two; the rest puts text into another order, takes no room, or is no UTF-8. Joiners of letters
+# (U+200C, U+200D) stay: languages and emoji need them.
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
+    r"\U000e0000-\U000e007f]"
+)
 _SECRET_NAME = re.compile(r"key|token|sig|secret|pass|pwd|auth|cred|session|policy", re.IGNORECASE)
 _DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")  # behind the name of an artifact in an OCI registry
 _MAX_PLAIN = 15  # characters of a query's value, such as 1 or main; longer ones may be anything
