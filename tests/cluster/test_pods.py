@@ -17,7 +17,8 @@ from typing import Any
 
 import helm_python
 import pytest
-from kubernetes import client
+import yaml
+from kubernetes import client, utils
 from kubernetes.stream import stream
 
 from enginery.release.verify import load_chain
@@ -74,9 +75,14 @@ def restricted(api: Any, namespace: str) -> str:
     core.patch_namespace(namespace, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
     for name, data in (
         ("mlflow-auth", {"adminPassword": PASSWORD, "secretKey": PASSWORD}),
-        ("postgresql", {"password": PASSWORD}),
+        ("postgresql", {"password": PASSWORD, "uri": f"postgresql://mlflow:{PASSWORD}@database/mlflow"}),
     ):
         core.create_namespaced_secret(namespace, {"metadata": {"name": name}, "stringData": data})
+    database = list(yaml.safe_load_all((Path(__file__).parent / "database.yaml").read_text(encoding="utf-8")))
+    (container,) = database[-1]["spec"]["template"]["spec"]["containers"]
+    container["image"] = os.environ.get("POSTGRESQL", container["image"])
+    utils.create_from_yaml(api, yaml_objects=database, namespace=namespace)
+    wait_for(lambda: Cluster(api, namespace).ready("postgresql", "stateful_set"), "PostgreSQL is ready")
     return namespace
 
 
@@ -198,19 +204,12 @@ def values(cluster: Cluster, repository: Path, known_image: tuple[str, str]) -> 
     cluster.core.delete_namespaced_pod("fill", cluster.namespace, grace_period_seconds=0)
     manifest = json.loads((repository / "manifest.json").read_text())
     small = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
-    postgresql, _, tag = os.environ.get("POSTGRESQL", "docker.io/library/postgres:17").rpartition(":")
     return {
         "images": {"registry": os.environ["REGISTRY"], "tag": os.environ["TAG"]},
         "mlflow": {
             "auth": {"existingSecret": "mlflow-auth"},
+            "database": {"existingSecret": "postgresql"},
             "artifacts": {"pvc": {"size": "1Gi"}},
-            "resources": small,
-        },
-        "postgresql": {
-            "enabled": True,
-            "existingSecret": "postgresql",
-            "image": {"repository": postgresql, "tag": tag},
-            "storage": {"size": "1Gi"},
             "resources": small,
         },
         "serve": {
@@ -267,7 +266,7 @@ def test_pods_are_ready_and_nothing_is_lost(cluster: Cluster, values: dict[str, 
         )
 
         helm.uninstall(RELEASE)
-        wait_for(lambda: not cluster.pods("postgresql") and not cluster.pods("mlflow"), "the pods are gone")
+        wait_for(lambda: not cluster.pods("mlflow"), "the pods are gone")
         helm.install(CHART, RELEASE, values)
         cluster.wait()
         assert "READ 98.6 an artifact" in cluster.in_mlflow(READ)

@@ -34,7 +34,7 @@ from tests.helm.rendering import (
 
 VERSIONS = ("1.30", "1.37")
 # Objects of operators that Kubernetes itself has no schema of.
-FOREIGN = ("argoproj.io/", "monitoring.coreos.com/", "serving.kserve.io/")
+FOREIGN = ("argoproj.io/", "gateway.networking.k8s.io/", "monitoring.coreos.com/", "serving.kserve.io/")
 GOLDEN = Path(__file__).parent / "golden"
 
 # It reads the same 1.5 MB of definitions for every object.
@@ -113,12 +113,9 @@ def test_mlflow_is_set_as_the_compose_file_sets_it() -> None:
 
 
 def test_long_names_fit_what_is_made_of_them() -> None:
-    """A CronJob's name, and with a hash the label of a StatefulSet's pods."""
-    for name in ("full", "bundled"):
-        for values in ({"fullnameOverride": "a" * 41}, {"nameOverride": "b" * 41}):
-            for entry in resources(render_files({**case(name), **values})):
-                limit = 52 if entry["kind"] in ("CronJob", "StatefulSet") else 63
-                assert len(entry["metadata"]["name"]) <= limit, entry["metadata"]["name"]
+    for values in ({"fullnameOverride": "a" * 41}, {"nameOverride": "b" * 41}):
+        for entry in resources(render_files({**case("full"), **values})):
+            assert len(entry["metadata"]["name"]) <= 63, entry["metadata"]["name"]
 
 
 def test_notes_say_that_the_ingress_controller_is_not_let_in() -> None:
@@ -128,7 +125,7 @@ def test_notes_say_that_the_ingress_controller_is_not_let_in() -> None:
     assert "does not let the Ingress controller in" in render_files(values)[NOTES]
 
 
-@pytest.mark.parametrize(("name", "behind_a_store"), [("bundled", False), ("external", True)])
+@pytest.mark.parametrize(("name", "behind_a_store"), [("restricted", False), ("external", True)])
 def test_notes_keep_files_on_the_way_through_the_server(name: str, behind_a_store: bool) -> None:
     """MLflow's clients would ask for addresses of the store, which are made for the pods alone."""
     assert ("MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD=false" in rendered_case(name)[NOTES]) is behind_a_store
@@ -142,17 +139,6 @@ def test_callers_from_outside_are_named_by_their_addresses() -> None:
     assert named(files, "Service")["spec"]["type"] == "LoadBalancer"
     sources = named(files, "NetworkPolicy", "mlflow")["spec"]["ingress"][0]["from"]
     assert {"ipBlock": {"cidr": "10.0.0.0/8"}} in sources
-
-
-def test_a_submission_reaches_its_endpoint_behind_a_service() -> None:
-    """A policy sees the pods' port, which need not be the Service's."""
-    values = case("full")
-    values["submit"]["endpoint"] = "http://ml-pipeline-ui.kubeflow"
-    values["networkPolicy"]["egressPorts"] = [443, 3000]
-    names, endpoint = named(render_files(values), "NetworkPolicy", "submit")["spec"]["egress"]
-    assert [port["port"] for port in names["ports"]] == [53, 53]
-    assert [port["port"] for port in endpoint["ports"]] == [80, 443, 3000]
-    assert endpoint["to"] == [namespace("kubeflow")]
 
 
 def namespace(name: str) -> dict[str, Any]:
@@ -250,32 +236,6 @@ def test_the_trust_policy_is_where_the_document_has_it() -> None:
     assert f"sigstore: {trust['mountPath']}/" in (REPOSITORY / "docs/security.md").read_text()
 
 
-def test_a_job_is_another_when_it_changes_and_its_run_when_that_does() -> None:
-    def job(**changed: Any) -> dict[str, Any]:
-        values = case("restricted")
-        values["submit"] |= changed
-        found = [entry for entry in resources(render_files(values)) if entry["kind"] == "Job"]
-        (submit,) = (entry for entry in found if "helm.sh/hook" not in entry["metadata"].get("annotations", {}))
-        return submit
-
-    first = job()
-    assert "--wait" in first["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert job() == first
-    # A pod that waits fails because the run did, which is not submitted again.
-    assert [job(wait=wait, retries=2)["spec"]["backoffLimit"] for wait in (True, False)] == [0, 2]
-    names = {job(**changed)["metadata"]["name"] for changed in ({}, {"wait": False}, {"settings": {"a": 1}})}
-    assert len(names) == 3
-
-    def run_name(**changed: Any) -> str:
-        arguments = job(**changed)["spec"]["template"]["spec"]["containers"][0]["args"]
-        assert "--once" in arguments
-        return arguments[arguments.index("--run-name") + 1]
-
-    resources_of_the_pod = {"limits": {"memory": "2Gi"}}
-    assert len({run_name(), run_name(wait=False), run_name(resources=resources_of_the_pod)}) == 1
-    assert run_name(settings={"a": 1}) != run_name() != run_name(arguments={"data": "/other"})
-
-
 def test_steps_may_make_trainjobs_where_they_run() -> None:
     objects = resources(rendered_case("full"))
     assert not [entry for entry in objects if entry["kind"].startswith("ClusterRole")]
@@ -299,19 +259,13 @@ def test_releases_of_two_environments_do_not_meet() -> None:
     """Of one name, as with GitOps: what they have in a third namespace must not be the same object."""
 
     def made(namespace: str) -> set[tuple[str, str, str]]:
-        values = case("full")
-        values["submit"]["namespace"] = "kubeflow"
         with helm_python.Chart.load(CHART) as chart:
-            files = chart.render(values, name=RELEASE, namespace=namespace)
+            files = chart.render(case("full"), name=RELEASE, namespace=namespace)
         found = [entry for name, text in files.items() if name != NOTES for entry in yaml.safe_load_all(text) if entry]
         return {(entry["kind"], entry["metadata"]["namespace"], entry["metadata"]["name"]) for entry in found}
 
     dev, prod = made("enginery-dev"), made("enginery-prod")
-    assert {kind for kind, namespace, _ in dev if namespace == "kubeflow"} == {
-        "PersistentVolumeClaim",
-        "Role",
-        "RoleBinding",
-    }
+    assert {kind for kind, namespace, _ in dev if namespace == "kubeflow"} == {"Role", "RoleBinding"}
     assert dev & prod == set()
 
 

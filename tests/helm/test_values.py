@@ -14,8 +14,9 @@ from tests.helm.rendering import CASES, CHART, NOTES, REPOSITORY, case, render_f
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-# Whose keys are the user's own: labels and the like, what others read, and named claims.
-OPEN = {"stringMap", "quantities", "affinity", "/submit/arguments", "/submit/settings", "/claims"}
+# Whose keys are the user's own: labels and the like.
+OPEN = {"stringMap", "quantities", "affinity", "removed"}
+REMOVED = {name for name, value in SCHEMA["properties"].items() if value.get("$ref") == "#/$defs/removed"}
 
 
 def levels(schema: dict[str, Any], values: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -24,7 +25,7 @@ def levels(schema: dict[str, Any], values: Any, path: str = "") -> Iterator[tupl
         return
     yield path, schema, values
     for name, child in schema["properties"].items():
-        if name != "global":
+        if name not in {"global", *REMOVED}:
             yield from levels(child, values.get(name, {}), f"{path}/{name}")
 
 
@@ -33,7 +34,7 @@ def test_every_key_is_in_the_schema_and_no_other() -> None:
     assert len(found) > 25
     for path, schema, values in found:
         assert schema["additionalProperties"] is False, path
-        assert set(values) == set(schema["properties"]) - {"global"}, path
+        assert set(values) == set(schema["properties"]) - {"global"} - REMOVED, path
     for name, definition in SCHEMA["$defs"].items():
         if definition.get("type") == "object" and name not in OPEN:
             assert definition["additionalProperties"] is False or "propertyNames" in definition, name
@@ -70,16 +71,13 @@ def test_a_misspelled_key_is_refused_at_every_level(path: str) -> None:
         ("serve.model.uri", "oci://registry/models:latest"),
         ("serve.gpu.resource", "gpu"),
         ("serve.test.image", "not base64"),
-        ("submit.schedule", "every monday"),
-        ("submit.pipeline", "resnet50.yaml"),
-        ("submit.arguments", {"data": ["a", "b"]}),
-        ("submit.arguments", {"Data": "a"}),
+        ("serve.extraEnv", [{"name": "A B", "value": "c"}]),
+        ("mlflow.route.hostnames", ["https://tracking.example.com"]),
         ("networkPolicy.clientCidrs", ["example.com"]),
         ("commonLabels", {"app.kubernetes.io/part-of": "platform"}),  # twice the same key in the objects
         ("commonLabels", {"team": "computer vision"}),
         ("serve.monitoring.labels", {"app.kubernetes.io/name": "triton"}),
         ("fullnameOverride", "a" * 42),
-        ("claims", {"images": {"size": "2 TB"}}),
     ],
 )
 def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
@@ -91,11 +89,11 @@ def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
     ("base", "path", "value", "words"),
     [
         ("minimal", "mlflow.auth.existingSecret", "", "mlflow.auth.existingSecret is empty. Name a Secret"),
-        ("minimal", "mlflow.database.existingSecret", "", "MLflow has no database"),
-        ("minimal", "postgresql.enabled", True, "MLflow has two databases"),
+        ("minimal", "mlflow.database.existingSecret", "", "mlflow.database.existingSecret is empty. Name a Secret"),
+        ("minimal", "postgresql.enabled", True, "Dump the database of the old release"),
+        ("minimal", "submit.enabled", True, "`enginery submit` does"),
+        ("minimal", "claims.images.size", "2Ti", "those that it made stay"),
         ("minimal", "mlflow.replicas", 2, "Set it to ReadWriteMany, or use s3 or gcs"),
-        ("bundled", "mlflow.replicas", 2, "mlflow.replicas is 2, and the bundled PostgreSQL is for one pod"),
-        ("bundled", "postgresql.existingSecret", "", "postgresql.existingSecret is empty"),
         ("external", "mlflow.artifacts.uri", "gs://bucket", "With mlflow.artifacts.type s3 it must begin with s3://"),
         ("external", "mlflow.ingress.host", "", "mlflow.ingress.host is empty"),
         ("full", "serve.model.digest", "", "Let `enginery deploy --env ENV NAME@champion --repository DIR` write them"),
@@ -106,13 +104,13 @@ def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
         ("full", "serve.ingress.host", "", "serve.ingress.host is empty"),
         ("full", "serve.test.label", "", "Say which label the model must answer"),
         ("full", "serve.autoscaling.maxReplicas", 1, "serve.autoscaling.minReplicas is 2 and maxReplicas 1"),
-        ("full", "submit.namespace", "", "submit.clusterRole is set and submit.namespace is empty"),
+        ("full", "serve.route.hostnames", [], "serve.route.parentRefs and serve.route.hostnames say which gateway"),
+        ("kserve", "serve.route.enabled", True, "serve.route is for the kinds Deployment and Rollout"),
         ("kserve", "serve.autoscaling.enabled", True, "KServe scales an InferenceService itself"),
         ("kserve", "serve.monitoring", {"enabled": True}, "serve.monitoring is for the kinds Deployment and Rollout"),
         ("kserve", "serve.test", {"image": "aGVq", "label": "7"}, "serve.test is for the kinds Deployment and Rollout"),
         ("full", "mlflow.service", {"type": "LoadBalancer"}, "mlflow.service.type is LoadBalancer, and the network"),
         ("full", "serve.service", {"type": "NodePort"}, "Name who may call in networkPolicy.clientCidrs"),
-        ("gpus", "postgresql", {"enabled": True}, "postgresql.enabled is for MLflow alone"),
         ("gpus", "serve.sharedMemory", "32768Mi", "Shared memory counts as the pod's: give it more"),
         (
             "full",
@@ -146,14 +144,15 @@ def others(value: Any) -> list[Any]:
     if isinstance(value, int):
         return [value + 1]
     if isinstance(value, list):
-        lists = ["x"], ["10.0.0.0/8"], ["https://x.example"], ["--x"], [1234], [{"setWeight": 3}]
-        return [*map(list, lists), [{"key": "x", "operator": "Exists"}], [{"type": "Pods"}]]
+        lists = ["x"], ["10.0.0.0/8"], ["https://x.example"], ["--x"], [1234], [{"setWeight": 3}], [{"name": "x"}]
+        spread = {"maxSkew": 1, "topologyKey": "x", "whenUnsatisfiable": "DoNotSchedule"}
+        return [*map(list, lists), [{"key": "x", "operator": "Exists"}], [{"type": "Pods"}], [spread]]
     if isinstance(value, dict):
-        return [{"x": "y"}, {"nodeAffinity": {}}, {"cpu": "9"}, {"x": {"size": "1Gi"}}]
+        return [{"x": "y"}, {"nodeAffinity": {}}, {"cpu": "9"}]
     if value is None:
         return [5]
     words = ["x", "x.example", "https://x.example:1234", "s3://x/y", "gs://x/y", "42", f"sha256:{'ab' * 32}", "5Gi"]
-    words += ["17s", "1 2 * * *", "pipelines/x.py", "MANAGE", "ReadWriteMany", "NodePort", "Always", "x.io/y", "aGVq"]
+    words += ["17s", "MANAGE", "ReadWriteMany", "NodePort", "Always", "x.io/y", "aGVq"]
     words += ["arn:aws:iam::123456789012:role/x"]
     return [*words, "s3", "Rollout"]
 
@@ -183,12 +182,9 @@ def test_every_value_changes_something() -> None:
         return False
 
     found = dict(leaves(VALUES))
-    assert len(found) > 120
-    # One database goes as the other comes, which one change can't do; NOTES.txt alone names the bundle.
-    assert {path for path, value in found.items() if not has_effect(path, value)} == {
-        "postgresql.enabled",
-        "serve.model.digest",
-    }
+    assert len(found) > 100
+    # NOTES.txt alone names the bundle.
+    assert {path for path, value in found.items() if not has_effect(path, value)} == {"serve.model.digest"}
 
 
 def test_the_default_values_want_secrets_and_nothing_else() -> None:

@@ -1,6 +1,6 @@
 {{/* What all parts share: names, labels, images, security contexts. */}}
 
-{{/* Names end in up to 11 more: CronJobs and the pods of a StatefulSet take 52 in all. */}}
+{{/* Names end in up to 22 more. */}}
 {{- define "enginery.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 41 | trimSuffix "-" -}}
@@ -102,8 +102,10 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
-{{/* Where a pod may run: a part's values. */}}
+{{/* Where a pod may run: list of root, part and the part's values. */}}
 {{- define "enginery.placement" -}}
+{{- $pods := dict "matchLabels" (include "enginery.selector" . | fromYaml) -}}
+{{- with index . 2 -}}
 {{- with .nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -115,6 +117,16 @@ affinity:
 {{- with .tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{- mergeOverwrite (dict "labelSelector" $pods) . | toYaml | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -177,4 +189,39 @@ spec:
                 name: {{ .name }}
                 port:
                   name: http
+{{- end -}}
+
+{{/* An HTTPRoute to a part's Service: dict of root, part, name, route and port. */}}
+{{- define "enginery.route" -}}
+{{- if not (and .route.parentRefs .route.hostnames) -}}
+{{- fail (printf "%s.route.parentRefs and %s.route.hostnames say which gateway takes requests to which names. Set both, such as [{name: public, namespace: gateways}] and [models.example.com]" .part .part) -}}
+{{- end -}}
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "enginery.labels" (list .root .part) | nindent 4 }}
+spec:
+  parentRefs:
+    {{- toYaml .route.parentRefs | nindent 4 }}
+  hostnames:
+    {{- toYaml .route.hostnames | nindent 4 }}
+  rules:
+    - backendRefs:
+        - {name: {{ .name }}, port: {{ .port }}}
+{{- end -}}
+
+{{/* What older values still ask for, each with what is in its place. */}}
+{{- define "enginery.removed" -}}
+{{- if (default dict .Values.postgresql).enabled -}}
+{{- fail "postgresql.enabled: this chart runs no PostgreSQL any more. Nothing was changed. Dump the database of the old release, restore it into one of an operator or of your own, and name its Secret in mlflow.database.existingSecret: docs/cluster.md" -}}
+{{- end -}}
+{{- if (default dict .Values.submit).enabled -}}
+{{- fail "submit.enabled: this chart submits no pipelines any more. `enginery submit` does, once or by --cron, and Kubeflow Pipelines keeps the schedule: docs/submit.md" -}}
+{{- end -}}
+{{- if .Values.claims -}}
+{{- fail "claims: this chart makes no volumes for pipelines any more, and those that it made stay. Leave the value out, and make new ones with kubectl" -}}
+{{- end -}}
 {{- end -}}

@@ -8,14 +8,8 @@
 {{- if and $mlflow.auth.enabled (not $mlflow.auth.existingSecret) -}}
 {{- fail "mlflow.auth.existingSecret is empty. Name a Secret with the keys adminPassword and secretKey, or set mlflow.auth.enabled to false" -}}
 {{- end -}}
-{{- if and (not .Values.postgresql.enabled) (not $mlflow.database.existingSecret) -}}
-{{- fail "MLflow has no database. Name a Secret with its URI in mlflow.database.existingSecret, or set postgresql.enabled to true" -}}
-{{- end -}}
-{{- if and .Values.postgresql.enabled $mlflow.database.existingSecret -}}
-{{- fail "MLflow has two databases: mlflow.database.existingSecret and postgresql.enabled. Leave one out" -}}
-{{- end -}}
-{{- if and .Values.postgresql.enabled (gt (int $mlflow.replicas) 1) -}}
-{{- fail (printf "mlflow.replicas is %d, and the bundled PostgreSQL is for one pod of MLflow. Set it to 1, or use a database of your own (mlflow.database.existingSecret)" (int $mlflow.replicas)) -}}
+{{- if not $mlflow.database.existingSecret -}}
+{{- fail "mlflow.database.existingSecret is empty. Name a Secret with the URI of a PostgreSQL database: docs/cluster.md shows how an operator makes both" -}}
 {{- end -}}
 {{- if eq $mlflow.artifacts.type "pvc" -}}
 {{- if and (gt (int $mlflow.replicas) 1) (not $mlflow.artifacts.pvc.existingClaim) (ne $mlflow.artifacts.pvc.accessMode "ReadWriteMany") -}}
@@ -31,17 +25,9 @@
 
 {{/* The database of runs, users and permissions. */}}
 {{- define "enginery.mlflow.databaseEnv" -}}
-{{- if .Values.postgresql.enabled }}
-- name: POSTGRES_PASSWORD
-  valueFrom:
-    secretKeyRef: {name: {{ .Values.postgresql.existingSecret }}, key: {{ .Values.postgresql.passwordKey }}}
-- name: MLFLOW_BACKEND_STORE_URI
-  value: postgresql://mlflow:$(POSTGRES_PASSWORD)@{{ include "enginery.postgresql.name" . }}:5432/mlflow
-{{- else }}
 - name: MLFLOW_BACKEND_STORE_URI
   valueFrom:
     secretKeyRef: {name: {{ .Values.mlflow.database.existingSecret }}, key: {{ .Values.mlflow.database.key }}}
-{{- end }}
 {{- if .Values.mlflow.auth.enabled }}
 - name: MLFLOW_AUTH_DATABASE_URI
   value: $(MLFLOW_BACKEND_STORE_URI)
@@ -62,6 +48,7 @@
 {{- end -}}
 {{- $hosts = concat $hosts (list "localhost:*" "127.0.0.1:*") -}}
 {{- if .Values.mlflow.ingress.enabled -}}{{- $hosts = append $hosts .Values.mlflow.ingress.host -}}{{- end -}}
+{{- if .Values.mlflow.route.enabled -}}{{- $hosts = concat $hosts .Values.mlflow.route.hostnames -}}{{- end -}}
 {{- concat $hosts .Values.mlflow.allowedHosts | uniq | join "," -}}
 {{- end -}}
 

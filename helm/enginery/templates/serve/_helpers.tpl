@@ -76,7 +76,7 @@ securityContext:
 {{- if not $kserve }}
 terminationGracePeriodSeconds: {{ add 10 (int $serve.terminationSeconds) }}
 {{- end }}
-{{- include "enginery.placement" (dict "nodeSelector" $serve.nodeSelector "affinity" $serve.affinity "tolerations" $tolerations) }}
+{{- include "enginery.placement" (list $root "serve" (merge (dict "tolerations" $tolerations) $serve)) }}
 initContainers:
   # Copies the model repository of this very digest and checks every file of it; nothing else reaches Triton.
   - name: fetch
@@ -149,6 +149,10 @@ containers:
       {{- range $serve.extraArgs }}
       - {{ . | quote }}
       {{- end }}
+    {{- with $serve.extraEnv }}
+    env:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
     ports:
       - {name: {{ $port }}, containerPort: 8000, protocol: TCP}
       {{- if not $kserve }}

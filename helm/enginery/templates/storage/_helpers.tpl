@@ -163,9 +163,3 @@ may lead anywhere: public addresses, and private ones only if egressCidrs or egr
 {{- end -}}
 {{- end -}}
 {{- end -}}
-
-{{/* Name of one of the claims: list of root, its key and its namespace. */}}
-{{- define "enginery.claims.name" -}}
-{{- $root := index . 0 -}}
-{{- include "enginery.nameIn" (list $root (printf "%s-%s" (include "enginery.fullname" $root) (index . 1)) (index . 2)) -}}
-{{- end -}}
