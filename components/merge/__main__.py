@@ -3,7 +3,7 @@
 from components.common.process.step import Step
 from components.merge.config import MergeConfig
 
-STEP = Step(name="merge", config=MergeConfig, inputs={})
+STEP = Step(name="merge", config=MergeConfig, inputs={}, writes_dataset=True)
 
 if __name__ == "__main__":
     STEP.command()()

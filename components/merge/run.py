@@ -8,6 +8,7 @@ from typing import Any
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, DatasetPartManifest, load
+from components.common.process.dataset_volume import find_dataset
 from components.common.process.steplog import StepLog
 from components.merge.config import MergeConfig
 from components.preprocess.assembling import RECORDS, Packed, assemble, report
@@ -18,7 +19,9 @@ from components.preprocess.packing import open_output, read_record
 
 def run(config: MergeConfig, log: StepLog, *, output: Path) -> str:
     """Join all parts. See the package's docstring."""
-    parts = [load(Path(path), DatasetPartManifest, verify=(".json", ".jsonl", ".idx")) for path in config.parts]
+    parts = [
+        load(find_dataset(Path(path)), DatasetPartManifest, verify=(".json", ".jsonl", ".idx")) for path in config.parts
+    ]
     _check_complete(parts)
     with open_output(output, joining=True) as records:
         for entry in list(output.iterdir()):

@@ -3,7 +3,7 @@
 from components.common.process.step import Step
 from components.preprocess.config import PreprocessConfig
 
-STEP = Step(name="preprocess", config=PreprocessConfig, inputs={})
+STEP = Step(name="preprocess", config=PreprocessConfig, inputs={}, writes_dataset=True)
 
 if __name__ == "__main__":
     STEP.command()()

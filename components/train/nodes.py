@@ -17,7 +17,7 @@ import yaml
 
 from components.common.contracts.digests import digest_json
 from components.common.contracts.environment import KFP_RUN_VARIABLE
-from components.common.contracts.errors import EXIT_FAILURE, EXIT_PREEMPTED, EXIT_USER_ERROR, EngineryError, UserError
+from components.common.contracts.errors import EXIT_FAILURE, EXIT_PREEMPTED, EXIT_USER_ERROR, EngineryError
 from components.common.contracts.manifests import (
     ALL_FILES,
     FAILURE,
@@ -29,6 +29,7 @@ from components.common.contracts.manifests import (
     prepare_directory,
     write_atomically,
 )
+from components.common.process.dataset_volume import dataset_volumes, folder_of, make_folder
 from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
 from components.train.train_job import GRACE_S, Job, JobFailed, Pod, TrainJobRequest, connect, this_pod, train_job
@@ -128,7 +129,7 @@ def train_on_nodes(
     pod = this_pod(api)
     run_id = os.environ.get(KFP_RUN_VARIABLE) or pod.uid
     key = _key(run_id, data, config)
-    own = _own_folder(Path(request.shared), f"{run_id}-{key}")
+    own = make_folder(Path(request.shared), f"runs/{run_id}-{key}", "train_job.volume")
     shared = _share(data, Path(request.shared), own, log)
     checkpoint, settings, heartbeat = own / "checkpoint", own / "config.yaml", own / "heartbeat"
     write_atomically(settings, yaml.safe_dump(config.model_dump(mode="json")).encode())
@@ -168,7 +169,8 @@ def train_in_volume(
     """
     prepare_directory(output)
     run_id = os.environ[KFP_RUN_VARIABLE]
-    own = _own_folder(volume, f"{run_id}-{_key(run_id, load(dataset, DatasetManifest), config)}")
+    key = _key(run_id, load(dataset, DatasetManifest), config)
+    own = make_folder(volume, f"runs/{run_id}-{key}", "train_job.volume")
     outcome = train(own / "checkpoint")
     _copy_result(own / "checkpoint", own, output)
     return outcome
@@ -178,27 +180,11 @@ def _key(run_id: str, data: Artifact[DatasetManifest], config: TrainConfig) -> s
     return digest_json([run_id, data.digest, config.model_dump(mode="json")]).removeprefix("sha256:")[:10]
 
 
-def _own_folder(root: Path, name: str) -> Path:
-    if not root.is_dir():
-        text = f"the volume of train_job is not there: {root} is no folder of this pod; see its mount_path"
-        raise UserError(text, code="no-volume")
-    folder = root / "enginery/runs" / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except PermissionError:
-        raise UserError(
-            f"this step may not write to the volume of train_job at {root}: it runs as user {os.getuid()} and group "
-            f"{os.getgid()}; make the volume writable for that group",
-            code="volume-not-writable",
-        ) from None
-    return folder
-
-
 def _share(data: Artifact[DatasetManifest], root: Path, own: Path, log: StepLog) -> Path:
     """Return the dataset where all nodes see it: as it is, or a copy, which an earlier run may have made."""
-    if data.path.resolve().is_relative_to(root.resolve()):
+    if any(data.path.resolve().is_relative_to(shared.resolve()) for shared in (root, *dataset_volumes())):
         return data.path
-    target = root / "enginery/datasets" / data.digest.removeprefix("sha256:")[:32]
+    target = folder_of(root, data.digest)
     if (target / MANIFEST).exists():
         if load(target, DatasetManifest).digest != data.digest:
             text = f"{target} holds another dataset than its name says; remove it"

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from components.common.contracts.container_images import IMAGE_OF, REGISTRY, TAG, reference
 from components.common.contracts.errors import UserError, holds_secret
 from components.common.contracts.settings import format_errors, inner_model, load_yaml, show_value
+from components.common.process.dataset_volume import VARIABLE as DATASETS_VARIABLE
 
 GPU_STEPS = ("train", "export", "validate")
 PRODUCT_LABEL = "nvidia.com/gpu.product"
@@ -230,6 +231,11 @@ class ClusterSettings(_Part):
         pattern=r"^$|^(s3|gs|minio|oci)://.+",
         description="Where KFP keeps what steps write, such as s3://bucket/folder; empty for KFP's own place.",
     )
+    dataset_volume: Volume | None = Field(
+        None,
+        description="Claim, with its mount_path, where preprocess and merge put datasets and other steps read them; "
+        "KFP's store then keeps the manifests alone. ReadWriteMany where steps run on several nodes.",
+    )
     image_pull_secrets: tuple[Name, ...] = Field((), description="Secrets to pull images with.")
     run_as_non_root: bool = Field(
         False,
@@ -309,6 +315,9 @@ class ClusterSettings(_Part):
                 merged[name] = mine if name in own.model_fields_set else common
         if step == "gate" and "retries" not in own.model_fields_set:
             merged["retries"] = Retries(times=0)  # a verdict stays what it is
+        if self.dataset_volume is not None and step != "gate":  # which reads no images
+            merged["volumes"] = tuple(dict.fromkeys((*merged["volumes"], self.dataset_volume)))
+            merged["env"] = {**merged["env"], DATASETS_VARIABLE: self.dataset_volume.mount_path}
         if step in GPU_STEPS and not merged["shm"]:
             merged["shm"] = SHARED_MEMORY
         return own.model_copy(update=merged)

@@ -234,8 +234,8 @@ def volumes(cluster: ClusterAccess) -> Finding:
     settings = cluster.settings
     # Volume: True if several nodes write to it at once.
     wanted: dict[Volume, bool] = {volume: False for step in IMAGE_OF for volume in settings.of(step).volumes}
-    if settings.train_job.volume is not None:
-        wanted[settings.train_job.volume] = settings.train.num_nodes > 1
+    for shared in filter(None, (settings.train_job.volume, settings.dataset_volume)):
+        wanted[shared] = settings.train.num_nodes > 1
     if not wanted:
         return absent("the settings name no volumes")
     pending = []
@@ -243,7 +243,7 @@ def volumes(cluster: ClusterAccess) -> Finding:
         where = f"claim {volume.claim} in {cluster.namespace}"
         claim = cluster.find(cluster.core.read_namespaced_persistent_volume_claim, volume.claim, cluster.namespace)
         if claim is None:
-            return missing(f"there is no {where}", "make it (the chart can), or fix its name")
+            return missing(f"there is no {where}", "make it, or fix its name")
         modes = claim.spec.access_modes or ()
         if is_shared and "ReadWriteMany" not in modes:
             return missing(

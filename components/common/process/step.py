@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -23,6 +24,7 @@ from components.common.contracts.environment import keep_streams_apart, torchrun
 from components.common.contracts.errors import EXIT_INTERRUPTED, EngineryError, Preempted, UserError, shown
 from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT
 from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
+from components.common.process.dataset_volume import find_dataset, write_dataset
 from components.common.process.disk import explain, out_of_space
 from components.common.process.lifetime import end_with_parent, process_age_s
 from components.common.process.steplog import RELAY_VARIABLE, QuietLog, RelayedRun, StepLog
@@ -46,6 +48,7 @@ class Step:
     config: type[StepConfig]
     inputs: Mapping[str, str]  # name of each input -> what a person should name there
     uses_registry: bool = False  # it talks to MLflow itself, also where a parent keeps the steps' runs
+    writes_dataset: bool = False  # or a part of one: into the volume for them, where there is one
     is_preemptible: bool = False  # SIGTERM is no failure, at whatever moment: it ends with EXIT_PREEMPTED
 
     def execute(self, settings: Mapping[str, Any], *, output: str | Path, **inputs: str | Path) -> None:
@@ -90,7 +93,13 @@ class Step:
             log.params(config.model_dump(mode="json"))
             work_started = time.perf_counter()
             tracking_before = log.tracking_s
-            outcome = run(config, log, output=output, **inputs)
+            if "dataset" in inputs:
+                inputs["dataset"] = find_dataset(inputs["dataset"])
+            work = partial(run, config, log, **inputs)
+            if self.writes_dataset:
+                outcome = write_dataset(lambda folder: work(output=folder), config.model_dump(mode="json"), output)
+            else:
+                outcome = work(output=output)
             work_s = time.perf_counter() - work_started - (log.tracking_s - tracking_before)
             digest = ""
             if (manifest := output / MANIFEST).exists():

@@ -63,7 +63,9 @@ def test_what_a_step_gets_falls_to_every_step(tmp_path: Path) -> None:
     train, promote = settings.of("train"), settings.of("promote")
     assert (train.retries.times, promote.retries.times) == (2, 0)
     assert (train.timeout_s, promote.timeout_s) == (259200, 86400)
-    assert set(train.env) == set(promote.env) == {"MLFLOW_TRACKING_URI"}
+    assert set(train.env) == set(promote.env) == {"MLFLOW_TRACKING_URI", "ENGINERY_DATASETS"}
+    assert "ENGINERY_DATASETS" not in settings.of("gate").env
+    assert [volume.claim for volume in settings.of("preprocess").volumes] == ["images", "shared"]
     assert [settings.of(step).shm for step in ("preprocess", "train", "export")] == ["", "64Gi", "8Gi"]
     assert settings.image("gate") == "registry.example.com/vision/promote:0.2.0"
     assert settings.image("train").startswith("registry.example.com/vision/train@sha256:1111")
