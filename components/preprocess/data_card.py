@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import DatasetStatistics, Split
-from components.common.data.image_files import read_images, read_listing
-from components.common.data.pages import data_uri, templates, thumbnail
+from components.common.data.image_files import read_images, read_listing, thumbnail
+from components.common.data.pages import data_uri, templates
 from components.preprocess.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
 from components.preprocess.decoding import Rejected, decode
 

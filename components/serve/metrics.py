@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
+from components.serve.drift import DriftMetrics
+
 PREDICTIONS = "enginery_predictions_total"
 CONFIDENCES = "enginery_prediction_confidence_bucket"
 CONFIDENCE_SUM = "enginery_prediction_confidence_sum"
@@ -27,10 +29,11 @@ class PredictionMetrics:
 
     Args:
         labels: said of every series, such as model and version.
+        drift: also handed on; None for none.
     """
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = dict(labels)
+    def __init__(self, labels: Mapping[str, str], drift: DriftMetrics | None = None) -> None:
+        self._labels, self._drift = dict(labels), drift
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._labelled: Counter[str] = Counter()
         self._bins = np.zeros(len(BOUNDS), np.int64)
@@ -71,6 +74,8 @@ class PredictionMetrics:
             self._increment(self._buckets, {"le": bound}, int(count))
         self._increment(self._total, {}, total)
         self._increment(self._count, {}, int(bins.sum()))
+        if self._drift is not None:
+            self._drift.hand_on()
 
     def _increment(self, family: Any, labels: Mapping[str, str], amount: float) -> None:
         key = (id(family), str(labels))

@@ -11,9 +11,10 @@ import triton_python_backend_utils as pb
 from PIL import Image
 
 from components.common.contracts.errors import UserError
-from components.common.data.dali_pipelines import ImageBatches
+from components.common.data.baseline import baseline_file, image_statistics
+from components.common.data.dali_pipelines import ImageBatches, LoadedImage
 from components.serve.admission_control import PendingRequests, refusal
-from components.serve.repository_check import open_from
+from components.serve.repository_check import STATISTICS_TENSOR, open_from
 
 MAX_IMAGE_BYTES = 64 << 20  # of one encoded image; what newer Tritons take of a whole HTTP request
 _MOST_DECODED = 32  # images in one batch of the decoder, as in validation on a CPU
@@ -28,6 +29,8 @@ class TritonPythonModel:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         manifest = open_from(Path(args["model_repository"])).manifest
         self._output = manifest.shapes.input_name
+        self._transform = manifest.transform
+        self._counts = baseline_file(manifest.precision) in manifest.files
         self._images = ImageBatches(manifest.transform, min(_MOST_DECODED, manifest.shapes.max_batch))
         self._images.load_each([_white()], ["warm-up"])
         name = args["model_name"]
@@ -46,11 +49,17 @@ class TritonPythonModel:
         decoded = iter(self._images.load_each(flat, names, max_bytes=MAX_IMAGE_BYTES))
         return [self._response([next(decoded) for _ in images]) for images in sent]
 
-    def _response(self, images: Sequence[np.ndarray | UserError]) -> Any:
+    def _response(self, images: Sequence[LoadedImage | UserError]) -> Any:
         if wrong := [image for image in images if isinstance(image, UserError)]:
             return refusal(str(wrong[0]))
-        # [B, 3, H, W] float32, normalized
-        return pb.InferenceResponse([pb.Tensor(self._output, np.stack(cast("Sequence[np.ndarray]", images)))])
+        loaded = cast("Sequence[LoadedImage]", images)
+        batch = np.stack([image.pixels for image in loaded])  # [B, 3, H, W] float32, normalized
+        tensors = [pb.Tensor(self._output, batch)]
+        if self._counts:
+            sizes = [image.num_sent for image in loaded]
+            looks = np.stack([*image_statistics(batch, self._transform), sizes], axis=1)  # as IMAGE_STATISTICS
+            tensors.append(pb.Tensor(STATISTICS_TENSOR, looks.astype(np.float32)))
+        return pb.InferenceResponse(tensors)
 
 
 def _encoded(tensor: np.ndarray) -> list[bytes]:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 from markupsafe import Markup
-from PIL import Image
 from pydantic import BaseModel
 
 from components.common.contracts.digests import short
@@ -32,8 +31,8 @@ from components.common.contracts.records import (
 from components.common.contracts.statistics import SIGNIFICANCE, holm, mcnemar, paired_difference
 from components.common.contracts.verdict import judge
 from components.common.data.evaluation import Predictions
-from components.common.data.image_files import from_16_bit, open_image, read_images, read_listing, upright
-from components.common.data.pages import data_uri, templates, thumbnail
+from components.common.data.image_files import read_images, read_listing, rgb, thumbnail
+from components.common.data.pages import data_uri, templates
 from components.validate import report_text, speed_text
 from components.validate.charts import (
     confusion_picture,
@@ -176,15 +175,9 @@ def read_thumbnails(data: Artifact[DatasetManifest], indices: Iterable[int]) -> 
     wanted = {str(entry["key"]): index for index, entry in read_listing(data.file("val.jsonl"), set(indices)).items()}
     shards = [data.file(shard) for shard in data.manifest.splits["val"].shards]
     return {
-        wanted[key]: data_uri(thumbnail(_rgb(file), max_side=_MAX_SIDE, exact_side=_SMALL_SIDE))
+        wanted[key]: data_uri(thumbnail(rgb(file), max_side=_MAX_SIDE, exact_side=_SMALL_SIDE))
         for key, file in read_images(shards, wanted)
     }
-
-
-def _rgb(file: bytes) -> Image.Image:
-    """Upright RGB, as the loader delivers it. `file` was decoded once by preprocess."""
-    image = upright(open_image(file))
-    return from_16_bit(image) if image.mode.startswith("I;16") else image.convert("RGB")
 
 
 MAX_DISAGREEMENTS = 24

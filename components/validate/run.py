@@ -1,6 +1,6 @@
 """validate: Bundle + validation split -> Report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,26 @@ from components.common.contracts.manifests import (
     seal,
     write_atomically,
 )
-from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport, CorruptedRow, measures
+from components.common.contracts.records import (
+    PRECISIONS,
+    AccuracyReport,
+    AccuracyRow,
+    BenchmarkReport,
+    CorruptedRow,
+    measures,
+)
 from components.common.contracts.statistics import holm
+from components.common.data.baseline import (
+    IMAGE_STATISTICS,
+    STATISTICS,
+    Baseline,
+    StatisticName,
+    baseline_file,
+    make_baseline,
+)
 from components.common.data.corruptions import CORRUPTIONS, Corruption
 from components.common.data.evaluation import Predictions, predict_in_parts
+from components.common.data.image_files import read_listing
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes import RUNTIMES, runs_plans
@@ -80,6 +96,8 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     arrays["labels"] = labels
     with (output / "predictions.npz").open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
+    for baseline in baselines(data, predictions):
+        write_atomically(output / baseline_file(baseline.precision), baseline.model_dump_json(indent=1).encode())
     log.progress("writing the report", 0, 1)
     shown = gather_report(config, models, data, predictions, accuracy, benchmark)
     write_report(shown, read_thumbnails(data, [entry.index for entry in shown.disagreements]), output)
@@ -153,11 +171,34 @@ def predict_validation(
         list(zip(every, loaders, strict=True)),
         split.num_images * max(1, len(corruptions)),
         lambda done, total: log.progress(f"measuring accuracy{degraded}", done, total, unit="images"),
+        None if corruptions else bundle.manifest.transform,
     )
     for others in every[1:]:
         for runner in others.values():
             runner.close()
     return predictions
+
+
+def baselines(data: Artifact[DatasetManifest], predictions: Mapping[str, Predictions]) -> Iterator[Baseline]:
+    """What a server of each precision compares its requests with. Images whose logits hold NaN are left out.
+
+    Args:
+        data: the images.
+        predictions: by precision, of its validation split, with looks.
+    """
+    listing = read_listing(data.file("val.jsonl"), range(data.manifest.splits["val"].num_images))
+    sizes = np.array(
+        [entry["width"] * entry["height"] for entry in listing.values()], np.float32
+    )  # [N] pixels, as a server has them
+    for precision in PRECISIONS:
+        own = predictions.get(precision)
+        if own is None or not (known := own.top[:, 0] >= 0).any():
+            continue
+        values: dict[StatisticName, np.ndarray] = dict(zip(IMAGE_STATISTICS, (*own.looks.T, sizes), strict=True))
+        values |= {"class": own.top[:, 0], "confidence": own.confidences, "entropy": own.entropies}
+        if data.manifest.config.get("max_short_side"):  # preprocess made images smaller than those that clients send
+            del values["size"]
+        yield make_baseline(precision, {name: values[name][known] for name in STATISTICS if name in values})
 
 
 def gpus_alike() -> tuple[int, ...]:
@@ -196,7 +237,7 @@ def _accuracy_row(
         top5_pct=own.top5_pct,
         delta_top1_points=own.top1_pct - fp32.top1_pct if fp32 else None,
         agreement_pct=own.agreement_pct(fp32) if fp32 else None,
-        ece_pct=own.bins.ece_pct,
+        ece_pct=own.ece_pct,
         comparison=compare(compared, own) if compared else None,
         worse_classes=worse,
         largest_loss=largest,

@@ -29,6 +29,7 @@ _COMMANDS = {
     "fetch": "Fetch an artifact from a store or a registry, checked by digest.",
     "predict": "Ask a model server what it sees on images.",
     "loadtest": "Measure a model server: throughput and latency by request rate.",
+    "drift": "Compare what a model server was sent with the model's validation.",
     "doctor": "Say what this machine can do, and how to fix what is missing.",
     "gc": "Remove old runs of this machine.",
     "ui": "Open the MLflow UI on this machine's runs.",

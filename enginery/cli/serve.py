@@ -1,5 +1,7 @@
 """`enginery serve`: a promoted model behind Triton on this machine, or as a model repository."""
 
+import errno
+import os
 import shutil
 import signal
 import sys
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import MANIFEST, Artifact, RepositoryManifest
+from components.common.contracts.manifests import MANIFEST, Artifact, RepositoryManifest, load_manifest
 from components.common.contracts.records import PRECISIONS, Precision
 from enginery.cli.options import PATH, signing_key
 from enginery.formats import echo
@@ -54,6 +56,7 @@ _port = click.IntRange(1, 65535)
 _max_wait = click.option(
     "--max-wait", default=2.0, show_default=True, metavar="SECONDS", help="Longest wait in a queue before a 503."
 )
+_keep_examples = "Keep a small copy of one image per bin of `enginery drift`, for its page"
 
 
 @serve.command()
@@ -63,9 +66,21 @@ _max_wait = click.option(
 @_name
 @_top_k
 @_max_wait
+@click.option(
+    "--keep-examples",
+    is_flag=True,
+    help=f"{_keep_examples}: in the server's folder $ENGINERY_EXAMPLES, if that is set.",
+)
 @signing_key
 def export(
-    model: str, directory: Path, precision: Precision | None, name: str, top_k: int, max_wait: float, key: Path | None
+    model: str,
+    directory: Path,
+    precision: Precision | None,
+    name: str,
+    top_k: int,
+    max_wait: float,
+    keep_examples: bool,
+    key: Path | None,
 ) -> None:
     """Write a model repository for Triton into the new folder DIR.
 
@@ -76,7 +91,7 @@ def export(
     from enginery.serving.repository import gpu_server_options, write_repository
     from enginery.serving.sources import find_source
 
-    config = _config(name=name, top_k=top_k, max_wait_s=max_wait)
+    config = _config(name=name, top_k=top_k, max_wait_s=max_wait, keep_examples=keep_examples)
     if key is not None:
         check_signer(key)
     with find_source(model, precision) as source:
@@ -102,6 +117,7 @@ def export(
 @click.option("--http-port", default=8000, type=_port, show_default=True, help="For HTTP.")
 @click.option("--grpc-port", default=8001, type=_port, show_default=True, help="For gRPC.")
 @click.option("--metrics-port", default=8002, type=_port, show_default=True, help="For Prometheus.")
+@click.option("--examples", type=PATH, metavar="DIR", help=f"{_keep_examples}, in DIR.  [default: no image is kept]")
 @click.option(
     "--allow-loading",
     is_flag=True,
@@ -117,6 +133,7 @@ def start(
     http_port: int,
     grpc_port: int,
     metrics_port: int,
+    examples: Path | None,
     allow_loading: bool,
 ) -> None:
     """Serve a model on this machine's CPU until Ctrl-C, by a real Triton.
@@ -133,9 +150,11 @@ def start(
     key = loading_key(ports.host) if allow_loading else ""
     ports.check()
     triton = install_triton(click.echo)
-    config = {"name": name, "top_k": top_k, "max_wait_s": max_wait}
+    config = {"name": name, "top_k": top_k, "max_wait_s": max_wait, "keep_examples": examples is not None}
+    if examples is not None:
+        _make_private(examples)
     with _repository(model, precision, config) as repository:
-        server = Server.start(triton, repository.path, ports, loading_key=key)
+        server = Server.start(triton, repository.path, ports, loading_key=key, examples=examples)
         with _stopped_by_signals(server):
             server.wait_until_ready()
             server.echo = lambda line: echo(line, err=True)
@@ -171,6 +190,17 @@ def _repository(
 
     folder = Path(model).expanduser()
     is_exported = (folder / MANIFEST).is_file() and read_identity(folder).kind == "repository"
+    if (
+        is_exported
+        and config["keep_examples"]
+        and not load_manifest(folder / MANIFEST, RepositoryManifest).manifest.config.get("keep_examples")
+    ):
+        raise UserError(
+            f"{folder} was exported for a server that keeps no images; drop --examples, or export again with "
+            "--keep-examples",
+            code="already-exported",
+            setting="--examples",
+        )
     if is_exported and (given := _given("precision", "name", "top_k", "max_wait")):
         raise UserError(
             f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or export "
@@ -189,6 +219,20 @@ def _repository(
         with find_source(model, precision) as source:
             repository = write_repository(source, Path(temporary) / "models", _config(**config))
         yield repository
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder of example images, which only its owner reads."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UserError(
+            f"can't keep images in {folder}: {error.strerror}; name a folder that you may write with --examples",
+            code="no-output",
+            setting="--examples",
+        ) from None
 
 
 def _remove_left(parent: Path) -> None:

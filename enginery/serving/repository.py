@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -23,9 +24,10 @@ from components.common.contracts.records import (
     Record,
 )
 from components.common.contracts.transforms import ShapeSpec
+from components.common.data.baseline import IMAGE_STATISTICS, baseline_file
 from components.common.registry.trust import sign_folder
 from components.common.runtimes import RUNTIMES
-from components.serve.repository_check import CPU, VERSION, open_repository
+from components.serve.repository_check import CPU, STATISTICS_TENSOR, VERSION, open_repository
 from enginery.new_folders import check_new, new_folder
 from enginery.serving.sources import ModelSource
 
@@ -162,9 +164,17 @@ class ModelNames:
 
 
 def ensemble_config(
-    names: ModelNames, shapes: ShapeSpec, top_k: int, parameters: Mapping[str, str]
+    names: ModelNames, shapes: ShapeSpec, top_k: int, parameters: Mapping[str, str], counted: Sequence[str] = ()
 ) -> dict[str, object]:
-    """Encoded images in, labels and probabilities out. `parameters` tell a client what is served."""
+    """Encoded images in, labels and probabilities out.
+
+    Args:
+        names: of the models.
+        shapes: of the network.
+        top_k: classes for each image.
+        parameters: tell a client what is served.
+        counted: tensors that the last model counts besides the network's output: image statistics, and images.
+    """
 
     def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, object]:
         return {
@@ -183,11 +193,15 @@ def ensemble_config(
         "output": [_tensor("LABELS", "TYPE_STRING", [top_k]), _tensor("PROBABILITIES", "TYPE_FP32", [top_k])],
         "ensemble_scheduling": {
             "step": [
-                step(names.preprocess, {"IMAGE": "IMAGE"}, {shapes.input_name: "preprocessed"}),
+                step(
+                    names.preprocess,
+                    {"IMAGE": "IMAGE"},
+                    {shapes.input_name: "preprocessed"} | {name: name for name in counted if name == STATISTICS_TENSOR},
+                ),
                 step(names.network, {shapes.input_name: "preprocessed"}, {shapes.output_name: "scores"}),
                 step(
                     names.labels,
-                    {shapes.output_name: "scores"},
+                    {shapes.output_name: "scores"} | {name: name for name in counted},
                     {"LABELS": "LABELS", "PROBABILITIES": "PROBABILITIES"},
                 ),
             ]
@@ -196,7 +210,9 @@ def ensemble_config(
     }
 
 
-def preprocess_config(names: ModelNames, shapes: ShapeSpec, batching: Batching, instances: int) -> dict[str, object]:
+def preprocess_config(
+    names: ModelNames, shapes: ShapeSpec, batching: Batching, instances: int, counted: Sequence[str] = ()
+) -> dict[str, object]:
     """Decoding by DALI in the Python backend. It has the same bounds as the network behind it, and waits for nobody."""
     return {
         "name": names.preprocess,
@@ -204,21 +220,29 @@ def preprocess_config(names: ModelNames, shapes: ShapeSpec, batching: Batching, 
         "max_batch_size": shapes.max_batch,
         **_VERSION_POLICY,
         "input": [_tensor("IMAGE", "TYPE_STRING", [1])],
-        "output": [_tensor(shapes.input_name, "TYPE_FP32", _image(shapes))],
+        "output": [
+            _tensor(shapes.input_name, "TYPE_FP32", _image(shapes)),
+            *(_COUNTED[name] for name in counted if name == STATISTICS_TENSOR),
+        ],
         "dynamic_batching": {"max_queue_delay_microseconds": 0},
         "instance_group": [{"count": instances, "kind": Enum("KIND_CPU")}],
         **_bound(batching),
     }
 
 
-def labels_config(names: ModelNames, shapes: ShapeSpec, num_classes: int, top_k: int) -> dict[str, object]:
+def labels_config(
+    names: ModelNames, shapes: ShapeSpec, num_classes: int, top_k: int, counted: Sequence[str] = ()
+) -> dict[str, object]:
     """Names and probabilities of the likeliest classes."""
     return {
         "name": names.labels,
         "backend": "python",
         "max_batch_size": shapes.max_batch,
         **_VERSION_POLICY,
-        "input": [_tensor(shapes.output_name, "TYPE_FP32", [num_classes])],
+        "input": [
+            _tensor(shapes.output_name, "TYPE_FP32", [num_classes]),
+            *(_COUNTED[name] for name in counted),
+        ],
         "output": [_tensor("LABELS", "TYPE_STRING", [top_k]), _tensor("PROBABILITIES", "TYPE_FP32", [top_k])],
         "dynamic_batching": {"max_queue_delay_microseconds": 0},
         "instance_group": [{"count": 1, "kind": Enum("KIND_CPU")}],
@@ -323,6 +347,10 @@ def _image(shapes: ShapeSpec) -> list[int]:
     return list(shapes.input_shape(1)[1:])
 
 
+_COUNTED = {
+    STATISTICS_TENSOR: _tensor(STATISTICS_TENSOR, "TYPE_FP32", [len(IMAGE_STATISTICS)]),
+    "IMAGE": _tensor("IMAGE", "TYPE_STRING", [1]),
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{,199}")  # the names of folders, with what ModelNames adds
 LABELS_FILE = "labels.txt"  # of the network, for Triton's classification extension: a class a line
 _CONFIG = "config.pbtxt"
@@ -352,6 +380,9 @@ class RepositoryConfig(Record):
     top_k: int = Field(5, ge=1, description="How many classes are named for each image.")
     max_wait_s: float = Field(
         DEFAULT_MAX_WAIT_S, gt=0, le=60, description="Longest time that a request waits in a queue, in seconds."
+    )
+    keep_examples: bool = Field(
+        False, description="Whether the server may keep small copies of images, for the page of `enginery drift`."
     )
 
 
@@ -427,21 +458,27 @@ class _Writer:
         on_cpus = self.bundle.int8_on_cpus if source.precision == "int8" else ()
         self.cpu_models = tuple(model.model_copy(update={"file": f"{folder}/{model.file}"}) for model in on_cpus)
         self.cpu_model = "" if on_cpus else f"{folder}/{self.bundle.models[source.precision]}"
+        baseline, report = baseline_file(source.precision), source.report
+        self.baseline = baseline if report is not None and baseline in report.manifest.files else ""  # of older ones
+        self.counted = (STATISTICS_TENSOR, *(["IMAGE"] if config.keep_examples else [])) if self.baseline else ()
 
     def write(self) -> None:
         """All models, and the manifest last."""
         cpu, gpu = self._batching("openvino"), self._batching("tensorrt")
         plans = self._write_network(cpu, gpu)
+        if self.baseline and self.source.report is not None:
+            self._copy(self.source.report, self.baseline, self.root / self.baseline)
         self._write_ensemble()
         self._model(self.names.preprocess, "preprocess")
         batching, instances = (gpu, GPU_PREPROCESS_INSTANCES) if plans else (cpu, 1)
-        preprocess = preprocess_config(self.names, self.bundle.shapes, batching, instances)
+        preprocess = preprocess_config(self.names, self.bundle.shapes, batching, instances, self.counted)
         self._config(self.names.preprocess, preprocess)
         if plans:
-            self._config(self.names.preprocess, preprocess_config(self.names, self.bundle.shapes, cpu, 1), variant=CPU)
+            preprocess = preprocess_config(self.names, self.bundle.shapes, cpu, 1, self.counted)
+            self._config(self.names.preprocess, preprocess, variant=CPU)
         self._model(self.names.labels, "labels")
-        num_classes = len(self.bundle.classes)
-        self._config(self.names.labels, labels_config(self.names, self.bundle.shapes, num_classes, self.top_k))
+        labels = labels_config(self.names, self.bundle.shapes, len(self.bundle.classes), self.top_k, self.counted)
+        self._config(self.names.labels, labels)
         seal(
             self.root,
             RepositoryManifest,
@@ -471,12 +508,12 @@ class _Writer:
         shapes, num_classes = self.bundle.shapes, len(self.bundle.classes)
         self._model(self.names.network, "network")
         for file in [model.file for model in self.cpu_models] or [self.cpu_model]:
-            self._copy(Path(file).name, self.root / file)
+            self._copy(self.source.bundle, Path(file).name, self.root / file)
         labels = "".join(f"{label}\n" for label in self.bundle.classes)
         (self.root / self.names.network / LABELS_FILE).write_text(labels, encoding="utf-8")
         plans = {}
         for entry in self.engines:
-            self._copy(entry.file, self.root / self._renamed(entry).file)
+            self._copy(self.source.bundle, entry.file, self.root / self._renamed(entry).file)
             plans[entry.compute_capability] = Path(self._renamed(entry).file).name
         on_cpu = cpu_network_config(self.names, shapes, num_classes, cpu, LABELS_FILE)
         if plans:
@@ -498,7 +535,7 @@ class _Writer:
         }
         for runtime, variant in (("tensorrt", ""), ("openvino", CPU)) if self.engines else (("openvino", ""),):
             parameters = {**described, "runtime": runtime}
-            config = ensemble_config(self.names, self.bundle.shapes, self.top_k, parameters)
+            config = ensemble_config(self.names, self.bundle.shapes, self.top_k, parameters, self.counted)
             self._config(self.names.ensemble, config, variant=variant)
 
     def _renamed(self, entry: EngineEntry) -> EngineEntry:
@@ -517,10 +554,10 @@ class _Writer:
         file.parent.mkdir(exist_ok=True)
         file.write_text(pbtxt(config), encoding="utf-8")
 
-    def _copy(self, file: str, target: Path) -> None:
-        shutil.copyfile(self.source.bundle.file(file), target)
-        entry = self.bundle.files[file]  # of the copy, since what it was copied from may be swapped at any time
+    def _copy(self, artifact: Artifact[Any], file: str, target: Path) -> None:
+        shutil.copyfile(artifact.file(file), target)
+        entry = artifact.manifest.files[file]  # of the copy, since what it was copied from may be swapped at any time
         if problem := file_problem(target.parent, target.name, entry.size_bytes, entry.digest):
             raise EngineryError(
-                f"{file} of {self.source.bundle.path} was changed while it was copied: {problem}", code="changed-file"
+                f"{file} of {artifact.path} was changed while it was copied: {problem}", code="changed-file"
             )

@@ -39,6 +39,7 @@ _REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n
 _STACK_BYTES = 1 << 30
 _CLOSED = "logging,trace,shared-memory"  # parts of Triton's interface; containers/serve/start closes the same
 METRICS_VARIABLE = "ENGINERY_METRICS_URL"  # as components/serve/admission_control.py reads it
+EXAMPLES_VARIABLE = "ENGINERY_EXAMPLES"  # as components/serve/drift.py reads it
 _LIBC = ctypes.CDLL(None)
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before this machine
 
@@ -129,10 +130,17 @@ class Server:
     echo: Callable[[str], None] | None = None  # for lines of the log, once the server is ready
 
     @classmethod
-    def start(cls, triton: Triton, repository: Path, ports: Ports, *, loading_key: str = "") -> "Server":
+    def start(
+        cls, triton: Triton, repository: Path, ports: Ports, *, loading_key: str = "", examples: Path | None = None
+    ) -> "Server":
         """Start it on a repository that was checked, without a GPU. Returns at once: see `wait_until_ready`.
 
-        `loading_key`: lets clients that send it load models, as a load test does; without one nobody may.
+        Args:
+            triton: what is started.
+            repository: its folder.
+            ports: where it listens.
+            loading_key: lets clients that send it load models, as a load test does; without one nobody may.
+            examples: folder in which a repository that lets images be kept has them; None for no images.
         """
         _remove_leftovers()
         command = [
@@ -158,6 +166,7 @@ class Server:
             env={
                 **triton.environment(Path(components.__file__).absolute().parents[1]),
                 METRICS_VARIABLE: ports.own_metrics,
+                EXAMPLES_VARIABLE: str(examples.absolute()) if examples is not None else "",
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -8,6 +8,7 @@ operators of evaluation: what a validated model is served with.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,14 @@ def load_image(encoded: bytes, spec: TransformSpec) -> np.ndarray:
     return ImageBatches(spec, 1).decode([encoded])
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadedImage:
+    """An image as a model gets it."""
+
+    pixels: np.ndarray  # [3, crop_size, crop_size] float32, normalized
+    num_sent: int  # pixels of the encoded image
+
+
 class ImageBatches:
     """Decodes on the CPU. Not for several threads at once."""
 
@@ -209,13 +218,13 @@ class ImageBatches:
         for image in self.load_each(encoded, names):
             if isinstance(image, UserError):
                 raise image
-            images.append(image)
+            images.append(image.pixels)
         return np.stack(images)
 
     def load_each(
         self, encoded: Sequence[bytes], names: Sequence[str], *, max_bytes: int | None = None
-    ) -> list[np.ndarray | UserError]:
-        """The same for images of several callers: for each one [3, crop_size, crop_size] float32, or what is wrong.
+    ) -> list["LoadedImage | UserError"]:
+        """The same for images of several callers: for each one what was loaded, or what is wrong.
 
         Takes any number of them, and decodes no more at once than fit into about a gigabyte.
 
@@ -224,13 +233,13 @@ class ImageBatches:
             names: what to call each in an error.
             max_bytes: longest content; None for any.
         """
-        found: dict[int, np.ndarray | UserError] = {}
-        chunk: list[int] = []  # images that are decoded together
-        pixels = 0
+        found: dict[int, LoadedImage | UserError] = {}
+        chunk: dict[int, int] = {}  # images that are decoded together, and how many pixels each has
 
         def decode() -> None:
             images = self._load_chunk([encoded[index] for index in chunk], [names[index] for index in chunk])
-            found.update(zip(chunk, images, strict=True))
+            for (index, size), image in zip(chunk.items(), images, strict=True):
+                found[index] = image if isinstance(image, UserError) else LoadedImage(pixels=image, num_sent=size)
             chunk.clear()
 
         for index, (data, name) in enumerate(zip(encoded, names, strict=True)):
@@ -244,11 +253,9 @@ class ImageBatches:
             except UserError as error:
                 found[index] = error
                 continue
-            if chunk and (len(chunk) == self._batch_size or pixels + size > _MOST_PIXELS):
+            if chunk and (len(chunk) == self._batch_size or sum(chunk.values()) + size > _MOST_PIXELS):
                 decode()
-                pixels = 0
-            chunk.append(index)
-            pixels += size
+            chunk[index] = size
         if chunk:
             decode()
         return [found[index] for index in range(len(encoded))]

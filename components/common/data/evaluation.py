@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from components.common.contracts.transforms import TransformSpec
+from components.common.data.baseline import image_statistics
 from components.common.runtimes.runner import Runner, to_numpy
 
 if TYPE_CHECKING:  # torch and DALI, which the image of promote has not
@@ -22,55 +24,25 @@ _MAX_INT16_CLASSES = 32_768
 _SUM_TOLERANCE = 1e-2  # of probabilities, which FP16 adds up to no better
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfidenceBins:
-    """Confidence and accuracy of a model in 15 bins of equal width over 0..1, the confidence.
-
-    Bin i holds confidences above i/15 and up to (i+1)/15. Its size does not depend on the number of images.
-    """
-
-    counts: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images
-    confidences: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))  # [15] float64, sums of 0..1
-    num_correct: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))  # [15] images
-
-    def add(self, confidences: np.ndarray, right: np.ndarray) -> None:
-        """Count a batch: confidences [B] float in 0..1, right [B] bool."""
-        bins = np.clip(np.ceil(confidences * NUM_BINS).astype(int) - 1, 0, NUM_BINS - 1)
-        np.add.at(self.counts, bins, 1)
-        np.add.at(self.confidences, bins, confidences)
-        np.add.at(self.num_correct, bins, right)
-
-    def __add__(self, other: "ConfidenceBins") -> "ConfidenceBins":
-        """The bins of both sets of images together."""
-        return ConfidenceBins(
-            counts=self.counts + other.counts,
-            confidences=self.confidences + other.confidences,
-            num_correct=self.num_correct + other.num_correct,
-        )
-
-    @property
-    def ece_pct(self) -> float | None:
-        """Expected calibration error in per cent: how far confidence and accuracy lie apart; None without images.
-
-        The mean over images of the distance between the mean confidence and the accuracy of an image's bin (Guo et
-        al., "On Calibration of Modern Neural Networks", 2017, equation 3). 0 is best.
-        """
-        num_images = int(self.counts.sum())
-        return 100 * float(np.abs(self.confidences - self.num_correct).sum()) / num_images if num_images else None
+def _nothing() -> np.ndarray:
+    return np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
     """The best classes of every image, in the loader's order.
 
-    This is all that grows with the number of images: 2 k bytes each (10 for five classes or more), 4 k where there are
-    more than 32,768 classes, and 4 for the label, which all precisions share.
+    This is all that grows with the number of images: 2 k + 8 bytes each (18 for five classes or more), 4 k + 8 where
+    there are more than 32,768 classes, and 16 for the label and the look, which all precisions share.
     """
 
     # [N, k] int16 or int32, class indices, most likely first; k = min(5, classes). -1 where the logits held NaN
     top: np.ndarray
     labels: np.ndarray  # [N] int32
-    bins: ConfidenceBins = field(default_factory=ConfidenceBins)
+    # [N] float32, 0..1 each: the most likely class's probability, and the entropy of all over the largest possible
+    confidences: np.ndarray = field(default_factory=_nothing)
+    entropies: np.ndarray = field(default_factory=_nothing)
+    looks: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.float32))  # [N, 3]: see `image_statistics`
 
     @property
     def num_images(self) -> int:
@@ -98,6 +70,20 @@ class Predictions:
         """Share of images with the label among the five most likely classes, in per cent."""
         return 100.0 * float((self.top == self.labels[:, None]).any(axis=1).mean())
 
+    @property
+    def ece_pct(self) -> float | None:
+        """Expected calibration error in per cent: how far confidence and accuracy lie apart; None without confidences.
+
+        Over 15 bins of equal width, of which bin i holds confidences above i/15 and up to (i+1)/15, the mean over
+        images of the distance between the mean confidence and the accuracy of an image's bin (Guo et al., "On
+        Calibration of Modern Neural Networks", 2017, equation 3). 0 is best.
+        """
+        if not len(self.confidences):
+            return None
+        confidences = self.confidences.astype(np.float64)
+        bins = np.clip(np.ceil(confidences * NUM_BINS).astype(int) - 1, 0, NUM_BINS - 1)  # [N]
+        return 100 * float(np.abs(np.bincount(bins, confidences - self.right)).sum()) / len(confidences)
+
     def agreement_pct(self, other: "Predictions") -> float:
         """Share of images on which both predict the same class, in per cent."""
         return 100.0 * float((self.top[:, 0] == other.top[:, 0]).mean())
@@ -107,12 +93,18 @@ class Predictions:
         return Predictions(
             top=np.concatenate([self.top, other.top]),
             labels=np.concatenate([self.labels, other.labels]),
-            bins=self.bins + other.bins,
+            confidences=np.concatenate([self.confidences, other.confidences]),
+            entropies=np.concatenate([self.entropies, other.entropies]),
+            looks=np.concatenate([self.looks, other.looks]),
         )
 
 
 def predict(
-    runners: Mapping[str, Runner], batches: Iterable["Batch"], num_images: int, progress: Callable[[int, int], None]
+    runners: Mapping[str, Runner],
+    batches: Iterable["Batch"],
+    num_images: int,
+    progress: Callable[[int, int], None],
+    transform: TransformSpec | None = None,
 ) -> dict[str, Predictions]:
     """Run every runner over the same images, decoding each once. Logits are not kept: see `Predictions` for what is.
 
@@ -123,16 +115,18 @@ def predict(
         batches: from an evaluation loader.
         num_images: how many images the batches hold in all, for the progress.
         progress: called with images done and images in all.
+        transform: by which the images were normalized, to keep what they look like; None for not.
     """
     top: dict[str, list[np.ndarray]] = {name: [] for name in runners}
-    bins = {name: ConfidenceBins() for name in runners}
+    sure: dict[str, list[np.ndarray]] = {name: [] for name in runners}  # [2, B] each
     labels: list[np.ndarray] = []
+    looks: list[tuple[Any, ...]] = []
     done = 0
 
-    def count(name: str, logits: np.ndarray, expected: np.ndarray) -> None:
+    def count(name: str, logits: np.ndarray) -> None:
         best = top_classes(logits)
-        bins[name].add(top_confidences(logits), best[:, 0] == expected)
         top[name].append(best.astype(np.int16 if logits.shape[1] <= _MAX_INT16_CLASSES else np.int32))
+        sure[name].append(np.array(confidences_and_entropies(logits), np.float32))
 
     # One thread counts, in order, what the runners said of a batch, while they work on the next one.
     with ThreadPoolExecutor(1) as counter:
@@ -140,24 +134,32 @@ def predict(
         for batch in batches:
             # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
             images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
-            expected = batch.labels.cpu().numpy().astype(np.int32)
+            if transform is not None:
+                looks.append(image_statistics(images, transform))
             for name, runner in runners.items():
-                counted.append(counter.submit(count, name, runner.infer(images), expected))
+                counted.append(counter.submit(count, name, runner.infer(images)))
                 if len(counted) > len(runners):
                     counted.popleft().result()
-            labels.append(expected)
+            labels.append(batch.labels.cpu().numpy().astype(np.int32))
             done += len(images)
             progress(done, num_images)
         for left in counted:
             left.result()
-    every = np.concatenate(labels)
-    return {name: Predictions(top=np.concatenate(parts), labels=every, bins=bins[name]) for name, parts in top.items()}
+    shared = {"labels": np.concatenate(labels)}
+    if looks:  # on a GPU they come to the host now, where nothing waits for it
+        shared["looks"] = np.concatenate([np.stack([to_numpy(each) for each in batch], axis=1) for batch in looks])
+    found = {}
+    for name, parts in top.items():
+        confidences, entropies = np.concatenate(sure[name], axis=1)
+        found[name] = Predictions(top=np.concatenate(parts), confidences=confidences, entropies=entropies, **shared)
+    return found
 
 
 def predict_in_parts(
     parts: Sequence[tuple[Mapping[str, Runner], Iterable["Batch"]]],
     num_images: int,
     progress: Callable[[int, int], None],
+    transform: TransformSpec | None = None,
 ) -> dict[str, Predictions]:
     """Run the parts of a split at the same time, each by runners of its own, as `predict` runs a whole one.
 
@@ -166,6 +168,7 @@ def predict_in_parts(
             GPUs and by libraries that let other threads run meanwhile.
         num_images: how many images the parts hold in all, for the progress.
         progress: see `predict`.
+        transform: see `predict`.
 
     Returns:
         The predictions of all parts, one part after the other.
@@ -185,7 +188,7 @@ def predict_in_parts(
                 progress(sum(done), num_images)
 
         runners, batches = parts[index]
-        return predict(runners, until_stopped(batches), num_images, advance)
+        return predict(runners, until_stopped(batches), num_images, advance, transform)
 
     with ThreadPoolExecutor(len(parts)) as pool:
         futures = [pool.submit(run, index) for index in range(len(parts))]
@@ -220,23 +223,37 @@ def top_classes(logits: np.ndarray) -> np.ndarray:
     return top
 
 
-def top_confidences(logits: np.ndarray) -> np.ndarray:
-    """The softmax probability of each row's most likely class. [B, classes] float -> [B] float64 in 0..1.
+def confidences_and_entropies(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The softmax probability of each row's most likely class, and the entropy of all over that of equal ones.
 
     A row that is probabilities already, as of a model that ends in a softmax, is taken as it is. A row with NaN or
-    infinity has no confidence: 0.
+    infinity has no confidence and no entropy: 0.
+
+    Args:
+        logits: [B, classes] float.
+
+    Returns:
+        Two of [B] float64 in 0..1.
     """
     largest = logits.max(axis=1, keepdims=True)  # [B, 1]
     with np.errstate(invalid="ignore", over="ignore"):
-        confidences = 1 / np.exp(logits - largest).sum(axis=1).astype(np.float64)
+        shifted = logits - largest
+        odds = np.exp(shifted)
+        total = odds.sum(axis=1).astype(np.float64)
+        weighted = np.multiply(odds, shifted, where=odds > 0, out=np.zeros_like(odds))  # without 0 times infinity
+        entropies = np.log(total) - weighted.sum(axis=1) / total
+    confidences = 1 / total
     for row in np.flatnonzero(largest[:, 0] <= 1 + _SUM_TOLERANCE):
         if _are_probabilities(logits[row]):
             confidences[row] = min(1.0, float(largest[row, 0]))
-    return np.nan_to_num(confidences, nan=0.0)
+            shares = logits[row][logits[row] > 0].astype(np.float64)
+            entropies[row] = -(shares * np.log(shares)).sum()
+    entropies = np.clip(entropies / max(np.log(logits.shape[1]), 1e-9), 0, 1)
+    return np.nan_to_num(confidences, nan=0.0), np.nan_to_num(entropies, nan=0.0)
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Softmax of one image's logits, by the rule of `top_confidences`. [classes] float -> [classes] float64."""
+    """Softmax of one image's logits, by the rule of `confidences_and_entropies`. [classes] float -> the same."""
     values = logits.astype(np.float64)
     if _are_probabilities(values):
         return values

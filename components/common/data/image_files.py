@@ -55,6 +55,21 @@ def from_16_bit(gray: Image.Image) -> Image.Image:
     return Image.frombytes("L", gray.size, upper).convert("RGB")
 
 
+def rgb(data: bytes) -> Image.Image:
+    """Decode an image that was checked: upright RGB, as DALI delivers it."""
+    image = upright(open_image(data))
+    return from_16_bit(image) if image.mode.startswith("I;16") else image.convert("RGB")
+
+
+def thumbnail(image: Image.Image, *, max_side: int, exact_side: int) -> bytes:
+    """A small JPEG of an image in RGB; a PNG of one whose sides have `exact_side` pixels or less."""
+    is_small = max(image.size) <= exact_side
+    image.thumbnail((max_side, max_side))
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG" if is_small else "JPEG", quality=80)
+    return encoded.getvalue()
+
+
 def check_encoded(data: bytes, name: str) -> int:
     """Refuse what DALI stops at without a word that helps, or reads in another way than preprocess has it.
 

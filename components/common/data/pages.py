@@ -1,13 +1,11 @@
 """Parts of the pages that steps and tools write: templates, and images that stand in them."""
 
 import base64
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from PIL import Image
 
 
 def templates(*folders: Path, filters: dict[str, Callable[..., Any]]) -> Environment:
@@ -22,15 +20,6 @@ def templates(*folders: Path, filters: dict[str, Callable[..., Any]]) -> Environ
     )
     found.filters |= filters
     return found
-
-
-def thumbnail(image: Image.Image, *, max_side: int, exact_side: int) -> bytes:
-    """A small JPEG of an image in RGB; a PNG of one whose sides have `exact_side` pixels or less."""
-    is_small = max(image.size) <= exact_side
-    image.thumbnail((max_side, max_side))
-    encoded = io.BytesIO()
-    image.save(encoded, "PNG" if is_small else "JPEG", quality=80)
-    return encoded.getvalue()
 
 
 def data_uri(file: bytes) -> str:

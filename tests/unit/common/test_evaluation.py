@@ -12,13 +12,12 @@ import torch
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import transform_for
 from components.common.data.evaluation import (
-    ConfidenceBins,
     Predictions,
+    confidences_and_entropies,
     predict,
     predict_in_parts,
     probabilities,
     top_classes,
-    top_confidences,
 )
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.runner import Timing
@@ -100,41 +99,43 @@ def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(
     found = results["fp32"]
     logits = np.concatenate([Recorder().infer(batch) for batch in runners["fp32"].batches])
     assert found.top[:, 0].tolist() == logits.argmax(axis=1).tolist()
-    assert (found.top.nbytes, found.labels.nbytes) == (10 * 120, 4 * 120)  # all that grows with the images
-    assert (found.bins.counts.sum(), found.bins.num_correct.sum()) == (120, found.right.sum())
+    sizes = [each.nbytes for each in (found.top, found.labels, found.confidences, found.entropies)]
+    assert sizes == [10 * 120, 4 * 120, 4 * 120, 4 * 120]  # all that grows with the images
+    assert found.confidences == pytest.approx(confidences_and_entropies(logits)[0])
 
 
 def test_confidence_is_the_softmax_of_the_best_class() -> None:
     logits = 4 * np.random.default_rng(0).standard_normal((40, 10)).astype(np.float32)
     shares = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True)
-    assert top_confidences(logits) == pytest.approx(shares.max(axis=1), rel=1e-5)
-    # A model that ends in a softmax says the same.
-    assert top_confidences(shares.astype(np.float32)) == pytest.approx(shares.max(axis=1), rel=1e-5)
+    entropies = -(shares * np.log(shares)).sum(axis=1) / np.log(10)
+    for same in (logits, shares.astype(np.float32)):  # a model that ends in a softmax says the same
+        found = confidences_and_entropies(same)
+        assert found[0] == pytest.approx(shares.max(axis=1), rel=1e-5)
+        assert found[1] == pytest.approx(entropies, abs=1e-5)
     for row, expected in zip(logits, shares, strict=True):
         assert probabilities(row) == pytest.approx(expected, rel=1e-5)
         assert probabilities(expected) == pytest.approx(expected)
-    odd = np.array([[0, 0], [1e4, -1e4], [np.inf, 0], [np.nan, 0]], np.float32)
-    assert top_confidences(odd).tolist() == [0.5, 1.0, 0.0, 0.0]
+    odd = np.array([[0, 0], [1e4, -1e4], [np.inf, 0], [np.nan, 0], [3, -np.inf]], np.float32)
+    assert [each.tolist() for each in confidences_and_entropies(odd)] == [[0.5, 1, 0, 0, 1], [1, 0, 0, 0, 0]]
+    assert confidences_and_entropies(np.ones((2, 1), np.float32))[1].tolist() == [0, 0]  # of a single class
     assert np.isnan(probabilities(np.array([1, np.nan], np.float32))).all()
 
 
 def test_calibration_error() -> None:
-    bins = ConfidenceBins()
-    assert bins.ece_pct is None
-    bins.add(np.array([0.95, 0.97]), np.array([True, False]))  # mean confidence 0.96, accuracy 0.5
-    bins.add(np.array([0.5]), np.array([True]))  # a bin of its own: 0.5 and 1
-    assert bins.ece_pct == pytest.approx(100 * (2 / 3 * 0.46 + 1 / 3 * 0.5))
-    assert bins.counts.tolist() == [0] * 7 + [1] + [0] * 6 + [2]
+    def ece_pct(confidences: np.ndarray, right: np.ndarray) -> float | None:
+        top = np.where(right, 0, 1)[:, None]
+        return Predictions(top=top, labels=np.zeros(len(right), np.int32), confidences=confidences).ece_pct
+
+    assert ece_pct(np.zeros(0), np.zeros(0, bool)) is None
+    # Mean confidence 0.96, accuracy 0.5; and a bin of its own: 0.5 and 1.
+    found = ece_pct(np.array([0.95, 0.97, 0.5]), np.array([True, False, True]))
+    assert found == pytest.approx(100 * (2 / 3 * 0.46 + 1 / 3 * 0.5))
     random = np.random.default_rng(0)
     confidences, right = random.random(500), random.random(500) < 0.5
     own_bin = np.digitize(confidences, np.arange(1, 15) / 15, right=True)  # above i/15, up to (i+1)/15
     members = [own_bin == index for index in range(15)]
     expected = sum(own.mean() * abs(confidences[own].mean() - right[own].mean()) for own in members if own.any())
-    for size in (1, 64, 500):  # whatever the batches
-        bins = ConfidenceBins()
-        for start in range(0, 500, size):
-            bins.add(confidences[start : start + size], right[start : start + size])
-        assert bins.ece_pct == pytest.approx(100 * expected)
+    assert ece_pct(confidences, right) == pytest.approx(100 * expected)
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
@@ -142,14 +143,15 @@ def test_parts_together_are_the_whole_split(digits_dataset: Artifact[DatasetMani
     def loader(**options: Any) -> Loader:
         return Loader(digits_dataset, "val", SPEC, batch_size=16, **options)
 
-    expected = predict({"fp32": Recorder()}, loader(), 120, lambda done, total: None)["fp32"]
+    expected = predict({"fp32": Recorder()}, loader(), 120, lambda done, total: None, SPEC)["fp32"]
     parts = [({"fp32": Recorder()}, loader(shard_id=part, num_shards=num_parts)) for part in range(num_parts)]
     seen: list[tuple[int, int]] = []
-    found = predict_in_parts(parts, 120, lambda done, total: seen.append((done, total)))["fp32"]
+    found = predict_in_parts(parts, 120, lambda done, total: seen.append((done, total)), SPEC)["fp32"]
     np.testing.assert_array_equal(found.labels, expected.labels)
     np.testing.assert_array_equal(found.top, expected.top)
-    np.testing.assert_array_equal(found.bins.counts, expected.bins.counts)
-    assert found.bins.ece_pct == pytest.approx(expected.bins.ece_pct)
+    np.testing.assert_array_equal(found.confidences, expected.confidences)
+    np.testing.assert_allclose(found.looks, expected.looks, rtol=1e-6)
+    assert found.looks.shape == (120, 3)
     assert seen == sorted(seen)
     assert seen[-1] == (120, 120)
 

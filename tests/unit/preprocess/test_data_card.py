@@ -16,7 +16,7 @@ from PIL import Image
 from wds2idx import IndexCreator
 
 from components.common.contracts.records import DatasetStatistics, Split
-from components.common.data.pages import thumbnail
+from components.common.data.image_files import thumbnail
 from components.preprocess.data_card import (
     Card,
     Rejections,

@@ -27,10 +27,11 @@ BATCHING = Batching(
 )
 UNMEASURED = BATCHING.model_copy(update={"preferred_batch_size": None, "queue_delay_us": 0, "num_instances": 1})
 PLANS = {"9.0": "int8-9.0.plan", "8.0": "int8-8.0.plan"}
+COUNTED = ("STATISTICS", "IMAGE")
 CONFIGS = {
-    "ensemble": ensemble_config(NAMES, SHAPES, 5, {"bundle_digest": "sha256:12", "version": "3"}),
-    "preprocess": preprocess_config(NAMES, SHAPES, BATCHING, 4),
-    "labels": labels_config(NAMES, SHAPES, 1000, 5),
+    "ensemble": ensemble_config(NAMES, SHAPES, 5, {"bundle_digest": "sha256:12", "version": "3"}, COUNTED),
+    "preprocess": preprocess_config(NAMES, SHAPES, BATCHING, 4, COUNTED),
+    "labels": labels_config(NAMES, SHAPES, 1000, 5, COUNTED),
     "cpu": cpu_network_config(NAMES, SHAPES, 1000, UNMEASURED, "labels.txt"),
     "gpu": gpu_network_config(NAMES, SHAPES, 1000, BATCHING, "labels.txt", PLANS),
 }

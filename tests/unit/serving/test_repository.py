@@ -80,7 +80,13 @@ def on_gpu(source, tmp_path: Path) -> ModelSource:
 def test_a_repository_for_cpus(exported, source) -> None:
     files = {path.relative_to(exported.path).as_posix() for path in exported.path.rglob("*") if path.is_file()}
     assert files == {
-        *("manifest.json", "digits/config.pbtxt", "digits/1/README", "digits_labels/config.pbtxt"),
+        *(
+            "manifest.json",
+            "baseline_int8.json",
+            "digits/config.pbtxt",
+            "digits/1/README",
+            "digits_labels/config.pbtxt",
+        ),
         *("digits_labels/1/model.py", "digits_model/config.pbtxt", "digits_model/labels.txt"),
         *("digits_model/1/int8_cpu.onnx", "digits_model/1/int8_cpu_7bit.onnx", "digits_model/1/model.py"),
         *("digits_preprocess/config.pbtxt", "digits_preprocess/1/model.py"),
