@@ -34,6 +34,7 @@ _GAUGES = {  # fields of `Divergence`
     "js_threshold": "Largest divergence that chance explains.",
 }
 _EXAMPLE_SIDE = 160  # pixels
+_MANY_REQUESTS = 64  # whose logits are in memory
 
 
 class DriftMetrics:
@@ -52,6 +53,7 @@ class DriftMetrics:
         self._statistics, self._labels, self._examples = baseline.statistics, dict(labels), examples
         self._comparison = Comparison(baseline, WINDOW)
         self._lock = threading.Lock()
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []  # logits and looks of each request
         self._rows: list[np.ndarray] = []  # [images, statistics] float32 each
         self._example: tuple[bytes, np.ndarray] | None = None  # an encoded image, and its row
         self._num_in_window, self._window = 0, self._no_counts()
@@ -81,15 +83,26 @@ class DriftMetrics:
             looks: [B, 4] float32, IMAGE_STATISTICS.
             image: the encoded images as a tensor of Triton's; None where the repository keeps none.
         """
-        rows = np.column_stack([logits.argmax(axis=1), *confidences_and_entropies(logits), looks])
         with self._lock:
-            self._rows.append(rows.astype(np.float32))
-            if self._examples is not None and image is not None and self._example is None:
+            self._waiting.append((logits.copy(), looks.copy()))  # the server takes its memory back
+            is_wanted = self._examples is not None and image is not None and self._example is None
+            if is_wanted or len(self._waiting) == _MANY_REQUESTS:
+                self._reduce()
+            if is_wanted:
                 self._example = image.as_numpy().reshape(-1)[-1], self._rows[-1][-1]
+
+    def _reduce(self) -> None:
+        """Make a few numbers for each image of what waits: together, as NumPy takes long for little."""
+        if self._waiting:
+            logits, looks = (np.concatenate(each) for each in zip(*self._waiting, strict=True))
+            rows = np.column_stack([logits.argmax(axis=1), *confidences_and_entropies(logits), looks])
+            self._rows.append(rows.astype(np.float32))
+            self._waiting = []
 
     def hand_on(self) -> None:
         """Count what was added."""
         with self._lock:
+            self._reduce()
             added, self._rows = self._rows, []
             example, self._example = self._example, None
         if not added:

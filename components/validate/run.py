@@ -180,25 +180,27 @@ def predict_validation(
 
 
 def baselines(data: Artifact[DatasetManifest], predictions: Mapping[str, Predictions]) -> Iterator[Baseline]:
-    """What a server of each precision compares its requests with. Images whose logits hold NaN are left out.
+    """What a server of each precision compares its requests with.
 
     Args:
         data: the images.
         predictions: by precision, of its validation split, with looks.
     """
-    listing = read_listing(data.file("val.jsonl"), range(data.manifest.splits["val"].num_images))
-    sizes = np.array(
-        [entry["width"] * entry["height"] for entry in listing.values()], np.float32
-    )  # [N] pixels, as a server has them
     for precision in PRECISIONS:
-        own = predictions.get(precision)
-        if own is None or not (known := own.top[:, 0] >= 0).any():
-            continue
-        values: dict[StatisticName, np.ndarray] = dict(zip(IMAGE_STATISTICS, (*own.looks.T, sizes), strict=True))
-        values |= {"class": own.top[:, 0], "confidence": own.confidences, "entropy": own.entropies}
-        if data.manifest.config.get("max_short_side"):  # preprocess made images smaller than those that clients send
-            del values["size"]
-        yield make_baseline(precision, {name: values[name][known] for name in STATISTICS if name in values})
+        if precision in predictions and predictions[precision].num_undefined < predictions[precision].num_images:
+            yield make_baseline(precision, observed_values(data, predictions[precision]))
+
+
+def observed_values(data: Artifact[DatasetManifest], own: Predictions) -> dict[StatisticName, np.ndarray]:
+    """Statistics of each validation image whose logits do not hold NaN, [N] each: as a server has them of requests."""
+    listing = read_listing(data.file("val.jsonl"), range(data.manifest.splits["val"].num_images))
+    sizes = np.array([entry["width"] * entry["height"] for entry in listing.values()], np.float32)  # [N] pixels
+    values: dict[StatisticName, np.ndarray] = dict(zip(IMAGE_STATISTICS, (*own.looks.T, sizes), strict=True))
+    values |= {"class": own.top[:, 0], "confidence": own.confidences, "entropy": own.entropies}
+    if data.manifest.config.get("max_short_side"):  # preprocess made images smaller than those that clients send
+        del values["size"]
+    known = own.top[:, 0] >= 0
+    return {name: values[name][known] for name in STATISTICS if name in values}
 
 
 def gpus_alike() -> tuple[int, ...]:

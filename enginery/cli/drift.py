@@ -27,20 +27,27 @@ _PLACE = "URL|FILE"
     default=[_URL],
     show_default=True,
     metavar=_PLACE,
-    help="Of the server; once for each, if several serve the model.",
+    help="Where the server's metrics are; those of several servers are added up.",
 )
 @click.option(
     "--since",
     multiple=True,
     metavar="FILE",
-    help="Metrics of the same servers saved earlier: compare only what came since.  [default: all since they started]",
+    help="Metrics of the same servers, saved earlier: leave out what was counted then.  [default: count all]",
 )
 @click.option(
-    "--precision", type=click.Choice(PRECISIONS), help="What is served.  [default: what the verdict says to ship]"
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="The one that is served.  [default: what the verdict says to ship]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
 @click.option("--html", type=PATH, metavar="FILE", help="Also write a page with charts.")
-@click.option("--examples", type=PATH, metavar="DIR", help="Show images on the page that the server kept there.")
+@click.option(
+    "--examples",
+    type=PATH,
+    metavar="DIR",
+    help="Show images on the page: those in the folder that the server keeps them in (enginery serve --examples).",
+)
 @timeout(10.0)
 def drift(
     model: str,

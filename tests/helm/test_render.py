@@ -325,7 +325,12 @@ def check(entry: dict[str, Any]) -> None:
 
 @pytest.mark.skipif("CRDS" not in os.environ, reason="CRDS names no folder with CustomResourceDefinitions")
 def test_objects_of_operators() -> None:
-    for name, kind in (("rollout", "Rollout"), ("kserve", "InferenceService"), ("full", "ServiceMonitor")):
+    for name, kind in (
+        ("rollout", "Rollout"),
+        ("kserve", "InferenceService"),
+        ("full", "ServiceMonitor"),
+        ("full", "PrometheusRule"),
+    ):
         (entry,) = (entry for entry in resources(rendered_case(name)) if entry["kind"] == kind)
         check(entry)
         entry["spec"]["unheardOf"] = 1

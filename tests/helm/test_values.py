@@ -77,6 +77,7 @@ def test_a_misspelled_key_is_refused_at_every_level(path: str) -> None:
         ("commonLabels", {"app.kubernetes.io/part-of": "platform"}),  # twice the same key in the objects
         ("commonLabels", {"team": "computer vision"}),
         ("serve.monitoring.labels", {"app.kubernetes.io/name": "triton"}),
+        ("serve.monitoring.driftAlert.for", "a while"),
         ("fullnameOverride", "a" * 42),
     ],
 )

@@ -1,0 +1,310 @@
+"""False alarms on validation's own images, and the requests after which a change of the images alarms, by a server.
+
+    enginery data textures textures --num-classes 20 --num-train 4000 --num-val 6000 --image-size 64
+    python -m components.preprocess --data textures --output dataset
+    python -m benchmarks.drift --dataset dataset --machine cpu-2core
+
+A small network learns the training split and is exported and validated by the steps. The baseline is that of one half
+of the validation split; draws of 1,000 images without replacement come from the other.
+"""
+
+import io
+import shutil
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance, ImageFilter
+from torch import nn
+from tritonclient import grpc
+
+from benchmarks.results import RESULTS, write_result
+from benchmarks.serving_parity import ask, validation_images
+from components.common.contracts.manifests import (
+    MANIFEST,
+    Artifact,
+    BundleManifest,
+    DatasetManifest,
+    ReportManifest,
+    load,
+    seal,
+)
+from components.common.contracts.settings import resolve
+from components.common.contracts.transforms import Augmentation, ShapeSpec, TransformSpec, transform_for
+from components.common.data.baseline import (
+    WINDOW,
+    Baseline,
+    Comparison,
+    StatisticName,
+    baseline_file,
+    image_statistics,
+    make_baseline,
+)
+from components.common.data.dali_pipelines import ImageBatches
+from components.common.data.evaluation import confidences_and_entropies
+from components.common.data.loader import Loader
+from components.common.process.steplog import StepLog
+from components.common.runtimes.selection import select_runtimes
+from components.export.config import ExportConfig
+from components.export.onnx_export import export_onnx
+from components.export.run import run as export
+from components.validate.config import ValidateConfig
+from components.validate.run import observed_values, predict_validation
+from components.validate.run import run as validate
+from enginery.serving.drift import read_metrics
+from enginery.serving.installation import install_triton
+from enginery.serving.repository import RepositoryConfig, write_repository
+from enginery.serving.server import Ports, Server
+from enginery.serving.sources import ModelSource
+
+NAME = "textures"
+PORTS = Ports(http=18300, grpc=18301, metrics=18302)
+NUM_DRAWS = 100
+NUM_SPLITS = 20
+NUM_REPEATS = 10
+BATCH = 100
+MOST_REQUESTS = 2000  # after a change
+NO_ALARM = 1_000_000  # in place of a number
+NUM_EPOCHS = 12
+
+
+def changed(image: bytes, change: Callable[[Image.Image], Image.Image]) -> bytes:
+    """The image after a change, without losses."""
+    file = io.BytesIO()
+    change(Image.open(io.BytesIO(image)).convert("RGB")).save(file, "PNG")
+    return file.getvalue()
+
+
+CHANGES: Mapping[str, Callable[[Image.Image], Image.Image]] = {
+    "darker": lambda image: ImageEnhance.Brightness(image).enhance(0.8),
+    "blur": lambda image: image.filter(ImageFilter.GaussianBlur(1.0)),  # pixels
+}
+
+
+def offline_alarms(values: Mapping[StatisticName, np.ndarray], seed: int) -> int:
+    """Alarms of 100 draws from one random half, with the baseline of the other."""
+    random = np.random.default_rng(seed)
+    own, other = np.array_split(random.permutation(len(values["class"])), 2)
+    baseline = make_baseline("int8", {name: each[own] for name, each in values.items()})
+    comparison, alarms = Comparison(baseline, WINDOW), 0
+    for _ in range(NUM_DRAWS):
+        drawn = random.choice(other, WINDOW, replace=False)
+        counts = {each.name: each.count(values[each.name][drawn]) for each in baseline.statistics}
+        alarms += any(each.drifted for each in comparison.compare(counts))
+    return alarms
+
+
+class Live:
+    """A server and the images that it is sent."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._client = grpc.InferenceServerClient(f"127.0.0.1:{PORTS.grpc}")
+
+    def send(self, images: Sequence[bytes]) -> None:
+        """Send them, and wait until they are counted."""
+        before = self._read("images_total", 'statistic="class"')
+        for start in range(0, len(images), BATCH):
+            ask(self._client, NAME, list(images[start : start + BATCH]))
+        while self._read("images_total", 'statistic="class"') < before + len(images):
+            time.sleep(0.05)
+
+    def alarms(self) -> list[str]:
+        """Statistics of which a distance is above its threshold, as the sample alert has it."""
+        found = []
+        for name in {line.split('statistic="')[1].split('"')[0] for line in self._lines("psi")}:
+            label = f'statistic="{name}"'
+            if any(self._read(one, label) > self._read(f"{one}_threshold", label) for one in ("psi", "js")):
+                found.append(name)
+        return sorted(found)
+
+    def _read(self, metric: str, label: str) -> float:
+        return sum(float(line.rpartition(" ")[2]) for line in self._lines(metric) if label in line)
+
+    def _lines(self, metric: str) -> list[str]:
+        lines = read_metrics(PORTS.own_metrics, timeout_s=60)
+        return [line for line in lines.splitlines() if line.startswith(f"enginery_drift_{metric}{{")]
+
+
+@contextmanager
+def serving(source: ModelSource, folder: Path) -> Iterator[Live]:
+    """A real Triton on this machine."""
+    repository = write_repository(source, folder / "models", RepositoryConfig())
+    server = Server.start(install_triton(print), repository.path, PORTS)
+    try:
+        server.wait_until_ready()
+        yield Live(server)
+    finally:
+        server.stop()
+
+
+def with_baseline(report: Artifact[ReportManifest], baseline: Baseline, folder: Path) -> Artifact[ReportManifest]:
+    """The report with another baseline."""
+    shutil.copytree(report.path, folder, ignore=shutil.ignore_patterns(MANIFEST))
+    (folder / baseline_file(baseline.precision)).write_text(baseline.model_dump_json())
+    found = report.manifest
+    parts: dict[str, Any] = {"accuracy": found.accuracy, "benchmark": found.benchmark}
+    return seal(folder, ReportManifest, inputs=found.inputs, config=ValidateConfig(), **parts)
+
+
+def requests_until_alarm(live: Live, usual: Sequence[bytes], other: Sequence[bytes]) -> tuple[int, list[str]]:
+    """Images after the change until the server alarms, and what does; NO_ALARM for none in 2,000."""
+    live.send(usual)
+    for start, end in ((0, WINDOW // 2), (WINDOW // 2, 3 * WINDOW // 2)):  # to the end of a window
+        live.send(other[start:end])
+        if found := live.alarms():
+            return end, found
+    live.send(other[3 * WINDOW // 2 :])
+    live.send(usual)  # to the end of the window
+    return NO_ALARM, []
+
+
+def small_network(dataset: Artifact[DatasetManifest], transform: TransformSpec) -> nn.Module:
+    """Four convolutions that have learned the training split, in evaluation mode."""
+    torch.manual_seed(0)
+    widths = (3, 24, 48, 96, 128)
+    stages = [
+        layer
+        for inputs, outputs in pairwise(widths)
+        for layer in (nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+    ]
+    head = nn.Linear(widths[-1], len(dataset.manifest.classes))
+    net = nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    loader = Loader(dataset, "train", transform, batch_size=64, augmentation=Augmentation(min_area=0.5))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.003)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.003, total_steps=NUM_EPOCHS * len(loader))
+    for epoch in range(NUM_EPOCHS):
+        for batch in loader:
+            loss = nn.functional.cross_entropy(net(batch.images), batch.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        print(f"epoch {epoch + 1} of {NUM_EPOCHS}: loss {loss.item():.3f}", flush=True)
+    return net.eval()
+
+
+def proved_model(dataset: Artifact[DatasetManifest], folder: Path) -> tuple[Path, Path]:
+    """Folders of its bundle and of the report on it."""
+    side = dataset.manifest.statistics.median_side
+    transform = transform_for(side, resize_ratio=1.0)
+    export_onnx(small_network(dataset, transform), folder / "small.onnx", ShapeSpec(height=side, width=side))
+    settings = {"tensorrt": "off", "resize_ratio": 1.0, "num_ranking_images": 0, "mixed_engines": 0}
+    places = {"model": folder / "small.onnx", "dataset": dataset.path, "output": folder / "bundle"}
+    export(resolve(ExportConfig, "export", settings), StepLog("export"), **places)
+    quick = resolve(ValidateConfig, "validate", {"benchmark_seconds": 0.2})
+    places = {"bundle": folder / "bundle", "dataset": dataset.path, "output": folder / "report"}
+    print(validate(quick, StepLog("validate"), **places), flush=True)
+    return folder / "bundle", folder / "report"
+
+
+def cost_us(num_classes: int = 1000, side: int = 224) -> dict[str, float]:
+    """Time that one image takes to be looked at, decoded for comparison, in microseconds."""
+    transform = transform_for(side, resize_ratio=256 / 224)
+    images = np.random.default_rng(0).standard_normal((1, 3, side, side), np.float32)
+    logits = np.random.default_rng(0).standard_normal((1, num_classes), np.float32)
+    file = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
+    Image.fromarray(noise).resize((640, 480)).save(file, "JPEG")
+    batches = ImageBatches(transform, 1)
+
+    def once(function: Callable[[], object]) -> float:
+        return 1e6 * min(timeit.repeat(function, number=20, repeat=10)) / 20
+
+    return {
+        "looks_us": once(lambda: image_statistics(images, transform)),
+        "certainty_us": once(lambda: confidences_and_entropies(logits)),
+        "decoding_us": once(lambda: batches.load([file.getvalue()], ["image"])),
+    }
+
+
+@click.command()
+@click.option("--dataset", "folder", required=True, type=click.Path(exists=True, path_type=Path), help="Of preprocess.")
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(folder: Path, machine: str, results: Path) -> None:
+    """Measure and write drift.json."""
+    data = load(folder, DatasetManifest)
+    costs = cost_us()
+    with tempfile.TemporaryDirectory() as temporary:
+        bundle, report = (
+            load(path, kind)
+            for path, kind in zip(proved_model(data, Path(temporary)), (BundleManifest, ReportManifest), strict=True)
+        )
+        selections = [one for one in select_runtimes(bundle, "auto") if one.precision == "int8"]
+        own = predict_validation(ValidateConfig(), selections, bundle, data, StepLog("validate"))["int8"]
+        values = observed_values(data, own)
+        offline = [offline_alarms(values, seed) for seed in range(NUM_SPLITS)]
+        print(f"alarms of {NUM_DRAWS} draws, by split: {offline}", flush=True)
+        random = np.random.default_rng(0)
+        first, other = np.array_split(random.permutation(own.num_images), 2)
+        baseline = make_baseline("int8", {name: each[first] for name, each in values.items()})
+        source = ModelSource(
+            name=NAME,
+            version="",
+            precision="int8",
+            bundle=bundle,
+            report=with_baseline(report, baseline, Path(temporary) / "half"),
+            digests={"bundle": bundle.digest},
+        )
+        images = np.array(list(validation_images(data)), dtype=object)
+        with serving(source, Path(temporary)) as live:
+            draws = [live_draw(live, images[random.choice(other, WINDOW, replace=False)]) for _ in range(NUM_DRAWS)]
+            print(f"the server alarmed in {sum(map(bool, draws))} of {NUM_DRAWS} draws: {draws}", flush=True)
+            changes = {name: live_changes(live, images, own.labels, other, name, random) for name in (*CHANGES, "mix")}
+    measures = {
+        "num_validation_images": own.num_images,
+        "top1_pct": own.top1_pct,
+        "alarms_in_100_draws": sum(map(bool, draws)),
+        "offline_alarms_pct": 100 * sum(offline) / (NUM_DRAWS * NUM_SPLITS),
+        **{f"requests_until_alarm_{name}": max(each["requests"] for each in found) for name, found in changes.items()},
+        **costs,
+    }
+    write_result(
+        machine,
+        "drift",
+        measures=measures,
+        runs=[{"offline_alarms_by_split": offline}, {"alarms_by_draw": draws}, changes],
+        notes=f"Four convolutions at {bundle.manifest.shapes.height} px in INT8 behind Triton; the baseline is of "
+        f"{baseline.num_images} images. Changes begin in the middle of a window of {WINDOW} images, {NUM_REPEATS} "
+        "times each; requests_until_alarm is the most images that were needed: darker (0.8 times), blur (Gaussian, 1 "
+        "px), mix (half of the classes three times as frequent as the others). An alarm is what the sample rule asks, "
+        "without its waiting. offline_alarms_pct: 100 draws of each of 20 random halves. *_us: one image of 224 px "
+        "and 1,000 classes, and decoding one of 640 x 480 for comparison; other work ran beside it.",
+        directory=results,
+    )
+
+
+def live_draw(live: Live, images: np.ndarray) -> list[str]:
+    """What alarms after a window of these."""
+    live.send(images.tolist())
+    return live.alarms()
+
+
+def live_changes(
+    live: Live, images: np.ndarray, labels: np.ndarray, other: np.ndarray, name: str, random: np.random.Generator
+) -> list[dict[str, Any]]:
+    """Requests until an alarm, several times."""
+    weights = np.where(labels[other] < labels.max() / 2, 3.0, 1.0) if name == "mix" else np.ones(len(other))
+    found = []
+    for _ in range(NUM_REPEATS):
+        usual = images[random.choice(other, WINDOW // 2, replace=False)].tolist()
+        chosen = images[random.choice(other, MOST_REQUESTS, replace=False, p=weights / weights.sum())].tolist()
+        if name in CHANGES:
+            chosen = [changed(image, CHANGES[name]) for image in chosen]
+        requests, why = requests_until_alarm(live, usual, chosen)
+        found.append({"requests": requests, "statistics": why})
+        print(f"{name}: {found[-1]}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
