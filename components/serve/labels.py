@@ -14,7 +14,8 @@ from components.common.data.evaluation import most_likely
 from components.serve.admission_control import refusal
 from components.serve.drift import EXAMPLES_VARIABLE, DriftMetrics
 from components.serve.metrics import PredictionMetrics
-from components.serve.repository_check import STATISTICS_TENSOR
+from components.serve.repository_check import STATISTICS_TENSOR, shadow_sampler
+from components.serve.shadow import KEYS
 
 
 class TritonPythonModel:
@@ -24,7 +25,9 @@ class TritonPythonModel:
         """Read the names of the classes and what the outputs look like."""
         # The model before it checked every file.
         root = Path(args["model_repository"]).absolute().parent
-        manifest = load(root, RepositoryManifest).manifest
+        repository = load(root, RepositoryManifest)
+        manifest = repository.manifest
+        self._sampler = shadow_sampler(repository)
         self._classes = np.array([name.encode() for name in manifest.classes], dtype=object)
         self._top_k = manifest.top_k
         self._input = manifest.shapes.output_name
@@ -57,6 +60,8 @@ class TritonPythonModel:
         if self._drift is not None:
             looks = pb.get_input_tensor_by_name(request, STATISTICS_TENSOR).as_numpy()  # [B, 4] float32
             self._drift.add(logits, looks, pb.get_input_tensor_by_name(request, "IMAGE"))
+        if self._sampler is not None:
+            self._sampler.answer(pb.get_input_tensor_by_name(request, KEYS).as_numpy(), labels[:, 0])
         return pb.InferenceResponse([pb.Tensor("LABELS", labels), pb.Tensor("PROBABILITIES", shares)])
 
     def finalize(self) -> None:

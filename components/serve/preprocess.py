@@ -14,7 +14,8 @@ from components.common.contracts.errors import UserError
 from components.common.data.baseline import baseline_file, image_statistics
 from components.common.data.dali_pipelines import ImageBatches, LoadedImage
 from components.serve.admission_control import PendingRequests, refusal
-from components.serve.repository_check import STATISTICS_TENSOR, open_from
+from components.serve.repository_check import STATISTICS_TENSOR, open_from, shadow_sampler
+from components.serve.shadow import KEYS
 
 MAX_IMAGE_BYTES = 64 << 20  # of one encoded image; what newer Tritons take of a whole HTTP request
 _MOST_DECODED = 32  # images in one batch of the decoder, as in validation on a CPU
@@ -27,7 +28,9 @@ class TritonPythonModel:
         """Check the repository and decode a first image, so that the first request need not wait for it."""
         # Pillow warns of images that it decodes all the same; it refuses those of twice that size.
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        manifest = open_from(Path(args["model_repository"])).manifest
+        repository = open_from(Path(args["model_repository"]))
+        manifest = repository.manifest
+        self._sampler = shadow_sampler(repository)
         self._output = manifest.shapes.input_name
         self._transform = manifest.transform
         self._counts = baseline_file(manifest.precision) in manifest.files
@@ -47,9 +50,10 @@ class TritonPythonModel:
         flat = [data for images in sent for data in images]
         names = [f"image {index}" for images in sent for index in range(len(images))]
         decoded = iter(self._images.load_each(flat, names, max_bytes=MAX_IMAGE_BYTES))
-        return [self._response([next(decoded) for _ in images]) for images in sent]
+        each = [[next(decoded) for _ in images] for images in sent]
+        return [self._response(*parts) for parts in zip(requests, sent, each, strict=True)]
 
-    def _response(self, images: Sequence[LoadedImage | UserError]) -> Any:
+    def _response(self, request: Any, sent: Sequence[bytes], images: Sequence[LoadedImage | UserError]) -> Any:
         if wrong := [image for image in images if isinstance(image, UserError)]:
             return refusal(str(wrong[0]))
         loaded = cast("Sequence[LoadedImage]", images)
@@ -59,6 +63,8 @@ class TritonPythonModel:
             sizes = [image.num_sent for image in loaded]
             looks = np.stack([*image_statistics(batch, self._transform), sizes], axis=1)  # as IMAGE_STATISTICS
             tensors.append(pb.Tensor(STATISTICS_TENSOR, looks.astype(np.float32)))
+        if self._sampler is not None:
+            tensors.append(pb.Tensor(KEYS, self._sampler.sample(request.request_id(), sent)))
         return pb.InferenceResponse(tensors)
 
 

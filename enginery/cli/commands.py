@@ -24,6 +24,7 @@ _COMMANDS = {
     "serve": "Serve a promoted model by Triton, or export its model repository.",
     "release": "Write a registered version into a folder to ship.",
     "verify": "Check a folder that release wrote, offline.",
+    "shadow": "Run a challenger beside the served model on live requests, and compare.",
     "deploy": "Write a version into an environment's Helm values, and commit.",
     "push": "Write a release or a model repository into an OCI registry, signed.",
     "fetch": "Fetch an artifact from a store or a registry, checked by digest.",

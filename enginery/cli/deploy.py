@@ -47,6 +47,13 @@ class _Deployment:
               help="What `enginery serve export` wrote for the version: the repository that is served.")  # fmt: skip
 @click.option("--directory", type=_Folder, default=Path("helm/environments"), show_default=True, metavar="DIR",
               help="Folder of the environments.")  # fmt: skip
+@click.option("--require-shadow", "shadow", type=_Folder, is_flag=False, flag_value="shadow", metavar="[DIR]",
+              help="Refuse a model without a good record of `enginery shadow` beside what the environment serves.  "
+              "[without DIR: shadow]")  # fmt: skip
+@click.option("--shadow-requests", default=1000, type=click.IntRange(1), show_default=True, help="Images it compared.")
+@click.option("--shadow-days", default=7, type=click.IntRange(1), show_default=True, help="How old it may be.")
+@click.option("--shadow-disagreement", default=5.0, type=click.FloatRange(0, 100), show_default=True, metavar="PERCENT",
+              help="Images with another class, by the upper end of the interval.")  # fmt: skip
 @why_option(text="For the commit's message.")
 def deploy(
     model: str,
@@ -57,6 +64,10 @@ def deploy(
     images: tuple[str, ...],
     repository: Path | None,
     directory: Path,
+    shadow: Path | None,
+    shadow_requests: int,
+    shadow_days: int,
+    shadow_disagreement: float,
     why: str,
 ) -> None:
     """Write a registered version, by digest, into an environment's Helm values, and commit that file.
@@ -71,6 +82,12 @@ def deploy(
             f"{' and '.join(modes)} {'does' if len(modes) == 1 else 'do'} not go with "
             f"{'a model, --image or --repository' if len(modes) == 1 else 'each other'}; see `enginery deploy --help`",
             code="conflicting-options",
+        )
+    if shadow is not None and (check or rollback or not (model or origin)):
+        raise UserError(
+            "--require-shadow goes with a model or --from, and stands behind the model or as --require-shadow=DIR",
+            code="conflicting-options",
+            setting="--require-shadow",
         )
     if check:
         _check(directory, names)
@@ -91,11 +108,20 @@ def deploy(
         deployment = _from(environment(directory, origin), target, checkout)
     else:
         deployment = _new(target, model, image_digests(images, target), repository)
+    served = target.read()
+    body = deployment.body
+    if shadow is not None and deployment.pins.repository_digest != served.repository_digest:
+        from enginery.serving.shadow_record import ShadowLimits, require_shadow
+
+        limits = ShadowLimits(num_requests=shadow_requests, days=shadow_days, disagreement_pct=shadow_disagreement)
+        champion = served.repository_digest if served.is_deployed else ""
+        record = require_shadow(shadow, champion, deployment.pins.repository_digest, limits, target.name)
+        body = (*body, f"Shadow {record.digest}, {record.manifest.comparison.num_compared:,} images")
     if not target.write(deployment.pins):
         echo(f"{target.name} runs {target.read().label} already; nothing to commit")
         return
     reason = (f"Why: {why}",) if why else ()
-    commit = checkout.commit(target.file, deployment.subject, (*reason, *deployment.body))
+    commit = checkout.commit(target.file, deployment.subject, (*reason, *body))
     echo(f"{deployment.subject} ({commit} in {target.file})")
     click.echo("Push it, and Argo CD or Flux roll it out: git push")
 

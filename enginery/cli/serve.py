@@ -56,6 +56,13 @@ _port = click.IntRange(1, 65535)
 _max_wait = click.option(
     "--max-wait", default=2.0, show_default=True, metavar="SECONDS", help="Longest wait in a queue before a 503."
 )
+_shadow_share = click.option(
+    "--shadow-share",
+    default=0.0,
+    show_default=True,
+    metavar="SHARE",
+    help="Of the images, 0 to 1: what `enginery shadow` may see while it runs.",
+)
 _keep_examples = "Keep a small copy of one image per bin of `enginery drift`, for its page"
 
 
@@ -71,6 +78,7 @@ _keep_examples = "Keep a small copy of one image per bin of `enginery drift`, fo
     is_flag=True,
     help=f"{_keep_examples}: in the server's folder $ENGINERY_EXAMPLES, if that is set.",
 )
+@_shadow_share
 @signing_key
 def export(
     model: str,
@@ -80,6 +88,7 @@ def export(
     top_k: int,
     max_wait: float,
     keep_examples: bool,
+    shadow_share: float,
     key: Path | None,
 ) -> None:
     """Write a model repository for Triton into the new folder DIR.
@@ -91,7 +100,9 @@ def export(
     from enginery.serving.repository import gpu_server_options, write_repository
     from enginery.serving.sources import find_source
 
-    config = _config(name=name, top_k=top_k, max_wait_s=max_wait, keep_examples=keep_examples)
+    config = _config(
+        name=name, top_k=top_k, max_wait_s=max_wait, keep_examples=keep_examples, shadow_share=shadow_share
+    )
     if key is not None:
         check_signer(key)
     with find_source(model, precision) as source:
@@ -113,6 +124,7 @@ def export(
 @_name
 @_top_k
 @_max_wait
+@_shadow_share
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all.")
 @click.option("--http-port", default=8000, type=_port, show_default=True, help="For HTTP.")
 @click.option("--grpc-port", default=8001, type=_port, show_default=True, help="For gRPC.")
@@ -129,6 +141,7 @@ def start(
     name: str,
     top_k: int,
     max_wait: float,
+    shadow_share: float,
     host: str,
     http_port: int,
     grpc_port: int,
@@ -150,7 +163,8 @@ def start(
     key = loading_key(ports.host) if allow_loading else ""
     ports.check()
     triton = install_triton(click.echo)
-    config = {"name": name, "top_k": top_k, "max_wait_s": max_wait, "keep_examples": examples is not None}
+    config = {"name": name, "top_k": top_k, "max_wait_s": max_wait, "shadow_share": shadow_share}
+    config["keep_examples"] = examples is not None
     if examples is not None:
         _make_private(examples)
     with _repository(model, precision, config) as repository:
@@ -201,7 +215,7 @@ def _repository(
             code="already-exported",
             setting="--examples",
         )
-    if is_exported and (given := _given("precision", "name", "top_k", "max_wait")):
+    if is_exported and (given := _given("precision", "name", "top_k", "max_wait", "shadow_share")):
         raise UserError(
             f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or export "
             "again with it",

@@ -28,6 +28,7 @@ from components.common.data.baseline import IMAGE_STATISTICS, baseline_file
 from components.common.registry.trust import sign_folder
 from components.common.runtimes import RUNTIMES
 from components.serve.repository_check import CPU, STATISTICS_TENSOR, VERSION, open_repository
+from components.serve.shadow import KEYS
 from enginery.new_folders import check_new, new_folder
 from enginery.serving.sources import ModelSource
 
@@ -173,7 +174,8 @@ def ensemble_config(
         shapes: of the network.
         top_k: classes for each image.
         parameters: tell a client what is served.
-        counted: tensors that the last model counts besides the network's output: image statistics, and images.
+        counted: tensors that the last model counts or hands on besides the network's output: image statistics,
+            numbers of samples, and images.
     """
 
     def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, object]:
@@ -196,7 +198,7 @@ def ensemble_config(
                 step(
                     names.preprocess,
                     {"IMAGE": "IMAGE"},
-                    {shapes.input_name: "preprocessed"} | {name: name for name in counted if name == STATISTICS_TENSOR},
+                    {shapes.input_name: "preprocessed"} | {name: name for name in counted if name != "IMAGE"},
                 ),
                 step(names.network, {shapes.input_name: "preprocessed"}, {shapes.output_name: "scores"}),
                 step(
@@ -222,7 +224,7 @@ def preprocess_config(
         "input": [_tensor("IMAGE", "TYPE_STRING", [1])],
         "output": [
             _tensor(shapes.input_name, "TYPE_FP32", _image(shapes)),
-            *(_COUNTED[name] for name in counted if name == STATISTICS_TENSOR),
+            *(_COUNTED[name] for name in counted if name != "IMAGE"),
         ],
         "dynamic_batching": {"max_queue_delay_microseconds": 0},
         "instance_group": [{"count": instances, "kind": Enum("KIND_CPU")}],
@@ -349,6 +351,7 @@ def _image(shapes: ShapeSpec) -> list[int]:
 
 _COUNTED = {
     STATISTICS_TENSOR: _tensor(STATISTICS_TENSOR, "TYPE_FP32", [len(IMAGE_STATISTICS)]),
+    KEYS: _tensor(KEYS, "TYPE_INT64", [1]),
     "IMAGE": _tensor("IMAGE", "TYPE_STRING", [1]),
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{,199}")  # the names of folders, with what ModelNames adds
@@ -383,6 +386,9 @@ class RepositoryConfig(Record):
     )
     keep_examples: bool = Field(
         False, description="Whether the server may keep small copies of images, for the page of `enginery drift`."
+    )
+    shadow_share: float = Field(
+        0.0, ge=0, le=1, description="Share of the images that `enginery shadow` may see; 0 for none, whoever asks."
     )
 
 
@@ -461,6 +467,7 @@ class _Writer:
         baseline, report = baseline_file(source.precision), source.report
         self.baseline = baseline if report is not None and baseline in report.manifest.files else ""  # of older ones
         self.counted = (STATISTICS_TENSOR, *(["IMAGE"] if config.keep_examples else [])) if self.baseline else ()
+        self.counted += (KEYS,) if config.shadow_share else ()
 
     def write(self) -> None:
         """All models, and the manifest last."""

@@ -24,6 +24,8 @@ import psutil
 import components
 from components.common.contracts.errors import EngineryError, UserError
 from components.serve.repository_check import CPU
+from components.serve.shadow import SHADOW_VARIABLE
+from enginery.local.state import StateDirectory
 from enginery.serving.installation import Triton
 from enginery.serving.loading import HEADER
 
@@ -42,6 +44,11 @@ METRICS_VARIABLE = "ENGINERY_METRICS_URL"  # as components/serve/admission_contr
 EXAMPLES_VARIABLE = "ENGINERY_EXAMPLES"  # as components/serve/drift.py reads it
 _LIBC = ctypes.CDLL(None)
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before this machine
+
+
+def shadow_socket() -> Path:
+    """Where `enginery shadow` listens for samples of this account's servers."""
+    return Path(os.environ.get(SHADOW_VARIABLE) or StateDirectory.current().path / "shadow.sock").absolute()
 
 
 def address_of(host: str) -> str:
@@ -166,6 +173,7 @@ class Server:
             env={
                 **triton.environment(Path(components.__file__).absolute().parents[1]),
                 METRICS_VARIABLE: ports.own_metrics,
+                SHADOW_VARIABLE: str(shadow_socket()),
                 EXAMPLES_VARIABLE: str(examples.absolute()) if examples is not None else "",
             },
             stdin=subprocess.DEVNULL,

@@ -382,16 +382,19 @@ _STEPS = {
 }
 
 
+_COMMANDS = {"repository": "`enginery serve export`", "shadow": "`enginery shadow`"}  # of kinds that no step writes
+
+
 def writer_of(kind: str) -> str:
-    """The command of the step that writes a kind of artifact."""
-    if kind == "repository":
-        return "`enginery serve export`"
+    """The command that writes a kind of artifact."""
+    if kind in _COMMANDS:
+        return _COMMANDS[kind]
     return f"`python -m components.{_STEPS.get(kind, kind)}`"
 
 
 def how_to_renew(kind: str) -> str:
     """The fix for an artifact that is of no use."""
-    if kind == "repository":
+    if kind in _COMMANDS:
         return f"write it again with {writer_of(kind)}"
     return f"write it again with {writer_of(kind)} (in a pipeline: enginery run ... --no-reuse)"
 

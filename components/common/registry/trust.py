@@ -1,7 +1,8 @@
 """Who vouches for a model: signed statements and folders, and the operator's policy of whose signature counts.
 
-Statements are in-toto's, in DSSE envelopes: the gate's verdict on a bundle, and the approval of a version for one
-environment. Folders are signed by OpenSSF's model-signing. The policy lies on the machine, never with the model:
+Statements are in-toto's, in DSSE envelopes: the gate's verdict on a bundle, the approval of a version for one
+environment, and the record of a challenger beside the champion. Folders are signed by OpenSSF's model-signing. The
+policy lies on the machine, never with the model:
 
     environment: production
     keys:
@@ -45,15 +46,17 @@ TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105  # identity by which folders 
 TOKEN_FILE = Path("/var/run/sigstore/cosign/oidc-token")  # where cosign reads it, too: a projected volume
 SIGNATURE = "model.sig"  # of a folder, by model-signing
 VERDICT = "verdict.dsse.json"
+SHADOW = "shadow.dsse.json"
 STATEMENTS = "*.dsse.json"  # beside the artifacts: in a version, a release and a model repository
 MAX_SIGNATURE_BYTES = 16 << 20
 _MAX_STATEMENT_BYTES, _MAX_STATEMENTS = 1 << 16, 100
 _IN_TOTO = "application/vnd.in-toto+json"
 _STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-_PREDICATES = {"verdict": "https://enginery.dev/verdict/v1", "approval": "https://enginery.dev/approval/v1"}
+_PREDICATES = {kind: f"https://enginery.dev/{kind}/v1" for kind in ("verdict", "approval", "shadow")}
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
-Right = Literal["verdict", "model", "approval"]
+Kind = Literal["verdict", "approval", "shadow"]
+Right = Literal["verdict", "model", "approval", "shadow"]
 
 
 def approval_file(environment: str) -> str:
@@ -67,7 +70,9 @@ class TrustedKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     public_key: str = Field(description="ECDSA P-256, in PEM.")
-    signs: tuple[Literal["verdict", "model"], ...] = Field((), description="The gate's verdicts; folders of models.")
+    signs: tuple[Literal["verdict", "model", "shadow"], ...] = Field(
+        (), description="The gate's verdicts; folders of models; records of `enginery shadow`."
+    )
     approves: tuple[str, ...] = Field((), description="Environments for which it may approve versions.")
     expires: date = Field(description="The day from which on nothing counts that it signed, whenever that was.")
 
@@ -223,6 +228,31 @@ def check_chain(
     _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
 
 
+def check_shadow(
+    what: str,
+    digests: Mapping[str, str],
+    statements: Mapping[str, bytes],
+    *,
+    say: Callable[[str], None] = to_stderr,
+) -> None:
+    """Refuse a record of `enginery shadow` that no key of the policy signed; without a policy say that nobody did.
+
+    Args:
+        what: it is, for people.
+        digests: of the record ("shadow") and of the repositories "champion" and "challenger".
+        statements: the envelopes that lie with it, by file name.
+        say: called with a text if there is no policy.
+
+    Raises:
+        EngineryError: see `check_chain`.
+    """
+    policy = find_policy()
+    if policy is None:
+        say(_nobody(what))
+        return
+    _checked(policy, what, statements, SHADOW, "shadow", "", digests)
+
+
 def _time_of(value: object) -> datetime | None:
     """A statement's time; None where it is missing, or is no time with its zone."""
     try:
@@ -251,14 +281,17 @@ def _checked(
     what: str,
     statements: Mapping[str, bytes],
     file: str,
-    kind: Literal["verdict", "approval"],
+    kind: Kind,
     environment: str,
     digests: Mapping[str, str],
 ) -> tuple[str, dict[str, Any]]:
     """The key's name and the predicate of a statement, whose signature and subjects are right."""
     if file not in statements:
-        missing = "the gate signed no verdict" if kind == "verdict" else f"nobody approved it for {environment}"
-        fix = f"Run the gate with {KEY_VARIABLE} set" if kind == "verdict" else _APPROVE
+        missing, fix = {
+            "verdict": ("the gate signed no verdict", f"Run the gate with {KEY_VARIABLE} set"),
+            "approval": (f"nobody approved it for {environment}", _APPROVE),
+            "shadow": ("it is not signed", "Write it again with `enginery shadow --key FILE`"),
+        }[kind]
         raise _refusal(what, f"{missing} ({file} is not there). {fix}", f"no-{kind}")
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import Error
@@ -531,7 +564,12 @@ def sign_approval(digests: Mapping[str, str], model: str, version: str, environm
     return _signed("approval", digests, predicate, key)
 
 
-def _signed(kind: Literal["verdict", "approval"], digests: Mapping[str, str], predicate: Any, key: Any) -> bytes:
+def sign_shadow(digests: Mapping[str, str], key: Any) -> bytes:
+    """The statement on a record of `enginery shadow`, about the digests that `check_shadow` takes."""
+    return _signed("shadow", digests, {"signed": now()}, key)
+
+
+def _signed(kind: Kind, digests: Mapping[str, str], predicate: Any, key: Any) -> bytes:
     from securesystemslib.dsse import Envelope
     from securesystemslib.signer import CryptoSigner
 

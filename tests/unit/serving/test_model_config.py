@@ -27,7 +27,7 @@ BATCHING = Batching(
 )
 UNMEASURED = BATCHING.model_copy(update={"preferred_batch_size": None, "queue_delay_us": 0, "num_instances": 1})
 PLANS = {"9.0": "int8-9.0.plan", "8.0": "int8-8.0.plan"}
-COUNTED = ("STATISTICS", "IMAGE")
+COUNTED = ("STATISTICS", "IMAGE", "SHADOW_KEYS")
 CONFIGS = {
     "ensemble": ensemble_config(NAMES, SHAPES, 5, {"bundle_digest": "sha256:12", "version": "3"}, COUNTED),
     "preprocess": preprocess_config(NAMES, SHAPES, BATCHING, 4, COUNTED),

@@ -1,0 +1,356 @@
+"""A challenger beside the champion: samples of live requests arrive over a Unix socket, and a second model answers."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import Field
+
+from components.common.contracts.digests import digest_bytes
+from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import Artifact, RepositoryManifest
+from components.common.contracts.records import Record
+from components.common.data.dali_pipelines import ImageBatches
+from components.common.data.evaluation import most_likely
+from components.common.registry.trust import check_folder
+from components.common.runtimes.openvino import OpenVINORunner
+from components.common.runtimes.selection import fit_model
+from components.serve.repository_check import open_repository
+from components.serve.shadow import MAX_IMAGE_BYTES, SHADOW_VARIABLE
+from enginery.serving.client.client import Client
+from enginery.serving.client.transport import RetryPolicy
+from enginery.serving.shadow_record import ShadowAnswer, ShadowedModel
+
+_MAX_MESSAGE_BYTES = MAX_IMAGE_BYTES + (1 << 16)
+_MAX_WAITING = 64  # samples of which one half has arrived
+_POLL_S = 0.2
+
+
+class ShadowConfig(Record):
+    """Settings of a comparison."""
+
+    num_requests: int = Field(1000, ge=1, description="Images to compare.")
+    minutes: float = Field(60.0, gt=0, description="Longest time to wait for them.")
+    priority: Literal["idle", "normal"] = Field("idle", description="Of the process that runs the challenger.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """An image, and what the champion answered."""
+
+    id: str
+    image: bytes
+    label: str
+    served_ms: float
+
+
+@dataclass
+class _Source:
+    """A connection of one process of the champion's server."""
+
+    num_seen: int = 0
+    num_dropped: int = 0
+    is_champion: bool = False
+
+
+@dataclass
+class SampleListener:
+    """Takes samples from all processes of the first server that sends any."""
+
+    server: socket.socket
+    say: Callable[[str], None]
+    champion: ShadowedModel | None = None
+    folder: Path = Path()  # of the champion's repository, as its server has it
+    num_unpaired: int = 0
+    _sources: dict[Connection, _Source] = field(default_factory=dict)
+    _ended: list[_Source] = field(default_factory=list)
+    _halves: dict[int, tuple[dict[str, Any], bytes]] = field(default_factory=dict)
+    _others: set[str] = field(default_factory=set)  # digests of other repositories whose servers were turned away
+
+    @classmethod
+    @contextmanager
+    def at(cls, path: Path, say: Callable[[str], None]) -> Iterator["SampleListener"]:
+        """Listen at a path, for this account alone, as long as the context lasts.
+
+        Raises:
+            UserError: another process does, or the path can't be had.
+        """
+        server = socket.socket(socket.AF_UNIX)
+        with closing(server):
+            try:
+                if path.is_socket():
+                    _remove_left(path)
+                before = os.umask(0o177)
+                try:
+                    server.bind(str(path))
+                finally:
+                    os.umask(before)
+                server.listen(16)
+            except OSError as error:
+                raise UserError(
+                    f"can't listen at {path}: {error.strerror or error}; name a short path in a folder of yours in "
+                    f"{SHADOW_VARIABLE}, for `enginery serve`, too",
+                    code="cannot-listen",
+                    setting=SHADOW_VARIABLE,
+                ) from None
+            try:
+                listener = cls(server, say)
+                yield listener
+            finally:
+                path.unlink(missing_ok=True)
+                for connection in listener._sources:
+                    connection.close()
+
+    @property
+    def num_seen(self) -> int:
+        """Images that the champion answered meanwhile, up to the last sample."""
+        return sum(source.num_seen for source in (*self._sources.values(), *self._ended))
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples that the server gave up."""
+        return sum(source.num_dropped for source in (*self._sources.values(), *self._ended))
+
+    def poll(self) -> list[Sample]:
+        """Return what has become complete, after waiting a moment for it."""
+        samples = []
+        for ready in wait([self.server, *self._sources], _POLL_S):
+            if ready is self.server:
+                accepted, _ = self.server.accept()
+                self._sources[Connection(accepted.detach())] = _Source()
+                continue
+            assert isinstance(ready, Connection)
+            try:
+                sample = self._receive(self._sources[ready], ready.recv_bytes(_MAX_MESSAGE_BYTES))
+            except (OSError, EOFError, ValueError, KeyError, TypeError):  # it ended, or is none of ours
+                self._ended.append(self._sources.pop(ready))
+                ready.close()
+            else:
+                samples += [sample] if sample else []
+        return samples
+
+    def _receive(self, source: _Source, message: bytes) -> Sample | None:
+        head, _, image = message.partition(b"\n")
+        content: dict[str, Any] = json.loads(head)
+        if not source.is_champion:
+            self._greet(source, content["champion"])
+            return None
+        source.num_seen, source.num_dropped = (
+            content.get("seen", source.num_seen),
+            content.get("dropped", source.num_dropped),
+        )
+        other = self._halves.pop(content["key"], None)
+        if other is None:
+            self._halves[content["key"]] = content, image
+            if len(self._halves) > _MAX_WAITING:
+                self._halves.pop(next(iter(self._halves)))
+                self.num_unpaired += 1
+            return None
+        both = {**content, **other[0]}
+        return Sample(
+            id=both["id"],
+            image=image or other[1],
+            label=both["label"],
+            served_ms=1e3 * abs(content["time"] - other[0]["time"]),
+        )
+
+    def _greet(self, source: _Source, content: dict[str, str]) -> None:
+        """Note who the champion is, or refuse a server of something else."""
+        folder = Path(content.pop("folder"))
+        found = ShadowedModel.model_validate(content)
+        if self.champion is None:
+            self.champion, self.folder = found, folder
+        if found != self.champion:
+            if found.repository_digest not in self._others:
+                self._others.add(found.repository_digest)
+                self.say(f"a server of another repository ({found.repository_digest}) is left aside")
+            raise ValueError("another champion")
+        source.is_champion = True
+
+
+def _remove_left(path: Path) -> None:
+    """Remove the socket of a listener that was killed."""
+    with closing(socket.socket(socket.AF_UNIX)) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+    raise UserError(
+        f"another `enginery shadow` listens at {path}; wait until it ends, or name another path in {SHADOW_VARIABLE}, "
+        "for `enginery serve`, too",
+        code="shadow-runs-already",
+        setting=SHADOW_VARIABLE,
+    )
+
+
+class Model(Protocol):
+    """What names the class of an encoded image."""
+
+    def classify(self, image: bytes) -> str:
+        """Return the class.
+
+        Raises:
+            EngineryError: it gives no answer.
+        """
+        ...
+
+
+class LocalModel:
+    """A repository's models in this process, on the CPU."""
+
+    def __init__(self, repository: Artifact[RepositoryManifest]) -> None:
+        manifest = repository.manifest
+        file = fit_model(manifest.cpu_models).file if manifest.cpu_models else manifest.cpu_model
+        self._classes = manifest.classes
+        self._images = ImageBatches(manifest.transform, 1)
+        self._runner = OpenVINORunner(repository.file(file), manifest.shapes)
+
+    def classify(self, image: bytes) -> str:
+        """See Model."""
+        logits = self._runner.infer(self._images.load([image], ["the image"]))  # [1, classes]
+        return self._classes[most_likely(logits[0], 1)[0][0]]
+
+
+class RemoteModel:
+    """A repository's models by the server at `url`."""
+
+    def __init__(self, url: str, repository: Artifact[RepositoryManifest]) -> None:
+        self._client = Client(url, model=repository.manifest.name, retry=RetryPolicy(timeout_s=10, retry_s=0))
+
+    def classify(self, image: bytes) -> str:
+        """See Model."""
+        return self._client.classify(image, top_k=1).label or ""
+
+
+def open_challenger(folder: Path) -> Artifact[RepositoryManifest]:
+    """The exported repository in a folder, every file checked, as the machine's trust policy wants it signed.
+
+    Raises:
+        UserError: it is none.
+        EngineryError: it was changed, or nobody vouches for it.
+    """
+    repository = open_repository(folder)
+    check_folder(f"the model repository {folder}", folder)
+    return repository
+
+
+def shadowed(repository: Artifact[RepositoryManifest]) -> ShadowedModel:
+    """The repository, as a record names it."""
+    manifest = repository.manifest
+    return ShadowedModel(
+        name=manifest.name,
+        version=manifest.version,
+        precision=manifest.precision,
+        bundle_digest=manifest.inputs["bundle"],
+        repository_digest=repository.digest,
+    )
+
+
+def run_shadow(
+    challenger: Artifact[RepositoryManifest],
+    path: Path,
+    url: str,
+    config: ShadowConfig,
+    say: Callable[[str], None],
+    is_stopped: Callable[[], bool],
+) -> tuple[list[ShadowAnswer], dict[str, Any]]:
+    """Have the challenger answer samples until there are enough, the time is over, or it is stopped.
+
+    Returns:
+        The answers, and fields of the record.
+
+    Raises:
+        UserError: no sample came; see `SampleListener.at`.
+    """
+    answers: list[ShadowAnswer] = []
+    beside: Model | None = None
+    with SampleListener.at(path, say) as listener:
+        if config.priority == "idle":
+            _yield_to_others()
+        model: Model = RemoteModel(url, challenger) if url else LocalModel(challenger)
+        started, deadline = datetime.now(UTC), time.monotonic() + 60 * config.minutes
+        say(f"waiting for samples at {path}")
+        while len(answers) < config.num_requests and time.monotonic() < deadline and not is_stopped():
+            known = listener.champion is not None
+            for sample in listener.poll():
+                answers.append(_answer(sample, model, beside, challenger_first=len(answers) % 2 == 0))
+                if len(answers) % max(1, config.num_requests // 10) == 0:
+                    say(f"{len(answers):,} of {config.num_requests:,} images compared")
+            if not known and (champion := listener.champion) is not None:
+                beside = None if url else _champion_beside(champion, listener.folder, say)
+                say(f"the champion is {champion.name} {champion.version} ({champion.repository_digest})")
+    if not answers or listener.champion is None:
+        raise UserError(
+            f"no request of a champion was sampled at {path}. Export and serve the champion with --shadow-share above "
+            f"0, by this account and on this machine; where its server has another {SHADOW_VARIABLE}, set that",
+            code="no-samples",
+        )
+    fields = {
+        "champion": listener.champion,
+        "challenger": shadowed(challenger),
+        "asked": url,
+        "started": started,
+        "ended": datetime.now(UTC),
+        "num_seen": listener.num_seen,
+        "num_dropped": listener.num_dropped,
+        "num_unpaired": listener.num_unpaired,
+    }
+    return answers, fields
+
+
+def _yield_to_others() -> None:
+    """Run only where no other process of the machine wants to: before threads are started, which inherit it."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(OSError):  # where the kernel shares time by session first
+        Path("/proc/self/autogroup").write_text("19")
+
+
+def _champion_beside(champion: ShadowedModel, folder: Path, say: Callable[[str], None]) -> Model | None:
+    """The champion's own files in this process, for a fair comparison of speed; None where they can't be had."""
+    try:
+        repository = open_repository(folder, bytecode=True)
+        if shadowed(repository) == champion:
+            return LocalModel(repository)
+        reason = "it has changed"
+    except EngineryError as error:
+        reason = str(error)
+    say(f"the speed of both is not compared: {folder} can't be read here ({reason})")
+    return None
+
+
+def _answer(sample: Sample, model: Model, beside: Model | None, *, challenger_first: bool) -> ShadowAnswer:
+    """Both models on one image; which begins changes, as the second finds it in the caches."""
+    beside_ms = None
+    if beside is not None and not challenger_first:
+        beside_ms = _timed(beside, sample.image)[1]
+    label, challenger_ms = _timed(model, sample.image)
+    if beside is not None and challenger_first:
+        beside_ms = _timed(beside, sample.image)[1]
+    return ShadowAnswer(
+        id=sample.id,
+        image_digest=digest_bytes(sample.image),
+        champion=sample.label,
+        challenger=label,
+        champion_ms=sample.served_ms,
+        challenger_ms=challenger_ms,
+        beside_ms=beside_ms,
+    )
+
+
+def _timed(model: Model, image: bytes) -> tuple[str, float]:
+    """The class, empty where there is no answer, and the milliseconds."""
+    start = time.perf_counter()
+    try:
+        label = model.classify(image)
+    except EngineryError:
+        label = ""
+    return label, 1e3 * (time.perf_counter() - start)

@@ -1,0 +1,224 @@
+"""A challenger beside a real Triton: what is sampled and said, and what the champion never notices."""
+
+import dataclasses
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from components.common.contracts.digests import digest_bytes
+from components.serve.shadow import KEYS, SHADOW_VARIABLE, Sampler
+from enginery.serving.repository import RepositoryConfig, write_repository
+from enginery.serving.server import shadow_socket
+from tests.unit.registered import enginery, files, refuses, write_keys
+
+from .conftest import NAME, REPOSITORY, Answer, Running, encoded, serving, suspended
+
+SWAPPED = {"3": "8", "8": "3"}
+
+
+@pytest.fixture(scope="module")
+def champion(triton, source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """All its images may be sampled."""
+    folder = tmp_path_factory.mktemp("champion")
+    config = RepositoryConfig(max_wait_s=60, shadow_share=1.0)
+    with serving(write_repository(source, folder / "models", config).path, folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def challenger(source, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same network, which calls a 3 an 8, and an 8 a 3."""
+    classes = tuple(SWAPPED.get(name, name) for name in source.bundle.manifest.classes)
+    manifest = source.bundle.manifest.model_copy(update={"classes": classes})
+    other = dataclasses.replace(source, bundle=dataclasses.replace(source.bundle, manifest=manifest))
+    return write_repository(other, tmp_path_factory.mktemp("challenger") / "models", RepositoryConfig()).path
+
+
+def start_shadow(home: Path, challenger: Path, *options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        # Beside other tests an idle process would never get to its turn.
+        [sys.executable, "-m", "enginery.cli.main", "shadow", str(challenger), "--priority=normal", *map(str, options)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "ENGINERY_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until_said(process: subprocess.Popen[str], start: str) -> None:
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith(start):
+            return
+    raise AssertionError(said)
+
+
+def ask(running: Running, images: list[bytes], name: str) -> Answer:
+    """A request with an id."""
+    data = encoded(images)
+    tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [len(images), 1]}
+    head = json.dumps({"id": name, "inputs": [{**tensor, "parameters": {"binary_data_size": len(data)}}]}).encode()
+    return running.post(NAME, head + data, {"Inference-Header-Content-Length": str(len(head))})
+
+
+def labels_of(answer: Answer) -> list[str]:
+    return answer.output("LABELS")[:: len(answer.output("LABELS")) // (answer.body["outputs"][0]["shape"][0])]
+
+
+def test_what_differs_is_said_and_nothing_else_is_kept(champion, challenger, images, tmp_path: Path) -> None:
+    home, output = champion.log.parent / "home", tmp_path / "shadow"
+    private, _ = write_keys(tmp_path / "ci")
+    process = start_shadow(home, challenger, "--requests", "120", "--output", output, "--json", "--key", private)
+    wait_until_said(process, "the champion is digits 1")
+    assert stat.S_IMODE((home / "shadow.sock").stat().st_mode) == 0o600
+    assert champion.infer([b"no image"]).status == 400  # and is no sample
+    expected = {}
+    while process.poll() is None:  # what it had no time for was not sampled
+        for start in range(0, 120, 3):
+            for index, label in enumerate(labels_of(ask(champion, images[start : start + 3], f"r{start}"))):
+                digest = digest_bytes(images[start + index])
+                expected[f"r{start}/{index}"] = (label, SWAPPED.get(label, label), digest)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    record = json.loads(out)
+    assert record["champion"]["repository_digest"] != record["challenger"]["repository_digest"]
+    assert record["num_seen"] >= 120
+
+    answers = [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]
+    assert all((a["champion"], a["challenger"], a["image_digest"]) == expected[a["id"]] for a in answers)
+    found, swapped = record["comparison"], [a["champion"] for a in answers if a["champion"] in SWAPPED]
+    assert found["num_compared"] == len(answers) == 120
+    assert found["num_differing"] == len(swapped) > 0
+    assert found["low_pct"] < 100 * len(swapped) / 120 < found["high_pct"]
+    assert {(pair["champion"], pair["challenger"]): pair["num_images"] for pair in found["pairs"]} == {
+        (label, SWAPPED[label]): swapped.count(label) for label in set(swapped)
+    }
+    assert found["speed"]["num_images"] == 120
+    assert found["speed"]["low"] <= found["speed"]["ratio"] <= found["speed"]["high"]
+
+    assert stat.S_IMODE(output.stat().st_mode) == 0o700
+    assert stat.S_IMODE((output / "answers.jsonl").stat().st_mode) == 0o600
+    assert sorted(files(output)) == ["answers.jsonl", "manifest.json", "shadow.dsse.json"]
+    assert not (home / "shadow.sock").exists()
+
+    # Labels come later: the champion was right, by the request's id or the image's digest.
+    rows = [
+        f"{name if index % 2 else digest},{label}\n"
+        for index, (name, (label, _, digest)) in enumerate(expected.items())
+    ]
+    (tmp_path / "labels.csv").write_text("".join(rows))
+    done = enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "judged", "--json")
+    judged = json.loads(done.stdout)
+    assert (judged["ended"], judged["champion"]) == (record["ended"], record["champion"])
+    right = judged["comparison"]["labelled"]
+    assert (right["num_lost"], right["num_gained"]) == (len(swapped), 0)
+    assert right["high_points"] < 0
+    assert right["mcnemar_p"] < 1e-3
+    shown = enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "shown").output
+    assert "labels differ on" in shown
+    for text, code in (("r0/0", "labels-invalid"), ("nobody,3", "no-label-fits")):
+        (tmp_path / "labels.csv").write_text(text)
+        with refuses(code, "--labels"):
+            enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "other")
+
+
+def test_a_slow_or_killed_challenger_costs_the_champion_nothing(champion, challenger, images, tmp_path: Path) -> None:
+    home = champion.log.parent / "home"
+    expected = [labels_of(champion.infer([image])) for image in images[:20]]
+
+    def answers_all(times: int) -> None:
+        for _ in range(times):
+            assert [labels_of(champion.infer([image])) for image in images[:20]] == expected
+
+    process = start_shadow(home, challenger, "--output", tmp_path / "shadow", "--requests", "80", "--json")
+    wait_until_said(process, "the champion is")
+    with suspended(psutil.Process(process.pid)):
+        large = images[0] + bytes(1_000_000)  # which no decoder minds, and far more than the socket holds
+        assert [labels_of(champion.infer([large])) for _ in range(80)] == [expected[0]] * 80
+    while process.poll() is None:
+        answers_all(1)
+    record = json.loads(process.communicate()[0])
+    assert record["num_dropped"] > 0
+    assert record["comparison"]["num_compared"] == 80
+
+    process = start_shadow(home, challenger, "--output", tmp_path / "killed")
+    wait_until_said(process, "the champion is")
+    answers_all(1)
+    process.kill()
+    process.wait()
+    answers_all(2)
+    assert (home / "shadow.sock").exists()
+    process = start_shadow(home, challenger, "--output", tmp_path / "again", "--requests", "100", "--json")
+    wait_until_said(process, "the champion is")
+    with refuses("shadow-runs-already", SHADOW_VARIABLE), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENGINERY_HOME", str(home))
+        enginery("shadow", challenger, "--output", tmp_path / "second")
+    answers_all(2)
+    wait_until_said(process, "10 of 100")
+    process.send_signal(signal.SIGINT)
+    assert 10 <= json.loads(process.communicate(timeout=600)[0])["comparison"]["num_compared"] <= 40
+    assert not list(home.rglob("*.jpg"))
+
+
+def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challenger, images, tmp_path: Path) -> None:
+    for model in ("digits", "digits_preprocess", "digits_labels"):
+        assert KEYS not in (exported.path / model / "config.pbtxt").read_text()
+    process = start_shadow(served.log.parent / "home", challenger, "--output", tmp_path / "out", "--minutes", "0.05")
+    wait_until_said(process, "waiting for samples")
+    while process.poll() is None:
+        assert served.infer(images[:1]).status == 200
+        time.sleep(0.1)
+    assert "[no-samples]" in process.stderr.read()
+    assert process.returncode == 2
+    assert not (tmp_path / "out").exists()
+    with refuses("output-exists"):
+        enginery("shadow", challenger, "--output", tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can be another account")
+def test_another_account_gets_no_images(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = Path("/tmp") / f"enginery-test-{os.getpid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); "
+        "print('ready', flush=True); print(s.accept()[0].recv(9), flush=True)"
+    )
+    stranger = subprocess.Popen(
+        ["/usr/bin/python3", "-c", code, str(folder / "s")], user=65534, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert stranger.stdout.readline() == "ready\n"
+        monkeypatch.setenv(SHADOW_VARIABLE, str(folder / "s"))
+        sampler = Sampler(1.0, {"name": "m"})
+        assert stranger.stdout.readline() == "b''\n", "the connection ends without a word"
+        assert not sampler.sample("r", [b"image"]).any()
+    finally:
+        stranger.kill()
+        stranger.wait()
+        (folder / "s").unlink()
+        folder.rmdir()
+
+
+def test_mistakes(challenger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refuses("no-artifact"):
+        enginery("shadow", tmp_path / "nothing", "--output", tmp_path / "out")
+    (tmp_path / "labels.csv").write_text("")
+    with refuses("labels-unreadable", "--labels"):
+        enginery("shadow", challenger, "--labels", tmp_path / "none.csv", "--output", tmp_path / "out")
+    monkeypatch.setenv(SHADOW_VARIABLE, str(tmp_path / ("s" * 120)))
+    assert shadow_socket() == tmp_path / ("s" * 120)
+    with refuses("cannot-listen", SHADOW_VARIABLE):
+        enginery("shadow", challenger, "--output", tmp_path / "out")
