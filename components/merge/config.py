@@ -19,6 +19,9 @@ class MergeConfig(StepConfig):
         "as_packed",
         description="What to do when training and validation hold the same image: what the parts say, stop, or say so.",
     )
+    near_duplicates: Literal["as_packed", "drop", "report", "keep"] = Field(
+        "as_packed", description="What to do with near-duplicates across the splits: what the parts say, or another."
+    )
     max_bad_fraction: float = Field(
         -1,
         ge=-1,

@@ -63,6 +63,8 @@ def _settings(config: MergeConfig, part: Artifact[DatasetPartManifest]) -> Prepr
     decided: dict[str, Any] = {"part": ""}
     if config.on_leak != "as_packed":
         decided["on_leak"] = config.on_leak
+    if config.near_duplicates != "as_packed":
+        decided["near_duplicates"] = config.near_duplicates
     if config.max_bad_fraction >= 0:
         decided["max_bad_fraction"] = config.max_bad_fraction
     return PreprocessConfig.model_validate({**part.manifest.config, **decided})

@@ -1,17 +1,27 @@
 """Close a dataset over packed shards: listings, checks over all images, statistics, manifest."""
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from components.common.contracts.digests import digest_file
+from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import Artifact, DatasetManifest, seal
+from components.common.contracts.manifests import (
+    PARTIAL_OUTPUT,
+    Artifact,
+    DatasetManifest,
+    seal,
+    write_atomically,
+)
 from components.common.contracts.records import DatasetStatistics, Split
 from components.common.contracts.settings import fingerprinted, how_to_set
+from components.common.data.image_files import read_listing
 from components.common.process.steplog import StepLog
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import (
@@ -23,7 +33,18 @@ from components.preprocess.data_card import (
     write_data_card,
 )
 from components.preprocess.data_issues import SPLITS, IssueFinder, Issues, SplitName, listed_paths
-from components.preprocess.packing import REJECTED, ShardRecord, entries_of, listing_file, rejected_file
+from components.preprocess.near_issues import LIKE_TRAINING, NearFindings, find_near_duplicates
+from components.preprocess.packing import (
+    REJECTED,
+    ShardRecord,
+    entries_of,
+    has_thumbnails,
+    json_lines,
+    leave_out,
+    listing_file,
+    rejected_file,
+    thumbnails_file,
+)
 
 RECORDS = "records"  # folder of a part with its shards' records
 
@@ -48,9 +69,19 @@ def assemble(
     join_rejected(packed, output)
     check_rejected(config, packed, output)
     finder = IssueFinder(classes)
-    splits = {split: _close_split(split, shards, finder, output) for split, shards in of_split.items()}
+    for split, shards in of_split.items():
+        listing = output / f"{split}.jsonl"
+        _join(listing, [listing_file(one.records, one.record.name) for one in shards])
+        finder.add(split, entries_of(listing))
+        _check_any(finder, split, f"{output / REJECTED} says why of each file. Replace them with images that open")
+    near = _find_near_duplicates(config, packed, finder, output)
+    leaving = _leave_listings(near.left_out, of_split["val"], finder, output) if near is not None else {}
+    _check_any(finder, "val", f"all are {LIKE_TRAINING}, see {output / REJECTED}. Take other images to validate with")
+    splits = {split: _split(split, shards, leaving, finder, output) for split, shards in of_split.items()}
     statistics = _statistics([one.record for one in of_split["train"]], finder)
     issues = finder.issues(listed_paths(output))
+    if near is not None:
+        issues = replace(issues, found=(*near.issues, *issues.found))
     card = Card(
         source=config.data,
         classes=classes,
@@ -59,43 +90,103 @@ def assemble(
         sides=finder.side_histogram(),
         rejections=Rejections.of(entries_of(output / REJECTED)),
         issues=issues,
+        near_duplicates=near.record if near is not None else None,
         thumbnails=read_thumbnails(output, "train", sample_positions(finder.labels("train"), len(classes))),
         config=fingerprinted(config),
     )
     write_data_card(card, output)  # before a leak stops the step: the card is the evidence
     if config.on_leak == "fail" and (message := issues.leak_message()):
         raise UserError(message, code="leak", setting="preprocess.on_leak")
+    records = [
+        leave_out(output, one.record, leaving[name]) if (name := one.record.name) in leaving else one.record
+        for one in packed
+    ]
     artifact = seal(
         output,
         DatasetManifest,
         inputs={},
         config=config,
-        known={name: entry for one in packed for name, entry in one.record.files.items()},
+        known={name: entry for record in records for name, entry in record.files.items()},
         classes=classes,
         splits=splits,
         statistics=statistics,
-        num_rejected=sum(one.record.num_rejected for one in packed),
+        num_rejected=sum(record.num_rejected for record in records) + sum(map(len, leaving.values())),
+        near_duplicates=near.record if near is not None else None,
     )
     return artifact, issues
 
 
-def _close_split(split: SplitName, shards: Sequence[Packed], finder: IssueFinder, output: Path) -> Split:
-    listing = output / f"{split}.jsonl"
-    _join(listing, [listing_file(one.records, one.record.name) for one in shards])
-    finder.add(split, entries_of(listing))
+def _check_any(finder: IssueFinder, split: SplitName, why: str) -> None:
+    if not len(finder.labels(split)):
+        raise UserError(f"no usable image is left in the {split} split: {why}", code="no-usable-image")
+
+
+def _split(
+    split: SplitName, shards: Sequence[Packed], leaving: Mapping[str, set[str]], finder: IssueFinder, output: Path
+) -> Split:
     labels = finder.labels(split)
-    if not len(labels):
-        raise UserError(
-            f"no usable image is left in the {split} split: {output / REJECTED} says why of each file. Replace "
-            "them with images that open in a viewer",
-            code="no-usable-image",
-        )
+    names = [one.record.name for one in shards if one.record.num_images > len(leaving.get(one.record.name, ()))]
     return Split(
         num_images=len(labels),
-        shards=tuple(f"{one.record.name}.tar" for one in shards if one.record.num_images),
+        shards=tuple(f"{name}.tar" for name in names),
         class_counts=tuple(np.bincount(labels, minlength=finder.num_classes).tolist()),
-        digest=digest_file(listing),
+        digest=digest_file(output / f"{split}.jsonl"),
     )
+
+
+def _find_near_duplicates(
+    config: PreprocessConfig, packed: Sequence[Packed], finder: IssueFinder, output: Path
+) -> NearFindings | None:
+    if config.near_duplicates == "keep":
+        return None
+    in_order = sorted(packed, key=lambda one: SPLITS.index(one.record.name.split("-")[0]))
+    if missing := next((one for one in in_order if not has_thumbnails(one.records, one.record)), None):
+        raise UserError(
+            f"{missing.records} has no thumbnails of its images, so near-duplicates can't be found: the part was "
+            "packed with near_duplicates=keep, or by an older enginery. Pack it again, or set merge.near_duplicates to "
+            "keep",
+            code="no-thumbnails",
+            setting="merge.near_duplicates",
+        )
+    whole = output / PARTIAL_OUTPUT / "thumbnails"
+    _join(whole, [thumbnails_file(one.records, one.record.name) for one in in_order])
+    try:
+        return find_near_duplicates(
+            finder,
+            whole,
+            output,
+            drops=config.near_duplicates == "drop",
+            num_threads=config.num_workers or num_cores(),
+        )
+    finally:
+        whole.unlink()
+
+
+def _leave_listings(
+    reasons: Mapping[int, str], shards: Sequence[Packed], finder: IssueFinder, output: Path
+) -> dict[str, set[str]]:
+    """Move images of the validation split from its listing to that of rejected files. Returns their keys by shard.
+
+    Args:
+        reasons: by place in the listing.
+        shards: of the validation split.
+        finder: forgets the images.
+        output: with the listings.
+    """
+    if not reasons:
+        return {}
+    listing = output / "val.jsonl"
+    left_out = read_listing(listing, reasons)
+    kept = [line for place, line in enumerate(listing.open("rb")) if place not in reasons]
+    write_atomically(listing, b"".join(kept))
+    with (output / REJECTED).open("ab") as rejected:
+        rejected.write(json_lines({"path": entry["path"], "reason": reasons[at]} for at, entry in left_out.items()))
+    finder.leave_out(reasons)
+    ends = list(accumulate(one.record.num_images for one in shards))
+    leaving: dict[str, set[str]] = {}
+    for place, entry in left_out.items():
+        leaving.setdefault(shards[bisect_right(ends, place)].record.name, set()).add(entry["key"])
+    return leaving
 
 
 def _join(target: Path, parts: Sequence[Path]) -> None:
@@ -181,5 +272,5 @@ def _left_out(listing: Path) -> str:
     """Say how many files were left out and why, the most frequent reason first, with an example."""
     rejections = Rejections.of(entries_of(listing))
     kinds = "; ".join(f"{reason}: {number:,}" for reason, number in rejections.by_kind.items())
-    files = "1 unusable file" if rejections.num_files == 1 else f"{rejections.num_files:,} unusable files"
+    files = "1 file" if rejections.num_files == 1 else f"{rejections.num_files:,} files"
     return f"{files} left out ({kinds}), such as {rejections.examples[0][0]}; {listing} lists all"

@@ -35,6 +35,11 @@ class PreprocessConfig(StepConfig):
     on_leak: Literal["fail", "warn"] = Field(
         "fail", description="What to do when training and validation hold the same image: stop, or say so."
     )
+    near_duplicates: Literal["drop", "report", "keep"] = Field(
+        "drop",
+        description="What to do with validation images that are training images but for size, compression, brightness, "
+        "a mirror or a crop of up to 10 %: leave them out, keep them and say so, or keep them without a look.",
+    )
     max_short_side: int = Field(
         0,
         ge=0,

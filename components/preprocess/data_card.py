@@ -15,7 +15,7 @@ import numpy as np
 from markupsafe import Markup
 
 from components.common.contracts.manifests import write_atomically
-from components.common.contracts.records import DatasetStatistics, Split
+from components.common.contracts.records import DatasetStatistics, NearDuplicates, Split
 from components.common.data.image_files import read_images, read_listing, thumbnail
 from components.common.data.pages import data_uri, templates
 from components.preprocess.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
@@ -68,7 +68,7 @@ def sample_positions(labels: np.ndarray, num_classes: int) -> list[int]:
     return sorted(positions)
 
 
-def read_thumbnails(folder: Path, split: str, positions: Sequence[int]) -> tuple[Thumbnail, ...]:
+def read_thumbnails(folder: Path, split: str, positions: Iterable[int]) -> tuple[Thumbnail, ...]:
     """Thumbnails of images of a split, in the order of its listing.
 
     Args:
@@ -131,6 +131,8 @@ class Card:
     thumbnails: Sequence[Thumbnail]
     """Some training images."""
     config: Mapping[str, Any]
+    near_duplicates: NearDuplicates | None = None
+    """None where they were not looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,11 +233,13 @@ def _ticks(edges: Sequence[int]) -> Sequence[int]:
     return powers if 3 <= len(powers) <= 9 else range(0, len(edges), -(-len(edges) // 8))
 
 
-_FILTERS: dict[str, Callable[..., str]] = {
+_FILTERS: dict[str, Callable[..., Any]] = {
     "count": "{:,}".format,
     "name": lambda text: _cut(text, _MAX_NAME),
     "path": lambda text: _cut(text, _MAX_PATH),
     "text": lambda text: _cut(text, _MAX_TEXT),
+    "picture": data_uri,
+    "zip": zip,
     "setting": lambda value: json.dumps(value, ensure_ascii=False),
 }
 

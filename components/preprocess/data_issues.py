@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,18 +52,34 @@ class EqualImages:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimilarImages:
+    """Near-duplicates."""
+
+    images: tuple[FoundImage, ...]
+    """Two."""
+    pictures: tuple[bytes, ...]
+    """A small copy of each, JPEG or PNG; empty where there is none."""
+    correlation: float
+    """Of their details, 0.96 to 1."""
+    change: str
+    """What differs, such as "mirrored, cropped"."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Issue:
     """The finding of one kind, with evidence. An image can have several issues and then counts in each."""
 
     kind: str
     """leak, conflict, train or val (copies within that split), imbalance, no_train or no_val (classes without an
-    image there), sizes"""
+    image there), sizes; near_leak, near_train and near_val of near-duplicates"""
     line: str
     """A sentence: how many, an example, what to do."""
     groups: tuple[EqualImages, ...] = ()
     """At most 20, those of most images first."""
     images: tuple[FoundImage, ...] = ()
     """At most 20 of each kind of odd size, the worst first."""
+    pairs: tuple[SimilarImages, ...] = ()
+    """At most 12, the least similar first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +116,7 @@ class IssueFinder:
     """Takes the listing entry by entry and keeps about 30 bytes of each, so that millions of images fit in memory."""
 
     def __init__(self, classes: Sequence[str]) -> None:
-        self._classes = tuple(classes)
+        self.classes = tuple(classes)
         self._digests = bytearray()
         self._labels = array("i")
         self._heights = array("I")
@@ -122,14 +138,37 @@ class IssueFinder:
             self._widths.append(entry["width"])
             self._in_val.append(in_val)
 
+    def leave_out(self, places: Collection[int]) -> None:
+        """Forget images of the validation split, by their places in its listing, once all are added."""
+        kept = np.ones(len(self._in_val), bool)
+        kept[np.flatnonzero(self.in_val())[list(places)]] = False
+        self._digests = bytearray(np.frombuffer(self._digests, np.uint8).reshape(-1, _DIGEST_BYTES)[kept].tobytes())
+        self._in_val = bytearray(np.frombuffer(self._in_val, np.uint8)[kept].tobytes())
+        for name in ("_labels", "_heights", "_widths"):
+            values = getattr(self, name)
+            setattr(self, name, array(values.typecode, np.asarray(values)[kept].tobytes()))
+
     @property
     def num_classes(self) -> int:
         """Number of classes of the dataset."""
-        return len(self._classes)
+        return len(self.classes)
 
     def labels(self, split: SplitName) -> np.ndarray:
         """Labels of a split's images in the order of its listing: [N] int32."""
         return np.frombuffer(self._labels, np.int32)[self._is_of(split)]
+
+    def in_val(self) -> np.ndarray:
+        """[N] bool: the images of the validation split, over both splits in the order they were added."""
+        return np.frombuffer(self._in_val, np.uint8) == 1
+
+    def contents(self) -> np.ndarray:
+        """[N] integers from 0: equal files have the same."""
+        digests = np.frombuffer(self._digests, np.dtype((np.void, _DIGEST_BYTES)))
+        return np.unique(digests, return_inverse=True)[1]
+
+    def sizes(self) -> np.ndarray:
+        """[N, 2] px: height and width."""
+        return np.stack([np.frombuffer(self._heights, np.uint32), np.frombuffer(self._widths, np.uint32)], axis=1)
 
     def side_histogram(self) -> SideHistogram:
         """Count the images by their shorter side."""
@@ -208,8 +247,8 @@ class IssueFinder:
         largest, smallest = int(counts.argmax()), int(np.where(counts > 0, counts, counts.max() + 1).argmin())
         if (ratio := counts[largest] / counts[smallest]) > _MAX_RATIO:
             line = (
-                f"the classes are uneven: {self._classes[largest]!r} has {ratio:,.1f} times as many training images as "
-                f"{self._classes[smallest]!r} ({counts[largest]:,} and {counts[smallest]:,}). Small classes are "
+                f"the classes are uneven: {self.classes[largest]!r} has {ratio:,.1f} times as many training images as "
+                f"{self.classes[smallest]!r} ({counts[largest]:,} and {counts[smallest]:,}). Small classes are "
                 "learned worse, and top-1 hardly shows it; add images to them, and look at the report's accuracy by "
                 "class"
             )
@@ -222,7 +261,7 @@ class IssueFinder:
                 )
                 line = (
                     f"the {SPLIT_WORDS[split]} split has no image of {len(empty):,} of {self.num_classes:,} classes, "
-                    f"such as {self._classes[empty[0]]!r}. {effect}; add images of them"
+                    f"such as {self.classes[empty[0]]!r}. {effect}; add images of them"
                 )
                 yield Issue(kind=f"no_{split}", line=line)
 
@@ -297,7 +336,7 @@ class IssueFinder:
                 images[index] = FoundImage(
                     split=split,
                     path=printable(path),
-                    class_name=self._classes[self._labels[index]],
+                    class_name=self.classes[self._labels[index]],
                     height=self._heights[index],
                     width=self._widths[index],
                 )

@@ -14,6 +14,9 @@ from PIL import Image, UnidentifiedImageError
 from components.common.contracts.foreign import LFS_POINTER
 from components.common.data.image_files import from_16_bit, open_image, upright
 
+THUMBNAIL_SIDE = 48
+"""px, of the gray thumbnails that images are compared by."""
+
 # More pixels of one image say next to nothing more about a dataset, and counting all takes a fifth of decoding's time.
 _PIXELS_PER_IMAGE = 10_000
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -305,6 +308,17 @@ def as_png(image: Image.Image) -> bytes:
     image.info.clear()  # colour profiles and the like, which nobody reads later
     image.save(encoded, "PNG", compress_level=1)
     return encoded.getvalue()
+
+
+def gray_thumbnail(image: Image.Image) -> bytes:
+    """48x48 bytes, whatever the image's shape: what near-duplicates are found by.
+
+    Args:
+        image: upright, RGB.
+    """
+    across, down = (max(1, side // (2 * THUMBNAIL_SIDE)) for side in image.size)
+    small = image.reduce((across, down)) if across * down > 1 else image
+    return small.convert("L").resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BILINEAR).tobytes()
 
 
 def shrink(image: Image.Image, max_short_side: int, quality: int) -> tuple[bytes, Image.Image]:

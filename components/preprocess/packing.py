@@ -10,7 +10,7 @@ import shutil
 import tarfile
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from PIL import Image
 from pydantic import ValidationError, model_validator
@@ -34,7 +34,15 @@ from components.common.process.lifetime import end_with_creator
 from components.common.process.partial_output import earlier_outputs, hold, open_partial
 from components.common.process.steplog import StepLog
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.decoding import PixelSums, Rejected, as_png, decode, shrink
+from components.preprocess.decoding import (
+    THUMBNAIL_SIDE,
+    PixelSums,
+    Rejected,
+    as_png,
+    decode,
+    gray_thumbnail,
+    shrink,
+)
 from components.preprocess.sources import Sample, Source, Storage, Unreadable, read_sample
 
 REJECTED = "rejected.jsonl"
@@ -171,24 +179,32 @@ def rejected_file(records: Path, name: str) -> Path:
     return records / f"{name}.rejected.jsonl"
 
 
+def thumbnails_file(records: Path, name: str) -> Path:
+    """Path of a shard's thumbnails: 48x48 bytes for each packed image, in order; empty if nobody looks at them."""
+    return records / f"{name}.thumbnails"
+
+
+def has_thumbnails(records: Path, record: ShardRecord) -> bool:
+    """True if there is a thumbnail of each image of a shard."""
+    file = thumbnails_file(records, record.name)
+    return file.is_file() and file.stat().st_size == record.num_images * THUMBNAIL_SIDE**2
+
+
 def record_files(records: Path, name: str) -> tuple[Path, ...]:
     """All that is recorded of a shard."""
-    return records / f"{name}.json", listing_file(records, name), rejected_file(records, name)
+    kinds = (listing_file, rejected_file, thumbnails_file)
+    return records / f"{name}.json", *(file(records, name) for file in kinds)
 
 
 def write_shard(task: ShardTask) -> ShardRecord:
     """Write one tar, its index, its part of the listing, and last its record."""
     tar = task.folder / f"{task.name}.tar"
-    index = tar.with_suffix(".idx")
     tar.unlink(missing_ok=True)  # a worker of a run that was killed just now may have it open still
-    with TarWriter(tar) as archive:
-        content = _fill(archive, task)
+    with TarWriter(tar) as archive, thumbnails_file(task.records, task.name).open("wb") as thumbnails:
+        content = _fill(archive, thumbnails, task)
     files = {}
     if content.entries:
-        listed = archive.index()
-        index.write_bytes(listed)
-        files[tar.name] = FileEntry(size_bytes=archive.size_bytes, digest=archive.digest())
-        files[index.name] = FileEntry(size_bytes=len(listed), digest=digest_bytes(listed))
+        files = _write_index(archive, tar)
     else:
         tar.unlink()  # every image was rejected; an empty shard would stop DALI
     record = ShardRecord(
@@ -200,13 +216,57 @@ def write_shard(task: ShardTask) -> ShardRecord:
         num_pixels=content.sums.num_pixels,
         files=files,
     )
-    write_atomically(listing_file(task.records, task.name), _json_lines(content.entries))
-    write_atomically(rejected_file(task.records, task.name), _json_lines(content.rejected))
+    write_atomically(listing_file(task.records, task.name), json_lines(content.entries))
+    write_atomically(rejected_file(task.records, task.name), json_lines(content.rejected))
     write_atomically(task.records / f"{task.name}.json", record.model_dump_json().encode())
     return record
 
 
-def _fill(archive: TarWriter, task: ShardTask) -> "_Content":
+def _write_index(archive: TarWriter, tar: Path) -> dict[str, FileEntry]:
+    """Write the index of a tar that is closed. Returns the entries of both."""
+    index, listed = tar.with_suffix(".idx"), archive.index()
+    index.write_bytes(listed)
+    return {
+        tar.name: FileEntry(size_bytes=archive.size_bytes, digest=archive.digest()),
+        index.name: FileEntry(size_bytes=len(listed), digest=digest_bytes(listed)),
+    }
+
+
+def leave_out(folder: Path, record: ShardRecord, keys: Container[str]) -> ShardRecord:
+    """Write a shard again without some images. Returns its record.
+
+    Args:
+        folder: of the tar and its index, either of which may be a link.
+        record: of the shard as it is.
+        keys: of the images.
+    """
+    tar, index = folder / f"{record.name}.tar", folder / f"{record.name}.idx"
+    written = folder / PARTIAL_OUTPUT / tar.name
+    num_images, files = 0, dict[str, FileEntry]()
+    with TarWriter(written) as archive, tar.open("rb") as old, index.open(encoding="utf-8") as lines:
+        next(lines)  # version and number of samples
+        for line in lines:
+            parts = list(zip(*[iter(line.split())] * 4, strict=True))  # extension, offset, size and name of each member
+            key = parts[0][3].removesuffix(f".{parts[0][0]}")
+            if key in keys:
+                continue
+            members = {}
+            for extension, offset, size, _ in parts:
+                old.seek(int(offset))
+                members[extension] = old.read(int(size))
+            archive.add(key, members)
+            num_images += 1
+    # A run that is killed from here on packs the shard again.
+    (folder / PARTIAL_OUTPUT / f"{record.name}.json").unlink(missing_ok=True)
+    tar.unlink()
+    index.unlink()
+    if num_images:
+        written.replace(tar)
+        files = _write_index(archive, tar)
+    return record.model_copy(update={"num_images": num_images, "files": files})
+
+
+def _fill(archive: TarWriter, thumbnails: BinaryIO, task: ShardTask) -> "_Content":
     content = _Content()
     for number, sample in enumerate(task.samples, task.first_index):
         try:
@@ -220,6 +280,8 @@ def _fill(archive: TarWriter, task: ShardTask) -> "_Content":
         key = f"{number:09d}"
         archive.add(key, {extension: data, "cls": f"{sample.label:0{_LABEL_WIDTH}d}".encode()})
         content.sums.add(image)
+        if task.config.near_duplicates != "keep":
+            thumbnails.write(gray_thumbnail(image))
         content.entries.append(
             {
                 "key": key,
@@ -239,7 +301,7 @@ def entries_of(listing: Path) -> Iterator[Mapping[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def _json_lines(entries: Sequence[Mapping[str, object]]) -> bytes:
+def json_lines(entries: Iterable[Mapping[str, object]]) -> bytes:
     """One JSON object a line, in UTF-8."""
     # File names that are not UTF-8 hold lone surrogates; written as \udcXX they are JSON and come back the same.
     return "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries).encode(errors="backslashreplace")
@@ -445,6 +507,7 @@ def _finished(task: ShardTask) -> ShardRecord | None:
         (task.folder / name).is_file() and (task.folder / name).stat().st_size == entry.size_bytes
         for name, entry in record.files.items()
     )
+    whole &= task.config.near_duplicates == "keep" or has_thumbnails(task.records, record)
     return record if whole and not _may_be_fixed(task, record) else None
 
 
@@ -463,7 +526,8 @@ def _may_be_fixed(task: ShardTask, record: ShardRecord) -> bool:
 def _check_space(tasks: Sequence[ShardTask]) -> None:
     """Shards hold the files as they are, so their sum is known before the first is written."""
     folder = tasks[0].folder
-    needed_bytes = sum(sample.size_bytes for task in tasks for sample in task.samples)
+    thumbnail_bytes = 0 if tasks[0].config.near_duplicates == "keep" else THUMBNAIL_SIDE**2
+    needed_bytes = sum(sample.size_bytes + thumbnail_bytes for task in tasks for sample in task.samples)
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise EngineryError(

@@ -316,6 +316,7 @@ def _data(data: DatasetManifest) -> Data:
         splits=tuple(splits),
         statistics=data.statistics,
         num_rejected=data.num_rejected,
+        near_duplicates=data.near_duplicates,
     )
 
 

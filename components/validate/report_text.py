@@ -13,6 +13,7 @@ from components.common.contracts.records import (
     CorruptedRow,
     EngineEntry,
     GateCheck,
+    NearDuplicates,
     ProfileRecord,
 )
 from components.common.contracts.statistics import SIGNIFICANCE
@@ -284,10 +285,18 @@ def accuracy_sentences(report: Report) -> list[str]:
     notes = [f"{row.precision.upper()}: {row.note}." for row in rows if row.note and row.note not in known]
     missing = [row for row in report.accuracy.rows if row.top1_pct is None]
     notes += [f"{row.precision.upper()} was not measured: {row.note}." for row in missing]
+    near = []
+    if report.accuracy.num_near_duplicates:
+        without = [f"{row.precision.upper()} {number(row.top1_distinct_pct)} %" for row in rows]
+        near.append(
+            f"{report.accuracy.num_near_duplicates:,} of these images are training images but for size, compression, "
+            f"brightness, a mirror or a crop. Without them, top-1 is {', '.join(without)}."
+        )
     return [
         *notes,
         f"All precisions saw the same {num_images:,} images of the validation split{where}. The drop is at most "
         "the upper end of its paired one-sided 95 % interval, which the gate judges.",
+        *near,
         "ECE is the expected calibration error over 15 bins of confidence: how far a model is surer, or less sure, "
         "than it is right.",
     ]
@@ -619,7 +628,15 @@ def data_facts(report: Report) -> Facts:
         ("mean RGB", _channels(statistics.mean, 3)),
         ("std RGB", _channels(statistics.std, 3)),
         ("rejected files", f"{report.data.num_rejected:,}"),
+        *_near_duplicate_facts(report.data.near_duplicates),
     ]
+
+
+def _near_duplicate_facts(found: NearDuplicates | None) -> Facts:
+    if found is None:
+        return [("near-duplicates", "not looked for")]
+    where = "were left out of the validation split" if found.num_left_out else "are in the validation split"
+    return [("near-duplicates", f"{found.num_across:,} of training images {where}" if found.num_across else "none")]
 
 
 def provenance_facts(report: Report) -> Facts:

@@ -39,7 +39,7 @@ from components.common.data.baseline import (
 )
 from components.common.data.corruptions import CORRUPTIONS, Corruption
 from components.common.data.evaluation import Predictions, predict_in_parts
-from components.common.data.image_files import read_listing
+from components.common.data.image_files import near_duplicates_of_training, read_listing
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes import RUNTIMES, runs_plans
@@ -75,14 +75,17 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         predict_validation(config, selections, models, data, log, corruptions=CORRUPTIONS) if config.corruptions else {}
     )
     labels = next(iter(predictions.values())).labels
+    distinct = _distinct(data)
     counts = np.bincount(labels)  # [classes up to the last one seen] images
     accuracy = AccuracyReport(
         dataset_digest=data.digest,
         split_digest=data.manifest.splits["val"].digest,
         bundle_digest=models.digest,
         rows=tuple(
-            _accuracy_row(selection, predictions, corrupted, models.manifest.classes) for selection in selections
+            _accuracy_row(selection, predictions, corrupted, models.manifest.classes, distinct)
+            for selection in selections
         ),
+        num_near_duplicates=0 if distinct is None else int((~distinct).sum()),
         most_frequent_class=models.manifest.classes[int(counts.argmax())],
         most_frequent_pct=100 * float(counts.max() / len(labels)),
     )
@@ -216,11 +219,22 @@ def _runners(selections: Sequence[RuntimeSelection]) -> Mapping[str, Runner]:
     return {selection.precision: selection.runner for selection in selections if selection.runner is not None}
 
 
+def _distinct(data: Artifact[DatasetManifest]) -> np.ndarray | None:
+    """The validation images without a near-duplicate in training, [N] bool; None where all known ones have left."""
+    found = data.manifest.near_duplicates
+    if found is None or found.num_across == found.num_left_out:
+        return None
+    mask = np.ones(data.manifest.splits["val"].num_images, bool)
+    mask[near_duplicates_of_training(data.path)] = False
+    return mask
+
+
 def _accuracy_row(
     selection: RuntimeSelection,
     predictions: dict[str, Predictions],
     corrupted: dict[str, Predictions],
     classes: tuple[str, ...],
+    distinct: np.ndarray | None,
 ) -> AccuracyRow:
     if selection.runner is None or selection.file is None:
         return AccuracyRow(precision=selection.precision, runtime="n/a", note=selection.note)
@@ -237,6 +251,7 @@ def _accuracy_row(
         num_images=own.num_images,
         top1_pct=own.top1_pct,
         top5_pct=own.top5_pct,
+        top1_distinct_pct=100 * float(own.right[distinct].mean()) if distinct is not None and distinct.any() else None,
         delta_top1_points=own.top1_pct - fp32.top1_pct if fp32 else None,
         agreement_pct=own.agreement_pct(fp32) if fp32 else None,
         ece_pct=own.ece_pct,

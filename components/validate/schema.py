@@ -19,6 +19,7 @@ from components.common.contracts.records import (
     DatasetStatistics,
     EngineEntry,
     EngineLayer,
+    NearDuplicates,
     PairedComparison,
     PlacementEntry,
     Precision,
@@ -121,6 +122,7 @@ class Data(Record):
     splits: tuple[SplitSummary, ...]
     statistics: DatasetStatistics
     num_rejected: int
+    near_duplicates: NearDuplicates | None = Field(None, description="None where they were not looked for.")
 
 
 class Code(Record):

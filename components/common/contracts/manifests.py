@@ -29,6 +29,7 @@ from components.common.contracts.records import (
     FileEntry,
     FileName,
     GateCheck,
+    NearDuplicates,
     PlacementEntry,
     Precision,
     ProfileRecord,
@@ -93,6 +94,7 @@ class DatasetManifest(Manifest):
     splits: dict[Literal["train", "val"], Split]
     statistics: DatasetStatistics
     num_rejected: int
+    near_duplicates: NearDuplicates | None = Field(None, description="None where they were not looked for.")
 
     def _named_files(self) -> Iterator[str]:
         for split in self.splits.values():

@@ -56,6 +56,16 @@ class DatasetStatistics(Record):
     max_height: int = Field(0, description="Highest image in pixels, over all splits; 0 where it was not recorded.")
 
 
+class NearDuplicates(Record):
+    """Images that are the same but for size, compression, brightness, a mirror or a crop of up to 10 %."""
+
+    num_across: int = Field(description="Validation images that have a near-duplicate in the training split.")
+    num_left_out: int = Field(description="Those of them that were left out of the validation split: all or none.")
+    num_train: int = Field(description="Training images that have a near-duplicate there.")
+    num_val: int = Field(description="Validation images that have a near-duplicate there.")
+    num_plain: int = Field(description="Different images with too little detail to be compared.")
+
+
 class EpochRecord(Record):
     """Measurements of one epoch of training."""
 
@@ -440,6 +450,9 @@ class AccuracyRow(Record):
     num_images: int = 0
     top1_pct: float | None = None
     top5_pct: float | None = None
+    top1_distinct_pct: float | None = Field(
+        None, description="top1_pct without near-duplicates of training images; None where the split holds none."
+    )
     delta_top1_points: float | None = Field(None, description="top1_pct minus that of FP32.")
     agreement_pct: float | None = Field(None, description="Share of images on which the prediction equals FP32's.")
     ece_pct: float | None = Field(None, description="Expected calibration error over 15 bins of confidence, in %.")
@@ -468,6 +481,7 @@ class AccuracyReport(Record):
     split_digest: str
     bundle_digest: str
     rows: tuple[AccuracyRow, ...]
+    num_near_duplicates: int = Field(0, description="Validation images with a known near-duplicate in training.")
     most_frequent_class: str = Field("", description="The class with most validation images.")
     most_frequent_pct: float | None = Field(
         None,

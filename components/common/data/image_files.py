@@ -140,6 +140,21 @@ def read_images(shards: Iterable[Path], keys: Container[str]) -> Iterator[tuple[
                 yield key, archive.read(size)
 
 
+NEAR_DUPLICATES = "near_duplicates.jsonl"
+"""In a dataset: pairs of images that are the same but for size, compression, brightness, a mirror or a crop."""
+
+
+def near_duplicates_of_training(folder: Path) -> list[int]:
+    """Positions in val.jsonl of the images that have a near-duplicate in the training split."""
+    with (folder / NEAR_DUPLICATES).open("rb") as lines:
+        pairs = [json.loads(line)["images"] for line in lines]
+    keys = {other["key"] for one, other in pairs if (one["split"], other["split"]) == ("train", "val")}
+    with (folder / "val.jsonl").open("rb") as lines:
+        entries = [(entry["key"], entry["sha256"]) for entry in map(json.loads, lines)]
+    contents = {content for key, content in entries if key in keys}  # a file that is there twice is named once
+    return [position for position, (_, content) in enumerate(entries) if content in contents]
+
+
 def read_listing(file: Path, positions: Collection[int]) -> dict[int, dict[str, Any]]:
     """Entries of a split's listing by their positions in it, read line by line."""
     with file.open("rb") as lines:

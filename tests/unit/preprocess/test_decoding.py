@@ -59,7 +59,9 @@ def with_bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bad_files_are_left_out_and_listed_with_the_reason(with_bad_files: Path, tmp_path: Path) -> None:
-    dataset = preprocess(with_bad_files, tmp_path / "out", max_bad_fraction=0.5, max_pixels=1_000_000)
+    dataset = preprocess(
+        with_bad_files, tmp_path / "out", max_bad_fraction=0.5, max_pixels=1_000_000, near_duplicates="keep"
+    )
     reasons = rejected(dataset.path)
     assert {name: reasons[f"bad/{name}"][: len(reason)] for name, reason in BAD.items()} == BAD
     assert dataset.manifest.num_rejected == len(reasons) == len(BAD)
@@ -163,7 +165,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Artifact[Datas
             file = root / "images" / split / name.replace(".", "_") / name
             file.parent.mkdir(parents=True)
             file.write_bytes(data)
-    return root / "images", preprocess(root / "images", root / "dataset", on_leak="warn")
+    return root / "images", preprocess(root / "images", root / "dataset", on_leak="warn", near_duplicates="keep")
 
 
 def upright(opened: Image.Image) -> Image.Image:

@@ -27,7 +27,7 @@ def test_odd_names_of_folders_and_files(tmp_path: Path) -> None:
     latin = os.fsdecode(b"caf\xe9.png")  # as old archives have them
     shutil.copy(root / "-dash" / "0 -dash.x.png", root / "-dash" / latin)
     (root / "-dash" / f"bad {latin}").write_bytes(b"")
-    dataset = preprocess(root, tmp_path / "out dir'ü", on_leak="warn", max_bad_fraction=0.5)
+    dataset = preprocess(root, tmp_path / "out dir'ü", on_leak="warn", max_bad_fraction=0.5, near_duplicates="keep")
     assert dataset.manifest.classes == tuple(sorted(ODD_NAMES))
     named = {f"{folder}/{number} {folder}.x.png" for folder in ODD_NAMES for number in range(3)}
     assert every_path(dataset) == {*named, f"-dash/{latin}"}

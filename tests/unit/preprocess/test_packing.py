@@ -61,7 +61,9 @@ def test_only_images_over_the_limit_are_scaled_down(tmp_path: Path) -> None:
         (tmp_path / "data" / label).mkdir(parents=True)
         for name, size in sizes.items():
             gradient(*size).save(tmp_path / "data" / label / f"{name}.png")
-    dataset = preprocess(tmp_path / "data", tmp_path / "out", max_short_side=64, jpeg_quality=95, on_leak="warn")
+    dataset = preprocess(
+        tmp_path / "data", tmp_path / "out", max_short_side=64, jpeg_quality=95, near_duplicates="keep", on_leak="warn"
+    )
     found = {}
     for split in ("train", "val"):
         members = {name: data for name, data, _ in packed(dataset, split)}
@@ -190,7 +192,7 @@ def test_one_tree_is_split_by_class(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "images", {"cat": 20, "dog": 10, "eel": 2})
     names = tmp_path / "names.txt"
     names.write_text("dog\n\nbird\n cat \neel\n")
-    dataset = preprocess(root, tmp_path / "out", val_fraction=0.2, class_names_file=str(names))
+    dataset = preprocess(root, tmp_path / "out", val_fraction=0.2, class_names_file=str(names), near_duplicates="keep")
     assert dataset.manifest.classes == ("dog", "bird", "cat", "eel")
     assert dataset.manifest.splits["val"].class_counts == (2, 0, 4, 1)  # at least one of each
     assert dataset.manifest.splits["train"].class_counts == (8, 0, 16, 1)
@@ -218,8 +220,8 @@ def test_the_split_follows_from_seed_and_names_alone(tmp_path: Path) -> None:
 
 def test_a_dataset_of_preprocess_is_a_source_again(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "images", {"cat": 4, "dog": 6})
-    first = preprocess(root, tmp_path / "first")
-    again = preprocess(first.path, tmp_path / "again")
+    first = preprocess(root, tmp_path / "first", near_duplicates="keep")
+    again = preprocess(first.path, tmp_path / "again", near_duplicates="keep")
     assert again.manifest.classes == ("cat", "dog") == find(first.file("train-000000.tar")).classes
     for split in ("train", "val"):
         assert again.manifest.splits[split].class_counts == first.manifest.splits[split].class_counts  # type: ignore[index]
