@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,11 @@ _OF_FILES = (
 @click.option("--source", default="", help="Of requests: what `enginery serve` takes.")
 @click.option("--num-cases", default=10000, show_default=True, help="For each kind of file, or each protocol.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--num-workers", default=1, show_default=True, help="Of files: processes among which cases are shared.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(target: str, machine: str, source: str, num_cases: int, seed: int, results: Path) -> None:
+def main(target: str, machine: str, source: str, num_cases: int, seed: int, num_workers: int, results: Path) -> None:
     of_files = target in _FILES
-    runs = [_files(target, num_cases, seed)] if of_files else [*_requests(source, num_cases, seed)]
+    runs = [_files(target, num_cases, seed, num_workers)] if of_files else [*_requests(source, num_cases, seed)]
     kinds = list(_FILES[target].originals()) if target in ("parsers", "releases") else []
     write_result(
         machine,
@@ -63,15 +65,23 @@ def main(target: str, machine: str, source: str, num_cases: int, seed: int, resu
     sys.exit(1 if any(run["wrong"] for run in runs) else 0)
 
 
-def _files(target: str, num_cases: int, seed: int) -> dict[str, Any]:
-    """Cases of every kind of file, each in its turn."""
+def _files(target: str, num_cases: int, seed: int, num_workers: int) -> dict[str, Any]:
+    """Cases of every kind of file, each in its turn; neighbours run in one worker."""
     module = _FILES[target]
     num_kinds = len(module.originals()) if target in ("parsers", "releases") else 1
     started = time.monotonic()
-    wrong, growths = {}, [0]
-    for number, what in run_cases(num_cases * num_kinds, seed, module.check_batch, module.BATCH, growths):
-        wrong[number] = what
-        print(f"case {number}: {what}", flush=True)
+    wrong: dict[int, str] = {}
+    growths = [0]
+    cases = range(num_cases * num_kinds)
+    size = -(-len(cases) // num_workers)
+
+    def run(share: range) -> None:
+        for number, what in run_cases(share, seed, module.check_batch, module.BATCH, growths):
+            wrong[number] = what
+            print(f"case {number}: {what}", flush=True)
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        list(pool.map(run, (cases[start : start + size] for start in range(0, len(cases), size))))
     return _run(target, num_cases * num_kinds, wrong, started, max(growths))
 
 

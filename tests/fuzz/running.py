@@ -20,19 +20,20 @@ _idle_bytes: int | None = None  # of this worker before its first case; None in 
 
 
 def run_cases(
-    num_cases: int, seed: int, check: Check, batch: int, growths: list[int] | None = None
+    cases: int | range, seed: int, check: Check, batch: int, growths: list[int] | None = None
 ) -> Iterator[tuple[int, str]]:
     """Cases that went wrong, with what did. A worker that dies or hangs is named by its first unfinished batch.
 
     Args:
-        num_cases: how many.
+        cases: how many, or their numbers.
         seed: of the damage.
         check: returns the failures of some cases by number; see `limited`.
         batch: cases between two words of a worker.
         growths: to which each worker's growth in bytes is appended after each batch.
     """
     context = multiprocessing.get_context("spawn")
-    batches = [range(start, min(num_cases, start + batch)) for start in range(0, num_cases, batch)]
+    numbers = range(cases) if isinstance(cases, int) else cases
+    batches = [numbers[start : start + batch] for start in range(0, len(numbers), batch)]
     while batches:
         results: multiprocessing.Queue[tuple[dict[int, str], int]] = context.Queue()
         worker = context.Process(target=_work, args=(batches, seed, check, results))

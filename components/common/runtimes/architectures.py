@@ -55,7 +55,8 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
         )
     options: dict[str, object] = {}
     if architecture in ("googlenet", "inception_v3"):
-        options = {"aux_logits": False, "init_weights": True}
+        # From torchvision's own first weights, of std 0.1, inception_v3 learns slowly: PyTorch's default is used.
+        options = {"aux_logits": False, "init_weights": False}
     if architecture.startswith(("resnet", "resnext", "wide_resnet")):
         # A residual branch that starts at zero trains faster and more stably from scratch (Goyal et al., 2017).
         options = {"zero_init_residual": True}
