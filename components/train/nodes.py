@@ -148,6 +148,11 @@ def train_on_nodes(
             _start(job, body, log)
             log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
             job.wait(log.note, partial(print, file=sys.stderr, flush=True), poll_s, partial(_is_final, checkpoint))
+        if not (checkpoint / MANIFEST).exists():
+            raise job.failed(
+                f"its nodes stopped, as they did not see {heartbeat} change for {_SILENCE_S / 60:g} minutes; "
+                "another try of this step resumes"
+            )
     except JobFailed as failed:
         raise _format_failure(failed, checkpoint) from None
     finally:

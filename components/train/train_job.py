@@ -29,6 +29,8 @@ INDEX_LABEL = "batch.kubernetes.io/job-completion-index"  # of the pods: number 
 CONTAINER = "node"  # which the Trainer's torch runtimes call the job that trains, too
 GRACE_S = 120  # for a step of training and its checkpoint, when pods are asked to go; Trainer 2.2 leaves it at 30
 _TORCHRUN_GRACE_S = GRACE_S - 10  # which torchrun itself gives its processes; it says 30 unless told
+# SIGTERM does nothing to a container's first process that does not handle it, as torchrun until all nodes have met.
+_SIGNALLED = ("timeout", "--foreground", "0")
 
 
 class TrainJobRequest(Record):
@@ -101,7 +103,7 @@ def _trainer(request: TrainJobRequest, arguments: Sequence[str], env: Sequence[M
     return {
         "image": request.image,
         # The runtime says in PET_* variables how many nodes there are, which one this is, and where they meet.
-        "command": ["python", "-m", "torch.distributed.run", "--max-restarts=0", "-m", "components.train"],
+        "command": [*_SIGNALLED, "python", "-m", "torch.distributed.run", "--max-restarts=0", "-m", "components.train"],
         "args": list(arguments),
         "env": list(entries.values()),
         "numNodes": request.num_nodes,
@@ -112,14 +114,12 @@ def _trainer(request: TrainJobRequest, arguments: Sequence[str], env: Sequence[M
 
 def _patch(request: TrainJobRequest) -> dict[str, Any]:
     """Return what the pods get beside what their runtime gives them."""
-    claims = {claim: f"claim-{number}" for number, claim in enumerate(dict.fromkeys(v[0] for v in request.volumes))}
-    volumes: list[dict[str, Any]] = [
-        {"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in claims.items()
-    ]
-    mounts = [
-        {"name": claims[claim], "mountPath": path, **({"subPath": sub_path} if sub_path else {})}
-        for claim, path, sub_path in request.volumes
-    ]
+    # The API takes a volume's name once among the mounts of a container: a claim that is mounted twice is two volumes.
+    volumes: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = []
+    for number, (claim, path, sub_path) in enumerate(request.volumes):
+        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"claim-{number}", "mountPath": path, **({"subPath": sub_path} if sub_path else {})})
     if request.shm:
         volumes.append({"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shm}})
         mounts.append({"name": "dshm", "mountPath": "/dev/shm"})
@@ -334,7 +334,7 @@ class Job:
                     if self._is_complete(job):
                         return
                     if is_final():
-                        raise self._failed("its pods would fail again")
+                        raise self.failed("its pods would fail again")
                     self._follow(pods, show)
                     troubles = {index_of(pod): trouble_of(pod) for pod in pods}
                     trouble = "; ".join(f"node {index}: {text}" for index, text in troubles.items() if text)
@@ -360,9 +360,9 @@ class Job:
         if failed.get("status") != "True":
             return False
         why = ": ".join(filter(None, (failed.get("reason"), failed.get("message")))) or "it does not say why"
-        raise self._failed(why)
+        raise self.failed(why)
 
-    def _failed(self, why: str) -> "JobFailed":
+    def failed(self, why: str) -> "JobFailed":
         """Return the error, with the last lines of each node's last end; of node 0 if no end was seen."""
         newest = {index: text for (index, _, _), text in self._last_words.items()}
         text = "\n".join(newest[index] for index in sorted(newest))

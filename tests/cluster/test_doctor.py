@@ -54,7 +54,7 @@ def diagnose(namespace: str, product: str, folder: Path) -> Diagnosis:
         "image_pull_secrets": ["registry-login"],
         "images": {"registry": "registry.invalid/vision"},
         "every_step": {"secrets": [{"name": "s3", "env": {"AWS_ACCESS_KEY_ID": "accesskey"}}]},
-        "train_job": {"volume": {"claim": "shared", "mount_path": "/mnt/shared"}},
+        "train_job": {"volume": {"claim": "shared", "mount_path": "/mnt/shared"}, "runtime": "of-no-cluster"},
         **{step: {"gpu": {"product": product}} for step in ("train", "export", "validate")},
     }
     file = folder / "cluster.yaml"

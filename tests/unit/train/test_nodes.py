@@ -119,9 +119,11 @@ def test_the_job_is_what_the_trainers_api_takes() -> None:
     assert template["metadata"]["labels"] == {"sidecar.istio.io/inject": "false"}
     (container,) = pod["containers"]
     assert violations({**pod, "containers": [{**container, "image": FULL.image}]}) == []
-    assert [volume["name"] for volume in pod["volumes"]] == ["claim-0", "claim-1", "dshm"]
-    assert pod["volumes"][2]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
-    assert {"name": "claim-0", "mountPath": "/mnt/other", "subPath": "b"} in pod["containers"][0]["volumeMounts"]
+    assert [volume["name"] for volume in pod["volumes"]] == ["claim-0", "claim-1", "claim-2", "dshm"]
+    assert pod["volumes"][3]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    mounts = container["volumeMounts"]
+    assert {"name": "claim-2", "mountPath": "/mnt/other", "subPath": "b"} in mounts
+    assert len({mount["name"] for mount in mounts}) == len(mounts)  # the Trainer's API refuses a name twice
     assert "env" not in pod["containers"][0]  # the Trainer refuses patches of it
     assert pod["serviceAccountName"] == "trainer"
 
@@ -171,6 +173,17 @@ def test_a_failure_is_rank_0s_error(cluster: TrainerCluster, train: Train, tmp_p
     with pytest.raises(UserError):
         train(freeze_backbone=True)
     assert list((tmp_path / "shared/enginery/runs").glob(f"*/checkpoint/{FAILURE}")) == []
+
+
+def test_a_job_that_ends_without_a_checkpoint(
+    cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nodes did not see the heartbeat: their containers start again, and have nothing to do."""
+    (tmp_path / "log").touch()
+    monkeypatch.setattr(cluster, "_run", lambda spec: [Node(partial(subprocess.Popen, ["true"]), tmp_path / "log")])
+    with pytest.raises(EngineryError, match=r"did not see .*/heartbeat change for 10 minutes; another try") as caught:
+        train()
+    assert caught.value.exit_code == 1
 
 
 def kill_a_node(cluster: TrainerCluster, once: Callable[[], bool]) -> None:

@@ -128,11 +128,11 @@ class TrainerCluster(Served):
         own = {entry["name"]: entry["value"] for entry in spec["env"] if "value" in entry}
         basic = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
         basic |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "0"}
-        assert spec["command"][0] == "python"
+        python = spec["command"].index("python")
         nodes = []
         for rank in range(spec["numNodes"]):
             log = self.folder / f"node-{rank}.log"
-            command = [sys.executable, *spec["command"][1:], *spec["args"]]
+            command = [sys.executable, *spec["command"][python + 1 :], *spec["args"]]
             env = {**basic, **own, **torch_variables, "PET_NODE_RANK": str(rank)}
             nodes.append(Node(partial(self._start, command, env, log), log))
         return nodes

@@ -1,0 +1,185 @@
+"""Training on nodes by Kubeflow Trainer and JobSet: its result, and what it does when something is lost or wrong.
+
+Beside KUBECONFIG it needs Kubeflow Trainer, a default storage class whose volumes all pods may write, and the image
+`train` where the nodes find it, named by REGISTRY and TAG.
+"""
+
+import base64
+import io
+import json
+import os
+import shlex
+import tarfile
+import threading
+from typing import Any
+
+import pytest
+from kubernetes import client
+from kubernetes.stream import stream
+
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.train.train_job import (
+    GROUP,
+    INDEX_LABEL,
+    JOB_VARIABLE,
+    JOBSET_LABEL,
+    NAMESPACE_VARIABLE,
+    PLURAL,
+    POD_VARIABLE,
+    VERSION,
+    TrainJobRequest,
+)
+from tests.cluster.test_pods import UNPACK, image, wait_for
+from tests.cluster.test_train_jobs import RUNNER, runner  # noqa: F401
+from tests.unit.train.conftest import SETTINGS, tiny_dataset  # noqa: F401
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("REGISTRY"), reason="REGISTRY names no images for the nodes"),
+]
+SHARED = "/mnt/shared"
+RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+STEP = "step"
+LONG = 60  # epochs, in which there is time for something to happen
+
+
+class Step:
+    """The step's own pod, in which it is started as often as a test likes."""
+
+    def __init__(self, api: Any, namespace: str) -> None:
+        self.core, self.jobs, self.namespace = client.CoreV1Api(api), client.CustomObjectsApi(api), namespace
+
+    def run(self, command: str, line: str = "") -> tuple[int, str]:
+        """Exit code and output of a shell's command."""
+        own = client.ApiClient(self.core.api_client.configuration)  # `stream` changes it for a moment
+        connection = stream(
+            client.CoreV1Api(own).connect_get_namespaced_pod_exec,
+            STEP,
+            self.namespace,
+            command=["sh", "-c", command],
+            stdin=True,
+            stdout=True,
+            stderr=True,
+            _preload_content=False,
+        )
+        for start in range(0, len(line), 1 << 16):
+            connection.write_stdin(line[start : start + (1 << 16)])
+        connection.write_stdin("\n")
+        connection.run_forever(timeout=900)
+        code = connection.returncode
+        return code, connection.read_all()
+
+    def train(self, output: str, nodes: int, **settings: Any) -> tuple[int, str]:
+        """Train in this pod, or on nodes."""
+        request = TrainJobRequest(
+            num_nodes=max(2, nodes),
+            num_gpus=0,
+            gpu_resource="nvidia.com/gpu",
+            image=image("train"),
+            runtime="torch-distributed",
+            env={"OMP_NUM_THREADS": "1"},
+            volumes=(("shared", SHARED, ""),),
+            shared=SHARED,
+        )
+        config = {**SETTINGS, "architecture": "squeezenet1_1", "image_sizes": [], **settings}
+        variable = f"{JOB_VARIABLE}={shlex.quote(request.model_dump_json())}" if nodes > 1 else ""
+        command = f"python -m components.train --dataset {SHARED}/dataset --output /tmp/{output}"
+        return self.run(
+            f'read -r settings; echo "$settings" > /tmp/{output}.yaml; '
+            f"OMP_NUM_THREADS=1 {variable} {command} --config /tmp/{output}.yaml < /dev/null",
+            json.dumps(config),
+        )
+
+    def jobs_left(self) -> list[str]:
+        """Names of TrainJobs."""
+        found = self.jobs.list_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL)["items"]
+        return [job["metadata"]["name"] for job in found]
+
+    def history(self, output: str) -> list[dict[str, float]]:
+        """Of the epochs."""
+        code, text = self.run(f"cat /tmp/{output}/manifest.json")
+        assert code == 0, text
+        return list(json.loads(text)["history"])
+
+    def pod_of(self, node: int) -> str:
+        """Name of a node's running pod; "" if there is none."""
+        found = self.core.list_namespaced_pod(
+            self.namespace, label_selector=f"{JOBSET_LABEL},{INDEX_LABEL}={node}", field_selector="status.phase=Running"
+        )
+        return str(found.items[0].metadata.name) if found.items else ""
+
+
+@pytest.fixture
+def step(api: Any, namespace: str, runner: Any, tiny_dataset: Artifact[DatasetManifest]) -> Step:  # noqa: F811
+    made = Step(api, namespace)
+    label = {"pod-security.kubernetes.io/enforce": "restricted"}
+    made.core.patch_namespace(namespace, {"metadata": {"labels": label}})
+    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    made.core.create_namespaced_persistent_volume_claim(namespace, {"metadata": {"name": "shared"}, "spec": claim})
+    container = {
+        "name": "main",
+        "image": image("train"),
+        "command": ["sleep", "7200"],
+        "securityContext": RESTRICTED,
+        "env": [{"name": POD_VARIABLE, "value": STEP}, {"name": NAMESPACE_VARIABLE, "value": namespace}],
+        "volumeMounts": [{"name": "shared", "mountPath": SHARED}],
+    }
+    spec = {
+        "serviceAccountName": RUNNER,
+        "containers": [container],
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
+        "terminationGracePeriodSeconds": 1,
+    }
+    made.core.create_namespaced_pod(namespace, {"metadata": {"name": STEP}, "spec": spec})
+    wait_for(lambda: made.core.read_namespaced_pod(STEP, namespace).status.phase == "Running", "the step's pod runs")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        tar.add(tiny_dataset.path, arcname="dataset")
+    unpack = shlex.quote(UNPACK.replace("/store", SHARED))
+    code, said = made.run(f"python -c {unpack}", base64.b64encode(buffer.getvalue()).decode())
+    assert code == 0, said
+    return made
+
+
+def test_nodes_train_as_one_does(step: Step) -> None:
+    """With all images in each step, and nothing at random but the first weights."""
+    whole = {"architecture": "timm/convnext_atto", "global_batch_size": 100, "learning_rate": 0.05}
+    whole["augmentation"] = {"min_area": 1.0, "max_aspect_ratio": 1.0, "flip_probability": 0.0}
+    for output, nodes in (("alone", 1), ("two", 2)):
+        code, said = step.train(output, nodes, **whole)
+        assert code == 0, said
+    assert "2 processes on 2 machines, 50 images each" in said
+    assert "after 3 epochs on 2 nodes" in said
+    alone = [epoch["val_loss"] for epoch in step.history("alone")]
+    two = [epoch["val_loss"] for epoch in step.history("two")]
+    assert two == pytest.approx(alone, rel=1e-4)
+    wait_for(lambda: step.jobs_left() == [], "the job is gone", 60)
+    code, runs = step.run(f"ls {SHARED}/enginery/runs")
+    assert runs.strip() == ""
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_pod_is_lost(step: Step, node: int) -> None:
+    killed: list[str] = []
+
+    def kill() -> None:
+        wait_for(lambda: "step-" in step.run(f"find {SHARED}/enginery/runs -name 'step-*'")[1], "a checkpoint")
+        killed.append(step.pod_of(node))
+        step.core.delete_namespaced_pod(killed[0], step.namespace, grace_period_seconds=0)
+
+    threading.Thread(target=kill, daemon=True).start()
+    code, said = step.train("lost", 2, epochs=LONG)
+    assert code == 0, said
+    assert killed
+    assert "resuming after step" in said
+    assert len(step.history("lost")) == LONG
+
+
+def test_settings_that_can_not_be_are_refused_once(step: Step) -> None:
+    code, said = step.train("refused", 2, freeze_backbone=True)
+    assert code == 2, said
+    assert "train.freeze_backbone keeps all layers" in said
+    assert "would fail again" in said
+    wait_for(lambda: step.jobs_left() == [], "the job is gone", 60)
