@@ -193,7 +193,10 @@ def small_network(dataset: Artifact[DatasetManifest], transform: TransformSpec) 
 
 
 def proved_model(dataset: Artifact[DatasetManifest], folder: Path) -> tuple[Path, Path]:
-    """Folders of its bundle and of the report on it."""
+    """Folders of its bundle and of the report on it, in a folder that may have them already."""
+    if (folder / "report" / MANIFEST).is_file():
+        return folder / "bundle", folder / "report"
+    folder.mkdir(parents=True, exist_ok=True)
     side = dataset.manifest.statistics.median_side
     transform = transform_for(side, resize_ratio=1.0)
     export_onnx(small_network(dataset, transform), folder / "small.onnx", ShapeSpec(height=side, width=side))
@@ -228,16 +231,17 @@ def cost_us(num_classes: int = 1000, side: int = 224) -> dict[str, float]:
 
 @click.command()
 @click.option("--dataset", "folder", required=True, type=click.Path(exists=True, path_type=Path), help="Of preprocess.")
+@click.option("--model", default="model", type=click.Path(path_type=Path), help="Folder for the network; reused.")
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(folder: Path, machine: str, results: Path) -> None:
+def main(folder: Path, model: Path, machine: str, results: Path) -> None:
     """Measure and write drift.json."""
     data = load(folder, DatasetManifest)
     costs = cost_us()
     with tempfile.TemporaryDirectory() as temporary:
         bundle, report = (
             load(path, kind)
-            for path, kind in zip(proved_model(data, Path(temporary)), (BundleManifest, ReportManifest), strict=True)
+            for path, kind in zip(proved_model(data, model), (BundleManifest, ReportManifest), strict=True)
         )
         selections = [one for one in select_runtimes(bundle, "auto") if one.precision == "int8"]
         own = predict_validation(ValidateConfig(), selections, bundle, data, StepLog("validate"))["int8"]

@@ -42,7 +42,10 @@ STATISTICS: Mapping[StatisticName, _Kind] = {
 IMAGE_STATISTICS: tuple[StatisticName, ...] = ("brightness", "contrast", "sharpness", "size")
 WINDOW = 1000  # images that a server compares at a time
 MIN_IMAGES = 200  # below, a comparison says little
-FALSE_ALARMS = 0.01  # at most so many comparisons alarm where nothing changed, all statistics together
+# Share of the comparisons that alarm where nothing changed, all statistics together, over all samples that validation
+# may have got. With an unlucky one it is several times as high, and then to be 1 % at most.
+FALSE_ALARMS = 0.001
+_TAIL = 0.01  # of the draws, from which rarer ones are extrapolated
 _MIN_PER_BIN = 10  # of validation's images
 _NUM_DRAWS = 20_000
 _LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601
@@ -227,7 +230,8 @@ def thresholds(baseline: np.ndarray, num_images: int, num_statistics: int) -> tu
 
     Validation is resampled: in each draw its images get random weights (the Bayesian bootstrap of Rubin, 1981), since
     they are a sample, too; an image of a kind that it never saw has the weight of one. The window is drawn by these.
-    The quantile is Bonferroni's for both distances of all statistics.
+    The quantile is Bonferroni's for both distances of all statistics. It is rarer than there are draws for, so beyond
+    the largest hundredth the tail is taken for exponential (peaks over threshold: Pickands, 1975).
 
     Args:
         baseline: [bins] images.
@@ -236,9 +240,9 @@ def thresholds(baseline: np.ndarray, num_images: int, num_statistics: int) -> tu
     """
     random = np.random.default_rng(0)
     windows = random.multinomial(num_images, random.dirichlet(baseline + 1.0, _NUM_DRAWS))  # [draws, bins]
-    quantile = 1 - FALSE_ALARMS / (2 * num_statistics)
-    psi, js = (np.quantile(each, quantile, method="higher") for each in divergences(windows, baseline))
-    return float(psi), float(js)
+    further = np.log(_TAIL * 2 * num_statistics / FALSE_ALARMS)  # mean excesses beyond the tail's start
+    psi, js = (np.sort(each)[-round(_TAIL * _NUM_DRAWS) :] for each in divergences(windows, baseline))
+    return tuple(float(tail[0] + further * (tail.mean() - tail[0])) for tail in (psi, js))
 
 
 class Comparison:
