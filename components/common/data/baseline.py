@@ -241,8 +241,9 @@ def thresholds(baseline: np.ndarray, num_images: int, num_statistics: int) -> tu
     random = np.random.default_rng(0)
     windows = random.multinomial(num_images, random.dirichlet(baseline + 1.0, _NUM_DRAWS))  # [draws, bins]
     further = np.log(_TAIL * 2 * num_statistics / FALSE_ALARMS)  # mean excesses beyond the tail's start
-    psi, js = (np.sort(each)[-round(_TAIL * _NUM_DRAWS) :] for each in divergences(windows, baseline))
-    return tuple(float(tail[0] + further * (tail.mean() - tail[0])) for tail in (psi, js))
+    tails = [np.sort(each)[-round(_TAIL * _NUM_DRAWS) :] for each in divergences(windows, baseline)]
+    psi, js = (float(tail[0] + further * (tail.mean() - tail[0])) for tail in tails)
+    return psi, js
 
 
 class Comparison:
