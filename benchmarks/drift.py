@@ -301,7 +301,7 @@ def live_changes(
     found = []
     for _ in range(NUM_REPEATS):
         usual = images[random.choice(other, WINDOW // 2, replace=False)].tolist()
-        chosen = images[random.choice(other, MOST_REQUESTS, replace=False, p=weights / weights.sum())].tolist()
+        chosen = images[random.choice(other, MOST_REQUESTS, p=weights / weights.sum())].tolist()
         if name in CHANGES:
             chosen = [changed(image, CHANGES[name]) for image in chosen]
         requests, why = requests_until_alarm(live, usual, chosen)
