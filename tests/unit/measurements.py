@@ -10,6 +10,7 @@ from components.common.contracts.records import (
     AccuracyRow,
     BenchmarkReport,
     BenchmarkRow,
+    EngineEntry,
     PairedComparison,
     Precision,
 )
@@ -66,3 +67,15 @@ def predictions(right: Mapping[str, list[bool]]) -> Predictions:
     wrong = ~np.concatenate(list(right.values()))
     top = np.where(wrong, (labels + 1) % len(right), labels)
     return Predictions(top=top[:, None].astype(np.int16), labels=labels.astype(np.int32))
+
+
+def engine_entry(precision: Precision = "int8", **fields: Any) -> EngineEntry:
+    """A plan of an H200, unless `fields` say otherwise."""
+    known = {"file": f"{precision}.plan", "precision": precision, "source_onnx": "int8.onnx", "build_seconds": 1.0}
+    machine = {"gpu_name": "NVIDIA H200", "compute_capability": "9.0", "driver_version": "580"}
+    return EngineEntry.model_validate({**known, **machine, "tensorrt_version": "8.6.0", **fields})
+
+
+def updated(record: Any, part: str, **changes: Any) -> Any:
+    """The record with other fields of one of its parts."""
+    return record.model_copy(update={part: getattr(record, part).model_copy(update=changes)})

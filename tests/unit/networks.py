@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,15 @@ def onnx_model(
     initializers = [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
     graph = helper.make_graph(list(nodes), "test", read, written, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+def written_by_torch(module: nn.Module, path: Path, shapes: ShapeSpec, opset: int = 17) -> onnx.ModelProto:
+    """The module in a file as torch's own exporter writes it."""
+    images = torch.zeros(shapes.input_shape(2))
+    axes = {name: {0: "batch"} for name in ("images", "logits")}
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_axes": axes}
+    torch.onnx.export(module, (images,), path, dynamo=False, opset_version=opset, **names)
+    return onnx.load(path)
 
 
 def random_images(shapes: ShapeSpec, batch: int, seed: int = 0) -> np.ndarray:

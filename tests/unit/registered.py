@@ -46,11 +46,9 @@ from components.common.contracts.records import (
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
-    BenchmarkRow,
     CalibrationEntry,
     CpuModel,
     DatasetStatistics,
-    EngineEntry,
     Split,
 )
 from components.common.contracts.settings import StepConfig
@@ -69,6 +67,7 @@ from components.promote.config import PromoteConfig
 from components.promote.run import run as promote
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
+from tests.unit.measurements import benchmark_row, engine_entry
 from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses as refuses
 
@@ -170,8 +169,6 @@ def make_chain(
         model["cpu_models"] = (CpuModel(file="int8.onnx", weight_bits=8, activations="signed", saturates_on=()),)
     for file in planned:
         (paths["bundle"] / file).write_bytes(b"a plan")
-    gpu: dict[str, Any] = {"gpu_name": "NVIDIA H200", "compute_capability": "9.0", "driver_version": "580"}
-    gpu |= {"tensorrt_version": "8.6.0", "build_seconds": 1}
     side = 32 if favourite is None else SIDE
     bundle = seal(
         paths["bundle"],
@@ -183,7 +180,7 @@ def make_chain(
         transform=transform_for(side, resize_ratio=1.0),
         shapes=ShapeSpec(height=side, width=side),
         models={"int8": "int8.onnx"},
-        engines=tuple(EngineEntry(file=file, precision="int8", source_onnx="int8.onnx", **gpu) for file in planned),
+        engines=tuple(engine_entry(file=file) for file in planned),
         calibration=CalibrationEntry(method="max", num_images=1, split="train", seconds=0),
         num_quantized_layers=1,
         num_quantizable_layers=1,
@@ -200,15 +197,11 @@ def make_chain(
     np.savez_compressed(paths["report"] / "predictions.npz", int8=top, labels=labels)
     (paths["report"] / "report.html").write_text("<p>the report</p>")
     facts: dict[str, Any] = {"device": "a CPU", "num_images": num_images}
-    int8 = [
-        AccuracyRow(
-            precision="int8", runtime=runtime, file=file, top1_pct=top1_pct, delta_top1_points=top1_pct - 90.0, **facts
-        )
-        for file, runtime in ({"int8.onnx": "openvino"} if measured is None else measured).items()
-    ]
+    own = {"top1_pct": top1_pct, "delta_top1_points": top1_pct - 90.0, **facts}
+    runtimes = {"int8.onnx": "openvino"} if measured is None else measured
+    int8 = [AccuracyRow(precision="int8", runtime=name, file=file, **own) for file, name in runtimes.items()]
     fp32 = AccuracyRow(precision="fp32", runtime="openvino", top1_pct=90.0, delta_top1_points=0.0, **facts)
-    times = {"p50_ms": 1, "p90_ms": 2, "p99_ms": 3, "num_iterations": 9}
-    speed = BenchmarkRow(precision="int8", runtime="openvino", batch_size=1, images_per_s=9, **times)
+    speed = benchmark_row("int8", 9, runtime="openvino", p99_ms=3)
     digests = {"dataset_digest": data.digest, "bundle_digest": bundle.digest}
     split_digest = f"val-{split}" if split else data.manifest.splits["val"].digest
     report = seal(

@@ -4,7 +4,6 @@ import onnx
 import pytest
 
 from components.common.contracts.errors import EngineryError
-from components.common.contracts.records import EngineEntry
 from components.common.process.steplog import StepLog
 from components.export import backends
 from components.export.backends import TensorRTBackend
@@ -13,6 +12,7 @@ from components.export.config import ExportConfig
 from components.export.mixed import Compiled
 from components.export.placement import quantizable_layers
 
+from ..measurements import engine_entry
 from ..networks import shapes_of
 
 
@@ -25,26 +25,15 @@ def tensorrt(resnet18, tmp_path, monkeypatch):
     def builds(num_refused: int) -> tuple[TensorRTBackend, list[tuple[int, bool, int]]]:
         def compile_plan(settings, shapes, file, graph, **options):
             made = onnx.load(file)
-            stored = any(
-                entry.data_type == onnx.TensorProto.INT8 and len(entry.dims) == 4 for entry in made.graph.initializer
-            )
+            weights = [entry for entry in made.graph.initializer if len(entry.dims) == 4]
+            stored = any(entry.data_type == onnx.TensorProto.INT8 for entry in weights)
             layers = [node for node in made.graph.node if node.op_type in ("Conv", "Gemm")]
             produced = {name: node.op_type for node in made.graph.node for name in node.output}
             in_int8 = sum(produced.get(node.input[1]) == "DequantizeLinear" for node in layers)
             asked.append((settings.optimization_level, stored, in_int8))
             if len(asked) <= num_refused:
                 raise EngineryError(f"no kernel for {file}", code="build-failed")
-            plan = EngineEntry(
-                file="int8.plan",
-                precision="int8",
-                source_onnx=file.name,
-                tensorrt_version="8.6.1",
-                gpu_name="a GPU",
-                compute_capability="9.0",
-                driver_version="580",
-                build_seconds=1.0,
-            )
-            return plan
+            return engine_entry(source_onnx=file.name, tensorrt_version="8.6.1")
 
         monkeypatch.setattr(backends, "compile_plan", compile_plan)
         monkeypatch.setattr(backends, "onnx_file_for", lambda precision: "int8.onnx")  # of TensorRT's version
@@ -70,10 +59,8 @@ def test_a_graph_that_tensorrt_refuses_is_built_in_another_form_and_the_next_one
     built = backend.compile("INT8 everywhere", ())
     assert asked == [(3, True, every), (3, False, every), (2, False, every)]
     assert (built.entry.weights, built.excluded) == ("qdq", ())
-    assert [form.partition(": ")[0] for form in built.entry.failed_forms] == [
-        "weights in INT8, level 3",
-        "weights in float behind QuantizeLinear, level 3",
-    ]
+    forms = [form.partition(": ")[0] for form in built.entry.failed_forms]
+    assert forms == ["weights in INT8, level 3", "weights in float behind QuantizeLinear, level 3"]
     assert not [form for form in built.entry.failed_forms if str(backend.folder) in form]  # a temporary folder
     kept = quantizable_layers(resnet18[1])[0]
     assert backend.compile("mixed 1", (kept,)).excluded == (kept,)

@@ -147,13 +147,8 @@ def test_the_choice_is_the_fastest_of_all(seed):
         changes = [change[n, int(path[n])] for n in range(1, 7) if path[n] != path[n - 1]]
         return sum(in_int8[n] if path[n] else in_float[n] for n in range(7)) + sum(changes)
 
-    plan, milliseconds = fastest(
-        blocks,
-        [BlockTime(block=value) for value in in_float],
-        [BlockTime(block=value) for value in in_int8],
-        lambda tensor, to_int8: change[int(tensor[1:]), int(to_int8)],
-        fixed,
-    )
+    times = ([BlockTime(block=value) for value in values] for values in (in_float, in_int8))
+    plan, milliseconds = fastest(blocks, *times, lambda tensor, to_int8: change[int(tensor[1:]), int(to_int8)], fixed)
     paths = itertools.product((False, True), repeat=7)
     best = min((path for path in paths if all(path[n] == value for n, value in fixed.items())), key=total)
     assert plan.int8 == best

@@ -244,17 +244,12 @@ class Cache:
 
     def get(self, address=ADDRESS):
         """Return the ranges in a form that can be compared, and True if they were in the cache."""
+
+        def comparable(h):
+            return h.counts.tolist(), h.exponent, h.max_abs, None if h.channel_max is None else [*h.channel_max]
+
         found, cached = cached_histograms(self.folder, address, self.collect, self.warnings.append)
-        ranges = {
-            name: (
-                h.counts.tolist(),
-                h.exponent,
-                h.max_abs,
-                h.channel_max if h.channel_max is None else [*h.channel_max],
-            )
-            for name, h in found.items()
-        }
-        return ranges, cached
+        return {name: comparable(histogram) for name, histogram in found.items()}, cached
 
 
 @pytest.fixture

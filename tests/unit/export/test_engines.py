@@ -42,17 +42,10 @@ TENSORRT_10 = fake_tensorrt("10.16.1", ("EXPLICIT_BATCH", "STRONGLY_TYPED"), "FP
 TENSORRT_11 = fake_tensorrt("11.4.0", ("STRONGLY_TYPED",), "STRIP_PLAN")
 
 
-class Config:
+def config_of(trt: SimpleNamespace) -> SimpleNamespace:
     """Records flags; TF32 is on from the start, as in TensorRT."""
-
-    def __init__(self, trt: SimpleNamespace) -> None:
-        self.flags = {trt.BuilderFlag.TF32}
-
-    def set_flag(self, flag: int) -> None:
-        self.flags.add(flag)
-
-    def clear_flag(self, flag: int) -> None:
-        self.flags.remove(flag)
+    flags = {trt.BuilderFlag.TF32}
+    return SimpleNamespace(flags=flags, set_flag=flags.add, clear_flag=flags.remove)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +78,13 @@ def test_what_each_version_reads_and_how(monkeypatch, trt, files, bits):
     ],
 )
 def test_precision_flags(trt, precision, options, flags, said):
-    config = Config(trt)
+    config = config_of(trt)
     assert engines._set_precision(trt, config, precision, options) == said
     assert config.flags == {getattr(trt.BuilderFlag, flag) for flag in flags}
 
 
 def test_options():
-    config = Config(TENSORRT_10)
+    config = config_of(TENSORRT_10)
     options = ("version_compatible", "hardware_compatible", "refittable", "stripped", "tf32")
     said = ("VERSION_COMPATIBLE", "AMPERE_PLUS", "REFIT", "STRIP_PLAN")
     assert engines._set_options(TENSORRT_10, config, options) == said
@@ -110,7 +103,7 @@ def test_options_are_looked_at_before_anything_is_built(monkeypatch, trt, is_ref
     with refuses("option-unsupported", "engine_options"):
         engines.check_options(("refittable", "stripped"))
     with pytest.raises(UserError):
-        engines._set_options(trt, Config(trt), ("stripped",))
+        engines._set_options(trt, config_of(trt), ("stripped",))
 
 
 @pytest.mark.parametrize(
@@ -228,14 +221,9 @@ def build(monkeypatch):
         monkeypatch.setattr(engines, "driver_version", lambda: "580")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        options = {"precision": precision, "shapes": SHAPES, "mantissa_bits": mantissa_bits}
         try:
-            return tried, engines.build_engine(
-                file,
-                file.with_suffix(".plan"),
-                precision=precision,
-                shapes=SHAPES,
-                mantissa_bits=mantissa_bits,
-            )
+            return tried, engines.build_engine(file, file.with_suffix(".plan"), **options)
         except EngineryError as error:
             return tried, error
 

@@ -7,7 +7,6 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
-from torch import nn
 from torchvision.models import SwinTransformer
 
 from components.common.contracts.transforms import ShapeSpec
@@ -16,25 +15,10 @@ from components.export.onnx_export import export_onnx, normalize_user_onnx
 from components.export.placement import quantizable_layers
 from tests.unit.refusals import refuses
 
-from ..networks import onnx_model, random_images, small_vit
+from ..networks import onnx_model, random_images, small_vit, written_by_torch
 from ..onnx_outputs import relative, run_ort
 
 SHAPES = ShapeSpec(height=32, width=32)
-
-
-def as_written(module: nn.Module, path) -> onnx.ModelProto:
-    """The module as torch writes it."""
-    torch.onnx.export(
-        module,
-        (torch.zeros(SHAPES.input_shape(2)),),
-        path,
-        dynamo=False,
-        opset_version=17,
-        input_names=["images"],
-        output_names=["logits"],
-        dynamic_axes={"images": {0: "batch"}, "logits": {0: "batch"}},
-    )
-    return onnx.load(path)
 
 
 def operators(model: onnx.ModelProto) -> collections.Counter:
@@ -50,7 +34,7 @@ def assert_same_answers(first: onnx.ModelProto, second: onnx.ModelProto) -> None
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter
 def test_a_vit_computes_no_shapes_but_that_of_its_class_token(tmp_path):
-    written = as_written(small_vit(), tmp_path / "user.onnx")
+    written = written_by_torch(small_vit(), tmp_path / "user.onnx", SHAPES)
     taken = normalize_user_onnx(tmp_path / "user.onnx", tmp_path / "taken.onnx")
     assert taken.num_classes == 10
     folded = onnx.load(tmp_path / "taken.onnx")
@@ -65,7 +49,7 @@ def test_a_vit_computes_no_shapes_but_that_of_its_class_token(tmp_path):
 def test_windows_of_a_swin_are_constants(tmp_path):
     torch.manual_seed(0)
     swin = SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=10).eval()
-    written = as_written(swin, tmp_path / "written.onnx")
+    written = written_by_torch(swin, tmp_path / "written.onnx", SHAPES)
     export_onnx(swin, tmp_path / "fp32.onnx", SHAPES)
     folded = onnx.load(tmp_path / "fp32.onnx")
     assert {"Shape", "ScatterND", "Range", "Not", "Pad"} < set(operators(written))

@@ -16,13 +16,7 @@ from components.common.contracts.transforms import ShapeSpec
 from components.export import placement
 from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.onnx_export import export_onnx
-from components.export.placement import (
-    activation_tensors,
-    inline_constants,
-    keep_apart,
-    quantizable_layers,
-    with_names,
-)
+from components.export.placement import activation_tensors, inline_constants, keep_apart, quantizable_layers, with_names
 from components.export.qdq import Arithmetic, insert_qdq, scales_below_fp16
 from tests.unit.refusals import refuses
 
@@ -169,20 +163,15 @@ def run(model, images):
     return session.run(None, {session.get_inputs()[0].name: images})[0]
 
 
-def test_int8_agrees_with_fp32(resnet18):
-    _, model, images, scales = resnet18
-    expected = run(model, images)
-    actual = run(insert_qdq(model, scales), images)
-    assert 1e-4 < relative(actual, expected) < 0.08
-
-
-def test_weight_storage_changes_size_and_nothing_else(resnet18):
+def test_int8_agrees_with_fp32_and_weight_storage_changes_size_alone(resnet18):
     _, model, images, scales = resnet18
     float_weights = insert_qdq(model, scales, weights="qdq")
     int8_weights = insert_qdq(model, scales, weights="dq")
     onnx.checker.check_model(int8_weights, full_check=True)
     assert int8_weights.ByteSize() < 0.3 * float_weights.ByteSize()
-    np.testing.assert_allclose(run(int8_weights, images), run(float_weights, images), rtol=1e-5, atol=1e-6)
+    actual = run(int8_weights, images)
+    np.testing.assert_allclose(actual, run(float_weights, images), rtol=1e-5, atol=1e-6)
+    assert 1e-4 < relative(actual, run(model, images)) < 0.08
 
 
 @pytest.mark.parametrize("weights", ["qdq", "dq"])
@@ -337,14 +326,11 @@ def test_matmul_and_untransposed_gemm_have_their_channels_last():
         helper.make_node("ReduceMean", ["x"], ["m"], axes=[2, 3], keepdims=0),
         helper.make_node("MatMul", ["m", "w1"], ["h"]),
         helper.make_node("Gemm", ["h", "w2"], ["g"]),
-        helper.make_node("MatMul", ["g", "g2"], ["y"]),
         helper.make_node("Transpose", ["g"], ["g2"]),
+        helper.make_node("MatMul", ["g", "g2"], ["y"]),
     ]
-    nodes[3], nodes[4] = nodes[4], nodes[3]
-    weights = {
-        "w1": rng.standard_normal((4, 6), dtype=np.float32),
-        "w2": rng.standard_normal((6, 5), dtype=np.float32),
-    }
+    shapes = {"w1": (4, 6), "w2": (6, 5)}
+    weights = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
     graph = quantize_all(graph_model(nodes, weights, "y"))
     assert graph.is_dequantized(graph.of_type("ReduceMean")[0].input[0])
     for node, channels in ((graph.of_type("MatMul")[0], 6), (graph.of_type("Gemm")[0], 5)):
@@ -370,9 +356,8 @@ def test_shared_and_zero_weights():
 
 
 def test_inline_constants_reads_initializers_directly():
-    constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(conv_weights(), "value"))
     nodes = [
-        constant,
+        helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(conv_weights(), "value")),
         helper.make_node("Identity", ["b"], ["b2"]),
         helper.make_node("Conv", ["x", "w", "b2"], ["y"]),
     ]

@@ -28,24 +28,19 @@ from components.export.config import ExportConfig
 from components.export.inspection import UnreadableLayers
 from components.export.onnx_export import export_onnx
 from components.export.run import run
+from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
 
 SHAPES = ShapeSpec(height=32, width=32, opt_batch=4, max_batch=16)
 MODELS = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}
 
 
-def entry(gpu: str, precision: str = "int8", **changes: Any) -> EngineEntry:
-    fields = {
-        "file": f"{precision}.plan",
-        "precision": precision,
-        "source_onnx": "int8.onnx",
-        "tensorrt_version": "8.6.0",
-        "gpu_name": gpu,
-        "compute_capability": "9.0",
-        "driver_version": "580",
-        "build_seconds": 1.0,
-    }
-    return EngineEntry.model_validate(fields | changes)
+def layers_of(plan: Path, num_int8: int) -> EngineLayers:
+    """The layers of a plan with as many convolutions in INT8, and their file."""
+    file = plan.with_suffix(".layers.json")
+    file.write_text("[]")
+    convolutions = {"INT8": num_int8} if num_int8 else {}
+    return EngineLayers(file=file.name, num_layers=1, num_reformats=0, convolutions=convolutions, exceptions={})
 
 
 @pytest.fixture
@@ -67,7 +62,7 @@ def original(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> Artif
         transform=transform_for(32, resize_ratio=1.0),
         shapes=SHAPES,
         models=MODELS,
-        engines=(entry("NVIDIA A100"),),
+        engines=(engine_entry(gpu_name="NVIDIA A100"),),
         calibration=CalibrationEntry(method="mse", num_images=7, split="train", seconds=2.0, excluded=("/a/Conv",)),
         num_quantized_layers=20,
         num_quantizable_layers=21,
@@ -90,18 +85,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shapes == SHAPES
         assert onnx_path.exists()
         plan_path.write_bytes(f"{precision} here".encode())
-        return entry("NVIDIA Orin", precision, **{n: others[n] for n in ("optimization_level", "mantissa_bits")})
+        kept = {name: others[name] for name in ("optimization_level", "mantissa_bits")}
+        return engine_entry(precision, gpu_name="NVIDIA Orin", **kept)
 
     def inspect(plan: Path, built: EngineEntry, shapes: ShapeSpec, convolutions: list[str]) -> EngineLayers:
         assert convolutions == ["/0/Conv"]
-        plan.with_suffix(".layers.json").write_text("[]")
-        return EngineLayers(
-            file=plan.with_suffix(".layers.json").name,
-            num_layers=1,
-            num_reformats=0,
-            convolutions={"INT8": 1},
-            exceptions={},
-        )
+        return layers_of(plan, num_int8=1)
 
     monkeypatch.setattr(tensorrt, "why_unavailable", lambda: None)
     monkeypatch.setattr(engines, "check_options", lambda options: None)
@@ -148,10 +137,7 @@ def test_a_plan_that_can_not_be_built_or_run(original, export, tmp_path, monkeyp
     def fail(plan: Path, built: EngineEntry, *others: Any) -> EngineLayers:
         if built.precision == "int8":
             raise EngineryError("no memory", code="no-memory")
-        plan.with_suffix(".layers.json").write_text("[]")
-        return EngineLayers(
-            file=plan.with_suffix(".layers.json").name, num_layers=1, num_reformats=0, convolutions={}, exceptions={}
-        )
+        return layers_of(plan, num_int8=0)
 
     monkeypatch.setattr(engines, "inspect_engine", fail)
     entries, missing = engines.build_plans(ExportConfig(), SHAPES, original.path, None, StepLog("export"))

@@ -128,12 +128,7 @@ def test_smoothing_undoes_the_harm_of_outlier_channels(exported):
 def test_scale_and_bias_may_be_nodes_of_their_own():
     """As exporters before opset 17 write a LayerNormalization, around which a window is moved."""
     rng = np.random.default_rng(0)
-    constants = {
-        "gamma": rng.standard_normal(8),
-        "beta": rng.standard_normal(8),
-        "weights": rng.standard_normal((6, 8)),
-    }
-    constants["left"] = rng.standard_normal(8)
+    constants = {name: rng.standard_normal(8) for name in ("gamma", "beta")} | {"weights": rng.standard_normal((6, 8))}
     nodes = [
         helper.make_node("Mul", ["gamma", "images"], ["scaled"]),
         helper.make_node("Add", ["scaled", "beta"], ["normed"]),

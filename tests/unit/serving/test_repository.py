@@ -22,6 +22,7 @@ from enginery.pins import tensorrt_of_images
 from enginery.serving.installation import find_triton
 from enginery.serving.repository import RepositoryConfig, gpu_server_options, write_repository
 from enginery.serving.sources import ModelSource, find_source
+from tests.unit.measurements import engine_entry
 from tests.unit.registered import enginery, flip, promote_chain, refuses
 
 from .conftest import NAME
@@ -39,15 +40,9 @@ def config(file: Path) -> ModelConfig:
 
 
 def plan(precision: str, capability: str) -> EngineEntry:
-    return EngineEntry(
-        file=f"{precision}-{capability}.plan",
-        precision=precision,
-        source_onnx=f"{precision}.onnx",
-        tensorrt_version="10.16.0",
-        gpu_name="NVIDIA H200",
-        compute_capability=capability,
-        driver_version="580.65",
-        build_seconds=1.0,
+    file, source = f"{precision}-{capability}.plan", f"{precision}.onnx"
+    return engine_entry(
+        precision, file=file, source_onnx=source, tensorrt_version="10.16.0", compute_capability=capability
     )
 
 

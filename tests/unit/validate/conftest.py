@@ -15,7 +15,6 @@ from components.common.contracts.records import (
     BlockRecord,
     CorruptedRow,
     DatasetStatistics,
-    EngineEntry,
     EngineLayer,
     EngineLayers,
     EpochRecord,
@@ -47,6 +46,7 @@ from components.validate.schema import (
 )
 from components.validate.speed import speedup
 from tests.unit import measurements
+from tests.unit.measurements import engine_entry, updated
 
 NAMES = ("a|b_*c*", '<b>"x"&', "`code` [link](x)", *(f"class {index}" for index in range(3, 1000)))
 IMAGES_PER_CLASS = 40
@@ -163,6 +163,11 @@ def latency_budget() -> LatencyBudget:
 
 
 KEPT_IN_FLOAT = ("/conv1/Conv", "/fc/Gemm")
+BLOCK_FIELDS = ("name", "kind", "num_layers", "num_int8_layers", "float_ms", "int8_ms", "chosen_ms")
+BLOCKS = (
+    ("/layer1/layer1.0", "convolution", 3, 3, 0.417, 0.2791, 0.2813),
+    ("/layer2/layer2.0", "depthwise", 4, 0, 0.3371, 0.5573, 0.3391),
+)
 
 
 def placement() -> PlacementEntry:
@@ -176,21 +181,7 @@ def placement() -> PlacementEntry:
         runtime="tensorrt",
         device="NVIDIA H200",
         batch_size=129,
-        blocks=tuple(
-            BlockRecord(
-                name=name,
-                kind=kind,
-                num_layers=num_layers,
-                num_int8_layers=num_int8,
-                float_ms=float_ms,
-                int8_ms=int8_ms,
-                chosen_ms=chosen_ms,
-            )
-            for name, kind, num_layers, num_int8, float_ms, int8_ms, chosen_ms in (
-                ("/layer1/layer1.0", "convolution", 3, 3, 0.417, 0.2791, 0.2813),
-                ("/layer2/layer2.0", "depthwise", 4, 0, 0.3371, 0.5573, 0.3391),
-            )
-        ),
+        blocks=tuple(BlockRecord(**dict(zip(BLOCK_FIELDS, row, strict=True))) for row in BLOCKS),
         trials=tuple(
             PlacementTrial(
                 name=name,
@@ -213,16 +204,14 @@ def placement() -> PlacementEntry:
 
 def selection() -> SelectionEntry:
     tried = (("max", ()), ("percentile", ()), ("percentile", KEPT_IN_FLOAT))
+    first = {"top1_pct": 82.417, "delta_top1_points": -1.618, "low_points": -2.719, "high_points": -0.577}
+    first["agreement_pct"] = 96.283
     trials = (
         Trial(
             method=method,
             excluded=excluded,
-            top1_pct=82.417 + index,
-            delta_top1_points=-1.618 + index,
-            low_points=-2.719 + index,
-            high_points=-0.577 + index,
-            agreement_pct=96.283 + index,
             within_budget=index > 1,
+            **{name: value + index for name, value in first.items()},
         )
         for index, (method, excluded) in enumerate(tried)
     )
@@ -260,7 +249,7 @@ def degraded(report: Report) -> Report:
             for ((kind, strength), (right, *_)), pair, p_value in zip(seen.items(), pairs, p_values, strict=True)
         )
         rows.append(row.model_copy(update={"corrupted": kinds}))
-    return report.model_copy(update={"accuracy": report.accuracy.model_copy(update={"rows": tuple(rows)})})
+    return updated(report, "accuracy", rows=tuple(rows))
 
 
 def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
@@ -289,13 +278,9 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
             transform=TransformSpec(resize_size=257, crop_size=223, interpolation="bicubic"),
             shapes=ShapeSpec(height=223, width=223, max_batch=129),
             engines=(
-                EngineEntry(
-                    file="int8.plan",
-                    precision="int8",
+                engine_entry(
                     source_onnx="int8_fp16.onnx",
                     tensorrt_version="10.9.8",
-                    gpu_name="NVIDIA H200",
-                    compute_capability="9.0",
                     driver_version="580.159.04",
                     flags=("STRONGLY_TYPED", "AMPERE_PLUS"),
                     optimization_level=4,
@@ -394,31 +379,22 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
 
 
 def agreeing(report: Report) -> Report:
-    assert report.change is not None
-    return report.model_copy(
-        update={"disagreements": (), "change": report.change.model_copy(update={"num_differing": 0})}
-    )
+    return updated(report, "change", num_differing=0).model_copy(update={"disagreements": ()})
 
 
 def without_a_gpu(report: Report) -> Report:
     rows = list(report.accuracy.rows)
     rows[1] = AccuracyRow(precision="fp16", runtime="n/a", note="needs TensorRT on a GPU")
     machines = {step: entry.model_copy(update={"gpus": ()}) for step, entry in report.provenance.environments.items()}
-    return report.model_copy(
-        update={
-            "accuracy": report.accuracy.model_copy(update={"rows": tuple(rows)}),
-            "benchmark": BenchmarkReport(bundle_digest=digest(3), rows=cpu_rows()),
-            "model": report.model.model_copy(
-                update={"engines": (), "layers": (), "engines_missing": "no CUDA_GPU is usable"}
-            ),
-            "provenance": report.provenance.model_copy(update={"environments": machines}),
-        }
-    )
+    report = updated(report, "accuracy", rows=tuple(rows))
+    report = updated(report, "model", engines=(), layers=(), engines_missing="no CUDA_GPU is usable")
+    report = updated(report, "provenance", environments=machines)
+    return report.model_copy(update={"benchmark": BenchmarkReport(bundle_digest=digest(3), rows=cpu_rows())})
 
 
 def own_model(report: Report) -> Report:
-    calibration = report.calibration.model_copy(update={"selection": None, "excluded": (), "cached": True})
-    return report.model_copy(update={"training": None, "calibration": calibration})
+    report = updated(report, "calibration", selection=None, excluded=(), cached=True)
+    return report.model_copy(update={"training": None})
 
 
 REPORTS = {

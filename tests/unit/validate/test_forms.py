@@ -25,28 +25,13 @@ from components.common.contracts.records import (
 from components.common.contracts.statistics import drop_upper
 from components.common.contracts.verdict import CHECKS, Thresholds, judge
 from components.validate.report import write_report
-from components.validate.report_text import (
-    megabytes,
-    next_steps,
-    number,
-    selection_facts,
-    signed,
-)
+from components.validate.report_text import megabytes, next_steps, number, selection_facts, signed
 from components.validate.schema import Report
+from tests.unit.measurements import updated
+
+from .conftest import REPORTS
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = (
-    "ten classes",
-    "fifty classes",
-    "a hundred classes",
-    "a thousand classes",
-    "one epoch",
-    "no disagreement",
-    "no GPU",
-    "own model",
-    "degraded images",
-    "no speed",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +127,7 @@ def card_says(card: str) -> dict[str, list[tuple[str, ...]]]:
     return found
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=REPORTS)
 def written(
     request: pytest.FixtureRequest, reports: dict[str, Report], tmp_path_factory: pytest.TempPathFactory
 ) -> Written:
@@ -284,16 +269,11 @@ def judged(
     verdict = report.verdict.model_copy(update=found)
     changed_report = report.model_copy(update={"accuracy": accuracy, "benchmark": benchmark, "verdict": verdict})
     calibration = {"selection": selection, **({} if chosen else {"method": "entropy"})}
-    return next_steps(exported_with(changed(changed_report, **calibration), **(export or {})))
-
-
-def changed(report: Report, **calibration: Any) -> Report:
-    return report.model_copy(update={"calibration": report.calibration.model_copy(update=calibration)})
+    return next_steps(exported_with(updated(changed_report, "calibration", **calibration), **(export or {})))
 
 
 def exported_with(report: Report, **config: Any) -> Report:
-    configs = {**report.provenance.configs, "export": config}
-    return report.model_copy(update={"provenance": report.provenance.model_copy(update={"configs": configs})})
+    return updated(report, "provenance", configs={**report.provenance.configs, "export": config})
 
 
 FEW = {"verdict": "not enough evidence", "lost": 4, "gained": 3}  # 0.1 points, which are allowed
@@ -358,10 +338,6 @@ def test_the_number_of_images_decides(reports: dict[str, Report]) -> None:
 # What differs between reports, in golden files
 
 
-def updated(report: Report, part: str, **changes: Any) -> Report:
-    return report.model_copy(update={part: getattr(report, part).model_copy(update=changes)})
-
-
 @pytest.mark.parametrize(
     ("clock_mhz", "seconds", "reason"),
     [(1980, 0.3, "are too short"), (1980, 1.5, "can't be read"), (None, 0.3, "be read")],
@@ -405,9 +381,8 @@ def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
     names = [f"/layer{index}/Conv" for index in range(1, 43)]
     many = tuple(LayerCost(name=name, operator="Conv", cost_nats=0.1 / len(name)) for name in names)
     advice = Recommendation(precision="fp16", reason="INT8 is accurate enough, but not fast enough: it is <slow>")
-    unranked = changed(
-        report, selection=selection.model_copy(update={"ranking": (), "num_ranking_images": 0, "out_of_time": False})
-    )
+    needless = selection.model_copy(update={"ranking": (), "num_ranking_images": 0, "out_of_time": False})
+    unranked = updated(report, "calibration", selection=needless)
     given = {"num_selection_images": 2000, "fallback": False}
     missing = {"layers": (), "engines_missing": "no memory left"}
     found = {
@@ -418,10 +393,11 @@ def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
         "two classes are worse": worse_classes(report),
         "one class loses, by chance": class_changes(report, "ad", ""),
         "two of four classes lose more than chance": class_changes(report, "abcd", "bc"),
-        "outside the budget": changed(report, method="max", excluded=()),
-        "a method that was not tried": changed(report, method="entropy"),
-        "many layers": changed(
+        "outside the budget": updated(report, "calibration", method="max", excluded=()),
+        "a method that was not tried": updated(report, "calibration", method="entropy"),
+        "many layers": updated(
             report,
+            "calibration",
             selection=selection.model_copy(update={"ranking": many}),
             excluded=(names[0], names[30], names[40]),
         ),

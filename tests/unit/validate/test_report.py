@@ -285,69 +285,61 @@ def test_the_run_in_mlflow_holds_report_and_data(
 ) -> None:
     """So does the pipeline's, where KFP's plugin made both."""
     mlflow.set_tracking_uri(f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}")
-    try:
-        client = MlflowClient()
-        with step_run("preprocess") as first:
-            config = PreprocessConfig(data=str(few_digits), num_workers=1)
-            preprocess(config, StepLog("preprocess", first), output=tmp_path / "dataset")
-        splits = {entry.dataset.name: entry for entry in client.get_run(first.run_id).inputs.dataset_inputs}
-        assert {name: entry.tags[0].value for name, entry in splits.items()} == {
-            "train": "training",
-            "val": "validation",
-        }
-        assert json.loads(splits["train"].dataset.profile) == {"num_images": 480}
-        with step_run("train") as second:
-            small = {"architecture": "squeezenet1_1", "epochs": 1, "global_batch_size": 240}
-            config = resolve(TrainConfig, "train", TRAIN, small)
-            train(config, StepLog("train", second), dataset=tmp_path / "dataset", output=tmp_path / "checkpoint")
-        trained_on = {entry.dataset.name: entry for entry in client.get_run(second.run_id).inputs.dataset_inputs}
-        assert {name: (entry.dataset.digest, entry.tags[0].value) for name, entry in trained_on.items()} == {
-            name: (entry.dataset.digest, entry.tags[0].value) for name, entry in splits.items()
-        }
-        pipeline = client.create_run(second.experiment_id).info.run_id
-        for step in ("validate", "gate"):
-            nested = client.create_run(second.experiment_id, tags={"mlflow.parentRunId": pipeline}).info.run_id
-            monkeypatch.setenv("MLFLOW_RUN_ID", nested)
-            with step_run(step) as judged:
-                log = StepLog(step, judged)
-                if step == "validate":
-                    run = judged
-                    validate(chain, tmp_path / "report", log, latency_budget="0.1us")
-                else:
-                    with pytest.raises(GateFailed):
-                        gate(GateConfig(), log, report=tmp_path / "report", output=tmp_path / "verdict")
-        table = client.get_run(pipeline).data
-        manifest = load(tmp_path / "report", ReportManifest).manifest
-        assert table.metrics == measures(manifest.accuracy, manifest.benchmark)
-        assert {"fp32_top1_pct", "int8_delta_top1_points"} <= set(table.metrics)
-        assert table.tags["enginery.verdict"] in ("INT8 fail", "INT8 not enough evidence")
-        assert [entry.path for entry in client.list_artifacts(pipeline)] == ["report.html"]
-        tags, numbers = client.get_run(run.run_id).data.tags, client.get_run(run.run_id).data.metrics
-        # INT8 is calibrated too badly to be recommended.
-        measured = load(tmp_path / "report", ReportManifest).manifest.benchmark
-        assert measured.latency_budget is not None
-        said = (
-            "within 0.0001 ms: unsure, " if measured.latency_budget.doubt else "nothing within 0.0001 ms: nearest is "
-        )
-        assert tags["enginery.latency_budget"].startswith(said)
-        assert numbers["latency_budget_ms"] == 0.0001
-        sure = [row for row in measured.plain_rows if row.batch_size == 4 and measured.sure_images_per_s(row)]
-        assert {"p99_ms_b4", "images_per_s_b4"} & set(numbers) == ({"p99_ms_b4", "images_per_s_b4"} if sure else set())
-        names = {entry.path for entry in client.list_artifacts(run.run_id)}
-        assert {"report.html", "report.json", "model_card.md", "accuracy.json", "benchmark.json"} <= names
-        (entry,) = client.get_run(run.run_id).inputs.dataset_inputs
-        assert (entry.dataset.name, entry.tags[0].value) == ("val", "validation")
-        assert json.loads(entry.dataset.profile) == {"num_images": 120}
-        models = client.search_logged_models([run.experiment_id])
-        found = {(model.tags["precision"], model.name, model.status.name) for model in models}
-        names = {"fp32": "timm_resnet10t-fp32", "int8": "timm_resnet10t-int8"}  # nothing runs FP16 on a CPU
-        assert found == {(precision, name, "READY") for precision, name in names.items()}
-        accuracy = load(tmp_path / "report", ReportManifest).manifest.accuracy
-        for model in models:
-            shown = {metric.key: metric.value for metric in model.metrics or ()}
-            assert shown["top1_pct"] == pytest.approx(accuracy.row(model.tags["precision"]).top1_pct)
-        metrics = [metric for model in models for metric in model.metrics or []]
-        assert metrics
-        assert {(m.dataset_name, m.dataset_digest) for m in metrics} == {("val", entry.dataset.digest)}
-    finally:
-        mlflow.set_tracking_uri(None)
+    client = MlflowClient()
+    with step_run("preprocess") as first:
+        config = PreprocessConfig(data=str(few_digits), num_workers=1)
+        preprocess(config, StepLog("preprocess", first), output=tmp_path / "dataset")
+    splits = {entry.dataset.name: entry for entry in client.get_run(first.run_id).inputs.dataset_inputs}
+    tags = {name: entry.tags[0].value for name, entry in splits.items()}
+    assert tags == {"train": "training", "val": "validation"}
+    assert json.loads(splits["train"].dataset.profile) == {"num_images": 480}
+    with step_run("train") as second:
+        small = {"architecture": "squeezenet1_1", "epochs": 1, "global_batch_size": 240}
+        config = resolve(TrainConfig, "train", TRAIN, small)
+        train(config, StepLog("train", second), dataset=tmp_path / "dataset", output=tmp_path / "checkpoint")
+    trained_on = {entry.dataset.name: entry for entry in client.get_run(second.run_id).inputs.dataset_inputs}
+    assert {name: (entry.dataset.digest, entry.tags[0].value) for name, entry in trained_on.items()} == {
+        name: (entry.dataset.digest, entry.tags[0].value) for name, entry in splits.items()
+    }
+    pipeline = client.create_run(second.experiment_id).info.run_id
+    for step in ("validate", "gate"):
+        nested = client.create_run(second.experiment_id, tags={"mlflow.parentRunId": pipeline}).info.run_id
+        monkeypatch.setenv("MLFLOW_RUN_ID", nested)
+        with step_run(step) as judged:
+            log = StepLog(step, judged)
+            if step == "validate":
+                run = judged
+                validate(chain, tmp_path / "report", log, latency_budget="0.1us")
+            else:
+                with pytest.raises(GateFailed):
+                    gate(GateConfig(), log, report=tmp_path / "report", output=tmp_path / "verdict")
+    table = client.get_run(pipeline).data
+    manifest = load(tmp_path / "report", ReportManifest).manifest
+    assert table.metrics == measures(manifest.accuracy, manifest.benchmark)
+    assert {"fp32_top1_pct", "int8_delta_top1_points"} <= set(table.metrics)
+    assert table.tags["enginery.verdict"] in ("INT8 fail", "INT8 not enough evidence")
+    assert [entry.path for entry in client.list_artifacts(pipeline)] == ["report.html"]
+    tags, numbers = client.get_run(run.run_id).data.tags, client.get_run(run.run_id).data.metrics
+    # INT8 is calibrated too badly to be recommended.
+    measured = manifest.benchmark
+    assert measured.latency_budget is not None
+    said = "within 0.0001 ms: unsure, " if measured.latency_budget.doubt else "nothing within 0.0001 ms: nearest is "
+    assert tags["enginery.latency_budget"].startswith(said)
+    assert numbers["latency_budget_ms"] == 0.0001
+    sure = [row for row in measured.plain_rows if row.batch_size == 4 and measured.sure_images_per_s(row)]
+    assert {"p99_ms_b4", "images_per_s_b4"} & set(numbers) == ({"p99_ms_b4", "images_per_s_b4"} if sure else set())
+    names = {entry.path for entry in client.list_artifacts(run.run_id)}
+    assert {"report.html", "report.json", "model_card.md", "accuracy.json", "benchmark.json"} <= names
+    (entry,) = client.get_run(run.run_id).inputs.dataset_inputs
+    assert (entry.dataset.name, entry.tags[0].value) == ("val", "validation")
+    assert json.loads(entry.dataset.profile) == {"num_images": 120}
+    models = client.search_logged_models([run.experiment_id])
+    found = {(model.tags["precision"], model.name, model.status.name) for model in models}
+    names = {"fp32": "timm_resnet10t-fp32", "int8": "timm_resnet10t-int8"}  # nothing runs FP16 on a CPU
+    assert found == {(precision, name, "READY") for precision, name in names.items()}
+    for model in models:
+        shown = {metric.key: metric.value for metric in model.metrics or ()}
+        assert shown["top1_pct"] == pytest.approx(manifest.accuracy.row(model.tags["precision"]).top1_pct)
+    metrics = [metric for model in models for metric in model.metrics or []]
+    assert metrics
+    assert {(m.dataset_name, m.dataset_digest) for m in metrics} == {("val", entry.dataset.digest)}

@@ -68,19 +68,13 @@ def runner(request: pytest.FixtureRequest, model: Path) -> Runner:
     return request.param(model, SHAPES)
 
 
-class PowerMonitor:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def start(self) -> None:
-        self.calls.append("start")
-
-    def stop(self) -> None:
-        self.calls.append("stop")
+def power_monitor() -> Any:
+    calls: list[str] = []
+    return SimpleNamespace(calls=calls, start=lambda: calls.append("start"), stop=lambda: calls.append("stop"))
 
 
 def test_a_runner_counts_batches_and_tells_the_meter(runner: Runner) -> None:
-    monitor = PowerMonitor()
+    monitor = power_monitor()
     timing = runner.measure(4, **TIMES, monitor=monitor)
     assert monitor.calls == ["start", "stop"]
     assert timing.wall_s >= TIMES["duration_s"]
@@ -95,8 +89,6 @@ def test_a_signal_after_runners_of_openvino(model: Path) -> None:
     """In a process of its own, which it ended: OpenVINO had left the handlers' stack in memory that was gone."""
     code = """
 import os, signal, sys
-import subprocess
-import sys
 from pathlib import Path
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.contracts.transforms import ShapeSpec
@@ -113,7 +105,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_openvino_runs_several_batches_at_the_same_time(model: Path) -> None:
-    runner, monitor = OpenVINORunner(model, SHAPES), PowerMonitor()
+    runner, monitor = OpenVINORunner(model, SHAPES), power_monitor()
     images = np.random.default_rng(1).standard_normal(SHAPES.input_shape(5), dtype=np.float32)
     before = runner.infer(images)
     for num_streams in (2, 3, 2):
@@ -138,21 +130,12 @@ def as_text(config: ValidateConfig, *, on_gpu: bool, max_batch: int = 128) -> li
 
 
 def test_defaults_measure_much_on_gpus_and_little_on_cpus() -> None:
-    assert as_text(ValidateConfig(), on_gpu=False) == [
-        "batch 1",
-        "batch 16",
-        "batch 1, without copies",  # of which a CPU runs none
-    ]
+    on_cpu = as_text(ValidateConfig(), on_gpu=False)
+    assert on_cpu == ["batch 1", "batch 16", "batch 1, without copies"]  # of which a CPU runs none
     assert as_text(ValidateConfig(), on_gpu=True) == [
         *(f"batch {size}" for size in (1, 2, 4, 8, 16, 32, 64, 128)),
-        "batch 1, without copies",
-        "batch 128, without copies",
-        "batch 1, 2 streams",
-        "batch 8, 2 streams",
-        "batch 128, 2 streams",
-        "batch 1, 4 streams",
-        "batch 8, 4 streams",
-        "batch 128, 4 streams",
+        *(f"batch {size}, without copies" for size in (1, 128)),
+        *(f"batch {size}, {number} streams" for number in (2, 4) for size in (1, 8, 128)),
     ]
     # A budget is the wish for the best of many.
     assert as_text(ValidateConfig(latency_budget="7ms", benchmark_no_transfer_batch_sizes=()), on_gpu=False) == [
@@ -189,13 +172,8 @@ def test_rows_of_real_runners(model: Path) -> None:
     said: list[tuple[int, int, str]] = []
     runners = [("fp32", OpenVINORunner(model, SHAPES)), ("int8", OnnxRuntimeRunner(model, SHAPES))]
     rows = measure_speed(config, runners, 8, lambda *now: said.append(now))
-    assert [(row.precision, row.batch_size, row.num_streams) for row in rows] == [
-        ("fp32", 1, 1),
-        ("int8", 1, 1),
-        ("fp32", 4, 1),
-        ("int8", 4, 1),
-        ("fp32", 4, 2),
-    ]
+    ways = [(row.precision, row.batch_size, row.num_streams) for row in rows]
+    assert ways == [("fp32", 1, 1), ("int8", 1, 1), ("fp32", 4, 1), ("int8", 4, 1), ("fp32", 4, 2)]
     assert said[0] == (0, 15, "fp32, batch 1")
     assert said[14:] == [(14, 15, "fp32, batch 4, 2 streams"), (15, 15, "")]
     for row in rows:
@@ -224,15 +202,8 @@ def test_rows_of_real_runners(model: Path) -> None:
 
 def test_rows_of_older_reports_are_read() -> None:
     old = {"runtime": "openvino", "batch_size": 1, "p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "num_iterations": 7}
-    report = BenchmarkReport.model_validate(
-        {
-            "bundle_digest": "b",
-            "rows": [
-                {**old, "precision": "int8", "images_per_s": 9.0},
-                {**old, "precision": "fp32", "images_per_s": 6},
-            ],
-        }
-    )
+    rows = [{**old, "precision": "int8", "images_per_s": 9.0}, {**old, "precision": "fp32", "images_per_s": 6}]
+    report = BenchmarkReport.model_validate({"bundle_digest": "b", "rows": rows})
     assert report.latency_budget is None
     assert report.plain_rows == report.rows
     assert report.speedup("int8", "fp32", 1) == Speedup(median=1.5, low=1.5, high=1.5)
@@ -282,7 +253,7 @@ def test_recorded_turns_lead_to_a_speedup_or_to_none(
 
 def test_the_work_of_another_process_is_seen() -> None:
     """It works for half a second of its own CPU time while this process waits for it."""
-    other = PowerMonitor()  # such as a GPU's, which is watched in the same spans
+    other = power_monitor()  # such as a GPU's, which is watched in the same spans
     monitor = CpuMonitor(other)
     code = "import time\nwhile time.process_time() < 0.5: pass"
     monitor.start()
@@ -362,13 +333,8 @@ def test_the_fastest_accurate_way_within_the_budget_is_chosen(
 
 def test_the_budget_in_mlflow_and_where_nothing_is_sure() -> None:
     found = budget(7)
-    assert budget_metrics(found) == {
-        "latency_budget_ms": 7,
-        "budget_images_per_s": 12_000,
-        "budget_p99_ms": 7,
-        "budget_batch_size": 8,
-        "budget_num_streams": 2,
-    }
+    chosen = {"budget_images_per_s": 12_000, "budget_p99_ms": 7, "budget_batch_size": 8, "budget_num_streams": 2}
+    assert budget_metrics(found) == {"latency_budget_ms": 7, **chosen}
     unsure = found.model_copy(update={"doubt": "other processes took 50 % of the cores' time"})
     assert budget_text(unsure) == "within 7 ms: unsure, other processes took 50 % of the cores' time"
     assert budget_metrics(unsure) == {"latency_budget_ms": 7}
@@ -442,18 +408,6 @@ def test_the_table_of_a_run_has_all_values_at_any_width(
     console = new_console()
     console.width = width or console.width
     print_summary(console, SimpleNamespace(rows=rows, recommendation=None))  # type: ignore[arg-type]
-    values = [
-        "INT8",
-        "(onnxruntime)",
-        "precision",
-        "91.23",
-        "-10.12",
-        "123.45",
-        "12,345",
-        "2.13x",
-        "25.6 MB",
-        "12 kB",
-        verdict,
-    ]
+    values = ["INT8", "(onnxruntime)", "precision", "91.23", "-10.12", "123.45", "12,345", "2.13x", "25.6 MB", "12 kB"]
     text = capsys.readouterr().out
-    assert [value for value in values if value not in text] == []
+    assert [value for value in (*values, verdict) if value not in text] == []
