@@ -5,14 +5,13 @@ import hashlib
 import json
 import re
 import ssl
-import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import MappingProxyType
 from urllib.parse import parse_qs, urlsplit
+
+from tests.serving import QuietHandler, listening
 
 USER, PASSWORD, TOKEN = "robot", "the-password-of-robot", "the-token-of-robot"
 BASIC = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
@@ -46,7 +45,7 @@ def digest_of(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     registry: Registry
     protocol_version = "HTTP/1.1"
 
@@ -100,32 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(307, b"", {"Location": f"{self.registry.redirects}/v2/x/blobs/{name}"})
         return self.reply(200, self.registry.served.get(name, self.registry.blobs[name]))
 
-    def reply(self, status: int, data: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @contextmanager
 def oci_registry(tls: ssl.SSLContext | None = None) -> Iterator[Registry]:
     """A registry on the loopback. With TLS under a name for which nobody leaves that out."""
     registry = Registry()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Configured", (_Handler,), {"registry": registry}))
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    registry.address = f"{'127.0.0.1' if tls is None else 'Localhost'}:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with listening(type("Configured", (_Handler,), {"registry": registry}), tls=tls) as server:
+        registry.address = f"{'127.0.0.1' if tls is None else 'Localhost'}:{server.server_port}"
         yield registry
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

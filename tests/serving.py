@@ -1,12 +1,15 @@
-"""A small HTTP server for what a test says."""
+"""Small HTTP servers for what a test says."""
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(kw_only=True)
@@ -25,11 +28,44 @@ class Served:
         return self.answers(method, path, body)
 
 
+class QuietHandler(BaseHTTPRequestHandler):
+    """Answers in one piece, and logs nothing."""
+
+    def reply(self, status: int, data: bytes = b"", headers: Mapping[str, str] = {}) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def listening(
+    handler: Any, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
+) -> Iterator[ThreadingHTTPServer]:
+    """A server with this class of handlers, for as long as the body runs. Port 0 is any."""
+    server = ThreadingHTTPServer((host, port), handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 @contextmanager
 def serving(state: Any, with_query: bool = False, port: int = 0) -> Iterator[Any]:
     """An HTTP server for `state`, which answers requests (method, path, body) and gets its address. Port 0 is any."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def handle_any(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             raw = self.rfile.read(length)
@@ -43,12 +79,9 @@ def serving(state: Any, with_query: bool = False, port: int = 0) -> Iterator[Any
             state.cookies.add(cookie)
             state.requests.append((self.command, path, body))
             if state.wanted_token is not None and token != f"Bearer {state.wanted_token}":
-                self.reply(401, b'{"message": "who are you?"}')
+                self.reply(401, b'{"message": "who are you?"}', JSON)
             elif state.wanted_cookie is not None and cookie != state.wanted_cookie:
-                self.send_response(302)
-                self.send_header("Location", "/dex/auth")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                self.reply(302, b"", {"Location": "/dex/auth"})
             else:
                 headers: dict[str, str] = {}
                 try:
@@ -56,30 +89,11 @@ def serving(state: Any, with_query: bool = False, port: int = 0) -> Iterator[Any
                     headers = more[0] if more else headers
                 except Exception as error:  # an assertion on the request, too: the client tells it
                     status, told = 400, {"message": f"the test's server: {type(error).__name__}: {error}"}
-                self.reply(status, told if isinstance(told, bytes) else json.dumps(told).encode(), headers)
+                data = told if isinstance(told, bytes) else json.dumps(told).encode()
+                self.reply(status, data, {**headers, **JSON})
 
         do_GET = do_POST = do_DELETE = do_PATCH = do_HEAD = handle_any
 
-        def reply(self, status: int, data: bytes, headers: Mapping[str, str] = {}) -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(data)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    state.endpoint = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with listening(Handler, port=port) as server:
+        state.endpoint = f"http://127.0.0.1:{server.server_port}"
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

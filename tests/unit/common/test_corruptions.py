@@ -45,16 +45,8 @@ def delivered(
     """The second pass over all parts: [images, versions, H, W, 3], levels."""
     parts = []
     for shard_id in range(num_shards):
-        loader = Loader(
-            dataset,
-            "val",
-            SPEC,
-            batch_size=batch_size,
-            corruptions=corruptions,
-            shard_id=shard_id,
-            num_shards=num_shards,
-            **options,
-        )
+        part = {"batch_size": batch_size, "shard_id": shard_id, "num_shards": num_shards, **options}
+        loader = Loader(dataset, "val", SPEC, corruptions=corruptions, **part)
         for _ in range(2):
             batches = list(loader)
         assert max(len(batch.images) for batch in batches) <= batch_size

@@ -30,12 +30,14 @@ class Plugin:
         self.experiment_id = self.client.create_experiment("kfp", artifact_location=str(folder / "files"))
         self.parent = self.client.create_run(self.experiment_id, run_name="resnet50 run").info.run_id
 
-    def start(self, step: str) -> tuple[str, dict[str, str]]:
-        """The step's nested run, and what its container gets."""
+    def start(self, step: str, monkeypatch: pytest.MonkeyPatch) -> str:
+        """The step's nested run, in whose container this process is now."""
         tags = {"mlflow.parentRunId": self.parent}
-        run_id = self.client.create_run(self.experiment_id, run_name=step, tags=tags).info.run_id
-        variables = {"MLFLOW_RUN_ID": run_id, "MLFLOW_TRACKING_URI": self.uri}
-        return run_id, {**variables, "MLFLOW_EXPERIMENT_ID": self.experiment_id}
+        run_id: str = self.client.create_run(self.experiment_id, run_name=step, tags=tags).info.run_id
+        monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", self.uri)
+        monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", self.experiment_id)
+        return run_id
 
     def end(self, run_id: str, inputs: dict[str, Any], status: str) -> Run:
         """One batch, which MLflow takes as a whole or not at all."""
@@ -52,9 +54,7 @@ def plugin(tmp_path: Path) -> Plugin:
 def test_a_step_logs_into_the_run_that_the_plugin_made_and_leaves_its_end_to_it(
     plugin: Plugin, digits_dataset: Artifact[DatasetManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id, variables = plugin.start("train")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    run_id = plugin.start("train", monkeypatch)
     settings = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "global_batch_size": 64}
     inputs = {"dataset": digits_dataset.path}
     STEP._execute(StepLog("train"), {**settings, "warmup_fraction": 0}, tmp_path / "out", inputs)
@@ -82,9 +82,7 @@ def _fail() -> None:
 def test_a_step_that_fails_says_why_and_leaves_the_end_to_the_plugin(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id, variables = plugin.start("train")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    run_id = plugin.start("train", monkeypatch)
     with pytest.raises(UserError):
         _fail()
     found = plugin.client.get_run(run_id)

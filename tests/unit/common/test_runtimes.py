@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from components.common.contracts.errors import RuntimeUnavailable
-from components.common.contracts.records import PRECISIONS, EngineEntry
+from components.common.contracts.records import PRECISIONS
 from components.common.runtimes import RUNTIMES, RuntimeOption, onnxruntime, openvino, tensorrt
 from components.common.runtimes.runner import OpenModel
 from components.common.runtimes.selection import select_runtime, select_runtimes
+from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
 from tests.unit.registered import run_python
 
@@ -35,8 +36,7 @@ def on_h200(monkeypatch):
 
 def bundle_with(**changes):
     """A bundle with an INT8 plan that was built here, but for `changes`."""
-    entry = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", "onnx_digest": "sha256:aa"}
-    engine = EngineEntry(**(entry | HERE | {"driver_version": "580", "build_seconds": 1.0} | changes))
+    engine = engine_entry(**{"onnx_digest": "sha256:aa", **HERE, **changes})
     manifest = SimpleNamespace(
         engines=(engine,),
         engines_missing="",

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from components.common.contracts.errors import RuntimeUnavailable, UserError
-from components.common.contracts.records import EngineEntry
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes import tensorrt
+from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
 
 SHAPES = ShapeSpec(height=4, width=4)
+HERE = {"tensorrt_version": "10.16.1", "driver_version": "590"}
 
 
 @pytest.mark.parametrize(
@@ -75,12 +76,6 @@ def test_there_but_the_driver_is_too_old(loading):
     assert error.value.code == "tensorrt-does-not-start"
 
 
-def entry(**changes: str) -> EngineEntry:
-    here = {"tensorrt_version": "10.16.1", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
-    told = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", "driver_version": "590"}
-    return EngineEntry.model_validate({**here, **told, "build_seconds": 1.0, **changes})
-
-
 @pytest.mark.parametrize(
     ("engine", "changes", "code", "said"),
     [
@@ -93,7 +88,7 @@ def test_a_plan_that_does_not_load(loading, tmp_path, engine, changes, code, sai
     loading(engine)
     (tmp_path / "int8.plan").write_bytes(b"half a pl")
     with pytest.raises(UserError) as error:
-        tensorrt.load_engine(tmp_path / "int8.plan", entry(**changes))
+        tensorrt.load_engine(tmp_path / "int8.plan", engine_entry(**{**HERE, **changes}))
     assert (error.value.code, said in str(error.value)) == (code, True)
 
 
@@ -115,5 +110,6 @@ def test_the_version_that_a_plan_needs_is_named_to_the_build(module, plan, versi
 def test_a_plan_loads_with_another_driver(loading, tmp_path, caplog, driver, is_said):
     loading("an engine")
     (tmp_path / "int8.plan").write_bytes(b"a plan")
-    assert tensorrt.load_engine(tmp_path / "int8.plan", entry(driver_version=driver))[1] == "an engine"
+    plan = engine_entry(**{**HERE, "driver_version": driver})
+    assert tensorrt.load_engine(tmp_path / "int8.plan", plan)[1] == "an engine"
     assert ("was built with another driver (driver 580 there, 590 here)" in caplog.text) == is_said

@@ -23,18 +23,8 @@ from ..onnx_outputs import relative, run_ort, run_torch
 
 # Quick ones of different kinds; the others are for `make test-all`.
 NETWORKS = ["alexnet", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5"]
-MORE_NETWORKS = [
-    "convnext_tiny",
-    "densenet121",
-    "efficientnet_b0",
-    "googlenet",
-    "mobilenet_v2",
-    "regnet_y_400mf",
-    "resnet50",
-    "squeezenet1_0",
-    "swin_t",
-    "vgg19",
-]
+MORE_NETWORKS = ["convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mobilenet_v2", "regnet_y_400mf"]
+MORE_NETWORKS += ["resnet50", "squeezenet1_0", "swin_t", "vgg19"]
 EVERY_NETWORK = [*NETWORKS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_NETWORKS)]
 
 

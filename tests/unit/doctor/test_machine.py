@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from packaging.requirements import Requirement
 
 from components.common.contracts.manifests import BundleManifest
-from components.common.contracts.records import EngineEntry
 from enginery.doctor import machine
 from enginery.doctor.checks import Diagnosis, Planned, absent, missing, ok
 from enginery.doctor.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
 from enginery.doctor.probes import ProbeError, Probes
 from enginery.pins import required, tensorrt_of_images
 from tests.serving import Served, serving
+from tests.unit.measurements import engine_entry
 from tests.unit.registered import make_chain, run_python
 
 GPU = NvidiaGpu("NVIDIA H100", 80 * 10**9, (9, 0))
@@ -238,9 +238,7 @@ def test_gpus_and_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def bundle_with(**plan: object) -> BundleManifest:
     """A bundle with the plan of an H200, or one without."""
-    h200 = {"gpu_name": "NVIDIA H200", "compute_capability": "9.0", "driver_version": "580", "build_seconds": 1.0}
-    entry = {"file": "int8.plan", "precision": "int8", "source_onnx": "int8.onnx", **h200, **plan}
-    engines = (EngineEntry.model_validate(entry),) if plan else ()
+    engines = (engine_entry(**plan),) if plan else ()
     return BundleManifest.model_construct(engines=engines, engines_missing="no GPU")
 
 

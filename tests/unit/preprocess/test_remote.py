@@ -5,7 +5,6 @@ import base64
 import http.server
 import shutil
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -19,6 +18,7 @@ from fsspec.implementations.http import HTTPFileSystem
 from components.common.contracts.errors import UserError
 from components.preprocess.sources import check_data_folder, places, web
 from tests.conftest import preprocess
+from tests.serving import QuietHandler, listening
 from tests.unit.refusals import refuses
 
 from .builders import archive, contents, find, listing, paths, reasons, shard, write_shard, write_tree
@@ -190,20 +190,13 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def listening(handler: Any) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+def address_of(handler: Any) -> Iterator[str]:
+    with listening(handler) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def serving(root: Path, **settings: Any) -> AbstractContextManager[str]:
-    return listening(partial(type("Configured", (Handler,), settings), directory=str(root)))
+    return address_of(partial(type("Configured", (Handler,), settings), directory=str(root)))
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -378,7 +371,7 @@ class Leading(Handler):
 
 
 def leading(target: str) -> AbstractContextManager[str]:
-    return listening(type("Configured", (Leading,), {"target": target}))
+    return address_of(type("Configured", (Leading,), {"target": target}))
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.parquet", "x.tar", "x.zip", "x.tar.gz"])
@@ -448,13 +441,8 @@ def test_a_name_whose_owner_leads_it_inside(tmp_path: Path, answers: list[str], 
     monkeypatch.setenv("no_proxy", "*")
     with serving(tmp_path / "meta") as inner:
         port = int(inner.rpartition(":")[2])
-        twin = http.server.ThreadingHTTPServer(("127.0.0.2", port), type("C", (Leading,), {"target": f"{inner}/t.csv"}))
-        threading.Thread(target=twin.serve_forever, args=(0.01,), daemon=True).start()
-        try:
+        with listening(type("C", (Leading,), {"target": f"{inner}/t.csv"}), "127.0.0.2", port):
             answer = asyncio.run(_asked(f"http://outer.example:{port}/x.csv"))
-        finally:
-            twin.shutdown()
-            twin.server_close()
     assert b"SecretAccessKey" not in answer
     assert len(set(asked)) == 1  # the public server or, where the name was an inner one's from the start, that one
 
@@ -536,21 +524,15 @@ def test_a_proxy_is_asked_for_nothing_inside(
 ) -> None:
     asked: list[str] = []
 
-    class Proxy(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
+    class Proxy(QuietHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
-            self.send_response(302 if to and self.path == uri else 200)
-            self.send_header("Location", to)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.reply(302 if to and self.path == uri else 200, b"", {"Location": to})
 
     monkeypatch.delenv("no_proxy")
     monkeypatch.delenv("NO_PROXY")
     monkeypatch.setenv("ENGINERY_ALLOWED_NETWORKS", allowed)
-    with listening(Proxy) as proxy:
+    with address_of(Proxy) as proxy:
         monkeypatch.setenv("http_proxy", proxy)
         answer = asyncio.run(_asked(uri))
     assert (b"ENGINERY_ALLOWED_NETWORKS" in answer) == refused, answer

@@ -43,11 +43,8 @@ class Scene:
         pod = named(render_files(values), "Deployment", "serve")["spec"]["template"]["spec"]
         (container,) = pod["initContainers"]
         verb, source, target, *rest = container["args"]
-        assert {mount["mountPath"] for mount in container["volumeMounts"]} > {
-            "/store",
-            "/models",
-            "/etc/enginery/trust",
-        }
+        mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounted > {"/store", "/models", "/etc/enginery/trust"}
         assert Path(source).is_relative_to("/store")
         assert Path(target).is_relative_to("/models")
         enginery(verb, self.repository, self.out / "models", *rest)

@@ -12,6 +12,7 @@ import yaml
 from enginery.release.verify import PublicKey, public_key, verify, write_sums
 from enginery.release.writing import write_release
 from tests.unit.registered import refuses, reseal, run_python, write_keys
+from tests.unit.release.test_release import age
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +175,6 @@ def test_lists_that_are_no_text_or_empty_and_files_without_end(release: Path) ->
         file.truncate(1 << 40)
     with refuses("not-a-release"):
         verify(release)
-
-
-def age(record) -> None:
-    record["schema_version"] = 1
-    del record["seal"]
 
 
 Forgery = Callable[[dict], object]
