@@ -257,7 +257,7 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     if are_shares and sums_to_one:
         content = _without_softmax(proto, last)
         logits = _probe(content, classifier, source) if content else np.full_like(expected, np.nan)
-        if not _relative_error(_softmax(logits), expected) <= MAX_RELATIVE_ERROR:
+        if not _relative_error(torch.from_numpy(logits).softmax(dim=1).numpy(), expected) <= MAX_RELATIVE_ERROR:
             raise UserError(
                 f"{source}: its outputs are probabilities, and not of one softmax at its end, which could be left out. "
                 "Export it with logits as its output",
@@ -443,13 +443,6 @@ def _without_softmax(proto: onnx.ModelProto, last: onnx.NodeProto | None) -> byt
     del graph.value_info[:]
     graph.value_info.extend(kept)
     return proto.SerializeToString()
-
-
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    """Softmax of each row. [B, classes] float -> [B, classes] float."""
-    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares: np.ndarray = odds / odds.sum(axis=1, keepdims=True)
-    return shares
 
 
 def _check_type(value: ValueInfoProto, path: Path, role: str, shape: str) -> None:

@@ -296,40 +296,28 @@ def _calibrate(
     log: StepLog,
 ) -> _Calibrated:
     """Histograms of the activations, from the cache or collected now."""
-    started = time.monotonic()
+    started, tensors = time.monotonic(), activation_tensors(fp32)
     address = {
         "model": digest_file(fp32_file),
         "images": calibration.digest(),
-        "tensors": activation_tensors(fp32),
+        "tensors": tensors,
         "channels": (by_channel := channels(fp32)),
         "histograms": {"bins": NUM_BINS, "version": 2, "device": device.type},
     }
-    histograms, cached = cached_histograms(
-        cache / "calibration" if cache else None,
-        address,
-        lambda: _collect(fp32, fp32_file, calibration, device, by_channel, log),
-        log.warning,
-    )
-    return _Calibrated(histograms=histograms, address=address, cached=cached, seconds=time.monotonic() - started)
 
+    def collect() -> Histograms:
+        if device.type == "cuda":
+            images = (batch.images for batch in calibration)
+            return collect_with_torch(fp32, tensors, images, device, progress, by_channel)
+        arrays = (to_numpy(batch.images) for batch in calibration)
+        return collect_with_onnxruntime(fp32_file, tensors, arrays, progress, by_channel)
 
-def _collect(
-    fp32: onnx.ModelProto,
-    fp32_file: Path,
-    calibration: Samples,
-    device: torch.device,
-    by_channel: Mapping[str, int],
-    log: StepLog,
-) -> Histograms:
     def progress(done: int) -> None:
         log.progress("calibrating", done, calibration.num_images, unit="images")
 
-    tensors = activation_tensors(fp32)
-    if device.type == "cuda":
-        images = (batch.images for batch in calibration)
-        return collect_with_torch(fp32, tensors, images, device, progress, by_channel)
-    arrays = (to_numpy(batch.images) for batch in calibration)
-    return collect_with_onnxruntime(fp32_file, tensors, arrays, progress, by_channel)
+    folder = cache / "calibration" if cache else None
+    histograms, cached = cached_histograms(folder, address, collect, log.warning)
+    return _Calibrated(histograms=histograms, address=address, cached=cached, seconds=time.monotonic() - started)
 
 
 def _select(

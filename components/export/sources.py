@@ -139,7 +139,7 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None, i
         classifier, _ = read_user_onnx(model)
         _check_fits(model, classifier, len(classes) if classes is not None else classifier.num_classes)
     elif classes is not None:
-        _module_of_weights(model, architecture, len(classes), image_size)
+        _module(read_weights(model), model, architecture, len(classes), image_size)
     else:
         read_weights(model)
 
@@ -173,7 +173,7 @@ def _from_weights(
     path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path
 ) -> SourceModel:
     classes = dataset.manifest.classes
-    module = _module_of_weights(path, config.architecture, len(classes), config.image_size)
+    module = _module(read_weights(path), path, config.architecture, len(classes), config.image_size)
     transform = _own_transform(config, config.image_size)
     shapes = _shapes(transform, config)
     export_onnx(module, destination, shapes)
@@ -191,10 +191,6 @@ def _module_of_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> nn.Module
     record = checkpoint.manifest
     weights = load_file(checkpoint.file("weights.safetensors"))
     return _module(weights, checkpoint.path, record.architecture, len(record.classes), record.transform.crop_size)
-
-
-def _module_of_weights(path: Path, architecture: str, num_classes: int, image_size: int) -> nn.Module:
-    return _module(read_weights(path), path, architecture, num_classes, image_size)
 
 
 def _module(
@@ -228,12 +224,11 @@ def _from_onnx(path: Path, dataset: Artifact[DatasetManifest], config: ExportCon
     classes, shapes = dataset.manifest.classes, classifier.shapes
     _check_fits(path, classifier, len(classes))
     transform = _own_transform(config, shapes.height)
-    batches = {"opt_batch": min(config.opt_batch, config.max_batch), "max_batch": config.max_batch}
     return SourceModel(
         architecture=config.architecture or path.stem,
         classes=classes,
         transform=transform,
-        shapes=shapes.model_copy(update=batches),
+        shapes=shapes.model_copy(update=_batches(config)),
         input_digest=digest_file(path),
         module=None,
         note=f"{path.name} ends in a softmax, which is left out: all files here give logits"
@@ -248,12 +243,11 @@ def _own_transform(config: ExportConfig, image_size: int) -> TransformSpec:
 
 
 def _shapes(transform: TransformSpec, config: ExportConfig) -> ShapeSpec:
-    return ShapeSpec(
-        height=transform.crop_size,
-        width=transform.crop_size,
-        opt_batch=min(config.opt_batch, config.max_batch),
-        max_batch=config.max_batch,
-    )
+    return ShapeSpec(height=transform.crop_size, width=transform.crop_size, **_batches(config))
+
+
+def _batches(config: ExportConfig) -> dict[str, int]:
+    return {"opt_batch": min(config.opt_batch, config.max_batch), "max_batch": config.max_batch}
 
 
 def compare_classes(first: tuple[str, ...], second: tuple[str, ...]) -> str:

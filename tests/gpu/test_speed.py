@@ -15,6 +15,7 @@ from components.export.engines import build_engine
 from components.export.onnx_export import export_onnx
 from components.validate.config import ValidateConfig
 from components.validate.speed import measure_speed
+from tests.unit.measurements import power_monitor
 
 SHAPES = ShapeSpec(height=64, width=64, min_batch=1, opt_batch=8, max_batch=16)
 TIMES = {"warmup_s": 0.05, "duration_s": 0.5, "min_iterations": 10}
@@ -30,14 +31,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = [nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()]
     network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).eval()
     export_onnx(network, folder / "fp32.onnx", SHAPES)
-    build_engine(
-        folder / "fp32.onnx",
-        folder / "fp32.plan",
-        precision="fp32",
-        shapes=SHAPES,
-        optimization_level=1,
-    )
-    return folder / "fp32.plan"
+    plan = folder / "fp32.plan"
+    build_engine(folder / "fp32.onnx", plan, precision="fp32", shapes=SHAPES, optimization_level=1)
+    return plan
 
 
 def test_memory_grows_with_the_streams(plan: Path) -> None:
@@ -50,20 +46,9 @@ def test_memory_grows_with_the_streams(plan: Path) -> None:
     runner.close()
 
 
-class PowerMonitor:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def start(self) -> None:
-        self.calls.append("start")
-
-    def stop(self) -> None:
-        self.calls.append("stop")
-
-
 @pytest.mark.parametrize("num_streams", [1, 2])
 def test_the_monitor_runs_with_the_clock(plan: Path, num_streams: int) -> None:
-    runner, monitor = TensorRTRunner(plan, SHAPES), PowerMonitor()
+    runner, monitor = TensorRTRunner(plan, SHAPES), power_monitor()
     timing = runner.measure(4, **TIMES, num_streams=num_streams, monitor=monitor)
     assert monitor.calls == ["start", "stop"]
     assert timing.wall_s >= TIMES["duration_s"]

@@ -1,6 +1,7 @@
 """Builders of what validate measures, for tests of what is judged by it, shown of it or chosen after it."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,12 @@ def engine_entry(precision: Precision = "int8", **fields: Any) -> EngineEntry:
     known = {"file": f"{precision}.plan", "precision": precision, "source_onnx": "int8.onnx", "build_seconds": 1.0}
     machine = {"gpu_name": "NVIDIA H200", "compute_capability": "9.0", "driver_version": "580"}
     return EngineEntry.model_validate({**known, **machine, "tensorrt_version": "8.6.0", **fields})
+
+
+def power_monitor() -> Any:
+    """Knows when it was started and stopped."""
+    calls: list[str] = []
+    return SimpleNamespace(calls=calls, start=lambda: calls.append("start"), stop=lambda: calls.append("stop"))
 
 
 def updated(record: Any, part: str, **changes: Any) -> Any:

@@ -129,10 +129,6 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
-def _power(a: Tensor, b: Tensor) -> Tensor:
-    return torch.pow(a, b).to(a.dtype)
-
-
 def _mod(a: Tensor, b: Tensor, /, *, fmod: int = 0) -> Tensor:
     return (torch.fmod if fmod else torch.remainder)(*_together(a, b))
 
@@ -200,10 +196,6 @@ def _transpose(x: Tensor, /, *, perm: list[int] | None = None) -> Tensor:
     return x.permute(perm or list(reversed(range(x.dim()))))
 
 
-def _squeeze(x: Tensor, axes: Tensor | None = None, /) -> Tensor:
-    return x.squeeze() if axes is None else x.squeeze(tuple(axes.tolist()))
-
-
 def _unsqueeze(x: Tensor, axes: Tensor, /) -> Tensor:
     rank = x.dim() + axes.numel()
     for axis in sorted(axis % rank for axis in axes.tolist()):
@@ -258,10 +250,6 @@ def _constant(
     return given[0] if isinstance(given[0], Tensor) else torch.tensor(given[0])
 
 
-def _range(start: Tensor, limit: Tensor, delta: Tensor, /) -> Tensor:
-    return torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
-
-
 def _scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, /, *, reduction: Literal["none"] = "none") -> Tensor:
     return x.index_put(tuple(indices.to(x.device).unbind(-1)), updates.to(x.device))
 
@@ -270,16 +258,8 @@ def _cumsum(x: Tensor, axis: Tensor, /, *, exclusive: Literal[0] = 0, reverse: L
     return x.cumsum(int(axis))
 
 
-def _tile(x: Tensor, repeats: Tensor, /) -> Tensor:
-    return x.tile(repeats.tolist())
-
-
 def _constant_of_shape(shape: Tensor, /, *, value: Tensor | None = None) -> Tensor:
     return (torch.zeros(1) if value is None else value).expand(shape.tolist())
-
-
-def _expand(x: Tensor, shape: Tensor, /) -> Tensor:
-    return x.expand(np.broadcast_shapes(tuple(x.shape), tuple(shape.tolist())))
 
 
 def _pad(
@@ -606,7 +586,7 @@ OPERATORS: dict[str, Function] = {
     "Equal": _binary(torch.eq),
     "Erf": _unary(torch.erf),
     "Exp": _unary(torch.exp),
-    "Expand": _expand,
+    "Expand": lambda x, shape, /: x.expand(np.broadcast_shapes(tuple(x.shape), tuple(shape.tolist()))),
     "Flatten": _flatten,
     "Gather": _gather,
     "Gelu": _gelu,
@@ -626,9 +606,9 @@ OPERATORS: dict[str, Function] = {
     "Neg": _unary(torch.neg),
     "Not": _unary(torch.logical_not),
     "Pad": _pad,
-    "Pow": _binary(_power),
+    "Pow": _binary(lambda a, b: torch.pow(a, b).to(a.dtype)),
     "QuantizeLinear": quantize_linear,
-    "Range": _range,
+    "Range": lambda start, end, step, /: torch.arange(start.item(), end.item(), step.item(), dtype=start.dtype),
     "Reciprocal": _unary(torch.reciprocal),
     "ReduceL2": reduce(functools.partial(torch.linalg.vector_norm, ord=2)),
     "ReduceMax": reduce(torch.amax),
@@ -645,10 +625,10 @@ OPERATORS: dict[str, Function] = {
     "Softplus": _unary(functional.softplus),
     "Split": _split,
     "Sqrt": _unary(torch.sqrt),
-    "Squeeze": _squeeze,
+    "Squeeze": lambda x, axes=None, /: x.squeeze() if axes is None else x.squeeze(tuple(axes.tolist())),
     "Sub": _binary(torch.sub),
     "Tanh": _unary(torch.tanh),
-    "Tile": _tile,
+    "Tile": lambda x, repeats, /: x.tile(repeats.tolist()),
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
     "Where": _where,

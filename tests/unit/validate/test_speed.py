@@ -39,7 +39,7 @@ from components.validate.speed import (
 from components.validate.speed_text import main_table
 from enginery.formats import new_console
 from enginery.local.rendering import print_summary
-from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_row
+from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_row, power_monitor
 from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
 from tests.unit.registered import run_python
@@ -66,11 +66,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=[OpenVINORunner, OnnxRuntimeRunner])
 def runner(request: pytest.FixtureRequest, model: Path) -> Runner:
     return request.param(model, SHAPES)
-
-
-def power_monitor() -> Any:
-    calls: list[str] = []
-    return SimpleNamespace(calls=calls, start=lambda: calls.append("start"), stop=lambda: calls.append("stop"))
 
 
 def test_a_runner_counts_batches_and_tells_the_meter(runner: Runner) -> None:
