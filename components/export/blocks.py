@@ -12,14 +12,7 @@ from dataclasses import dataclass, replace
 import onnx
 from onnx import NodeProto
 
-from components.export.placement import (
-    SPATIAL_POOLS,
-    Graph,
-    float_graph,
-    is_spatial_mean,
-    node_id,
-    quantized_reads,
-)
+from components.export.placement import SPATIAL_POOLS, Graph, float_graph, is_spatial_mean, node_id, quantized_reads
 
 
 @dataclass(frozen=True, kw_only=True)

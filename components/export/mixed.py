@@ -15,13 +15,7 @@ from typing import Any, Protocol
 import onnx
 
 from components.common.contracts.errors import EngineryError
-from components.common.contracts.records import (
-    BlockRecord,
-    EngineEntry,
-    PlacementEntry,
-    PlacementTrial,
-    Precision,
-)
+from components.common.contracts.records import BlockRecord, EngineEntry, PlacementEntry, PlacementTrial, Precision
 from components.common.contracts.transforms import ShapeSpec
 from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner

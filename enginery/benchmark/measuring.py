@@ -19,12 +19,7 @@ from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.tensorrt import TensorRTRunner
-from components.export.calibration import (
-    Histogram,
-    collect_with_onnxruntime,
-    collect_with_torch,
-    compute_scale,
-)
+from components.export.calibration import Histogram, collect_with_onnxruntime, collect_with_torch, compute_scale
 from components.export.engines import build_engine, onnx_file_for
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, with_names

@@ -8,13 +8,7 @@ from kfp import dsl, kubernetes
 
 from components.common.contracts.container_images import image_for
 from components.common.contracts.environment import KFP_RUN_VARIABLE
-from components.train.train_job import (
-    JOB_VARIABLE,
-    NAMESPACE_VARIABLE,
-    POD_VARIABLE,
-    VOLUME_VARIABLE,
-    TrainJobRequest,
-)
+from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, VOLUME_VARIABLE, TrainJobRequest
 from enginery.cluster.settings import (
     PRODUCT_LABEL,
     ClusterSettings,

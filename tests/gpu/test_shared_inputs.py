@@ -34,11 +34,7 @@ def test_convolutions_that_share_an_input_are_built_in_int8(tmp_path: Path) -> N
     onnx.save(insert_qdq(fp32, scales), tmp_path / "int8.onnx")
     onnx.save(insert_qdq(to_fp16(raise_opset(fp32)), scales), tmp_path / "int8_fp16.onnx")
     entry = build_engine(
-        tmp_path / onnx_file_for("int8"),
-        tmp_path / "int8.plan",
-        precision="int8",
-        shapes=SHAPES,
-        optimization_level=1,
+        tmp_path / onnx_file_for("int8"), tmp_path / "int8.plan", precision="int8", shapes=SHAPES, optimization_level=1
     )
     convolutions = [node_id(node) for node in fp32.graph.node if node.op_type == "Conv"]
     assert len(convolutions) == 13

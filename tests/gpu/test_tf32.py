@@ -20,11 +20,7 @@ def test_tf32_is_asked_for(tmp_path: Path, options: tuple[EngineOption, ...], pr
     wide = nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     export_onnx(wide, tmp_path / "fp32.onnx", SHAPES)
     entry = build_engine(
-        tmp_path / onnx_file_for("fp32"),
-        tmp_path / "fp32.plan",
-        precision="fp32",
-        shapes=SHAPES,
-        options=options,
+        tmp_path / onnx_file_for("fp32"), tmp_path / "fp32.plan", precision="fp32", shapes=SHAPES, options=options
     )
     assert ("TF32" in entry.flags) == bool(options)
     layers = inspect_engine(tmp_path / "fp32.plan", entry, SHAPES, ["/0/Conv"])

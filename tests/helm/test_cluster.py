@@ -123,14 +123,7 @@ def test_install_upgrade_rollback_uninstall(
     assert (release["revision"], release["status"]) == (1, "deployed")
     first = objects(helm, cluster, namespace)
     kinds = {kind for kind, _ in first}
-    assert {
-        "Deployment",
-        "Service",
-        "Ingress",
-        "NetworkPolicy",
-        "PersistentVolumeClaim",
-        "Role",
-    } <= kinds
+    assert {"Deployment", "Service", "Ingress", "NetworkPolicy", "PersistentVolumeClaim", "Role"} <= kinds
     assert served(first) == DIGESTS[0]
     assert may_make_trainjobs(api, namespace, "pipeline-runner")
     assert not may_make_trainjobs(api, namespace, "default")

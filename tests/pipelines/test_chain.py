@@ -18,12 +18,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 import enginery
-from components.common.contracts.manifests import (
-    BundleManifest,
-    DatasetManifest,
-    VerdictManifest,
-    load,
-)
+from components.common.contracts.manifests import BundleManifest, DatasetManifest, VerdictManifest, load
 from enginery.cli import kfp
 from tests.pipelines.running import ROOT, STEPS
 from tests.unit.refusals import refuses

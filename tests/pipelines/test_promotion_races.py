@@ -132,10 +132,7 @@ def test_many_at_once(uri: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "uri",
-    [
-        pytest.param("sqlite", marks=pytest.mark.slow),
-        pytest.param("postgresql", marks=pytest.mark.postgresql),
-    ],
+    [pytest.param("sqlite", marks=pytest.mark.slow), pytest.param("postgresql", marks=pytest.mark.postgresql)],
     indirect=True,
 )
 def test_killed_in_the_middle(uri: str, tmp_path: Path) -> None:

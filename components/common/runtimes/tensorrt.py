@@ -17,12 +17,7 @@ import torch
 from components.common.contracts.environment import gpus
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
 from components.common.contracts.manifests import Artifact, BundleManifest
-from components.common.contracts.records import (
-    STRIPPED,
-    VERSION_COMPATIBLE,
-    EngineEntry,
-    Precision,
-)
+from components.common.contracts.records import STRIPPED, VERSION_COMPATIBLE, EngineEntry, Precision
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.runner import BenchmarkOptions, Images, OpenModel, Timing
 

@@ -12,14 +12,7 @@ from PIL import Image
 from components.common.contracts.records import BenchmarkRow
 from enginery import benchmark
 from enginery.benchmark.measuring import Settings, _row
-from enginery.benchmark.table import (
-    Row,
-    as_csv,
-    markdown,
-    network_name,
-    published_rows,
-    write_picture,
-)
+from enginery.benchmark.table import Row, as_csv, markdown, network_name, published_rows, write_picture
 from enginery.cli.benchmark import _cost_notes
 
 PUBLISHED = Path(benchmark.__file__).with_name("whitepaper.csv")

@@ -248,12 +248,7 @@ def bundle_with(**plan: object) -> BundleManifest:
         (NO_GPU, {"tensorrt_version": "8.6.0.12"}, "warning", "TensorRT 8.6.0.12; not here, without an NVIDIA GPU; "),
         (H100, {"tensorrt_version": PINNED}, "ok", "; not here (GPU NVIDIA H200 there, NVIDIA H100 here); "),
         (H100, {"tensorrt_version": PINNED, "flags": ("AMPERE_PLUS",)}, "ok", f"8.0 or newer, TensorRT {PINNED}; "),
-        (
-            H100,
-            {"tensorrt_version": EARLIER, "flags": ("VERSION_COMPATIBLE",)},
-            "ok",
-            "or a later one of that major",
-        ),
+        (H100, {"tensorrt_version": EARLIER, "flags": ("VERSION_COMPATIBLE",)}, "ok", "or a later one of that major"),
         (H100, {"tensorrt_version": f"{PINNED}9"}, "warning", f"serve:0.2.0 (TensorRT {PINNED}) can't load the plans"),
         (H100, {}, "absent", "none: no GPU"),
     ],

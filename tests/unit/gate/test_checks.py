@@ -18,22 +18,8 @@ from components.common.contracts.records import (
     Speedup,
 )
 from components.common.contracts.statistics import drop_upper
-from components.common.contracts.verdict import (
-    CHECKS,
-    Thresholds,
-    deciding_images,
-    recommend,
-    run_checks,
-    verdict_note,
-)
-from tests.unit.measurements import (
-    accuracy_report,
-    accuracy_row,
-    benchmark_report,
-    benchmark_row,
-    compared_row,
-    speeds,
-)
+from components.common.contracts.verdict import CHECKS, Thresholds, deciding_images, recommend, run_checks, verdict_note
+from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_report, benchmark_row, compared_row, speeds
 
 GPU = {"fp32": 1000.0, "fp16": 3000.0, "int8": 4000.0}
 OPEN = "not enough evidence"

@@ -12,15 +12,7 @@ from components.common.registry.model_registry import Registry
 from components.promote.config import PromoteConfig
 from enginery.cli.commands import cli
 from enginery.registry.models import version_summary
-from tests.unit.registered import (
-    CHANGED,
-    PARTS,
-    enginery,
-    make_and_promote,
-    promote_chain,
-    refuses,
-    register_failed,
-)
+from tests.unit.registered import CHANGED, PARTS, enginery, make_and_promote, promote_chain, refuses, register_failed
 
 
 def test_models_lists_versions(three: str) -> None:

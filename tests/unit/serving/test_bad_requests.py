@@ -143,10 +143,7 @@ def test_an_unknown_model_and_no_json(served) -> None:
     [
         ("v2/logging", lambda client: client.update_log_settings({"log_verbose_level": 1})),
         ("v2/trace/setting", lambda client: client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})),
-        (
-            "v2/systemsharedmemory/region/a/register",
-            lambda client: client.register_system_shared_memory("a", "/a", 1),
-        ),
+        ("v2/systemsharedmemory/region/a/register", lambda client: client.register_system_shared_memory("a", "/a", 1)),
     ],
 )
 def test_what_only_the_operator_may(served, path: str, call: Callable[[grpc.InferenceServerClient], object]) -> None:

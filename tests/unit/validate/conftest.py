@@ -34,16 +34,7 @@ from components.common.contracts.verdict import Thresholds, Verdict
 from components.common.data.evaluation import Predictions
 from components.validate import report as gathering
 from components.validate.report import class_changes, class_losses, compare
-from components.validate.schema import (
-    Calibration,
-    Code,
-    Data,
-    Disagreement,
-    Model,
-    Provenance,
-    Report,
-    SplitSummary,
-)
+from components.validate.schema import Calibration, Code, Data, Disagreement, Model, Provenance, Report, SplitSummary
 from components.validate.speed import speedup
 from tests.unit import measurements
 from tests.unit.measurements import engine_entry, updated
