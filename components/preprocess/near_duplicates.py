@@ -30,7 +30,7 @@ _FEW = 100  # images; with fewer, mean and spread of the hashes say too little f
 _NUM_PARTNERS = 2  # candidates of an image in each split
 _NUM_PROBES = 4  # cells that an image looks into
 _CELL, _MAX_CELL = 1_000, 50_000  # images of a cell: those whose hashes lie around one centre
-_LEAST_PAIRS, _PAIRS_PER_IMAGE = 50_000, 0.5  # that are aligned at most, the most similar ones
+_LEAST_PAIRS, _PAIRS_PER_IMAGE = 5_000, 0.25  # that are aligned at most, the most similar ones
 _CHUNK = 512  # images or pairs worked on at a time: they stay in the processor's cache
 _MIN_CORRELATION = 0.96  # of the details of aligned thumbnails: chosen on textures of seed 1 and on the digits
 _MAX_SCALE, _MAX_SHIFT = 1.15, 0.08  # of what is aligned, in units of the side
@@ -154,8 +154,8 @@ def _spectra(thumbnails: Thumbnails) -> tuple[Array, Array]:
 def _candidates(hashes: Array, in_val: Mask, pool: ThreadPoolExecutor) -> Indices:
     """Pairs of similar hashes, the smaller number first: [2, P].
 
-    An image has at most 2 partners in each split. Where all these are more than is aligned, the most similar are taken,
-    of pairs within a split and across them alike.
+    A validation image has at most 2 partners in each split, a training image 2 in its own. Where these are more than is
+    aligned, the most similar are taken, of pairs within the splits and, twice as many, of those across.
     """
     rows, columns, similarity = (
         np.concatenate(parts) for parts in zip(*_neighbours(hashes, in_val, pool), strict=True)
@@ -171,9 +171,9 @@ def _candidates(hashes: Array, in_val: Mask, pool: ThreadPoolExecutor) -> Indice
     )
     similarity = similarity[is_best][places]
     is_across = in_val[pairs[:, 0]] != in_val[pairs[:, 1]]
-    most = max(_LEAST_PAIRS, round(_PAIRS_PER_IMAGE * len(hashes))) // 2
-    chosen = [np.flatnonzero(mask) for mask in (is_across, ~is_across)]
-    chosen = [own[np.argsort(-similarity[own], kind="stable")][:most] for own in chosen]
+    most = max(_LEAST_PAIRS, round(_PAIRS_PER_IMAGE * len(hashes)))
+    order = np.argsort(-similarity, kind="stable")
+    chosen = [order[is_across[order]][: 2 * most], order[~is_across[order]][:most]]
     return pairs[np.sort(np.concatenate(chosen))].T
 
 
@@ -203,9 +203,12 @@ def _neighbours(hashes: Array, in_val: Mask, pool: ThreadPoolExecutor) -> list[_
         members = by_home[home_starts[cell] : home_starts[cell + 1]][:_MAX_CELL]
         queries = by_probe[probe_starts[cell] : probe_starts[cell + 1]] // num_probes
         parts = [
-            _most_similar(hashes, queries[chunk], own)
-            for own in (members[~in_val[members]], members[in_val[members]])
-            for chunk in _chunks(len(queries) if len(own) else 0)
+            _most_similar(hashes, rows[chunk], own)
+            for rows, own in (
+                (queries, members[~in_val[members]]),
+                (queries[in_val[queries]], members[in_val[members]]),
+            )
+            for chunk in _chunks(len(rows) if len(own) else 0)
         ]
         return _joined(parts)
 

@@ -1,0 +1,262 @@
+"""Near-duplicates in preprocess: recall and precision on changed textures, its cost, and what leaves the digits.
+
+python -m benchmarks.near_duplicates --machine cpu-2core
+"""
+
+import io
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+from benchmarks.packing import _preprocess, _write_images
+from benchmarks.results import RESULTS, write_result
+from components.common.contracts.environment import num_cores
+from components.common.contracts.manifests import DatasetManifest, load
+from components.preprocess.decoding import THUMBNAIL_SIDE, gray_thumbnail
+from components.preprocess.near_duplicates import find_near_pairs
+from enginery.datasets.digits import write_digits
+from enginery.datasets.textures import texture_jpeg
+
+_SIZE = 224  # px
+_NUM_CLASSES = 50
+_IMAGENET = 1_300_000
+_SHAPE = (THUMBNAIL_SIDE, THUMBNAIL_SIDE)
+Random = np.random.Generator
+
+
+def _jpeg(image: Image.Image, quality: int) -> bytes:
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=quality)
+    return encoded.getvalue()
+
+
+def _resized(image: Image.Image, random: Random) -> Image.Image:
+    side = round(image.width * 2 ** random.uniform(-1, 1))
+    return image.resize((side, side), Image.Resampling(int(random.choice([1, 2, 3]))))
+
+
+def _cropped(image: Image.Image, random: Random) -> Image.Image:
+    """Up to 10 % of the width and of the height go, in all, on any side."""
+    width, height = (round(side * random.uniform(0.9, 1)) for side in image.size)
+    x, y = (int(random.integers(0, whole - side + 1)) for whole, side in zip(image.size, (width, height), strict=True))
+    return image.crop((x, y, x + width, y + height))
+
+
+def _brightness(image: Image.Image, random: Random) -> Image.Image:
+    return ImageEnhance.Brightness(image).enhance(random.uniform(0.6, 1.4))
+
+
+def _all(image: Image.Image, random: Random) -> Image.Image:
+    return _resized(_brightness(ImageOps.mirror(_cropped(image, random)), random), random)
+
+
+_KINDS: dict[str, Callable[[Image.Image, Random], bytes]] = {
+    "resize": lambda image, random: _jpeg(_resized(image, random), 90),
+    "recompression": lambda image, random: _jpeg(image, int(random.integers(20, 80))),
+    "crop": lambda image, random: _jpeg(_cropped(image, random), 90),
+    "mirror": lambda image, random: _jpeg(ImageOps.mirror(image), 90),
+    "brightness": lambda image, random: _jpeg(_brightness(image, random), 90),
+    "all_at_once": lambda image, random: _jpeg(_all(image, random), int(random.integers(50, 90))),
+}
+
+
+@click.command()
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--num-images", default=100_000, show_default=True, help="Different textures of 224 px.")
+@click.option("--num-changed", default=1000, show_default=True, help="Of them, that come again changed, for each kind.")
+@click.option("--seed", default=2, show_default=True, help="Of the textures; the limits were chosen on seed 1.")
+@click.option("--packed", default=10_000, show_default=True, help="Images of 500x375 pixels that packing is timed on.")
+@click.option("--turns", default=3, show_default=True, help="Of packing with and without.")
+@click.option("--thumbnails", type=click.Path(path_type=Path), help="File to keep the textures' thumbnails in.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(
+    machine: str,
+    num_images: int,
+    num_changed: int,
+    seed: int,
+    packed: int,
+    turns: int,
+    thumbnails: Path | None,
+    results: Path,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="enginery-near-") as scratch:
+        originals, changed = _textures(thumbnails or Path(scratch, "thumbnails.npz"), num_images, num_changed, seed)
+        found = _found(originals, changed)
+        thumbnail_us = statistics.median(_thumbnail_us() for _ in range(5))
+        digits = _digits(Path(scratch))
+        packing = _packing(Path(scratch), packed, turns)
+    whole, quarter, recall = found["whole"], found["quarter"], found["recall"]
+    without, with_ = (statistics.median(run[f"{name}_seconds"] for run in packing) for name in ("keep", "drop"))
+    imagenet_s = {
+        "packing": _IMAGENET / packed * without,
+        "search": _IMAGENET / whole["num_images"] * whole["seconds"],
+        "thumbnails": _IMAGENET * thumbnail_us / 1e6 / num_cores(),
+    }
+    growth = (whole["peak_mib"] - quarter["peak_mib"]) * 2**20 / (whole["num_images"] - quarter["num_images"])
+    write_result(
+        machine,
+        "near_duplicates",
+        measures={
+            "near_duplicate_recall": min(recall["resize"], recall["recompression"]),
+            "near_duplicate_precision": found["precision_resize_recompression"],
+            "precision_all_kinds": found["precision"],
+            **{f"recall_{kind}": value for kind, value in recall.items()},
+            "digits_left_out": digits["num_left_out"],
+            "num_images": whole["num_images"],
+            "num_aligned": whole["num_aligned"],
+            "search_seconds": whole["seconds"],
+            "search_cpu_seconds": whole["cpu_seconds"],
+            "search_seconds_over_a_quarter": whole["seconds"] / quarter["seconds"],
+            "memory_bytes_per_image": growth,
+            "disk_bytes_per_image": THUMBNAIL_SIDE**2,
+            "thumbnail_us": thumbnail_us,
+            "packing_with_over_without": with_ / without,
+            **{f"imagenet_{name}_seconds": seconds for name, seconds in imagenet_s.items()},
+            "imagenet_share_of_packing": (imagenet_s["search"] + imagenet_s["thumbnails"]) / imagenet_s["packing"],
+        },
+        runs=[found, digits, *packing],
+        notes=(
+            f"{num_images:,} textures of seed {seed} and {_SIZE} px in {_NUM_CLASSES} classes are the training split; "
+            f"{num_changed:,} others of them for each kind, changed, are the validation split. Resize: by 0.5 to 2, "
+            "three filters. Recompression: JPEG quality 20 to 80. Crop: 0 to 10 % of width and of height. Brightness: "
+            "times 0.6 to 1.4. All at once: crop, mirror, brightness, resize, quality 50 to 90. Recall: found pairs of "
+            "a texture and its change. Precision: found pairs of the same texture. The limits were chosen on textures "
+            f"of seed 1 and on the digits. Packing: {packed:,} images of 500x375 px, medians of turns. ImageNet: "
+            f"{_IMAGENET:,} times what an image takes in the search, in packing and for its thumbnail, on all cores. "
+            "Memory: growth of the process from a quarter of the images to all, with the pages of the thumbnails' file."
+        ),
+        directory=results,
+    )
+
+
+def _textures(file: Path, num_images: int, num_changed: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Thumbnails of the textures, [N, 48, 48], and of some of them again, by kind: [kinds, changed, 48, 48]."""
+    if not file.exists():
+        every = range(num_images)
+        with ProcessPoolExecutor(num_cores(), mp_context=get_context("spawn")) as pool:
+            files = pool.map(_texture, [(seed, number, num_changed) for number in every], chunksize=100)
+            parts = [
+                np.frombuffer(b"".join(own), np.uint8).reshape(-1, THUMBNAIL_SIDE, THUMBNAIL_SIDE) for own in files
+            ]
+        originals = np.stack([part[0] for part in parts])
+        changed = np.stack([part[1] for part in parts if len(part) > 1]).reshape(
+            len(_KINDS), num_changed, *originals.shape[1:]
+        )
+        np.savez(file, originals=originals, changed=changed)
+    kept = np.load(file)
+    return kept["originals"], kept["changed"]
+
+
+def _texture(what: tuple[int, int, int]) -> list[bytes]:
+    """The thumbnail of a texture; and of its change, where it is among the first: each kind takes its own."""
+    seed, number, num_changed = what
+    data = texture_jpeg(seed, 0, number % _NUM_CLASSES, number // _NUM_CLASSES, _SIZE)
+    files = [data]
+    if number < num_changed * len(_KINDS):
+        with Image.open(io.BytesIO(data)) as image:
+            change = list(_KINDS.values())[number // num_changed]
+            files.append(change(image.convert("RGB"), np.random.default_rng((seed, number))))
+    thumbnails = []
+    for file in files:
+        with Image.open(io.BytesIO(file)) as image:
+            thumbnails.append(gray_thumbnail(image.convert("RGB")))
+    return thumbnails
+
+
+def _found(originals: np.ndarray, changed: np.ndarray) -> dict[str, Any]:
+    """Search all at once, in a process of its own, and a quarter of the originals before, to see what grows."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(np.concatenate([originals, *changed]).tobytes())
+        file.flush()
+        runs = []
+        for number in (len(originals) // 4, len(originals)):
+            numbers = np.r_[:number, len(originals) : len(originals) + changed.shape[0] * changed.shape[1]]
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                runs.append(pool.submit(_search, file.name, numbers, len(originals)).result())
+            print({name: value for name, value in runs[-1].items() if name != "pairs"}, flush=True)
+    quarter, whole = runs
+    pairs = whole.pop("pairs")
+    quarter.pop("pairs")
+    num_changed = changed.shape[1]
+    origin = np.r_[: len(originals), : changed.shape[0] * num_changed]  # kind by kind, each its own textures
+    is_true = origin[pairs[0]] == origin[pairs[1]]
+    kind = np.maximum(pairs[1] - len(originals), -1) // num_changed  # of the second; -1 of two originals
+    names = list(_KINDS)
+    hits = {name: int((is_true & (kind == number)).sum()) for number, name in enumerate(names)}
+    false = {name: int((~is_true & (kind == number)).sum()) for number, name in enumerate(names)}
+    own = np.isin(kind, [names.index(name) for name in ("resize", "recompression")])
+    return {
+        "recall": {name: number / num_changed for name, number in hits.items()},
+        "precision": float(is_true.mean()),
+        "precision_resize_recompression": float(is_true[own].mean()),
+        "false": {**false, "among_originals": int((~is_true & (kind < 0)).sum())},
+        "whole": whole,
+        "quarter": quarter,
+    }
+
+
+def _search(file: str, numbers: np.ndarray, num_train: int) -> dict[str, Any]:
+    size = Path(file).stat().st_size // THUMBNAIL_SIDE**2
+    thumbnails = np.memmap(file, np.uint8, "r", shape=(size, *_SHAPE))
+    before_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = find_near_pairs(thumbnails, numbers, numbers >= num_train, num_threads=num_cores())
+    return {
+        "num_images": len(numbers),
+        "seconds": time.perf_counter() - wall,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before_mib,
+        "num_aligned": found.num_aligned,
+        "num_plain": found.num_plain,
+        "pairs": np.stack([found.first, found.second]),
+    }
+
+
+def _packing(scratch: Path, num_images: int, turns: int) -> list[dict[str, float]]:
+    """preprocess with and without near-duplicates, in turns."""
+    data, work = scratch / "data", scratch / "work"
+    _write_images(data, num_images, 500, 375)
+    runs = []
+    for _ in range(turns):
+        runs.append(
+            {
+                f"{setting}_seconds": _preprocess(data, work, "--near-duplicates", setting)["seconds"]
+                for setting in ("keep", "drop")
+            }
+        )
+        print(runs[-1], flush=True)
+    shutil.rmtree(data)
+    return runs
+
+
+def _thumbnail_us() -> float:
+    """Microseconds of one core for the thumbnail of an image of 500x375 pixels."""
+    image = Image.effect_noise((500, 375), 50).convert("RGB")
+    started = time.process_time()
+    for _ in range(1000):
+        gray_thumbnail(image)
+    return 1e3 * (time.process_time() - started)
+
+
+def _digits(scratch: Path) -> dict[str, int]:
+    """What preprocess leaves out of the digits, by default."""
+    write_digits(scratch / "digits")
+    _preprocess(scratch / "digits", scratch / "work")
+    found = load(scratch / "work", DatasetManifest).manifest.near_duplicates
+    assert found is not None
+    return found.model_dump()
+
+
+if __name__ == "__main__":
+    main()
