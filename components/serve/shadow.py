@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -78,11 +79,13 @@ class Sampler:
                 with self._connect() as connection:
                     connection.send_bytes(json.dumps({"champion": self._champion}).encode())
                     self._counts, self._listened = {"seen": 0, "dropped": 0}, True
-                    while True:
-                        head, image = self._waiting.get()
-                        connection.send_bytes(json.dumps(head).encode() + b"\n" + image)
+                    while not connection.poll():  # the other end says nothing: else it has gone
+                        with suppress(queue.Empty):
+                            head, image = self._waiting.get(timeout=_RETRY_S)
+                            connection.send_bytes(json.dumps(head).encode() + b"\n" + image)
             except OSError:  # nobody listens, or not any more
-                self._listened = False
+                pass
+            self._listened = False
             while not self._waiting.empty():
                 self._waiting.get_nowait()
             time.sleep(_RETRY_S)

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
@@ -203,6 +203,10 @@ class Model(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Free memory and connections."""
+        ...
+
 
 class LocalModel:
     """A repository's models in this process, on the CPU."""
@@ -219,16 +223,35 @@ class LocalModel:
         logits = self._runner.infer(self._images.load([image], ["the image"]))  # [1, classes]
         return self._classes[most_likely(logits[0], 1)[0][0]]
 
+    def close(self) -> None:
+        """See Model."""
+        self._runner.close()
+
 
 class RemoteModel:
     """A repository's models by the server at `url`."""
 
     def __init__(self, url: str, repository: Artifact[RepositoryManifest]) -> None:
-        self._client = Client(url, model=repository.manifest.name, retry=RetryPolicy(timeout_s=10, retry_s=0))
+        manifest = repository.manifest
+        self._client = Client(url, model=manifest.name, retry=RetryPolicy(timeout_s=10, retry_s=0))
+        served, own = self._client.parameters(), {"bundle_digest": manifest.inputs["bundle"]}
+        own["precision"] = manifest.precision
+        if wrong := [name for name, value in own.items() if served.get(name) != value]:
+            self.close()
+            raise UserError(
+                f"{url} serves the {wrong[0]} {served.get(wrong[0])} as {manifest.name}, and {repository.path} has "
+                f"{own[wrong[0]]}; serve that there, or name the repository that is served",
+                code="other-challenger-served",
+                setting="--url",
+            )
 
     def classify(self, image: bytes) -> str:
         """See Model."""
         return self._client.classify(image, top_k=1).label or ""
+
+    def close(self) -> None:
+        """See Model."""
+        self._client.close()
 
 
 def open_challenger(folder: Path) -> Artifact[RepositoryManifest]:
@@ -273,10 +296,11 @@ def run_shadow(
     """
     answers: list[ShadowAnswer] = []
     beside: Model | None = None
-    with SampleListener.at(path, say) as listener:
+    with SampleListener.at(path, say) as listener, ExitStack() as stack:
         if config.priority == "idle":
             _yield_to_others()
         model: Model = RemoteModel(url, challenger) if url else LocalModel(challenger)
+        stack.callback(model.close)
         started, deadline = datetime.now(UTC), time.monotonic() + 60 * config.minutes
         say(f"waiting for samples at {path}")
         while len(answers) < config.num_requests and time.monotonic() < deadline and not is_stopped():

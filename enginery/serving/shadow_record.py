@@ -269,16 +269,17 @@ def with_labels(answers: Sequence[ShadowAnswer], labels: Mapping[str, str]) -> l
     """The answers with their right classes, which are named by a request's id or an image's digest.
 
     Raises:
-        UserError: none of them is named.
+        UserError: none of them is named, or by no class that was predicted.
     """
     found = [
         answer.model_copy(update={"label": labels.get(answer.id) or labels.get(answer.image_digest) or answer.label})
         for answer in answers
     ]
-    if not any(answer.label for answer in found):
+    predicted = {name for answer in found for name in (answer.champion, answer.challenger)}
+    if not any(answer.label in predicted for answer in found):
         raise UserError(
-            f"none of {len(labels):,} labels is for one of {len(found):,} images that were compared: name each by its "
-            f"request's id, or by its image's digest, as in {ANSWERS}",
+            f"none of {len(labels):,} labels gives one of {len(found):,} images that were compared a class that the "
+            f"models know: name each image by its request's id or by its digest, and classes as in {ANSWERS}",
             code="no-label-fits",
             setting="--labels",
         )

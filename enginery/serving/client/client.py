@@ -228,6 +228,12 @@ class AsyncClient:
         name = (await self.classifier()).name
         return await self._ask(lambda transport: find_network(transport, name))
 
+    async def parameters(self) -> dict[str, str]:
+        """What `enginery serve` wrote into the model's configuration: its name, version, digests and so on."""
+        name = (await self.classifier()).name
+        config = await self._ask(lambda transport: transport.config(name))
+        return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+
     async def is_ready(self) -> bool:
         """Return True if the server and all its models are ready to answer; asks once.
 
@@ -353,6 +359,10 @@ class Client:
     def is_ready(self) -> bool:
         """See AsyncClient."""
         return self._run(self._client.is_ready())
+
+    def parameters(self) -> dict[str, str]:
+        """See AsyncClient."""
+        return self._run(self._client.parameters())
 
     def classify(self, image: bytes, *, top_k: int = 5) -> Answer:
         """See AsyncClient."""

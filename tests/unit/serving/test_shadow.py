@@ -126,7 +126,7 @@ def test_what_differs_is_said_and_nothing_else_is_kept(champion, challenger, ima
     assert right["mcnemar_p"] < 1e-3
     shown = enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "shown").output
     assert "labels differ on" in shown
-    for text, code in (("r0/0", "labels-invalid"), ("nobody,3", "no-label-fits")):
+    for text, code in (("r0/0", "labels-invalid"), ("nobody,3", "no-label-fits"), ("r0/0,three", "no-label-fits")):
         (tmp_path / "labels.csv").write_text(text)
         with refuses(code, "--labels"):
             enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "other")
@@ -168,6 +168,24 @@ def test_a_slow_or_killed_challenger_costs_the_champion_nothing(champion, challe
     process.send_signal(signal.SIGINT)
     assert 10 <= json.loads(process.communicate(timeout=600)[0])["comparison"]["num_compared"] <= 40
     assert not list(home.rglob("*.jpg"))
+
+
+def test_a_challenger_that_another_server_runs(champion, served, source, exported, images, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{served.http}"
+    home, options = champion.log.parent / "home", ("--output", tmp_path / "out", "--url", url, "--requests", "20")
+    other = write_repository(dataclasses.replace(source, precision="fp32"), tmp_path / "fp32", RepositoryConfig())
+    with refuses("other-challenger-served", "--url"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENGINERY_HOME", str(home))
+        enginery("shadow", other.path, *options, "--priority", "normal")
+    process = start_shadow(home, exported.path, *options, "--json")
+    wait_until_said(process, "the champion is")
+    while process.poll() is None:
+        for image in images[:20]:
+            assert champion.infer([image]).status == 200
+    record = json.loads(process.communicate()[0])
+    assert record["asked"] == url
+    found = record["comparison"]
+    assert (found["num_compared"], found["num_differing"], found["speed"]) == (20, 0, None)
 
 
 def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challenger, images, tmp_path: Path) -> None:
