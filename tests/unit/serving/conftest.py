@@ -19,6 +19,8 @@ import psutil
 import pytest
 
 from components.common.contracts.manifests import Artifact, RepositoryManifest
+from components.common.data.baseline import IMAGE_STATISTICS
+from components.serve.repository_check import STATISTICS_TENSOR
 from enginery.release.verify import load_chain
 from enginery.serving.installation import find_triton, triton_folder
 from enginery.serving.repository import RepositoryConfig, write_repository
@@ -63,9 +65,16 @@ class Running:
         return self.send("IMAGE", "BYTES", [len(images), 1], encoded(images), model)
 
     def send(self, name: str, datatype: str, shape: list[int], data: bytes, model: str = NAME) -> Answer:
-        tensor = {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
-        head = json.dumps({"inputs": [tensor]}).encode()
-        return self.post(model, head + data, {"Inference-Header-Content-Length": str(len(head))})
+        tensors = [(name, datatype, shape, data)]
+        if model.endswith("_labels"):  # which counts what images look like, too
+            tensors.append((STATISTICS_TENSOR, "FP32", [shape[0], len(IMAGE_STATISTICS)], bytes(16 * shape[0])))
+        inputs = [
+            {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
+            for name, datatype, shape, data in tensors
+        ]
+        head = json.dumps({"inputs": inputs}).encode()
+        body = head + b"".join(tensor[3] for tensor in tensors)
+        return self.post(model, body, {"Inference-Header-Content-Length": str(len(head))})
 
     def post(self, model: str, body: bytes, headers: dict[str, str]) -> Answer:
         url = f"http://127.0.0.1:{self.http}/v2/models/{model}/infer"

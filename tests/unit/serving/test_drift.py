@@ -22,7 +22,7 @@ from enginery.serving.repository import RepositoryConfig, write_repository
 from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses
 
-from .conftest import Running, metrics, serving
+from .conftest import NAME, Running, metrics, serving
 
 
 def darker(image: bytes) -> bytes:
@@ -123,6 +123,14 @@ def test_counts_of_several_servers_are_added(exported, counted_so) -> None:
     assert not any(each["drifted"] for each in found["statistics"])
     for each in found["statistics"]:
         assert all(one["baseline_pct"] == pytest.approx(one["served_pct"]) for one in each["bins"])
+
+
+def test_a_registered_version_and_a_release_hold_the_baseline(exported, promoted, counted_so, tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    enginery("release", release, f"{NAME}@candidate")
+    for model in (f"{NAME}@candidate", release):
+        done = enginery("drift", model, "--metrics", counted_so(), "--json")
+        assert json.loads(done.stdout)["baseline_digest"] == exported.manifest.files[baseline_file("int8")].digest
 
 
 @pytest.mark.parametrize(
