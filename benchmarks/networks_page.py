@@ -102,7 +102,7 @@ def write_picture(runs: list[dict[str, Any]], file: Path) -> None:
         axes.axvline(1, color="#333333", linewidth=1)
         axes.set_yticks(range(len(rows)), [row["network"] for row in rows])
         axes.set_xlabel("images/s over FP16, batch 128")
-        axes.legend(loc="lower right", frameon=False)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
         figure.savefig(file, dpi=130)
 
 

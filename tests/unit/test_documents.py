@@ -90,6 +90,7 @@ def test_what_documents_name_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not problems
 
 
-def test_the_page_of_networks_is_of_the_result() -> None:
-    result = json.loads((ROOT / "benchmarks/results/h200/networks.json").read_text(encoding="utf-8"))
-    assert (ROOT / "docs/examples/h200/networks.md").read_text(encoding="utf-8") == page(result)
+@pytest.mark.parametrize("machine", ["h100", "h200"])
+def test_the_page_of_networks_is_of_the_result(machine: str) -> None:
+    result = json.loads((ROOT / f"benchmarks/results/{machine}/networks.json").read_text(encoding="utf-8"))
+    assert (ROOT / f"docs/examples/{machine}/networks.md").read_text(encoding="utf-8") == page(result)
