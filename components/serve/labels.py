@@ -14,8 +14,8 @@ from components.common.data.evaluation import most_likely
 from components.serve.admission_control import refusal
 from components.serve.drift import EXAMPLES_VARIABLE, DriftMetrics
 from components.serve.metrics import PredictionMetrics
-from components.serve.repository_check import STATISTICS_TENSOR, shadow_sampler
-from components.serve.shadow import KEYS
+from components.serve.repository_check import STATISTICS_TENSOR
+from components.serve.shadow import KEYS, Sampler
 
 
 class TritonPythonModel:
@@ -27,7 +27,7 @@ class TritonPythonModel:
         root = Path(args["model_repository"]).absolute().parent
         repository = load(root, RepositoryManifest)
         manifest = repository.manifest
-        self._sampler = shadow_sampler(repository)
+        self._sampler = Sampler.of(repository)
         self._classes = np.array([name.encode() for name in manifest.classes], dtype=object)
         self._top_k = manifest.top_k
         self._input = manifest.shapes.output_name

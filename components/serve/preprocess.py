@@ -14,8 +14,8 @@ from components.common.contracts.errors import UserError
 from components.common.data.baseline import baseline_file, image_statistics
 from components.common.data.dali_pipelines import ImageBatches, LoadedImage
 from components.serve.admission_control import PendingRequests, refusal
-from components.serve.repository_check import STATISTICS_TENSOR, open_from, shadow_sampler
-from components.serve.shadow import KEYS
+from components.serve.repository_check import STATISTICS_TENSOR, open_from
+from components.serve.shadow import KEYS, Sampler
 
 MAX_IMAGE_BYTES = 64 << 20  # of one encoded image; what newer Tritons take of a whole HTTP request
 _MOST_DECODED = 32  # images in one batch of the decoder, as in validation on a CPU
@@ -30,7 +30,7 @@ class TritonPythonModel:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         repository = open_from(Path(args["model_repository"]))
         manifest = repository.manifest
-        self._sampler = shadow_sampler(repository)
+        self._sampler = Sampler.of(repository)
         self._output = manifest.shapes.input_name
         self._transform = manifest.transform
         self._counts = baseline_file(manifest.precision) in manifest.files

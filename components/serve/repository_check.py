@@ -7,7 +7,6 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import ALL_FILES, MANIFEST, Artifact, RepositoryManifest, load
 from components.common.contracts.records import EngineEntry
 from components.common.registry.trust import SIGNATURE, STATEMENTS
-from components.serve.shadow import Sampler
 
 VERSION = "1"  # folder of the only version of each model
 CPU = "cpu"  # name of the configurations for a server without a GPU: `tritonserver --model-config-name=cpu`
@@ -58,22 +57,6 @@ def open_from(model_folder: Path) -> Artifact[RepositoryManifest]:
     if problem := _version_problem(repository.manifest.engines):
         raise EngineryError(problem, code="other-tensorrt")
     return repository
-
-
-def shadow_sampler(repository: Artifact[RepositoryManifest]) -> Sampler | None:
-    """What hands samples of requests to `enginery shadow`; None where the repository was exported without."""
-    manifest = repository.manifest
-    if not (share := manifest.config.get("shadow_share")):
-        return None
-    champion = {
-        "name": manifest.name,
-        "version": manifest.version,
-        "precision": manifest.precision,
-        "bundle_digest": manifest.inputs["bundle"],
-        "repository_digest": repository.digest,
-        "folder": str(repository.path),
-    }
-    return Sampler(share, champion)
 
 
 def _version_problem(engines: tuple[EngineEntry, ...]) -> str:

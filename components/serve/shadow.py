@@ -16,9 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from pydantic import Field
+
+from components.common.contracts.manifests import Artifact, RepositoryManifest
+from components.common.contracts.records import Precision, Record
 
 SHADOW_VARIABLE = "ENGINERY_SHADOW_SOCKET"  # path of the socket; without it nothing is sampled
 KEYS = "SHADOW_KEYS"  # tensor between the models of the ensemble: of each image 0, or its sample's number
@@ -28,22 +32,51 @@ _RETRY_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end
 
 
+class ShadowedModel(Record):
+    """An exported repository, as its manifest names it."""
+
+    name: str
+    version: str = Field(description="Of the registered model; empty for one from no registry.")
+    precision: Precision
+    bundle_digest: str
+    repository_digest: str
+
+    @classmethod
+    def of(cls, repository: Artifact[RepositoryManifest]) -> Self:
+        """The record of a repository."""
+        manifest = repository.manifest
+        return cls(
+            name=manifest.name,
+            version=manifest.version,
+            precision=manifest.precision,
+            bundle_digest=manifest.inputs["bundle"],
+            repository_digest=repository.digest,
+        )
+
+
 class Sampler:
     """Hands samples on to whoever listens. Called by one thread.
 
     Args:
-        share: of the images, 0..1.
-        champion: what is served, for the other end.
+        share: of the images, above 0 to 1.
+        served: the ShadowedModel and its folder, for the other end.
     """
 
-    def __init__(self, share: float, champion: Mapping[str, str]) -> None:
-        self._share, self._champion = share, champion
+    def __init__(self, share: float, served: Mapping[str, Any]) -> None:
+        self._share, self._served = share, served
         self._path = os.environ.get(SHADOW_VARIABLE, "")
         self._waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue(_MAX_WAITING)
         self._listened = False
         self._counts = {"seen": 0, "dropped": 0}  # images since somebody listens
-        if share and self._path:
+        if self._path:
             threading.Thread(target=self._run, name="shadow", daemon=True).start()
+
+    @classmethod
+    def of(cls, repository: Artifact[RepositoryManifest]) -> Self | None:
+        """The sampler of a repository that is served; None where it was exported without a share."""
+        share = repository.manifest.config.get("shadow_share")
+        served = {"champion": ShadowedModel.of(repository).model_dump(), "folder": str(repository.path)}
+        return cls(share, served) if share else None
 
     def sample(self, request_id: str, images: Sequence[bytes]) -> np.ndarray:
         """Hand on some of the images of a request. Returns the samples' numbers, [B, 1] int64, and 0 for the others."""
@@ -77,7 +110,7 @@ class Sampler:
         while True:
             try:
                 with self._connect() as connection:
-                    connection.send_bytes(json.dumps({"champion": self._champion}).encode())
+                    connection.send_bytes(json.dumps(self._served).encode())
                     self._counts, self._listened = {"seen": 0, "dropped": 0}, True
                     while not connection.poll():  # the other end says nothing: else it has gone
                         with suppress(queue.Empty):

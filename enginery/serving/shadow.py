@@ -4,15 +4,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from components.common.contracts.digests import digest_bytes
 from components.common.contracts.errors import EngineryError, UserError
@@ -24,14 +24,18 @@ from components.common.registry.trust import check_folder
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
 from components.serve.repository_check import open_repository
-from components.serve.shadow import MAX_IMAGE_BYTES, SHADOW_VARIABLE
+from components.serve.shadow import MAX_IMAGE_BYTES, SHADOW_VARIABLE, ShadowedModel
 from enginery.serving.client.client import Client
 from enginery.serving.client.transport import RetryPolicy
-from enginery.serving.shadow_record import ShadowAnswer, ShadowedModel
+from enginery.serving.shadow_record import ShadowAnswer
 
 _MAX_MESSAGE_BYTES = MAX_IMAGE_BYTES + (1 << 16)
 _MAX_WAITING = 64  # samples of which one half has arrived
 _POLL_S = 0.2
+# Where a connection ended, or sends what no server of ours does.
+_NONE_OF_OURS = (OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+Classify = Callable[[bytes], str]  # an encoded image to its class; raises EngineryError where there is no answer
 
 
 class ShadowConfig(Record):
@@ -42,23 +46,13 @@ class ShadowConfig(Record):
     priority: Literal["idle", "normal"] = Field("idle", description="Of the process that runs the challenger.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(Record):
     """An image, and what the champion answered."""
 
     id: str
     image: bytes
     label: str
-    served_ms: float
-
-
-@dataclass
-class _Source:
-    """A connection of one process of the champion's server."""
-
-    num_seen: int = 0
-    num_dropped: int = 0
-    is_champion: bool = False
+    served_ms: FiniteFloat
 
 
 @dataclass
@@ -70,8 +64,8 @@ class SampleListener:
     champion: ShadowedModel | None = None
     folder: Path = Path()  # of the champion's repository, as its server has it
     num_unpaired: int = 0
-    _sources: dict[Connection, _Source] = field(default_factory=dict)
-    _ended: list[_Source] = field(default_factory=list)
+    _open: list[Connection] = field(default_factory=list)
+    _counts: dict[Connection, dict[str, int]] = field(default_factory=dict)  # of the champion, ended ones too
     _halves: dict[int, tuple[dict[str, Any], bytes]] = field(default_factory=dict)
     _others: set[str] = field(default_factory=set)  # digests of other repositories whose servers were turned away
 
@@ -106,47 +100,37 @@ class SampleListener:
                 yield listener
             finally:
                 path.unlink(missing_ok=True)
-                for connection in listener._sources:
+                for connection in listener._open:
                     connection.close()
 
-    @property
-    def num_seen(self) -> int:
-        """Images that the champion answered meanwhile, up to the last sample."""
-        return sum(source.num_seen for source in (*self._sources.values(), *self._ended))
-
-    @property
-    def num_dropped(self) -> int:
-        """Samples that the server gave up."""
-        return sum(source.num_dropped for source in (*self._sources.values(), *self._ended))
+    def count(self, what: str) -> int:
+        """Return the number of images that the champion has "seen" or "dropped", up to the last sample."""
+        return sum(counts.get(what, 0) for counts in self._counts.values())
 
     def poll(self) -> list[Sample]:
         """Return what has become complete, after waiting a moment for it."""
         samples = []
-        for ready in wait([self.server, *self._sources], _POLL_S):
-            if ready is self.server:
-                accepted, _ = self.server.accept()
-                self._sources[Connection(accepted.detach())] = _Source()
+        for ready in wait([self.server, *self._open], _POLL_S):
+            if not isinstance(ready, Connection):
+                self._open.append(Connection(self.server.accept()[0].detach()))
                 continue
-            assert isinstance(ready, Connection)
             try:
-                sample = self._receive(self._sources[ready], ready.recv_bytes(_MAX_MESSAGE_BYTES))
-            except (OSError, EOFError, ValueError, KeyError, TypeError):  # it ended, or is none of ours
-                self._ended.append(self._sources.pop(ready))
+                sample = self._receive(ready, ready.recv_bytes(_MAX_MESSAGE_BYTES))
+            except _NONE_OF_OURS:
+                self._open.remove(ready)
                 ready.close()
             else:
                 samples += [sample] if sample else []
         return samples
 
-    def _receive(self, source: _Source, message: bytes) -> Sample | None:
+    def _receive(self, source: Connection, message: bytes) -> Sample | None:
         head, _, image = message.partition(b"\n")
         content: dict[str, Any] = json.loads(head)
-        if not source.is_champion:
-            self._greet(source, content["champion"])
+        if source not in self._counts:
+            self._greet(ShadowedModel.model_validate(content["champion"]), Path(content["folder"]))
+            self._counts[source] = {}
             return None
-        source.num_seen, source.num_dropped = (
-            content.get("seen", source.num_seen),
-            content.get("dropped", source.num_dropped),
-        )
+        self._counts[source] |= {what: int(content[what]) for what in ("seen", "dropped") if what in content}
         other = self._halves.pop(content["key"], None)
         if other is None:
             self._halves[content["key"]] = content, image
@@ -162,10 +146,8 @@ class SampleListener:
             served_ms=1e3 * abs(content["time"] - other[0]["time"]),
         )
 
-    def _greet(self, source: _Source, content: dict[str, str]) -> None:
+    def _greet(self, found: ShadowedModel, folder: Path) -> None:
         """Note who the champion is, or refuse a server of something else."""
-        folder = Path(content.pop("folder"))
-        found = ShadowedModel.model_validate(content)
         if self.champion is None:
             self.champion, self.folder = found, folder
         if found != self.champion:
@@ -173,7 +155,6 @@ class SampleListener:
                 self._others.add(found.repository_digest)
                 self.say(f"a server of another repository ({found.repository_digest}) is left aside")
             raise ValueError("another champion")
-        source.is_champion = True
 
 
 def _remove_left(path: Path) -> None:
@@ -192,66 +173,36 @@ def _remove_left(path: Path) -> None:
     )
 
 
-class Model(Protocol):
-    """What names the class of an encoded image."""
-
-    def classify(self, image: bytes) -> str:
-        """Return the class.
-
-        Raises:
-            EngineryError: it gives no answer.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free memory and connections."""
-        ...
-
-
-class LocalModel:
+@contextmanager
+def _local_model(repository: Artifact[RepositoryManifest]) -> Iterator[Classify]:
     """A repository's models in this process, on the CPU."""
+    manifest = repository.manifest
+    file = fit_model(manifest.cpu_models).file if manifest.cpu_models else manifest.cpu_model
+    images = ImageBatches(manifest.transform, 1)
+    with closing(OpenVINORunner(repository.file(file), manifest.shapes)) as runner:
 
-    def __init__(self, repository: Artifact[RepositoryManifest]) -> None:
-        manifest = repository.manifest
-        file = fit_model(manifest.cpu_models).file if manifest.cpu_models else manifest.cpu_model
-        self._classes = manifest.classes
-        self._images = ImageBatches(manifest.transform, 1)
-        self._runner = OpenVINORunner(repository.file(file), manifest.shapes)
+        def classify(image: bytes) -> str:
+            logits = runner.infer(images.load([image], ["the image"]))  # [1, classes]
+            return manifest.classes[most_likely(logits[0], 1)[0][0]]
 
-    def classify(self, image: bytes) -> str:
-        """See Model."""
-        logits = self._runner.infer(self._images.load([image], ["the image"]))  # [1, classes]
-        return self._classes[most_likely(logits[0], 1)[0][0]]
-
-    def close(self) -> None:
-        """See Model."""
-        self._runner.close()
+        yield classify
 
 
-class RemoteModel:
+@contextmanager
+def _served_model(repository: Artifact[RepositoryManifest], url: str) -> Iterator[Classify]:
     """A repository's models by the server at `url`."""
-
-    def __init__(self, url: str, repository: Artifact[RepositoryManifest]) -> None:
-        manifest = repository.manifest
-        self._client = Client(url, model=manifest.name, retry=RetryPolicy(timeout_s=10, retry_s=0))
-        served, own = self._client.parameters(), {"bundle_digest": manifest.inputs["bundle"]}
-        own["precision"] = manifest.precision
+    manifest = repository.manifest
+    own = {"bundle_digest": manifest.inputs["bundle"], "precision": manifest.precision}
+    with Client(url, model=manifest.name, retry=RetryPolicy(timeout_s=10, retry_s=0)) as client:
+        served = client.parameters()
         if wrong := [name for name, value in own.items() if served.get(name) != value]:
-            self.close()
             raise UserError(
                 f"{url} serves the {wrong[0]} {served.get(wrong[0])} as {manifest.name}, and {repository.path} has "
                 f"{own[wrong[0]]}; serve that there, or name the repository that is served",
                 code="other-challenger-served",
                 setting="--url",
             )
-
-    def classify(self, image: bytes) -> str:
-        """See Model."""
-        return self._client.classify(image, top_k=1).label or ""
-
-    def close(self) -> None:
-        """See Model."""
-        self._client.close()
+        yield lambda image: client.classify(image, top_k=1).label or ""
 
 
 def open_challenger(folder: Path) -> Artifact[RepositoryManifest]:
@@ -264,18 +215,6 @@ def open_challenger(folder: Path) -> Artifact[RepositoryManifest]:
     repository = open_repository(folder)
     check_folder(f"the model repository {folder}", folder)
     return repository
-
-
-def shadowed(repository: Artifact[RepositoryManifest]) -> ShadowedModel:
-    """The repository, as a record names it."""
-    manifest = repository.manifest
-    return ShadowedModel(
-        name=manifest.name,
-        version=manifest.version,
-        precision=manifest.precision,
-        bundle_digest=manifest.inputs["bundle"],
-        repository_digest=repository.digest,
-    )
 
 
 def run_shadow(
@@ -295,22 +234,23 @@ def run_shadow(
         UserError: no sample came; see `SampleListener.at`.
     """
     answers: list[ShadowAnswer] = []
-    beside: Model | None = None
     with SampleListener.at(path, say) as listener, ExitStack() as stack:
         if config.priority == "idle":
             _yield_to_others()
-        model: Model = RemoteModel(url, challenger) if url else LocalModel(challenger)
-        stack.callback(model.close)
+        model = _served_model(challenger, url) if url else _local_model(challenger)
+        models = {"challenger": stack.enter_context(model)}
         started, deadline = datetime.now(UTC), time.monotonic() + 60 * config.minutes
         say(f"waiting for samples at {path}")
         while len(answers) < config.num_requests and time.monotonic() < deadline and not is_stopped():
             known = listener.champion is not None
             for sample in listener.poll():
-                answers.append(_answer(sample, model, beside, challenger_first=len(answers) % 2 == 0))
+                # Which begins changes, as the second finds the image in the caches.
+                answers.append(_answer(sample, models, sorted(models, reverse=len(answers) % 2 == 1)))
                 if len(answers) % max(1, config.num_requests // 10) == 0:
                     say(f"{len(answers):,} of {config.num_requests:,} images compared")
             if not known and (champion := listener.champion) is not None:
-                beside = None if url else _champion_beside(champion, listener.folder, say)
+                if not url and (repository := _champion_repository(champion, listener.folder, say)) is not None:
+                    models["champion"] = stack.enter_context(_local_model(repository))
                 say(f"the champion is {champion.name} {champion.version} ({champion.repository_digest})")
     if not answers or listener.champion is None:
         raise UserError(
@@ -320,12 +260,12 @@ def run_shadow(
         )
     fields = {
         "champion": listener.champion,
-        "challenger": shadowed(challenger),
+        "challenger": ShadowedModel.of(challenger),
         "asked": url,
         "started": started,
         "ended": datetime.now(UTC),
-        "num_seen": listener.num_seen,
-        "num_dropped": listener.num_dropped,
+        "num_seen": listener.count("seen"),
+        "num_dropped": listener.count("dropped"),
         "num_unpaired": listener.num_unpaired,
     }
     return answers, fields
@@ -338,12 +278,14 @@ def _yield_to_others() -> None:
         Path("/proc/self/autogroup").write_text("19")
 
 
-def _champion_beside(champion: ShadowedModel, folder: Path, say: Callable[[str], None]) -> Model | None:
-    """The champion's own files in this process, for a fair comparison of speed; None where they can't be had."""
+def _champion_repository(
+    champion: ShadowedModel, folder: Path, say: Callable[[str], None]
+) -> Artifact[RepositoryManifest] | None:
+    """The champion's own files, for a fair comparison of speed in this process; None where they can't be had."""
     try:
         repository = open_repository(folder, bytecode=True)
-        if shadowed(repository) == champion:
-            return LocalModel(repository)
+        if ShadowedModel.of(repository) == champion:
+            return repository
         reason = "it has changed"
     except EngineryError as error:
         reason = str(error)
@@ -351,14 +293,10 @@ def _champion_beside(champion: ShadowedModel, folder: Path, say: Callable[[str],
     return None
 
 
-def _answer(sample: Sample, model: Model, beside: Model | None, *, challenger_first: bool) -> ShadowAnswer:
-    """Both models on one image; which begins changes, as the second finds it in the caches."""
-    beside_ms = None
-    if beside is not None and not challenger_first:
-        beside_ms = _timed(beside, sample.image)[1]
-    label, challenger_ms = _timed(model, sample.image)
-    if beside is not None and challenger_first:
-        beside_ms = _timed(beside, sample.image)[1]
+def _answer(sample: Sample, models: Mapping[str, Classify], order: Sequence[str]) -> ShadowAnswer:
+    """The models on one image, one after the other in this order."""
+    found = {role: _timed(models[role], sample.image) for role in order}
+    label, challenger_ms = found["challenger"]
     return ShadowAnswer(
         id=sample.id,
         image_digest=digest_bytes(sample.image),
@@ -366,15 +304,15 @@ def _answer(sample: Sample, model: Model, beside: Model | None, *, challenger_fi
         challenger=label,
         champion_ms=sample.served_ms,
         challenger_ms=challenger_ms,
-        beside_ms=beside_ms,
+        beside_ms=found["champion"][1] if "champion" in found else None,
     )
 
 
-def _timed(model: Model, image: bytes) -> tuple[str, float]:
+def _timed(classify: Classify, image: bytes) -> tuple[str, float]:
     """The class, empty where there is no answer, and the milliseconds."""
     start = time.perf_counter()
     try:
-        label = model.classify(image)
+        label = classify(image)
     except EngineryError:
         label = ""
     return label, 1e3 * (time.perf_counter() - start)

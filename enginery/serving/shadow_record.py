@@ -14,32 +14,16 @@ from pydantic import Field, FiniteFloat
 
 from components.common.contracts.errors import EngineryError, GateFailed, UserError
 from components.common.contracts.manifests import ALL_FILES, Artifact, Manifest, load, seal, write_atomically
-from components.common.contracts.records import Precision, Record
-from components.common.contracts.statistics import (
-    SIGNIFICANCE,
-    drop_lower,
-    drop_upper,
-    holm,
-    mcnemar,
-    paired_difference,
-)
+from components.common.contracts.records import Record
+from components.common.contracts.statistics import SIGNIFICANCE, drop_lower, drop_upper, holm, mcnemar
 from components.common.registry.promotions import PairedImages
 from components.common.registry.trust import SHADOW, check_shadow, read_statements, sign_shadow
+from components.serve.shadow import ShadowedModel
 from enginery.new_folders import new_folder
 
 ANSWERS = "answers.jsonl"
 _MAX_PAIRS = 50  # of classes, in the record
 _NORMAL_95 = 1.96
-
-
-class ShadowedModel(Record):
-    """An exported repository, as its manifest names it."""
-
-    name: str
-    version: str = Field(description="Of the registered model; empty for one from no registry.")
-    precision: Precision
-    bundle_digest: str
-    repository_digest: str
 
 
 class ShadowAnswer(Record):
@@ -163,6 +147,7 @@ def compare(answers: Sequence[ShadowAnswer]) -> ShadowComparison:
     pairs = Counter((answer.champion, answer.challenger) for answer in differing).most_common(_MAX_PAIRS)
     times = np.percentile([[a.champion_ms, a.challenger_ms] for a in answers], [50, 99], axis=0).tolist()
     labelled = [answer for answer in answers if answer.label is not None]
+    right = np.array([[answer.champion == answer.label, answer.challenger == answer.label] for answer in labelled])
     return ShadowComparison(
         num_compared=count,
         num_differing=num_differing,
@@ -177,21 +162,7 @@ def compare(answers: Sequence[ShadowAnswer]) -> ShadowComparison:
         challenger_p99_ms=times[1][1],
         speed=_speed(answers),
         num_labelled=len(labelled),
-        labelled=_who_is_right(labelled) if labelled else None,
-    )
-
-
-def _who_is_right(answers: Sequence[ShadowAnswer]) -> PairedImages:
-    champion, challenger = (
-        np.array([getattr(answer, model) == answer.label for answer in answers]) for model in ("champion", "challenger")
-    )
-    found = paired_difference(champion, challenger)
-    return PairedImages(
-        num_lost=found.num_lost,
-        num_gained=found.num_gained,
-        low_points=found.low_points,
-        high_points=found.high_points,
-        mcnemar_p=mcnemar(found.num_lost, found.num_gained)[0],
+        labelled=PairedImages.of(*right.T) if labelled else None,
     )
 
 
@@ -310,7 +281,7 @@ def read_labels(file: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowLimits:
-    """What a record must show before its challenger is deployed."""
+    """Limits on a record, without which its challenger is not deployed."""
 
     num_requests: int
     days: int

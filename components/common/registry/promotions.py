@@ -1,11 +1,15 @@
 """Records of promotions: how a version compares with the champion, and one entry of a model's audit log."""
 
 import re
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
 from components.common.contracts.records import Precision, Record
+from components.common.contracts.statistics import mcnemar, paired_difference
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CHAMPION, CANDIDATE = "champion", "candidate"
 
@@ -37,6 +41,18 @@ class PairedImages(Record):
     low_points: float = Field(description="Lower end of the one-sided 95 % interval of the difference (Tango, 1998).")
     high_points: float = Field(description="Upper end, likewise.")
     mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test.")
+
+    @classmethod
+    def of(cls, right_champion: "np.ndarray", right_version: "np.ndarray") -> Self:
+        """All that follows from [N] bool, whether each is right on an image."""
+        found = paired_difference(right_champion, right_version)
+        return cls(
+            num_lost=found.num_lost,
+            num_gained=found.num_gained,
+            low_points=found.low_points,
+            high_points=found.high_points,
+            mcnemar_p=mcnemar(found.num_lost, found.num_gained)[0],
+        )
 
 
 class ChampionComparison(Record):

@@ -11,7 +11,6 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.foreign import read_arrays
 from components.common.contracts.manifests import ALL_FILES, Artifact, ReportManifest, VerdictManifest, load
 from components.common.contracts.records import AccuracyRow, Precision
-from components.common.contracts.statistics import mcnemar, paired_difference
 from components.common.registry.audit_log import Entry, Situation, champions
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import ChampionComparison, PairedImages
@@ -133,14 +132,7 @@ def compare_versions(
     delta = own.top1_pct - champion.top1_pct
     paired = None
     if own.correct is not None and champion.correct is not None and len(own.correct) == len(champion.correct):
-        difference = paired_difference(champion.correct, own.correct)
-        paired = PairedImages(
-            num_lost=difference.num_lost,
-            num_gained=difference.num_gained,
-            low_points=difference.low_points,
-            high_points=difference.high_points,
-            mcnemar_p=mcnemar(difference.num_lost, difference.num_gained)[0],
-        )
+        paired = PairedImages.of(champion.correct, own.correct)
     return ChampionComparison(
         champion_version=champion_version,
         champion_precision=champion.precision,

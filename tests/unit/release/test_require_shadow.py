@@ -15,11 +15,11 @@ from components.common.contracts.digests import digest_file
 from components.common.contracts.statistics import holm
 from components.common.registry.keys import signing_key
 from components.common.registry.trust import SHADOW, sign_shadow
+from components.serve.shadow import ShadowedModel
 from enginery.serving.shadow import ShadowConfig
 from enginery.serving.shadow_record import (
     ANSWERS,
     ShadowAnswer,
-    ShadowedModel,
     ShadowLimits,
     compare,
     require_shadow,
@@ -185,8 +185,7 @@ def test_records_with_a_policy(machine: Machine, tmp_path: Path) -> None:
     with refuses("statement-other-digest"):
         required(tmp_path / "unsigned")
     forged = shutil.copytree(tmp_path / "signed", tmp_path / "forged")
-    later = (datetime.now(UTC) + timedelta(0)).isoformat()
-    reseal(forged, lambda manifest: manifest.update(ended=later))
+    reseal(forged, lambda manifest: manifest.update(ended=datetime.now(UTC).isoformat()))
     with refuses("statement-other-digest"):
         required(forged)
     # A statement on the record alone, or of another kind.
