@@ -64,7 +64,7 @@ class TritonPythonModel:
             looks = np.stack([*image_statistics(batch, self._transform), sizes], axis=1)  # as IMAGE_STATISTICS
             tensors.append(pb.Tensor(STATISTICS_TENSOR, looks.astype(np.float32)))
         if self._sampler is not None:
-            tensors.append(pb.Tensor(KEYS, self._sampler.sample(request.request_id(), sent)))
+            tensors.append(pb.Tensor(KEYS, self._sampler.sample(request.request_id, sent)))
         return pb.InferenceResponse(tensors)
 
 

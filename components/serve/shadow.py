@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Self
@@ -27,6 +27,7 @@ from components.common.contracts.records import Precision, Record
 SHADOW_VARIABLE = "ENGINERY_SHADOW_SOCKET"  # path of the socket; without it nothing is sampled
 KEYS = "SHADOW_KEYS"  # tensor between the models of the ensemble: of each image 0, or its sample's number
 MAX_IMAGE_BYTES = 4 << 20  # of a sampled image; larger ones are dropped
+_MAX_ID = 1000  # characters of a request's id; longer ones are left out
 _MAX_WAITING = 32  # samples in the queue
 _RETRY_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end
@@ -78,7 +79,7 @@ class Sampler:
         served = {"champion": ShadowedModel.of(repository).model_dump(), "folder": str(repository.path)}
         return cls(share, served) if share else None
 
-    def sample(self, request_id: str, images: Sequence[bytes]) -> np.ndarray:
+    def sample(self, request_id: Callable[[], str], images: Sequence[bytes]) -> np.ndarray:
         """Hand on some of the images of a request. Returns the samples' numbers, [B, 1] int64, and 0 for the others."""
         keys = np.zeros((len(images), 1), np.int64)
         for index, image in enumerate(images) if self._listened else ():
@@ -86,7 +87,8 @@ class Sampler:
             if random.random() >= self._share:
                 continue
             key = random.getrandbits(62) + 1
-            name = f"{request_id}/{index}" if request_id and len(images) > 1 else request_id
+            name = _usable(request_id)
+            name = f"{name}/{index}" if name and len(images) > 1 else name
             if len(image) <= MAX_IMAGE_BYTES and self._put({"key": key, "id": name, **self._counts}, image):
                 keys[index] = key
             else:
@@ -130,3 +132,12 @@ class Sampler:
             if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
                 raise PermissionError("another account listens")
             return Connection(opened.detach())
+
+
+def _usable(request_id: Callable[[], str]) -> str:
+    """The client's id for its request; empty where it is too long or, as Triton lets pass over HTTP, no UTF-8."""
+    try:
+        name = request_id()
+    except UnicodeDecodeError:
+        return ""
+    return name if len(name) <= _MAX_ID else ""

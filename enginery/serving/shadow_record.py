@@ -216,7 +216,7 @@ def read_record(folder: Path) -> tuple[Artifact[ShadowManifest], list[ShadowAnsw
     """
     record = load(folder, ShadowManifest, verify=ALL_FILES)
     try:
-        lines = (folder / ANSWERS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / ANSWERS).read_bytes().splitlines()  # of text it would split at other characters, too
         answers = [ShadowAnswer.model_validate_json(line) for line in lines]
         found = compare(answers)
     except (OSError, ValueError, IndexError, ZeroDivisionError):  # of which pydantic's errors are

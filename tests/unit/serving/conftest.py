@@ -80,7 +80,7 @@ class Running:
         url = f"http://127.0.0.1:{self.http}/v2/models/{model}/infer"
         try:
             with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=600) as response:
-                return Answer(status=response.status, body=json.load(response))
+                return Answer(status=response.status, body=json.loads(response.read().decode(errors="replace")))
         except urllib.error.HTTPError as error:
             return Answer(status=error.code, body=json.load(error))
 

@@ -18,6 +18,7 @@ from components.common.contracts.digests import digest_bytes
 from components.serve.shadow import KEYS, SHADOW_VARIABLE, Sampler
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.server import shadow_socket
+from enginery.serving.shadow_record import read_record
 from tests.unit.registered import enginery, files, refuses, write_keys
 
 from .conftest import NAME, REPOSITORY, Answer, Running, encoded, serving, suspended
@@ -63,11 +64,12 @@ def wait_until_said(process: subprocess.Popen[str], start: str) -> None:
     raise AssertionError(said)
 
 
-def ask(running: Running, images: list[bytes], name: str) -> Answer:
-    """A request with an id."""
+def ask(running: Running, images: list[bytes], name: bytes) -> Answer:
+    """A request with an id, which goes into the JSON as it is."""
     data = encoded(images)
-    tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [len(images), 1]}
-    head = json.dumps({"id": name, "inputs": [{**tensor, "parameters": {"binary_data_size": len(data)}}]}).encode()
+    size = {"parameters": {"binary_data_size": len(data)}}
+    tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [len(images), 1], **size}
+    head = b'{"id": "%s", "inputs": [%s]}' % (name, json.dumps(tensor).encode())
     return running.post(NAME, head + data, {"Inference-Header-Content-Length": str(len(head))})
 
 
@@ -85,7 +87,7 @@ def test_what_differs_is_said_and_nothing_else_is_kept(champion, challenger, ima
     expected = {}
     while process.poll() is None:  # what it had no time for was not sampled
         for start in range(0, 120, 3):
-            for index, label in enumerate(labels_of(ask(champion, images[start : start + 3], f"r{start}"))):
+            for index, label in enumerate(labels_of(ask(champion, images[start : start + 3], b"r%d" % start))):
                 digest = digest_bytes(images[start + index])
                 expected[f"r{start}/{index}"] = (label, SWAPPED.get(label, label), digest)
     out, err = process.communicate()
@@ -188,6 +190,19 @@ def test_a_challenger_that_another_server_runs(champion, served, source, exporte
     assert (found["num_compared"], found["num_differing"], found["speed"]) == (20, 0, None)
 
 
+def test_ids_of_any_kind(champion, challenger, images, tmp_path: Path) -> None:
+    """No request's id fails a request, or spoils the record."""
+    process = start_shadow(champion.log.parent / "home", challenger, "--output", tmp_path / "out", "--requests", "30")
+    wait_until_said(process, "the champion is")
+    while process.poll() is None:
+        for name in (b"", b"\xff\xc3", b"x" * 200_000, "a\u2028b".encode()):  # which ends a line, as text
+            assert ask(champion, images[:1], name).status == 200
+    assert process.returncode == 0, process.stderr.read()
+    found, answers = read_record(tmp_path / "out")
+    assert {answer.id for answer in answers} == {"", "a\u2028b"}
+    assert found.manifest.num_dropped == 0
+
+
 def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challenger, images, tmp_path: Path) -> None:
     for model in ("digits", "digits_preprocess", "digits_labels"):
         assert KEYS not in (exported.path / model / "config.pbtxt").read_text()
@@ -222,7 +237,7 @@ def test_another_account_gets_no_images(
         monkeypatch.setenv(SHADOW_VARIABLE, str(folder / "s"))
         sampler = Sampler(1.0, {"name": "m"})
         assert stranger.stdout.readline() == "b''\n", "the connection ends without a word"
-        assert not sampler.sample("r", [b"image"]).any()
+        assert not sampler.sample(lambda: "r", [b"image"]).any()
     finally:
         stranger.kill()
         stranger.wait()
