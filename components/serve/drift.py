@@ -1,7 +1,7 @@
-"""Counts what comes in as validation did, and says how far the last window is from it, as Prometheus metrics."""
+"""Counts of requested images by the baseline's bins, and the last window's distance from it, as Prometheus metrics."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
+from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import write_atomically
 from components.common.data.baseline import (
     IMAGE_STATISTICS,
     WINDOW,
     Baseline,
     Comparison,
+    Divergence,
     StatisticName,
     example_name,
 )
 from components.common.data.evaluation import confidences_and_entropies
-from components.common.data.image_files import rgb, thumbnail
+from components.common.data.image_files import check_encoded, rgb, thumbnail
 
-EXAMPLES_VARIABLE = "ENGINERY_EXAMPLES"  # folder of example images, where the repository lets them be kept
 _COLUMNS: tuple[StatisticName, ...] = ("class", "confidence", "entropy", *IMAGE_STATISTICS)
 _COUNTERS = {
     "images": "Images by statistic and by bin of the model's baseline.",
@@ -43,20 +44,20 @@ class DriftMetrics:
     `add` keeps a few numbers for each image; `hand_on` counts them, and another thread calls it once a second.
 
     Args:
-        baseline: what is compared with.
+        baseline: of the served model and precision.
         labels: said of every series, such as model and version.
         examples: folder in which one image of each bin is kept, as JPEG of up to 160 pixels; None for none. Of all
             images between two calls of `hand_on` one is looked at, and the newest of a bin stays.
     """
 
     def __init__(self, baseline: Baseline, labels: Mapping[str, str], examples: Path | None) -> None:
-        self._statistics, self._labels, self._examples = baseline.statistics, dict(labels), examples
+        self._baseline, self._labels, self._examples = baseline, dict(labels), examples
         self._comparison = Comparison(baseline, WINDOW)
         self._lock = threading.Lock()
-        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []  # logits and looks of each request
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []  # logits and image statistics
         self._rows: list[np.ndarray] = []  # [images, statistics] float32 each
         self._example: tuple[bytes, np.ndarray] | None = None  # an encoded image, and its row
-        self._num_in_window, self._window = 0, self._no_counts()
+        self._num_in_window, self._window = 0, baseline.no_counts()
         counter, gauge = pb.MetricFamily.COUNTER, pb.MetricFamily.GAUGE
         self._families = {
             name: pb.MetricFamily(name=f"enginery_drift_{name}{suffix}", description=text, kind=kind)
@@ -68,23 +69,24 @@ class DriftMetrics:
             each.name: [
                 self._series("images", statistic=each.name, bin=f"{index:02d}") for index in range(len(each.counts))
             ]
-            for each in self._statistics
+            for each in baseline.statistics
         }
         self._gauges = {
-            each.name: {name: self._series(name, statistic=each.name) for name in _GAUGES} for each in self._statistics
+            each.name: {name: self._series(name, statistic=each.name) for name in _GAUGES}
+            for each in baseline.statistics
         }
-        self._show(nothing_seen=True)
+        self._show(replace(each, psi=0.0, js=0.0) for each in self._comparison.compare(self._window))
 
-    def add(self, logits: np.ndarray, looks: np.ndarray, image: Any) -> None:
+    def add(self, logits: np.ndarray, statistics: np.ndarray, image: Any) -> None:
         """Images of one request.
 
         Args:
             logits: [B, classes] float32.
-            looks: [B, 4] float32, IMAGE_STATISTICS.
+            statistics: [B, 4] float32, IMAGE_STATISTICS.
             image: the encoded images as a tensor of Triton's; None where the repository keeps none.
         """
         with self._lock:
-            self._waiting.append((logits.copy(), looks.copy()))  # the server takes its memory back
+            self._waiting.append((logits.copy(), statistics.copy()))  # the server takes its memory back
             is_wanted = self._examples is not None and image is not None and self._example is None
             if is_wanted or len(self._waiting) == _MANY_REQUESTS:
                 self._reduce()
@@ -94,8 +96,8 @@ class DriftMetrics:
     def _reduce(self) -> None:
         """Make a few numbers for each image of what waits: together, as NumPy takes long for little."""
         if self._waiting:
-            logits, looks = (np.concatenate(each) for each in zip(*self._waiting, strict=True))
-            rows = np.column_stack([logits.argmax(axis=1), *confidences_and_entropies(logits), looks])
+            logits, statistics = (np.concatenate(each) for each in zip(*self._waiting, strict=True))
+            rows = np.column_stack([logits.argmax(axis=1), *confidences_and_entropies(logits), statistics])
             self._rows.append(rows.astype(np.float32))
             self._waiting = []
 
@@ -107,18 +109,18 @@ class DriftMetrics:
             example, self._example = self._example, None
         if not added:
             return
-        rows, total = np.concatenate(added), self._no_counts()
+        rows, total = np.concatenate(added), self._baseline.no_counts()
         while len(rows):
             part, rows = np.split(rows, [WINDOW - self._num_in_window])
-            for each in self._statistics:
+            for each in self._baseline.statistics:
                 counts = each.count(part[:, _COLUMNS.index(each.name)])
                 total[each.name] += counts
                 self._window[each.name] += counts
             self._num_in_window += len(part)
             if self._num_in_window == WINDOW:
-                self._show()
+                self._show(self._comparison.compare(self._window))
                 self._windows.increment(1)
-                self._num_in_window, self._window = 0, self._no_counts()
+                self._num_in_window, self._window = 0, self._baseline.no_counts()
         for name, series in self._images.items():
             for one, count in zip(series, total[name].tolist(), strict=True):
                 if count:
@@ -126,26 +128,25 @@ class DriftMetrics:
         if example is not None:
             self._keep(*example)
 
-    def _show(self, *, nothing_seen: bool = False) -> None:
-        for found in self._comparison.compare(self._window):
-            shown = replace(found, psi=0.0, js=0.0) if nothing_seen else found
+    def _show(self, divergences: Iterable[Divergence]) -> None:
+        for found in divergences:
             for name, series in self._gauges[found.statistic].items():
-                series.set(getattr(shown, name))
+                series.set(getattr(found, name))
 
     def _keep(self, image: bytes, row: np.ndarray) -> None:
         """Write an image under the name of its bin of each statistic. row: [statistics] float32."""
         assert self._examples is not None
         try:
+            check_encoded(image, "image")  # a client may ask this model alone, and then nobody has checked it
             small = thumbnail(rgb(image), max_side=_EXAMPLE_SIDE, exact_side=0)
-            for each in self._statistics:
+            for each in self._baseline.statistics:
                 index = int(each.bins(row[_COLUMNS.index(each.name)]))
                 write_atomically(self._examples / example_name(each.name, index), small)
+        except UserError:
+            return
         except OSError as error:
             pb.Logger.log_warn(f"no examples are kept any more: can't write {self._examples} ({error.strerror})")
             self._examples = None
-
-    def _no_counts(self) -> dict[StatisticName, np.ndarray]:
-        return {each.name: np.zeros(len(each.counts), np.int64) for each in self._statistics}
 
     def _series(self, family: str, **labels: str) -> Any:
         return self._families[family].Metric(labels={**self._labels, **labels})

@@ -12,9 +12,9 @@ from components.common.contracts.manifests import RepositoryManifest, load
 from components.common.data.baseline import baseline_file, read_baseline
 from components.common.data.evaluation import most_likely
 from components.serve.admission_control import refusal
-from components.serve.drift import EXAMPLES_VARIABLE, DriftMetrics
+from components.serve.drift import DriftMetrics
 from components.serve.metrics import PredictionMetrics
-from components.serve.repository_check import STATISTICS_TENSOR
+from components.serve.repository_check import EXAMPLES_VARIABLE, STATISTICS_TENSOR
 from components.serve.shadow import KEYS, Sampler
 
 
@@ -58,8 +58,8 @@ class TritonPythonModel:
         for names, confidences in zip(labels, shares, strict=True):
             self._metrics.add(names[0].decode(), float(confidences[0]))
         if self._drift is not None:
-            looks = pb.get_input_tensor_by_name(request, STATISTICS_TENSOR).as_numpy()  # [B, 4] float32
-            self._drift.add(logits, looks, pb.get_input_tensor_by_name(request, "IMAGE"))
+            statistics = pb.get_input_tensor_by_name(request, STATISTICS_TENSOR).as_numpy()  # [B, 4] float32
+            self._drift.add(logits, statistics, pb.get_input_tensor_by_name(request, "IMAGE"))
         if self._sampler is not None:
             self._sampler.answer(pb.get_input_tensor_by_name(request, KEYS).as_numpy(), labels[:, 0])
         return pb.InferenceResponse([pb.Tensor("LABELS", labels), pb.Tensor("PROBABILITIES", shares)])

@@ -15,18 +15,15 @@ from enginery.formats import echo, new_console, new_table
 if TYPE_CHECKING:
     from enginery.serving.drift import Drift
 
-_URL = "http://localhost:8002/metrics"
-_PLACE = "URL|FILE"
-
 
 @click.command()
 @click.argument("model", metavar="NAME@ALIAS|NAME/VERSION|DIR")
 @click.option(
     "--metrics",
     multiple=True,
-    default=[_URL],
+    default=["http://localhost:8002/metrics"],
     show_default=True,
-    metavar=_PLACE,
+    metavar="URL|FILE",
     help="Where the server's metrics are; those of several servers are added up.",
 )
 @click.option(

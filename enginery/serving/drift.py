@@ -1,4 +1,4 @@
-"""What a server counted of its requests beside the validation of the model that it serves, and a page about it."""
+"""A server's counts of its requests beside the validation of the model that it serves, and a page about them."""
 
 import asyncio
 import dataclasses
@@ -19,6 +19,7 @@ from components.common.contracts.errors import EngineryError, UserError, shorten
 from components.common.contracts.manifests import MANIFEST, RepositoryManifest, file_problem, load
 from components.common.contracts.records import FileEntry, Precision, Record
 from components.common.data.baseline import (
+    MAX_IMAGES,
     MIN_IMAGES,
     STATISTICS,
     Baseline,
@@ -39,14 +40,13 @@ from enginery.serving.sources import find_source
 _SERIES = re.compile(r'enginery_drift_images_total\{(?P<labels>(?:\w+="[^"\n]*",?)+)\} (?P<value>\S+)')
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _MAX_METRICS_BYTES = 16 << 20
-_MAX_COUNT = 2**53  # up to which floats count by ones
 _MAX_EXAMPLE_BYTES = 1 << 20
 _NUM_EXAMPLES = 3  # of a statistic
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedBaseline:
-    """The baseline of what is served, and what is known of it."""
+    """The baseline of a served model, and where it is from."""
 
     name: str
     digest: str  # of the file
@@ -212,8 +212,7 @@ def counts_of(metrics: str, place: str, served: ServedBaseline) -> _Counts:
         UserError: the server serves something else, or counts nothing.
         EngineryError: the numbers are none of ours.
     """
-    counts = {each.name: np.zeros(len(each.counts), np.int64) for each in served.baseline.statistics}
-    others, num_found = set(), 0
+    counts, others, num_found = served.baseline.no_counts(), set(), 0
     for line in metrics.splitlines():
         found = _SERIES.fullmatch(line)
         if found is None:
@@ -224,7 +223,10 @@ def counts_of(metrics: str, place: str, served: ServedBaseline) -> _Counts:
             others.add(" ".join(filter(None, (labels.get(name, "")[:80] for name in names))))
             continue
         try:
-            counts[labels["statistic"]][_index(labels["bin"])] += _count(found["value"])
+            index, value = int(labels["bin"]), float(found["value"])
+            if index < 0 or not 0 <= value <= MAX_IMAGES:
+                raise ValueError
+            counts[labels["statistic"]][index] += round(value)
         except (KeyError, IndexError, ValueError):
             raise EngineryError(
                 f"{place} holds numbers that no server of enginery writes: {line[:200]!r}; read the metrics again",
@@ -237,8 +239,8 @@ def counts_of(metrics: str, place: str, served: ServedBaseline) -> _Counts:
     if others:
         raise UserError(
             f"the server at {place} serves something else than {served.name} in {served.baseline.precision.upper()} "
-            f"(baseline {served.digest}): it counts by {'; '.join(sorted(others))}. Name what it serves, or its "
-            "--precision",
+            f"(baseline {served.digest}): it counts by {shortened('; '.join(sorted(others)))}. Name what it "
+            "serves, or its --precision",
             code="other-baseline",
         )
     raise UserError(
@@ -247,19 +249,6 @@ def counts_of(metrics: str, place: str, served: ServedBaseline) -> _Counts:
         code="no-drift-metrics",
         setting="--metrics",
     )
-
-
-def _index(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(text)
-    return int(text)
-
-
-def _count(text: str) -> int:
-    value = float(text)
-    if not 0 <= value <= _MAX_COUNT:
-        raise ValueError(text)
-    return round(value)
 
 
 def compare(served: ServedBaseline, now: Sequence[_Counts], before: Sequence[_Counts] = ()) -> Drift:
@@ -274,18 +263,17 @@ def compare(served: ServedBaseline, now: Sequence[_Counts], before: Sequence[_Co
         UserError: there are too few images, or earlier counts are larger.
     """
     baseline = served.baseline
-    nothing = {each.name: np.zeros(len(each.counts), np.int64) for each in baseline.statistics}
-    counts: _Counts = {}
-    for name in nothing:
-        late, early = (np.sum([each[name] for each in (nothing, *scrapes)], axis=0) for scrapes in (now, before))
-        counts[name] = late - early
-        if (counts[name] < 0).any():
-            raise UserError(
-                "the servers counted less than before: one was started again, or --since is not the earlier one. "
-                "Compare without --since",
-                code="counts-fell",
-                setting="--since",
-            )
+    counts = {
+        name: sum((each[name] for each in now), none) - sum((each[name] for each in before), none)
+        for name, none in baseline.no_counts().items()
+    }
+    if any((each < 0).any() for each in counts.values()):
+        raise UserError(
+            "the servers counted less than before: one was started again, or --since is not the earlier one. "
+            "Compare without --since",
+            code="counts-fell",
+            setting="--since",
+        )
     # Read while they are handed on, statistics differ by a few images: fewer mean higher thresholds.
     num_images = min(int(each.sum()) for each in counts.values())
     if num_images < MIN_IMAGES:

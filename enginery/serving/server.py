@@ -23,7 +23,7 @@ import psutil
 
 import components
 from components.common.contracts.errors import EngineryError, UserError
-from components.serve.repository_check import CPU
+from components.serve.repository_check import CPU, EXAMPLES_VARIABLE
 from components.serve.shadow import SHADOW_VARIABLE
 from enginery.local.state import StateDirectory
 from enginery.serving.installation import Triton
@@ -41,7 +41,6 @@ _REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n
 _STACK_BYTES = 1 << 30
 _CLOSED = "logging,trace,shared-memory"  # parts of Triton's interface; containers/serve/start closes the same
 METRICS_VARIABLE = "ENGINERY_METRICS_URL"  # as components/serve/admission_control.py reads it
-EXAMPLES_VARIABLE = "ENGINERY_EXAMPLES"  # as components/serve/drift.py reads it
 _LIBC = ctypes.CDLL(None)
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before this machine
 

@@ -42,6 +42,7 @@ STATISTICS: Mapping[StatisticName, _Kind] = {
 IMAGE_STATISTICS: tuple[StatisticName, ...] = ("brightness", "contrast", "sharpness", "size")
 WINDOW = 1000  # images that a server compares at a time
 MIN_IMAGES = 200  # below, a comparison says little
+MAX_IMAGES = 10**12  # in a bin; far more could not be added up in 64 bits
 # Share of the comparisons that alarm where nothing changed, all statistics together, over all samples that validation
 # may have got. With an unlucky one it is several times as high, and then to be 1 % at most.
 FALSE_ALARMS = 0.001
@@ -92,11 +93,11 @@ class Histogram(Record):
 
 
 class Baseline(Record):
-    """What a precision said of the validation images, and what they look like, as histograms."""
+    """Histograms of the validation images and of a precision's predictions on them."""
 
     schema_version: Literal[1] = 1
     precision: Precision
-    num_images: int = Field(ge=1)
+    num_images: int = Field(ge=1, le=MAX_IMAGES)
     statistics: tuple[Histogram, ...] = Field(min_length=1, max_length=len(STATISTICS))
 
     @model_validator(mode="after")
@@ -106,6 +107,10 @@ class Baseline(Record):
         if wrong := [each.name for each in self.statistics if sum(each.counts) != self.num_images]:
             raise ValueError(f"{wrong[0]}: its counts do not add up to num_images")
         return self
+
+    def no_counts(self) -> dict[StatisticName, np.ndarray]:
+        """Zeros in place of images by bin of each statistic, [bins] int64."""
+        return {each.name: np.zeros(len(each.counts), np.int64) for each in self.statistics}
 
 
 def baseline_file(precision: str) -> str:
@@ -151,22 +156,21 @@ def make_baseline(precision: Precision, values: Mapping[StatisticName, np.ndarra
     for name, each in values.items():
         kind = STATISTICS[name]
         grid = np.floor(np.asarray(each, np.float64) * kind.grid).astype(np.int64)  # [N]
-        distinct = np.unique(grid).tolist()
+        distinct, counts = (found.tolist() for found in np.unique(grid, return_counts=True))
         if kind.open_ended and len(distinct) <= kind.num_bins:  # such as of size: each a bin, and what lies between
             inner = sorted({edge for value in distinct for edge in (value, value + 1)})
         else:
-            starts = _starts(grid, max(len(grid) / kind.num_bins, _MIN_PER_BIN))
+            starts = _starts(distinct, counts, max(len(grid) / kind.num_bins, _MIN_PER_BIN))
             inner = [*starts, distinct[-1] + 1] if kind.open_ended else starts[1:]
         empty = Histogram(name=name, edges=tuple(edge / kind.grid for edge in inner), counts=(0,) * (len(inner) + 1))
         histograms.append(empty.model_copy(update={"counts": tuple(empty.count(each).tolist())}))
     return Baseline(precision=precision, num_images=len(each), statistics=tuple(histograms))
 
 
-def _starts(grid: np.ndarray, target: float) -> list[int]:
-    """First value of each bin, so that each holds `target` images or more."""
-    values, counts = np.unique(grid, return_counts=True)
-    starts, held = [int(values[0])], 0
-    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+def _starts(values: Sequence[int], counts: Sequence[int], target: float) -> list[int]:
+    """First value of each bin, so that each holds `target` images or more. `counts`: images by value."""
+    starts, held = [values[0]], 0
+    for value, count in zip(values, counts, strict=True):
         if held >= target:
             starts.append(value)
             held = 0
@@ -259,11 +263,7 @@ class Comparison:
         """`counts`: of each statistic images by bin, [bins]."""
         found = []
         for name, own in self._counts.items():
-            psi, js = divergences(np.asarray(counts[name]), own)
-            limits = self._thresholds[name]
-            found.append(
-                Divergence(
-                    statistic=name, psi=float(psi), psi_threshold=limits[0], js=float(js), js_threshold=limits[1]
-                )
-            )
+            psi, js = map(float, divergences(counts[name], own))
+            most_psi, most_js = self._thresholds[name]
+            found.append(Divergence(statistic=name, psi=psi, psi_threshold=most_psi, js=js, js_threshold=most_js))
         return tuple(found)

@@ -64,9 +64,14 @@ class Running:
         """Encoded images, as binary data of KServe's protocol."""
         return self.send("IMAGE", "BYTES", [len(images), 1], encoded(images), model)
 
-    def send(self, name: str, datatype: str, shape: list[int], data: bytes, model: str = NAME) -> Answer:
+    def send(
+        self, name: str, datatype: str, shape: list[int], data: bytes, model: str = NAME, *images: bytes
+    ) -> Answer:
+        """`images`: what a labels model that keeps examples is sent beside the logits."""
         tensors = [(name, datatype, shape, data)]
-        if model.endswith("_labels"):  # which counts what images look like, too
+        if images:
+            tensors.append(("IMAGE", "BYTES", [len(images), 1], encoded(images)))
+        if model.endswith("_labels"):  # which counts image statistics, too
             tensors.append((STATISTICS_TENSOR, "FP32", [shape[0], len(IMAGE_STATISTICS)], bytes(16 * shape[0])))
         inputs = [
             {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}

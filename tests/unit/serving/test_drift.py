@@ -23,6 +23,7 @@ from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses
 
 from .conftest import NAME, Running, metrics, serving
+from .test_bad_requests import bomb_png
 
 
 def darker(image: bytes) -> bytes:
@@ -37,6 +38,10 @@ def send(running: Running, images: list[bytes], num: int) -> None:
     chosen = [images[index % len(images)] for index in range(num)]
     for start in range(0, num, 50):
         assert running.infer(chosen[start : start + 50]).status == 200
+    wait_until_counted(running, before, num)
+
+
+def wait_until_counted(running: Running, before: float, num: int) -> None:
     deadline = time.monotonic() + 60
     while sum(counted(running).values()) < before + num * len(STATISTICS):
         assert time.monotonic() < deadline
@@ -81,12 +86,21 @@ def test_a_server_says_what_drifted(triton, source, images, tmp_path: Path) -> N
             later = tmp_path / "later.txt"
             later.write_bytes(running.get("metrics", running.metrics))
             enginery("drift", repository.path, "--metrics", saved, "--since", later)
+        names = {example_name(each.name, index) for each in baseline.statistics for index in range(len(each.counts))}
+        assert {file.name for file in kept.iterdir()} <= names
+        for wrong in (b"text", bomb_png(30_000, 30_000)):  # which nobody has checked: the labels model is asked alone
+            before = sum(counted(running).values())
+            assert running.send("logits", "FP32", [1, 10], bytes(40), f"{NAME}_labels", wrong).status == 200
+            wait_until_counted(running, before, 1)
+            start, deadline = time.time(), time.monotonic() + 60
+            send(running, images, 50)
+            while max(file.stat().st_mtime for file in kept.iterdir()) < start:  # images are kept as before
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
     text = html.read_text()
     assert "<h2>Brightness: drifted</h2>" in text
     assert "<h2>Size</h2>" in text
     assert "data:image/jpeg;base64," in text
-    names = {example_name(each.name, index) for each in baseline.statistics for index in range(len(each.counts))}
-    assert {file.name for file in kept.iterdir()} <= names
 
 
 SERIES = (
