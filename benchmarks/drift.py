@@ -9,6 +9,7 @@ of the validation split; draws of 1,000 images without replacement come from the
 """
 
 import io
+import math
 import shutil
 import tempfile
 import time
@@ -57,7 +58,7 @@ from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run as export
 from components.validate.config import ValidateConfig
-from components.validate.run import observed_values, predict_validation
+from components.validate.run import image_sizes, observed_values, predict_validation
 from components.validate.run import run as validate
 from enginery.serving.drift import read_metrics
 from enginery.serving.installation import install_triton
@@ -111,27 +112,26 @@ class Live:
 
     def send(self, images: Sequence[bytes]) -> None:
         """Send them, and wait until they are counted."""
-        before = self._read("images_total", 'statistic="class"')
+        wanted = self._num_counted() + len(images)
         for start in range(0, len(images), BATCH):
             ask(self._client, NAME, list(images[start : start + BATCH]))
-        while self._read("images_total", 'statistic="class"') < before + len(images):
+        while self._num_counted() < wanted:
             time.sleep(0.05)
 
     def alarms(self) -> list[str]:
         """Statistics of which a distance is above its threshold, as the sample alert has it."""
-        found = []
-        for name in {line.split('statistic="')[1].split('"')[0] for line in self._lines("psi")}:
-            label = f'statistic="{name}"'
-            if any(self._read(one, label) > self._read(f"{one}_threshold", label) for one in ("psi", "js")):
-                found.append(name)
-        return sorted(found)
+        found = self._metrics()
+        above = [series for series in found if found[series] > found.get(series.replace("{", "_threshold{"), math.inf)]
+        return sorted({series.split('statistic="')[1].split('"')[0] for series in above})
 
-    def _read(self, metric: str, label: str) -> float:
-        return sum(float(line.rpartition(" ")[2]) for line in self._lines(metric) if label in line)
+    def _num_counted(self) -> float:
+        found = self._metrics()
+        return sum(found[series] for series in found if "_images_total{" in series and 'statistic="class"' in series)
 
-    def _lines(self, metric: str) -> list[str]:
-        lines = read_metrics(PORTS.own_metrics, timeout_s=60)
-        return [line for line in lines.splitlines() if line.startswith(f"enginery_drift_{metric}{{")]
+    def _metrics(self) -> dict[str, float]:
+        lines = read_metrics(PORTS.own_metrics, timeout_s=60).splitlines()
+        parts = (line.rpartition(" ") for line in lines if line.startswith("enginery_drift_"))
+        return {series: float(value) for series, _, value in parts}
 
 
 @contextmanager
@@ -210,7 +210,7 @@ def proved_model(dataset: Artifact[DatasetManifest], folder: Path) -> tuple[Path
 
 
 def cost_us(num_classes: int = 1000, side: int = 224) -> dict[str, float]:
-    """Time that one image takes to be looked at, decoded for comparison, in microseconds."""
+    """Time that the statistics of one image take, and for comparison its decoding, in microseconds."""
     transform = transform_for(side, resize_ratio=256 / 224)
     images = np.random.default_rng(0).standard_normal((1, 3, side, side), np.float32)
     logits = np.random.default_rng(0).standard_normal((1, num_classes), np.float32)
@@ -223,8 +223,8 @@ def cost_us(num_classes: int = 1000, side: int = 224) -> dict[str, float]:
         return 1e6 * min(timeit.repeat(function, number=20, repeat=10)) / 20
 
     return {
-        "looks_us": once(lambda: image_statistics(images, transform)),
-        "certainty_us": once(lambda: confidences_and_entropies(logits)),
+        "image_statistics_us": once(lambda: image_statistics(images, transform)),
+        "confidence_us": once(lambda: confidences_and_entropies(logits)),
         "decoding_us": once(lambda: batches.load([file.getvalue()], ["image"])),
     }
 
@@ -245,7 +245,7 @@ def main(folder: Path, model: Path, machine: str, results: Path) -> None:
         )
         selections = [one for one in select_runtimes(bundle, "auto") if one.precision == "int8"]
         own = predict_validation(ValidateConfig(), selections, bundle, data, StepLog("validate"))["int8"]
-        values = observed_values(data, own)
+        values = observed_values(own, image_sizes(data))
         offline = [offline_alarms(values, seed) for seed in range(NUM_SPLITS)]
         print(f"alarms of {NUM_DRAWS} draws, by split: {offline}", flush=True)
         random = np.random.default_rng(0)
@@ -288,7 +288,7 @@ def main(folder: Path, model: Path, machine: str, results: Path) -> None:
 
 
 def live_draw(live: Live, images: np.ndarray) -> list[str]:
-    """What alarms after a window of these."""
+    """Statistics that alarm after a window of these."""
     live.send(images.tolist())
     return live.alarms()
 

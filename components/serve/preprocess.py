@@ -61,8 +61,8 @@ class TritonPythonModel:
         tensors = [pb.Tensor(self._output, batch)]
         if self._counts:
             sizes = [image.num_sent for image in loaded]
-            looks = np.stack([*image_statistics(batch, self._transform), sizes], axis=1)  # as IMAGE_STATISTICS
-            tensors.append(pb.Tensor(STATISTICS_TENSOR, looks.astype(np.float32)))
+            statistics = np.stack([*image_statistics(batch, self._transform), sizes], axis=1)  # as IMAGE_STATISTICS
+            tensors.append(pb.Tensor(STATISTICS_TENSOR, statistics.astype(np.float32)))
         if self._sampler is not None:
             tensors.append(pb.Tensor(KEYS, self._sampler.sample(request.request_id, sent)))
         return pb.InferenceResponse(tensors)

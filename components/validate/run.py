@@ -1,5 +1,6 @@
 """validate: Bundle + validation split -> Report."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,7 +31,6 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.statistics import holm
 from components.common.data.baseline import (
-    IMAGE_STATISTICS,
     STATISTICS,
     Baseline,
     StatisticName,
@@ -39,7 +39,7 @@ from components.common.data.baseline import (
 )
 from components.common.data.corruptions import CORRUPTIONS, Corruption
 from components.common.data.evaluation import Predictions, predict_in_parts
-from components.common.data.image_files import near_duplicates_of_training, read_listing
+from components.common.data.image_files import near_duplicates_of_training
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes import RUNTIMES, runs_plans
@@ -183,27 +183,36 @@ def predict_validation(
 
 
 def baselines(data: Artifact[DatasetManifest], predictions: Mapping[str, Predictions]) -> Iterator[Baseline]:
-    """What a server of each precision compares its requests with.
+    """The histograms with which a server of each precision compares its requests.
 
     Args:
         data: the images.
-        predictions: by precision, of its validation split, with looks.
+        predictions: by precision, of its validation split, with image statistics.
     """
+    sizes = image_sizes(data)
     for precision in PRECISIONS:
         if precision in predictions and predictions[precision].num_undefined < predictions[precision].num_images:
-            yield make_baseline(precision, observed_values(data, predictions[precision]))
+            yield make_baseline(precision, observed_values(predictions[precision], sizes))
 
 
-def observed_values(data: Artifact[DatasetManifest], own: Predictions) -> dict[StatisticName, np.ndarray]:
-    """Statistics of each validation image whose logits do not hold NaN, [N] each: as a server has them of requests."""
-    listing = read_listing(data.file("val.jsonl"), range(data.manifest.splits["val"].num_images))
-    sizes = np.array([entry["width"] * entry["height"] for entry in listing.values()], np.float32)  # [N] pixels
-    values: dict[StatisticName, np.ndarray] = dict(zip(IMAGE_STATISTICS, (*own.looks.T, sizes), strict=True))
-    values |= {"class": own.top[:, 0], "confidence": own.confidences, "entropy": own.entropies}
-    if data.manifest.config.get("max_short_side"):  # preprocess made images smaller than those that clients send
-        del values["size"]
+def image_sizes(data: Artifact[DatasetManifest]) -> np.ndarray | None:
+    """Pixels of each validation image, [N] float32; None where preprocess made them smaller than clients send them."""
+    if data.manifest.config.get("max_short_side"):
+        return None
+    with data.file("val.jsonl").open("rb") as lines:
+        return np.fromiter((entry["width"] * entry["height"] for entry in map(json.loads, lines)), np.float32)
+
+
+def observed_values(own: Predictions, sizes: np.ndarray | None) -> dict[StatisticName, np.ndarray]:
+    """Statistics of each validation image whose logits do not hold NaN, [N] each: as a server has them of requests.
+
+    Args:
+        own: with image statistics.
+        sizes: see `image_sizes`.
+    """
+    values = (own.top[:, 0], own.confidences, own.entropies, *own.image_statistics.T, sizes)  # as STATISTICS
     known = own.top[:, 0] >= 0
-    return {name: values[name][known] for name in STATISTICS if name in values}
+    return {name: each[known] for name, each in zip(STATISTICS, values, strict=True) if each is not None}
 
 
 def gpus_alike() -> tuple[int, ...]:

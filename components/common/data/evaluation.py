@@ -33,7 +33,7 @@ class Predictions:
     """The best classes of every image, in the loader's order.
 
     This is all that grows with the number of images: 2 k + 8 bytes each (18 for five classes or more), 4 k + 8 where
-    there are more than 32,768 classes, and 16 for the label and the look, which all precisions share.
+    there are more than 32,768 classes, and 16 for the label and the image's statistics, which all precisions share.
     """
 
     # [N, k] int16 or int32, class indices, most likely first; k = min(5, classes). -1 where the logits held NaN
@@ -42,7 +42,8 @@ class Predictions:
     # [N] float32, 0..1 each: the most likely class's probability, and the entropy of all over the largest possible
     confidences: np.ndarray = field(default_factory=_nothing)
     entropies: np.ndarray = field(default_factory=_nothing)
-    looks: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.float32))  # [N, 3]: see `image_statistics`
+    # [N, 3] float32: see `image_statistics`
+    image_statistics: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.float32))
 
     @property
     def num_images(self) -> int:
@@ -95,7 +96,7 @@ class Predictions:
             labels=np.concatenate([self.labels, other.labels]),
             confidences=np.concatenate([self.confidences, other.confidences]),
             entropies=np.concatenate([self.entropies, other.entropies]),
-            looks=np.concatenate([self.looks, other.looks]),
+            image_statistics=np.concatenate([self.image_statistics, other.image_statistics]),
         )
 
 
@@ -115,12 +116,12 @@ def predict(
         batches: from an evaluation loader.
         num_images: how many images the batches hold in all, for the progress.
         progress: called with images done and images in all.
-        transform: by which the images were normalized, to keep what they look like; None for not.
+        transform: by which the images were normalized, to keep their statistics; None for not.
     """
     top: dict[str, list[np.ndarray]] = {name: [] for name in runners}
     sure: dict[str, list[np.ndarray]] = {name: [] for name in runners}  # [2, B] each
     labels: list[np.ndarray] = []
-    looks: list[tuple[Any, ...]] = []
+    statistics: list[tuple[Any, ...]] = []
     done = 0
 
     def count(name: str, logits: np.ndarray) -> None:
@@ -135,7 +136,7 @@ def predict(
             # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
             images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
             if transform is not None:
-                looks.append(image_statistics(images, transform))
+                statistics.append(image_statistics(images, transform))
             for name, runner in runners.items():
                 counted.append(counter.submit(count, name, runner.infer(images)))
                 if len(counted) > len(runners):
@@ -146,8 +147,9 @@ def predict(
         for left in counted:
             left.result()
     shared = {"labels": np.concatenate(labels)}
-    if looks:  # on a GPU they come to the host now, where nothing waits for it
-        shared["looks"] = np.concatenate([np.stack([to_numpy(each) for each in batch], axis=1) for batch in looks])
+    if statistics:  # on a GPU they come to the host now, where nothing waits for it
+        on_host = [np.stack([to_numpy(each) for each in batch], axis=1) for batch in statistics]
+        shared["image_statistics"] = np.concatenate(on_host)
     found = {}
     for name, parts in top.items():
         confidences, entropies = np.concatenate(sure[name], axis=1)

@@ -146,8 +146,8 @@ def test_parts_together_are_the_whole_split(digits_dataset: Artifact[DatasetMani
     np.testing.assert_array_equal(found.labels, expected.labels)
     np.testing.assert_array_equal(found.top, expected.top)
     np.testing.assert_array_equal(found.confidences, expected.confidences)
-    np.testing.assert_allclose(found.looks, expected.looks, rtol=1e-6)
-    assert found.looks.shape == (120, 3)
+    np.testing.assert_allclose(found.image_statistics, expected.image_statistics, rtol=1e-6)
+    assert found.image_statistics.shape == (120, 3)
     assert seen == sorted(seen)
     assert seen[-1] == (120, 120)
 
