@@ -125,27 +125,26 @@ class DriftMetrics:
             for one, count in zip(series, total[name].tolist(), strict=True):
                 if count:
                     one.increment(count)
-        if example is not None:
-            self._keep(*example)
+        if example is not None and self._examples is not None:  # a write may have failed since
+            self._keep(self._examples, *example)
 
     def _show(self, divergences: Iterable[Divergence]) -> None:
         for found in divergences:
             for name, series in self._gauges[found.statistic].items():
                 series.set(getattr(found, name))
 
-    def _keep(self, image: bytes, row: np.ndarray) -> None:
+    def _keep(self, folder: Path, image: bytes, row: np.ndarray) -> None:
         """Write an image under the name of its bin of each statistic. row: [statistics] float32."""
-        assert self._examples is not None
         try:
             check_encoded(image, "image")  # a client may ask this model alone, and then nobody has checked it
             small = thumbnail(rgb(image), max_side=_EXAMPLE_SIDE, exact_side=0)
             for each in self._baseline.statistics:
                 index = int(each.bins(row[_COLUMNS.index(each.name)]))
-                write_atomically(self._examples / example_name(each.name, index), small)
+                write_atomically(folder / example_name(each.name, index), small)
         except UserError:
             return
         except OSError as error:
-            pb.Logger.log_warn(f"no examples are kept any more: can't write {self._examples} ({error.strerror})")
+            pb.Logger.log_warn(f"no examples are kept any more: can't write {folder} ({error.strerror})")
             self._examples = None
 
     def _series(self, family: str, **labels: str) -> Any:

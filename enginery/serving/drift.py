@@ -117,8 +117,7 @@ def find_baseline(text: str, precision: Precision | None) -> ServedBaseline:
                 code="no-such-precision",
                 setting="--precision",
             )
-        files, name, classes, found = repository.files, repository.name, repository.classes, repository.precision
-        return _opened(folder, files, name, found, classes)
+        return _opened(folder, repository.files, repository.name, repository.precision, repository.classes)
     with find_source(text, precision) as source:
         label = f"{source.name} version {source.version}" if source.version else source.name
         path, files = (source.report.path, source.report.manifest.files) if source.report else (folder, {})
@@ -282,15 +281,14 @@ def compare(served: ServedBaseline, now: Sequence[_Counts], before: Sequence[_Co
             f"{MIN_IMAGES - num_images:,} more",
             code="too-few-images",
         )
-    found = {each.statistic: each for each in Comparison(baseline, num_images).compare(counts)}
     statistics = [
         StatisticDrift(
-            **dataclasses.asdict(found[each.name]),
-            meaning=STATISTICS[each.name].meaning,
-            drifted=found[each.name].drifted,
-            bins=_bins(each, counts[each.name], served.classes),
+            **dataclasses.asdict(found),
+            meaning=STATISTICS[own.name].meaning,
+            drifted=found.drifted,
+            bins=_bins(own, counts[own.name], served.classes),
         )
-        for each in baseline.statistics
+        for own, found in zip(baseline.statistics, Comparison(baseline, num_images).compare(counts), strict=True)
     ]
     return Drift(
         model=served.name,
@@ -304,11 +302,10 @@ def compare(served: ServedBaseline, now: Sequence[_Counts], before: Sequence[_Co
 
 
 def _bins(histogram: Histogram, counts: np.ndarray, classes: tuple[str, ...]) -> tuple[BinShare, ...]:
+    baseline_pct, served_pct = (100 * each / each.sum() for each in (np.array(histogram.counts), counts))
     return tuple(
-        BinShare(bin=histogram.label(index, classes), baseline_pct=100 * own, served_pct=100 * count)
-        for index, (own, count) in enumerate(
-            zip(np.divide(histogram.counts, sum(histogram.counts)), counts / counts.sum(), strict=True)
-        )
+        BinShare(bin=histogram.label(index, classes), baseline_pct=own, served_pct=served)
+        for index, (own, served) in enumerate(zip(baseline_pct.tolist(), served_pct.tolist(), strict=True))
     )
 
 
@@ -338,9 +335,9 @@ def _chart(statistic: StatisticDrift) -> str:
         figure, axes = new_axes("share of the images in %", "")
         figure.set_figheight(1 + 0.28 * len(bins))
         places = np.arange(len(bins))
-        for offset, style, name in ((-0.2, "fp32", "validation"), (0.2, "int8", "requests")):
-            shares = [each.baseline_pct if name == "validation" else each.served_pct for each in bins]
-            axes.barh(places + offset, shares, 0.4, color=SERIES[style], label=name)
+        validation, requests = zip(*((each.baseline_pct, each.served_pct) for each in bins), strict=True)
+        axes.barh(places - 0.2, validation, 0.4, color=SERIES["fp32"], label="validation")
+        axes.barh(places + 0.2, requests, 0.4, color=SERIES["int8"], label="requests")
         axes.set_yticks(places, [shortened(each.bin, 40) for each in bins])
         axes.invert_yaxis()
         axes.set_axisbelow(True)

@@ -97,6 +97,10 @@ def test_a_server_says_what_drifted(triton, source, images, tmp_path: Path) -> N
             while max(file.stat().st_mtime for file in kept.iterdir()) < start:  # images are kept as before
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
+        shutil.rmtree(kept)
+        for image in 4 * images:  # of which none can be kept any more
+            assert running.infer([image]).status == 200
+        send(running, images, 50)
     text = html.read_text()
     assert "<h2>Brightness: drifted</h2>" in text
     assert "<h2>Size</h2>" in text
