@@ -116,11 +116,11 @@ def deploy(
         deployment = _new(target, model, image_digests(images, target), repository)
     served = target.read()
     body = deployment.body
-    if shadow is not None and deployment.pins.repository_digest != served.repository_digest:
+    champion = served.repository_digest if served.is_deployed else ""
+    if shadow is not None and deployment.pins.repository_digest != champion:
         from enginery.serving.shadow_record import ShadowLimits, require_shadow
 
         limits = ShadowLimits(num_requests=shadow_requests, days=shadow_days, disagreement_pct=shadow_disagreement)
-        champion = served.repository_digest if served.is_deployed else ""
         record = require_shadow(shadow, champion, deployment.pins.repository_digest, limits, target.name)
         body = (*body, f"Shadow {record.digest}, {record.manifest.comparison.num_compared:,} images")
     if not target.write(deployment.pins):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from components.common.contracts.statistics import holm
 from components.common.registry.keys import signing_key
 from components.common.registry.trust import SHADOW, sign_shadow
 from components.serve.shadow import ShadowedModel
+from enginery.release.deploy import environments
 from enginery.serving.shadow import ShadowConfig
 from enginery.serving.shadow_record import (
     ANSWERS,
@@ -220,6 +222,12 @@ def test_deploy_asks_for_it(checkout: Path, three: str, tmp_path: Path) -> None:
     assert pins("staging").version == "2"
     assert f"Shadow {digest_file(Path('shadow/manifest.json'))}, 200 images" in git("log", "-1", "--format=%B")
     assert "nothing to commit" in deploy("staging", "m/2", "--require-shadow").output
+    target = environments(Path("helm/environments"))["staging"]
+    target.write(replace(target.read(), serving=False))  # then the same repository is a first one again
+    git("commit", "-qam", "off")
+    with refuses("no-champion"):
+        deploy("staging", "m/2", "--require-shadow")
+    deploy("staging", "m/2")
     with refuses("shadow-other-champion"):  # it was the champion then
         deploy("staging", "m/1", "--require-shadow", "--shadow-requests", "200")
     with refuses("no-champion"):
