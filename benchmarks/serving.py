@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,12 +36,13 @@ from enginery.serving.loadtest.generator import bind
 from enginery.serving.loadtest.measuring import LoadPlan, run_load_test
 from enginery.serving.loadtest.results import LoadTest, find_knee
 
-_HTTP, _GRPC, _METRICS = 18300, 18301, 18302
+_HTTP = 18300
 URL = f"http://127.0.0.1:{_HTTP}"
 _CLIENTS = 32
 _BATCH = 16
 _BATCH_CLIENTS = 4  # so that a request waits whenever one is done
 _NAME = "digits"
+_OPTIONS = ("--name", _NAME, "--allow-loading")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,22 +109,24 @@ def main(
 
 
 @contextmanager
-def served(source: str, core: int, *, wait: bool = True) -> Iterator[subprocess.Popen[bytes]]:
-    """`enginery serve` on its core, by default ready."""
-    ports = ["--http-port", str(_HTTP), "--grpc-port", str(_GRPC), "--metrics-port", str(_METRICS)]
-    command = [sys.executable, "-m", "enginery.cli.main", "serve", source, "--name", _NAME, "--allow-loading", *ports]
+def served(
+    source: str, core: int, options: Sequence[str] = _OPTIONS, *, http_port: int = _HTTP, wait: bool = True
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`enginery serve` on its core, by default ready; for gRPC and metrics at the next two ports."""
+    ports = [f"--{kind}-port={http_port + index}" for index, kind in enumerate(("http", "grpc", "metrics"))]
+    command = [sys.executable, "-m", "enginery.cli.main", "serve", source, *options, *ports]
     process = subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, [core]))
     try:
         if wait:
-            _wait_until_ready(process)
+            _wait_until_ready(process, f"http://127.0.0.1:{http_port}")
         yield process
     finally:
         process.terminate()
         process.wait(90)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes]) -> None:
-    with Client(URL, model=_NAME, retry=RetryPolicy(timeout_s=5, retry_s=0)) as client:
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    with Client(url, retry=RetryPolicy(timeout_s=5, retry_s=0)) as client:
         while process.poll() is None:
             try:
                 if client.is_ready():
@@ -216,7 +219,6 @@ def _plan(
         seconds=setup.seconds,
         latency_budget_ms=setup.budget_ms,
         compare_batching=rates is None,
-        num_processes=1,
         cores=(setup.client_core,),
         timeout_s=5.0,
         tensors=True,

@@ -12,9 +12,8 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,16 +21,16 @@ from typing import Any
 import click
 
 from benchmarks.results import RESULTS, write_result
-from components.common.contracts.errors import EngineryError
+from benchmarks.serving import served
 from components.serve.shadow import SHADOW_VARIABLE
-from enginery.serving.client.client import AsyncClient, Client
+from enginery.serving.client.client import AsyncClient
 from enginery.serving.client.transport import RetryPolicy
 from enginery.serving.loadtest import generator
 from enginery.serving.loadtest.generator import bind
 from enginery.serving.loadtest.measuring import LoadPlan, run_load_test
 from enginery.serving.loadtest.results import LoadTest
 
-_FIRST_PORTS = {"without": 18310, "with": 18320}
+_HTTP_PORTS = {"without": 18310, "with": 18320}
 _SHARE = 0.01
 _ANY_BUDGET_MS = 1e6  # each level is held once, whatever its latency
 
@@ -65,18 +64,27 @@ def main(
         _export(source, folder / "without")
         _export(source, folder / "with", "--shadow-share", str(_SHARE))
         _export(source, folder / "challenger", "--precision", "fp32")
-        for name in _FIRST_PORTS:
-            stack.enter_context(_served(folder, name, server_core))
-        test = _load("without", client_core, knee_seconds, budget_ms, (1, 4, 16, 32), None)
+        for name, port in _HTTP_PORTS.items():
+            stack.enter_context(served(str(folder / name), server_core, (), http_port=port))
+        to_knee = LoadPlan(
+            concurrencies=(1, 4, 16, 32),
+            rates=None,
+            seconds=knee_seconds,
+            latency_budget_ms=budget_ms,
+            cores=(client_core,),
+            timeout_s=10.0,
+        )
+        test = _load("without", to_knee)
         if (knee := test.series[0].knee) is None:
             raise SystemExit("a server without a knee: was the machine quiet?")
         rate = knee.request_rate / 2
         print(f"knee {knee.request_rate:.0f} requests/s", flush=True)
         challenger = _challenger(folder, server_core)
-        _load("with", client_core, seconds, _ANY_BUDGET_MS, (), (rate,))  # until the challenger is warm
+        at_half = replace(to_knee, concurrencies=(), rates=(rate,), seconds=seconds, latency_budget_ms=_ANY_BUDGET_MS)
+        _load("with", at_half)  # until the challenger is warm
         for pair in range(pairs):
             for name in ("without", "with") if pair % 2 else ("with", "without"):
-                level = _load(name, client_core, seconds, _ANY_BUDGET_MS, (), (rate,)).series[0].open[0]
+                level = _load(name, at_half).series[0].open[0]
                 runs.append({"pair": pair, "shadow": name, **level.model_dump(exclude={"batches"})})
                 print(pair, name, level.p50_ms, level.p99_ms, level.num_errors, flush=True)
         challenger.send_signal(signal.SIGINT)
@@ -95,7 +103,7 @@ def main(
         **{
             f"{share}_ms_{name}": statistics.median(run[f"{share}_ms"] for run in _of(runs, name))
             for share in ("p50", "p99")
-            for name in _FIRST_PORTS
+            for name in _HTTP_PORTS
         },
         "errors": float(sum(sum(run["errors"].values()) for run in runs)),
         **{f"images_{name}": float(record[f"num_{name}"]) for name in ("seen", "dropped", "unpaired")},
@@ -121,31 +129,6 @@ def _export(source: str, folder: Path, *options: str) -> None:
     subprocess.run(_command("serve", "export", source, folder, "--name", "m", *options), check=True)
 
 
-@contextmanager
-def _served(folder: Path, name: str, core: int) -> Iterator[None]:
-    ports = [f"--{kind}-port={_FIRST_PORTS[name] + index}" for index, kind in enumerate(("http", "grpc", "metrics"))]
-    process = subprocess.Popen(
-        _command("serve", folder / name, *ports), preexec_fn=lambda: os.sched_setaffinity(0, [core])
-    )
-    try:
-        with Client(_url(name), retry=RetryPolicy(timeout_s=5, retry_s=0)) as client:
-            while not _is_ready(client):
-                if process.poll() is not None:
-                    raise SystemExit("the server did not start")
-                time.sleep(0.1)
-        yield
-    finally:
-        process.terminate()
-        process.wait(90)
-
-
-def _is_ready(client: Client) -> bool:
-    try:
-        return client.is_ready()
-    except EngineryError:
-        return False
-
-
 def _challenger(folder: Path, core: int) -> "subprocess.Popen[str]":
     """`enginery shadow`, on the servers' core."""
     command = _command("shadow", folder / "challenger", "--requests", 10**7, "--output", folder / "record", "--json")
@@ -162,33 +145,9 @@ def _challenger(folder: Path, core: int) -> "subprocess.Popen[str]":
     return process
 
 
-def _url(name: str) -> str:
-    return f"http://127.0.0.1:{_FIRST_PORTS[name]}"
-
-
-def _load(
-    name: str,
-    core: int,
-    seconds: float,
-    budget_ms: float,
-    concurrencies: tuple[int, ...],
-    rates: tuple[float, ...] | None,
-) -> LoadTest:
-    plan = LoadPlan(
-        concurrencies=concurrencies,
-        rates=rates,
-        seconds=seconds,
-        latency_budget_ms=budget_ms,
-        compare_batching=False,
-        num_processes=1,
-        cores=(core,),
-        timeout_s=10.0,
-        tensors=False,
-        images_per_request=1,
-    )
-
+def _load(name: str, plan: LoadPlan) -> LoadTest:
     def client() -> AsyncClient:
-        return AsyncClient(_url(name), retry=RetryPolicy(timeout_s=60))
+        return AsyncClient(f"http://127.0.0.1:{_HTTP_PORTS[name]}", retry=RetryPolicy(timeout_s=60))
 
     def payload(about: Any) -> generator.Payload:
         return generator.images(client().address, about.model, about.image_input, about.network, None, 1)

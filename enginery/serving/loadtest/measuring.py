@@ -43,12 +43,12 @@ class LoadPlan:
     rates: tuple[float, ...] | None  # requests per second; None searches for the knee
     seconds: float  # measured at each level
     latency_budget_ms: float | None  # None: ten times the median latency of a single client
-    compare_batching: bool  # measure without dynamic batching, too
-    num_processes: int
+    compare_batching: bool = False  # measure without dynamic batching, too
+    num_processes: int = 1
     cores: tuple[int, ...] | None  # of the load generator
     timeout_s: float
-    tensors: bool  # to the network instead of images to the classifier
-    images_per_request: int
+    tensors: bool = False  # to the network instead of images to the classifier
+    images_per_request: int = 1
 
 
 def run_load_test(
