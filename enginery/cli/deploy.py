@@ -50,13 +50,8 @@ class _Deployment:
 @click.option("--require-shadow", "shadow", type=_Folder, is_flag=False, flag_value="shadow", metavar="[DIR]",
               help="Refuse a model without a good record of `enginery shadow` beside what the environment serves.  "
               "[without DIR: shadow]")  # fmt: skip
-@click.option(
-    "--shadow-requests",
-    default=1000,
-    type=click.IntRange(1),
-    show_default=True,
-    help="Images that it must have compared.",
-)
+@click.option("--shadow-requests", default=1000, type=click.IntRange(1), show_default=True,
+              help="Images that it must have compared.")  # fmt: skip
 @click.option("--shadow-days", default=7, type=click.IntRange(1), show_default=True, help="Days that it may be old.")
 @click.option("--shadow-disagreement", default=5.0, type=click.FloatRange(0, 100), show_default=True, metavar="PERCENT",
               help="Images that may have another class, by the upper end of the interval.")  # fmt: skip

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ def shadow(
     signer = signing_key(key) if key is not None else None
     known = read_labels(labels) if labels is not None else {}
     if read_identity(folder).kind == ShadowManifest.model_fields["kind"].default:
-        if not known:
+        if labels is None:
             raise UserError(
                 f"{folder} is a finished record: judge it with --labels, or name the repository of a challenger",
                 code="no-labels",
@@ -103,8 +104,7 @@ def _collect(folder: Path, url: str, config: Any) -> tuple[Any, dict[str, Any]]:
     challenger = open_challenger(folder)
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        say = lambda text: echo(text, err=True)  # noqa: E731
-        return run_shadow(challenger, shadow_socket(), url, config, say, lambda: bool(asked))
+        return run_shadow(challenger, shadow_socket(), url, config, partial(echo, err=True), lambda: bool(asked))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -114,7 +114,7 @@ def _print(manifest: "ShadowManifest") -> None:
     found = manifest.comparison
     console = new_console()
     names = [f"{m.name} {m.version or m.repository_digest[:14]}" for m in (manifest.champion, manifest.challenger)]
-    console.print(f"\n[bold]{escape(names[1])}[/] beside {escape(names[0])}, {found.num_compared:,} images", style="")
+    console.print(f"\n[bold]{escape(names[1])}[/] beside {escape(names[0])}, {found.num_compared:,} images")
     console.print(
         f"labels differ on {found.num_differing:,} ({found.differing_pct:.2f} %; {found.low_pct:.2f} to "
         f"{found.high_pct:.2f} %)" + (f", {found.num_unanswered:,} unanswered" if found.num_unanswered else "")
@@ -122,13 +122,9 @@ def _print(manifest: "ShadowManifest") -> None:
     if found.classes:
         table = new_table("class", ">champion", ">challenger", ">alone", ">alone", ">p")
         for entry in found.classes[:_MAX_ROWS]:
+            counts = entry.num_champion, entry.num_challenger, entry.num_left, entry.num_entered
             mark = " *" if entry.is_significant else ""
-            table.add_row(
-                escape(entry.name),
-                *(f"{count:,}" for count in (entry.num_champion, entry.num_challenger)),
-                *(f"{count:,}" for count in (entry.num_left, entry.num_entered)),
-                f"{entry.p_corrected:.3g}{mark}",
-            )
+            table.add_row(escape(entry.name), *(f"{count:,}" for count in counts), f"{entry.p_corrected:.3g}{mark}")
         console.print(table)
         most = [f"{pair.champion} > {pair.challenger or 'no answer'} ({pair.num_images:,})" for pair in found.pairs[:5]]
         console.print(f"most frequent: {escape(', '.join(most))}")

@@ -261,7 +261,7 @@ def read_labels(file: Path) -> dict[str, str]:
     """Labels of a CSV file without a header: an id or digest, and the class.
 
     Raises:
-        UserError: it can't be read, or a line is something else.
+        UserError: it can't be read or is empty, or a line is something else.
     """
     try:
         with file.open(encoding="utf-8", newline="") as opened:
@@ -269,7 +269,7 @@ def read_labels(file: Path) -> dict[str, str]:
     except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't read --labels {file}: {reason}", code="labels-unreadable", setting="--labels") from None
-    if wrong := [row for row in rows if len(row) != 2 or not all(row)]:
+    if wrong := [row for row in rows or [[]] if len(row) != 2 or not all(row)]:
         raise UserError(
             f"--labels {file}: {','.join(wrong[0])!r} is no line `ID,CLASS`, where ID is a request's id or the digest "
             "of an image (sha256:...)",
