@@ -132,7 +132,7 @@ class SampleListener:
             return None
         self._counts[source] |= {what: int(content[what]) for what in ("seen", "dropped") if what in content}
         other = self._halves.pop(content["key"], None)
-        if other is None:
+        if other is None or ("id" in other[0]) == ("id" in content):  # the same half, of a number that a client made up
             self._halves[content["key"]] = content, image
             if len(self._halves) > _MAX_WAITING:
                 self._halves.pop(next(iter(self._halves)))

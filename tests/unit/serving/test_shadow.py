@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client
 from pathlib import Path
 
 import psutil
 import pytest
 
 from components.common.contracts.digests import digest_bytes
-from components.serve.shadow import KEYS, SHADOW_VARIABLE, Sampler
+from components.serve.shadow import KEYS, MAX_IMAGE_BYTES, SHADOW_VARIABLE, Sampler
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.server import shadow_socket
+from enginery.serving.shadow import SampleListener
 from enginery.serving.shadow_record import read_record
 from tests.unit.registered import enginery, files, refuses, write_keys
 
@@ -221,6 +224,55 @@ def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challeng
     assert not (tmp_path / "out").exists()
     with refuses("output-exists"):
         enginery("shadow", challenger, "--output", tmp_path)
+
+
+GREETING = {
+    "champion": dict.fromkeys(("name", "version", "bundle_digest", "repository_digest"), "m") | {"precision": "int8"},
+    "folder": "models",
+}
+IMAGE_HALF = {"key": 1, "id": "r", "seen": 7, "dropped": 2, "time": 1.0}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        b'"champion"',
+        b"{}",
+        json.dumps({**GREETING, "champion": "m"}).encode(),
+        json.dumps({**GREETING, "folder": 5}).encode(),
+        *(
+            json.dumps({**IMAGE_HALF, "key": 2, "seen": 0, **wrong}).encode()
+            for wrong in ({"key": []}, {"seen": float("inf")}, {"id": 5}, {"time": "now"})
+        ),
+        bytes(MAX_IMAGE_BYTES + 100_000),
+    ],
+    ids=range(13),
+)
+@pytest.mark.parametrize("is_greeted", [True, False])
+def test_messages_that_no_server_sends(message: bytes, is_greeted: bool, tmp_path: Path) -> None:
+    """Each ends its own connection alone."""
+    with SampleListener.at(tmp_path / "s", print) as listener, ThreadPoolExecutor() as pool:
+        good, bad = (Client(str(tmp_path / "s")) for _ in range(2))
+        with good, bad:
+            for half in (GREETING, {"key": 3, "label": "a", "time": 1.0}, {"key": 2, "label": "a", "time": 1.0}):
+                good.send_bytes(json.dumps(half).encode())
+            if is_greeted:
+                bad.send_bytes(json.dumps(GREETING).encode())
+            sent = pool.submit(bad.send_bytes, message)
+            found = []
+            while not bad.poll():  # until it was ended
+                found += listener.poll()
+            assert sent.exception() is None or isinstance(sent.exception(), OSError)
+            good.send_bytes(json.dumps({"key": 3, "label": "b", "time": 2.0}).encode())  # as by a client of the model
+            good.send_bytes(json.dumps({**IMAGE_HALF, "key": 3}).encode() + b"\nimage")
+            while not found:
+                found += listener.poll()
+        assert [(sample.id, sample.image, sample.label) for sample in found] == [("r", b"image", "b")]
+        assert listener.count("seen") == 7
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can be another account")
