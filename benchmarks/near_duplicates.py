@@ -4,7 +4,7 @@ python -m benchmarks.near_duplicates --machine cpu-2core
 """
 
 import io
-import resource
+import os
 import shutil
 import statistics
 import tempfile
@@ -27,6 +27,7 @@ from components.preprocess.decoding import THUMBNAIL_SIDE, gray_thumbnail
 from components.preprocess.near_duplicates import find_near_pairs
 from enginery.datasets.digits import write_digits
 from enginery.datasets.textures import texture_jpeg
+from tests.fuzz.running import peak_bytes
 
 _SIZE = 224  # px
 _NUM_CLASSES = 50
@@ -90,6 +91,7 @@ def main(
     thumbnails: Path | None,
     results: Path,
 ) -> None:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes below, as in preprocess
     with tempfile.TemporaryDirectory(prefix="enginery-near-") as scratch:
         originals, changed = _textures(thumbnails or Path(scratch, "thumbnails.npz"), num_images, num_changed, seed)
         found = _found(originals, changed)
@@ -209,14 +211,14 @@ def _found(originals: np.ndarray, changed: np.ndarray) -> dict[str, Any]:
 def _search(file: str, numbers: np.ndarray, num_train: int) -> dict[str, Any]:
     size = Path(file).stat().st_size // THUMBNAIL_SIDE**2
     thumbnails = np.memmap(file, np.uint8, "r", shape=(size, *_SHAPE))
-    before_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before_bytes = peak_bytes()
     wall, cpu = time.perf_counter(), time.process_time()
     found = find_near_pairs(thumbnails, numbers, numbers >= num_train, num_threads=num_cores())
     return {
         "num_images": len(numbers),
         "seconds": time.perf_counter() - wall,
         "cpu_seconds": time.process_time() - cpu,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before_mib,
+        "peak_mib": (peak_bytes() - before_bytes) / 2**20,
         "num_aligned": found.num_aligned,
         "num_plain": found.num_plain,
         "pairs": np.stack([found.first, found.second]),

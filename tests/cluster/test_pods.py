@@ -86,6 +86,30 @@ def restricted(api: Any, namespace: str) -> str:
     return namespace
 
 
+def run_in_pod(
+    core: client.CoreV1Api, namespace: str, pod: str, command: list[str], line: str, timeout_s: float, **options: str
+) -> tuple[int, str]:
+    """Exit code and output of a command, which gets a line of text."""
+    own = client.ApiClient(core.api_client.configuration)  # `stream` changes it for a moment
+    connection = stream(
+        client.CoreV1Api(own).connect_get_namespaced_pod_exec,
+        pod,
+        namespace,
+        command=command,
+        stdin=True,
+        stdout=True,
+        stderr=True,
+        _preload_content=False,
+        **options,
+    )
+    for start in range(0, len(line), 1 << 16):
+        connection.write_stdin(line[start : start + (1 << 16)])
+    connection.write_stdin("\n")
+    connection.run_forever(timeout=timeout_s)
+    code = connection.returncode  # before the rest is read, which drops it
+    return code, connection.read_all()
+
+
 class Cluster:
     """The release, and what its pods say."""
 
@@ -110,25 +134,10 @@ class Cluster:
 
     def run(self, pod: str, code: str, line: str = "", container: str | None = None) -> str:
         """Output of Python code in a pod, which gets a line of text."""
-        connection = stream(
-            self.core.connect_get_namespaced_pod_exec,
-            pod,
-            self.namespace,
-            command=["python", "-c", code],
-            stdin=True,
-            stdout=True,
-            stderr=True,
-            _preload_content=False,
-            **({"container": container} if container else {}),
-        )
-        for start in range(0, len(line), 1 << 16):
-            connection.write_stdin(line[start : start + (1 << 16)])
-        connection.write_stdin("\n")
-        connection.run_forever(timeout=120)
-        code_of_exit = connection.returncode  # before the rest is read, which drops it
-        said = connection.read_all()
-        assert code_of_exit == 0, said
-        return str(said)
+        options = {"container": container} if container else {}
+        exit_code, said = run_in_pod(self.core, self.namespace, pod, ["python", "-c", code], line, 120, **options)
+        assert exit_code == 0, said
+        return said
 
     def in_mlflow(self, code: str) -> str:
         (pod,) = self.pods("mlflow")

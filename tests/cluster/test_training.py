@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from kubernetes import client
-from kubernetes.stream import stream
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.train.train_job import (
@@ -29,7 +28,7 @@ from components.train.train_job import (
     VERSION,
     TrainJobRequest,
 )
-from tests.cluster.test_pods import UNPACK, image, wait_for
+from tests.cluster.test_pods import UNPACK, image, run_in_pod, wait_for
 from tests.cluster.test_train_jobs import RUNNER, runner  # noqa: F401
 from tests.unit.train.conftest import SETTINGS, tiny_dataset  # noqa: F401
 
@@ -52,23 +51,7 @@ class Step:
 
     def run(self, command: str, line: str = "") -> tuple[int, str]:
         """Exit code and output of a shell's command."""
-        own = client.ApiClient(self.core.api_client.configuration)  # `stream` changes it for a moment
-        connection = stream(
-            client.CoreV1Api(own).connect_get_namespaced_pod_exec,
-            STEP,
-            self.namespace,
-            command=["sh", "-c", command],
-            stdin=True,
-            stdout=True,
-            stderr=True,
-            _preload_content=False,
-        )
-        for start in range(0, len(line), 1 << 16):
-            connection.write_stdin(line[start : start + (1 << 16)])
-        connection.write_stdin("\n")
-        connection.run_forever(timeout=900)
-        code = connection.returncode
-        return code, connection.read_all()
+        return run_in_pod(self.core, self.namespace, STEP, ["sh", "-c", command], line, 900)
 
     def train(self, output: str, nodes: int, **settings: Any) -> tuple[int, str]:
         """Train in this pod, or on nodes."""

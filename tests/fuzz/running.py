@@ -57,11 +57,11 @@ def run_cases(
 @contextmanager
 def limited(number: int, what: str, wrong: dict[int, str]) -> Iterator[None]:
     """Note in `wrong` a case that takes too long, or by which the worker grows too much."""
-    started, before = _own_seconds(), _peak_bytes()
+    started, before = _own_seconds(), peak_bytes()
     yield
     if (seconds := _own_seconds() - started) > MAX_SECONDS:
         wrong[number] = f"{what} took {seconds:.0f} s"
-    if _peak_bytes() > before and (grown := _growth_bytes()) > MAX_GROWTH_BYTES:
+    if peak_bytes() > before and (grown := _growth_bytes()) > MAX_GROWTH_BYTES:
         wrong[number] = f"with {what} the process had {grown:,} bytes more than before its first case"
 
 
@@ -81,7 +81,7 @@ def _next_result(worker: Any, results: "multiprocessing.Queue[Any]") -> tuple[di
 
 def _work(batches: list[range], seed: int, check: Check, results: "multiprocessing.Queue[Any]") -> None:
     global _idle_bytes
-    _idle_bytes = _peak_bytes()
+    _idle_bytes = peak_bytes()
     for numbers in batches:
         results.put((check(numbers, seed), _growth_bytes()))
     results.close()
@@ -98,10 +98,10 @@ def _own_seconds(process: int | str = "self") -> float:
 
 
 def _growth_bytes() -> int:
-    return 0 if _idle_bytes is None else _peak_bytes() - _idle_bytes
+    return 0 if _idle_bytes is None else peak_bytes() - _idle_bytes
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """Of this program: ru_maxrss would begin with the peak of the process that started it."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024

@@ -59,7 +59,7 @@ class Scene:
             "fetch": lambda: fetch(str(self.repository), self.out / "pod", self.digest),
             "start": lambda: enginery("serve", "start", self.repository, "--http-port", "1"),
             "init container": self.init_container,
-            "pyfunc": lambda: mlflow.pyfunc.load_model("models:/m/1"),
+            "pyfunc": lambda: mlflow.pyfunc.load_model("models:/m/1"),  # not-onnx, where bytes are loaded first
         }[name]()
 
 
