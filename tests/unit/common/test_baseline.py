@@ -65,10 +65,10 @@ def test_small_classes_share_bins_and_each_bin_has_images() -> None:
     assert size.count(np.array([1, 640 * 480, 10**6, 1920 * 1080, 10**9])).tolist() == [1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("num_validation", [300, 5000])
+@pytest.mark.parametrize("num_validation", [300, pytest.param(5000, marks=pytest.mark.slow)])
 def test_false_alarms_are_rare_whichever_images_validation_got(num_validation: int) -> None:
-    """Each of 40 baselines is a sample of its own; of 400 windows 1 in 1,000 may alarm."""
-    alarms = sum(sum(windows(make_baseline("int8", population(num_validation)), 10, 500)) for _ in range(40))
+    """Each of 20 baselines is a sample of its own; of 400 windows 1 in 1,000 may alarm."""
+    alarms = sum(sum(windows(make_baseline("int8", population(num_validation)), 20, 500)) for _ in range(20))
     assert alarms <= 4  # more have a chance of 1 in 10,000
 
 
