@@ -86,7 +86,7 @@ def _write_images(folder: Path, num_images: int, width: int, height: int) -> int
         )
         images.append((127 + waves + random.normal(0, 12, (height, width, 1))).clip(0, 255).astype(np.uint8))
     for number in range(num_images):
-        # Two of them, one of them shifted: no picture is a near-duplicate of another.
+        # Two of them, one of them shifted: fewer near-duplicates, whose search takes longer, than few pictures give.
         shifted = np.roll(images[number // _VARIANTS % _VARIANTS], (7 * number % height, 11 * number % width), (0, 1))
         pixels = images[number % _VARIANTS] // 2 + shifted // 2
         encoded = io.BytesIO()
