@@ -4,8 +4,9 @@
     python -m components.preprocess --data DIR --output DATASET
     python -m benchmarks.networks --dataset DATASET --work DIR --machine h200 resnet50 mobilenet_v3_large
 
-Every step is the command that users run. "INT8 everywhere" is the export with `mixed_engines` 0; "chosen" is what the
-gate recommends of FP16 and INT8. A row that the result has already is replaced, the others stay.
+Every step is the command that users run. "INT8 everywhere" is the plan that export builds first of those with INT8,
+which is kept here; "chosen" is what the gate recommends of FP16 and INT8. A row that the result has already is
+replaced, the others stay. Nothing else may use the GPU: TensorRT times kernels while it builds.
 """
 
 import json
@@ -18,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 
@@ -26,7 +28,12 @@ from components.common.contracts.manifests import MANIFEST, Artifact, BundleMani
 from components.common.contracts.verdict import Thresholds, judge
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.tensorrt import TensorRTRunner
+from components.export.__main__ import STEP as EXPORT
+from components.export.backends import TensorRTBackend
+from components.export.mixed import Compiled
 
+_EVERYWHERE = "everywhere.plan"
+_EXPORT = "from benchmarks.networks import export; export()"
 _BATCHES, _TURNS = (1, 128), 9
 _TIMES: dict[str, Any] = {"warmup_s": 0.2, "duration_s": 0.3, "min_iterations": 10}
 
@@ -109,7 +116,7 @@ def main(
 
 def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_train: bool) -> dict[str, Any] | None:
     network, seconds = NETWORKS[name], {}
-    for label in ("everywhere", "chosen", "report"):
+    for label in ("bundle", "report"):
         shutil.rmtree(work / label, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
     size = ("--image-size", str(network.image_size), "--resize-ratio", "1.125")
@@ -120,23 +127,16 @@ def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_tra
     if only_train:
         return None
     plans = ("--tensorrt", "on", "--optimization-level", str(level), "--opt-batch", "128", "--cache", str(cache))
-    bundles = {}
-    for label, number in (("chosen", "2"), ("everywhere", "0")):
-        options = ("--model", str(work / "checkpoint"), *plans, "--mixed-engines", number)
-        seconds[f"export_{label}"] = _step("export", dataset, work / label, *options)
-        bundles[label] = load(work / label, BundleManifest)
-        placement = bundles["chosen"].manifest.placement
-        if placement is None or placement.chosen.name == "INT8":
-            bundles["everywhere"] = bundles["chosen"]
-            break
-    options = ("--bundle", str(work / "chosen"), "--benchmark-batch-sizes", "[1, 128]", "--benchmark-streams", "[1]")
+    seconds["export"] = _step("export", dataset, work / "bundle", "--model", str(work / "checkpoint"), *plans)
+    options = ("--bundle", str(work / "bundle"), "--benchmark-batch-sizes", "[1, 128]", "--benchmark-streams", "[1]")
     seconds["validate"] = _step("validate", dataset, work / "report", *options)
     report = load(work / "report", ReportManifest).manifest
     verdict = judge(Thresholds(), report.accuracy, report.benchmark)
     chosen = verdict.recommendation.precision if verdict.recommendation is not None else "fp16"
-    record = bundles["chosen"].manifest
-    everywhere = next(plan for plan in bundles["everywhere"].manifest.engines if plan.precision == "int8")
+    bundle = load(work / "bundle", BundleManifest)
+    record, placement = bundle.manifest, bundle.manifest.placement
     int8 = next(plan for plan in record.engines if plan.precision == "int8")
+    assert placement is not None  # with plans there was a search
     selection = record.calibration.selection
     return {
         "network": name,
@@ -146,23 +146,20 @@ def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_tra
         "image_size": network.image_size,
         "epochs": network.epochs,
         "chosen": chosen,
-        "chosen_candidate": placement.chosen.name if placement is not None else "",
+        "chosen_candidate": placement.chosen.name,
         "calibration": record.calibration.method,
         "excluded_for_accuracy": len(record.calibration.excluded),
         "form": int8.weights,
         "failed_forms": list(int8.failed_forms),
         "int8_layers": record.num_quantized_layers,
         "layers": record.num_quantizable_layers,
-        "int8_time_pct": placement.int8_time_pct if placement is not None else None,
+        "int8_time_pct": placement.int8_time_pct,
         **_accuracy(report, "fp32", "fp16", "int8"),
         "within_budget": verdict.passed,
-        **_speeds(bundles, chosen),
+        **_speeds(bundle, chosen),
         "build_seconds": sum(plan.build_seconds for plan in record.engines),
-        "build_seconds_int8_everywhere": everywhere.build_seconds,
-        "search_seconds": (selection.seconds if selection else 0.0) + (placement.seconds if placement else 0.0),
-        "trials": [trial.model_dump(mode="json", exclude={"excluded"}) for trial in placement.trials]
-        if placement is not None
-        else [],
+        "search_seconds": (selection.seconds if selection else 0.0) + placement.seconds,
+        "trials": [trial.model_dump(mode="json", exclude={"excluded"}) for trial in placement.trials],
         "seconds": {key: round(value, 1) for key, value in seconds.items()},
     }
 
@@ -170,7 +167,8 @@ def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_tra
 def _step(step: str, dataset: Path, output: Path, *options: str) -> float:
     """Run a step, with its output kept beside what it writes. Returns its seconds."""
     started = time.monotonic()
-    command = [sys.executable, "-m", f"components.{step}", "--dataset", str(dataset), "--output", str(output), *options]
+    what = ("-c", _EXPORT) if step == "export" else ("-m", f"components.{step}")
+    command = [sys.executable, *what, "--dataset", str(dataset), "--output", str(output), *options]
     with output.with_name(f"{step}_{output.name}.log").open("w") as log:
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
     return time.monotonic() - started
@@ -188,15 +186,27 @@ def _accuracy(report: ReportManifest, *precisions: str) -> dict[str, Any]:
     return found
 
 
-def _speeds(bundles: dict[str, Artifact[BundleManifest]], chosen: str) -> dict[str, Any]:
+def export() -> None:
+    """`python -m components.export`, which also leaves the plan of INT8 everywhere, beside its output."""
+    compile_candidate = TensorRTBackend.compile
+
+    def keep_first(backend: TensorRTBackend, name: str, excluded: tuple[str, ...]) -> Compiled:
+        compiled = compile_candidate(backend, name, excluded)
+        if name == "INT8":
+            shutil.copyfile(compiled.file, backend.folder.parents[1] / _EVERYWHERE)
+        return compiled
+
+    with patch.object(TensorRTBackend, "compile", keep_first):
+        EXPORT.command()()
+
+
+def _speeds(bundle: Artifact[BundleManifest], chosen: str) -> dict[str, Any]:
     """Images per second of every engine, in turns."""
-    shapes = bundles["chosen"].manifest.shapes
-    runners: dict[str, Runner] = {}
-    for label, bundle in bundles.items():
-        for plan in bundle.manifest.engines:
-            if label == "chosen" or plan.precision == "int8":
-                name = "int8_everywhere" if label == "everywhere" else plan.precision
-                runners[name] = TensorRTRunner(bundle.file(plan.file), shapes, plan)
+    shapes = bundle.manifest.shapes
+    runners: dict[str, Runner] = {
+        plan.precision: TensorRTRunner(bundle.file(plan.file), shapes, plan) for plan in bundle.manifest.engines
+    }
+    runners["int8_everywhere"] = TensorRTRunner(bundle.path.with_name(_EVERYWHERE), shapes)
     found: dict[str, Any] = {}
     ratios = {}
     for batch in _BATCHES:
