@@ -153,15 +153,16 @@ _PLACES: dict[str, dict[str, Any]] = {
 
 
 def speed_chart(benchmark: BenchmarkReport) -> str:
-    """Throughput over latency: a line per precision, a point per batch size. SVG, or "" without measurements.
+    """Throughput over latency: a line per precision, a point per batch size. SVG, or "" where nothing is sure.
 
     Both scales are logarithmic: from batch 1 to batch 128, either value grows by a factor of ten or more. Several
-    streams are hollow points, and what leaves the copies out is not drawn.
+    streams are hollow points, and what is unsure or leaves the copies out is not drawn.
     """
-    shown = [row for row in benchmark.rows if row.with_transfers]
+    sure = [row for row in benchmark.rows if benchmark.sure_images_per_s(row) is not None]
+    shown = [row for row in sure if row.with_transfers]
     if not shown:
         return ""
-    named = _named_batches([row.batch_size for row in benchmark.plain_rows])
+    named = _named_batches([row.batch_size for row in shown if row.is_plain])
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "speed"}):
         figure = Figure(figsize=(_WIDTH_INCHES, 4.2), layout="constrained")
         axes = figure.add_subplot()
@@ -172,7 +173,7 @@ def speed_chart(benchmark: BenchmarkReport) -> str:
             x, y = [row.p50_ms for row in streams], [row.images_per_s for row in streams]
             axes.plot(x, y, color=color, marker=MARKERS[precision], **hollow)
             rows = sorted(
-                (row for row in benchmark.plain_rows if row.precision == precision), key=lambda row: row.batch_size
+                (row for row in shown if row.precision == precision and row.is_plain), key=lambda row: row.batch_size
             )
             if not rows:
                 continue

@@ -30,7 +30,7 @@ _PREFIX = "With --cluster: "
 
 @click.command(params=[*settings_options(_PREFIX), *login_options(_PREFIX, required=False)])
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--bundle", type=PATH, metavar="DIR", help="Say what its plans need, too.")
+@click.option("--bundle", type=PATH, metavar="DIR", help="Say what its plans and INT8 files need, too.")
 @click.option("--cluster", is_flag=True, help="Check the cluster of KUBECONFIG instead of this machine.")
 @click.option("--namespace", metavar="NAME", help=f"{_PREFIX}Namespace of runs, instead of the settings'.")
 def doctor(as_json: bool, bundle: Path | None, cluster: bool, **of_cluster: Any) -> None:

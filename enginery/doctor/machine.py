@@ -25,9 +25,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from components.common.contracts.environment import cpu_name, num_cores
-from components.common.contracts.errors import EXIT_FAILURE, UserError
+from components.common.contracts.errors import EXIT_FAILURE, RuntimeUnavailable, UserError
 from components.common.contracts.instruction_sets import SATURATING, cpu_flags, instruction_set
 from components.common.contracts.manifests import BundleManifest
+from components.common.runtimes.selection import fit_model
 from components.preprocess.sources.web import open_session
 from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, missing, ok, warning
 from enginery.doctor.gpu import GpuChecks
@@ -95,6 +96,18 @@ def instruction_sets() -> Finding:
         f"{_ACTIVATIONS}. Sums of 8-bit weights (int8_cpu.onnx) saturate at 16 bits, unless export has measured that "
         "they do not"
     )
+
+
+def int8_files(bundle: BundleManifest) -> Finding:
+    """How each INT8 file of a bundle for CPUs is written, where its sums saturate, and which one is fit here."""
+    files = bundle.int8_on_cpus
+    text = "; ".join(
+        f"{file.file} ({file.arithmetic}) saturates on {', '.join(file.saturates_on) or 'no CPU'}" for file in files
+    )
+    try:
+        return ok(f"{text}. This CPU runs {fit_model(files).file}")
+    except RuntimeUnavailable as error:
+        return warning(text, str(error))
 
 
 def memory() -> Finding:
@@ -394,7 +407,7 @@ def _database(uri: str) -> Finding:
 
 
 def diagnose(bundle: BundleManifest | None = None) -> Diagnosis:
-    """Run all checks, those of a bundle's plans, too. One that breaks is a line of its own; the others still run."""
+    """Run all checks, those of a bundle, too. One that breaks is a line of its own; the others still run."""
     probes = Probes()
     try:
         return conclude([planned.run() for planned in all_checks(probes, bundle)])
@@ -426,6 +439,7 @@ def all_checks(probes: Probes, bundle: BundleManifest | None = None) -> list[Pla
         Planned("GPU", "compute capability", partial(gpu.guard, gpu.capability)),
         Planned("GPU", "DALI on GPU", partial(gpu.guard, gpu.dali_decodes)),
         Planned("GPU", "TensorRT", partial(gpu.guard, gpu.tensorrt)),
+        *([Planned("bundle", "INT8 files", partial(int8_files, bundle))] if bundle else []),
         *([Planned("bundle", "plans", partial(gpu.plans, bundle))] if bundle else []),
     ]
 

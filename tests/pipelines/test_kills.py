@@ -15,6 +15,7 @@ import pytest
 
 from components.common.contracts.digests import digest_file
 from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT
+from enginery.local.run import _GRACE_S
 
 from .running import ROOT, STEPS, finish, hold_in, query, start, wait_for, worker_of
 
@@ -182,7 +183,7 @@ def test_a_second_interrupt_ends_a_step_that_does_not_listen(home: Home) -> None
         time.sleep(0.1)
     text = run.end()
     assert run.process.returncode == 130, text
-    assert time.monotonic() - started < 6  # not the grace that a step gets
+    assert time.monotonic() - started < _GRACE_S  # which a step gets after the first
     assert not worker.is_running()
     assert not psutil.wait_procs(family, timeout=5)[1]
     assert "stopping the running step" in text

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from components.common.contracts.errors import EngineryError, UserError
+from components.common.registry.store import without_credentials
 from enginery.serving.loading import loading_headers
 
 _PROTOCOLS: dict[str, tuple[Literal["http", "grpc"], bool]] = {
@@ -45,6 +46,7 @@ def parse_address(url: str) -> ServerAddress:
     scheme, separator, rest = url.strip().partition("://")
     if not separator:
         scheme, rest = "", scheme
+    url = f"{scheme}{separator}{without_credentials(f'//{rest}').removeprefix('//')}"  # as messages show it
     try:
         parts = urlsplit(f"//{rest}")
         port = parts.port
@@ -56,7 +58,7 @@ def parse_address(url: str) -> ServerAddress:
         raise UserError(
             f"--url {url}: the scheme {scheme!r} is unknown; {_EXAMPLES}", code="invalid-address", setting="url"
         )
-    if not parts.hostname or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+    if not parts.hostname or parts.path.strip("/") or parts.query or parts.fragment or "@" in rest:
         raise UserError(
             f"--url {url}: an address is a host and a port, nothing more; {_EXAMPLES}",
             code="invalid-address",
@@ -273,6 +275,8 @@ class Transport:
         except (ImportError, RuntimeError) as error:  # tritonclient turns a missing part into a RuntimeError
             reason = " ".join(str(error).split())
             raise EngineryError(f"{_MISSING} ({reason})", code="no-client-library") from None
+        if not self._is_grpc:
+            self._client._stub.trace_configs.append(_redirects_refused(address))
         self._json = {"as_json": True} if self._is_grpc else {}
         self._loading = loading_headers(address.protocol, loading_key)
 
@@ -321,6 +325,20 @@ class Transport:
     async def close(self) -> None:
         """End the connections."""
         await self._client.close()
+
+
+def _redirects_refused(address: ServerAddress) -> Any:
+    """For a session of aiohttp, which would take images and the key for loading to any host that an answer names."""
+    import aiohttp
+
+    async def refuse(_: object, __: object, found: aiohttp.TraceRequestRedirectParams) -> None:
+        place = found.response.headers.get("Location", "")
+        raise ServingError(f"{address} leads to {_short(place)}, which nobody named; name the model server itself")
+
+    traces = aiohttp.TraceConfig()
+    traces.on_request_redirect.append(refuse)
+    traces.freeze()
+    return traces
 
 
 def input_tensors(library: Any, inputs: Mapping[str, np.ndarray]) -> list[Any]:

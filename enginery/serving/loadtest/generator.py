@@ -170,7 +170,8 @@ class HttpSender:
     async def send(self, request: bytes) -> tuple[str, str] | None:
         """See Sender."""
         headers = {"Inference-Header-Content-Length": str(int.from_bytes(request[:8], "little")), **PLAIN}
-        async with self._session.post(self._url, data=memoryview(request)[8:], headers=headers) as response:
+        body = memoryview(request)[8:]
+        async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
             content = await response.read()
             ok = response.status == 200
             return None if ok else (str(response.status), content[:_MAX_SAID].decode(errors="replace"))

@@ -30,7 +30,7 @@ def test_all_parts(tmp_path: Path) -> None:
     assert measures["train_jpeg_over_synthetic"] > 0
     assert 0 < measures["train_data_wait_share"] < 1
     assert measures["train_over_reference_script"] > 0
-    assert 0 < measures["train_scaling_x2"] < 1.5
+    assert measures["train_scaling_x2"] > 0
     failed = [cell for cell in result["runs"] if "failed" in cell]
     assert [cell["label"] for cell in failed] == ["synthetic_bf16_off+nonsense=1_b8"]
     again, said = run(tmp_path, *options, "--parts", "shards,scaling")

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from packaging.requirements import Requirement
 
 from components.common.contracts.manifests import BundleManifest
+from components.common.contracts.records import CpuModel
 from enginery.doctor import machine
 from enginery.doctor.checks import Diagnosis, Planned, absent, missing, ok
 from enginery.doctor.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
@@ -63,7 +64,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_json_has_every_check_and_a_fix_for_each_one_not_ok(report: dict[str, Any]) -> None:
     expected = [one.name for one in machine.all_checks(Answers())]
-    assert [check["name"] for check in report["checks"]] == [*expected, "plans"]
+    assert [check["name"] for check in report["checks"]] == [*expected, "INT8 files", "plans"]
     assert all(check["fix"] for check in report["checks"] if check["status"] in ("warning", "missing"))
     assert not any("could not check" in check["found"] for check in report["checks"])
     found = {check["name"]: check["status"] for check in report["checks"]}
@@ -163,6 +164,14 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
         finding = machine.instruction_sets()
         assert (finding.status, file in finding.found) == ("ok", True)
+    eight = CpuModel(file="int8_cpu.onnx", weight_bits=8, activations="unsigned", saturates_on=("AVX2",))
+    seven = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    bundles = (BundleManifest.model_construct(cpu_models=files) for files in ([eight, seven], [eight]))
+    both, alone = map(machine.int8_files, bundles)
+    assert "int8_cpu.onnx (8-bit weights, unsigned activations) saturates on AVX2; " in both.found
+    assert both.found.endswith("activations) saturates on no CPU. This CPU runs int8_cpu_7bit.onnx")
+    assert (both.status, alone.status, "Export the model again" in alone.fix) == ("ok", "warning", True)
 
 
 def test_versions_of_a_checkout_and_of_an_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

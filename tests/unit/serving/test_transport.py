@@ -6,20 +6,24 @@ import selectors
 from collections.abc import Callable
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from enginery.serving.client.client import AsyncClient
 from enginery.serving.client.transport import (
     RequestRefused,
     RetryPolicy,
+    ServerAddress,
     ServerOverloaded,
     ServerTimeout,
     ServerUnreachable,
     ServingError,
+    Transport,
     parse_address,
     status_failure,
     with_retries,
 )
+from enginery.serving.loadtest.generator import HttpSender, prepare
 from tests.serving import Served, serving
 from tests.unit.refusals import refuses
 
@@ -50,12 +54,13 @@ def test_protocol_and_port_come_from_the_address(url: str, meant: str) -> None:
     "url",
     [
         *("ftp://host", "http://host:port", "http://host:99999", "http://[::1"),
-        *("http://host:1/v2", "http://u@h:1", "http://:8000", ""),
+        *("http://host:1/v2", "http://u@h:1", "http://:8000", "", "http://:secret@h:1", "u:secret@h:8000"),
     ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with refuses("invalid-address", "url"):
+    with refuses("invalid-address", "url") as caught:
         parse_address(url)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +159,29 @@ def test_something_else_that_answers_is_no_model_server() -> None:
 
     with serving(Served(answers=lambda *_: (404, b"<html>hello"))) as state, pytest.raises(ServingError):
         asyncio.run(go())
+
+
+def test_nobody_is_led_to_another_host() -> None:
+    """Neither a client, with the key for loading, nor a load test."""
+
+    async def go(leading: ServerAddress) -> tuple[str, str] | None:
+        for attempt in ("ready", "index", "load", "infer"):
+            transport = Transport(leading, "0123456789abcdef")
+            arguments = {"load": ("m", {}), "infer": ("m", {"x": np.zeros((1, 3), np.float32)})}.get(attempt, ())
+            try:
+                with pytest.raises(ServingError, match="which nobody named"):
+                    await getattr(transport, attempt)(*arguments)
+            finally:
+                await transport.close()
+        sender = HttpSender(leading, "m")
+        try:
+            return await sender.send(prepare(leading, "m", {"x": np.zeros((1, 3), np.float32)}))
+        finally:
+            await sender.close()
+
+    with serving(Served()) as inner:
+        lead = Served(answers=lambda _, path, __: (307, b"", {"Location": inner.endpoint + path}))
+        with serving(lead) as leading:
+            failed = asyncio.run(go(parse_address(leading.endpoint)))
+    assert failed == ("307", "")
+    assert inner.requests == []

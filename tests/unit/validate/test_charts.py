@@ -56,6 +56,9 @@ def test_speed_is_drawn_between_round_numbers(speeds: tuple[BenchmarkRow, ...]) 
     single = texts(speed_chart(BenchmarkReport(bundle_digest="b", rows=speeds[:1])))
     assert {"2", "5"} <= set(single)  # 2.85 ms lies between
     assert speed_chart(BenchmarkReport(bundle_digest="b", rows=())) == ""
+    busy = [row.model_copy(update={"others_pct": 50.0}) if row.precision == "int8" else row for row in speeds]
+    left = texts(speed_chart(BenchmarkReport(bundle_digest="b", rows=tuple(busy))))
+    assert ("FP32" in left, "INT8" in left) == (True, False)  # a picture gives a number, too
     without = tuple(row for row in speeds if not row.with_transfers)
     assert speed_chart(BenchmarkReport(bundle_digest="b", rows=without)) == ""
 
