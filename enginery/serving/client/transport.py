@@ -313,7 +313,8 @@ class Transport:
     async def infer(self, model: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return outputs by name. Inputs: float32 as FP32, objects as BYTES."""
         sent = input_tensors(self._library, inputs)
-        result = await self._client.infer(model, sent, headers=None if self._is_grpc else PLAIN)
+        headers = None if self._is_grpc else {**PLAIN}  # to which tritonclient adds
+        result = await self._client.infer(model, sent, headers=headers)
         response = result.get_response()
         names = (
             [entry.name for entry in response.outputs]
