@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from components.common.contracts.manifests import Artifact, BundleManifest
+    from components.promote.pyfunc import BundleModel
     from components.validate.schema import Report
     from enginery.local.summary import RunSummary
     from enginery.serving.client.client import AsyncClient, Client
 
-__all__ = ["AsyncClient", "Client", "load_bundle", "load_report", "load_summary", "run"]
+__all__ = ["AsyncClient", "Client", "load_bundle", "load_model", "load_report", "load_summary", "run"]
 
 
 def run(
@@ -80,6 +81,29 @@ def load_bundle(folder: str | Path) -> "Artifact[BundleManifest]":
     from components.common.contracts.manifests import BundleManifest, load
 
     return load(Path(folder), BundleManifest)
+
+
+def load_model(model: str | Path, *, runtime: str = "auto") -> "BundleModel":
+    """Load what a verdict says to ship, to ask it without a server: `predict` takes images as MLflow's model does.
+
+    Unlike `mlflow.pyfunc.load_model` it runs no code that the registry names, and compares a version with the audit
+    log, before the trust policy is asked.
+
+    Args:
+        model: NAME@alias, NAME/3, or the folder of a release or of a bundle.
+        runtime: "auto", "tensorrt" or "openvino".
+
+    Raises:
+        components.common.contracts.errors.UserError: it means nothing that can be loaded.
+        components.common.contracts.errors.EngineryError: it was changed, did not pass its gate, is refused by the trust
+            policy, or nothing here runs it.
+    """
+    from components.promote.pyfunc import open_model
+    from enginery.serving.sources import find_source
+
+    with find_source(str(model), None) as source:
+        named = {"bundle_digest": source.digests["bundle"], "precision": source.precision, "runtime": runtime}
+        return open_model(source.bundle.path, {**named, "measured_on": source.measured_on})
 
 
 def load_report(folder: str | Path) -> "Report":

@@ -147,16 +147,22 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
         EngineryError: the bundle is not the one that was promoted, or was changed.
         RuntimeUnavailable: nothing here runs it, or no INT8 file of the bundle is fit for this CPU.
     """
+    return open_model(Path(data_path), model_config, read_statements(Path(data_path).parent))
+
+
+def open_model(
+    folder: Path, model_config: Mapping[str, Any], statements: Mapping[str, bytes] | None = None
+) -> "BundleModel":
+    """The same of a bundle that may have been checked: `statements` is None where its digest is one that is trusted."""
     temporary = TemporaryDirectory(prefix="enginery-")  # a copy: what was checked can't be swapped any more
-    copy = shutil.copytree(data_path, Path(temporary.name) / "bundle", symlinks=True)
+    copy = shutil.copytree(folder, Path(temporary.name) / "bundle", symlinks=True)
     bundle = load(copy, BundleManifest, verify=ALL_FILES)
-    statements = read_statements(Path(data_path).parent)
-    check_chain(
-        f"the bundle {data_path}", {"bundle": bundle.digest}, statements, say=logging.getLogger(__name__).warning
-    )
+    if statements is not None:
+        say = logging.getLogger(__name__).warning
+        check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, statements, say=say)
     if bundle.digest != model_config["bundle_digest"]:
         raise EngineryError(
-            f"{data_path} is another bundle than was promoted: its manifest is {bundle.digest}, the model's "
+            f"{folder} is another bundle than was promoted: its manifest is {bundle.digest}, the model's "
             f"MLmodel file says {model_config['bundle_digest']}. Download the version again",
             code="other-bundle",
         )

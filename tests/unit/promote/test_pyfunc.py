@@ -6,6 +6,7 @@ import json
 import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlflow import MlflowClient
 from mlflow.pyfunc import scoring_server
 from PIL import Image
 
+import enginery as public
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.instruction_sets import instruction_set
 from components.common.contracts.manifests import BundleManifest, VerdictManifest, load
@@ -105,6 +107,34 @@ def test_the_registered_version_gives_the_validated_predictions(promoted, proved
         assert row.label == row.labels[0]
         assert row.probability == row.probabilities[0] == max(row.probabilities)
     assert len({*found["label"]}) > 1  # the network tells some digits apart
+
+
+FOREIGN_LOADER = """
+from pathlib import Path
+Path({proof!r}).touch()
+_load_pyfunc = None
+"""
+
+
+def test_code_that_the_registry_names_is_not_run(promoted, proved, tmp_path: Path) -> None:
+    """Whoever can write the registry's files names a loader of his own; MLflow runs it before anybody is asked."""
+    root = Path(MlflowClient().get_model_version_download_uri(NAME, "1").removeprefix("file://"))
+    described = yaml.safe_load((root / "MLmodel").read_text())
+    described["flavors"]["python_function"] |= {"loader_module": "foreign_loader", "code": "code"}
+    (root / "MLmodel").write_text(yaml.safe_dump(described))
+    (root / "code").mkdir()
+    (root / "code/foreign_loader.py").write_text(FOREIGN_LOADER.format(proof=str(tmp_path / "proof")))
+    images, _ = validation_images(proved)
+    found = public.load_model(f"{NAME}@candidate").predict(images[:20])
+    expected = load_model(write(proved, tmp_path / "model")).predict(images[:20])
+    pd.testing.assert_frame_equal(found, expected)
+    assert not (tmp_path / "proof").exists()
+    with suppress(Exception):
+        mlflow.pyfunc.load_model(f"models:/{NAME}@candidate")
+    assert (tmp_path / "proof").exists()  # so the attack is one
+    flip(root / "bundle/int8.onnx")
+    with pytest.raises(EngineryError, match=f"int8.onnx {CHANGED}"):
+        public.load_model(f"{NAME}/1")
 
 
 def test_probabilities_are_those_of_the_evaluation(model, proved, images) -> None:
