@@ -29,8 +29,8 @@ for _name in (
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Three for two cores: a quarter of the time they wait for processes, files and servers."""
-    return 3 * len(os.sched_getaffinity(0)) // 2
+    """Two for each core: a quarter of the time they wait for processes, files and servers."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 # One core for each of several test processes, before libraries count them: threads of one would wait for the others'.
@@ -71,6 +71,18 @@ def _stacks_without_source() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_task, "inspect", SimpleNamespace(stack=stack))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _databases_without_waiting() -> None:
+    """SQLite in the tests' own processes waits for no disk: some thousand commits take milliseconds each."""
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    @event.listens_for(Engine, "connect")
+    def set_pragma(connection: Any, _: object) -> None:
+        if type(connection).__module__.startswith("sqlite3"):
+            connection.execute("PRAGMA synchronous = OFF")
 
 
 @pytest.fixture(scope="session")

@@ -54,15 +54,14 @@ def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> No
 
 
 @pytest.mark.parametrize(
-    "uri",
+    ("command", "uri"),
     [
-        f"simplecache::https://{SECRET}@host/x.tar",
-        f"https://host/x.tar?key={SECRET}",
-        f"s3://me:{SECRET}@bucket/images",
+        ("run", f"simplecache::https://{SECRET}@host/x.tar"),
+        ("submit", f"https://host/x.tar?key={SECRET}"),
+        ("preprocess", f"s3://me:{SECRET}@bucket/images"),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "submit", "preprocess"])
-def test_a_secret_in_an_address_is_written_nowhere(tmp_path: Path, uri: str, command: str) -> None:
+def test_a_secret_in_an_address_is_written_nowhere(tmp_path: Path, command: str, uri: str) -> None:
     if command == "preprocess":
         done = run("components.preprocess", "--data", uri, "--output", str(tmp_path / "out"), home=tmp_path / "home")
     else:

@@ -149,7 +149,14 @@ def test_only_7_bit_weights_are_exact_on_every_instruction_set(files, simulated,
 
 
 @pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
-@pytest.mark.parametrize("limit", [name for name in available() if name in (available()[0], "AVX2")])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param(name, marks=() if name == "AVX2" else pytest.mark.slow)
+        for name in available()
+        if name in (available()[0], "AVX2")
+    ],
+)
 def test_only_weights_whose_sums_saturate_have_7_bits(files, limit):
     cases = {"fp32.onnx": (SCALES, [7, None]), "signed_input.onnx": (SMALL_CODES, [8, 7])}
     done = run_python(

@@ -292,7 +292,7 @@ def superadditive(costs):
 
 @pytest.mark.parametrize("interaction", [additive, masking, superadditive])
 @pytest.mark.parametrize(("num_layers", "num_bad"), [(1, 1), (2, 1), (24, 4), (72, 1), (72, 6), (120, 9)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_few_measurements_find_the_fewest_layers(interaction, num_layers, num_bad, seed):
     rng = np.random.default_rng(seed)
     names = [f"c{index}" for index in range(num_layers)]

@@ -1,6 +1,7 @@
 """A challenger beside a real Triton: what is sampled and said, and what the champion never notices."""
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -67,6 +68,13 @@ def wait_until_said(process: subprocess.Popen[str], start: str) -> None:
     raise AssertionError(said)
 
 
+def ask_until_ends(process: subprocess.Popen[str], ask_once: Callable[[], object]) -> None:
+    """Requests one after the other, with pauses: the challenger may have the processor in them."""
+    while process.poll() is None:
+        ask_once()
+        time.sleep(0.05)
+
+
 def ask(running: Running, images: list[bytes], name: bytes) -> Answer:
     """A request with an id, which goes into the JSON as it is."""
     data = encoded(images)
@@ -87,12 +95,15 @@ def test_what_differs_is_said_and_nothing_else_is_kept(champion, challenger, ima
     wait_until_said(process, "the champion is digits 1")
     assert stat.S_IMODE((home / "shadow.sock").stat().st_mode) == 0o600
     assert champion.infer([b"no image"]).status == 400  # and is no sample
-    expected = {}
-    while process.poll() is None:  # what it had no time for was not sampled
-        for start in range(0, 120, 3):
-            for index, label in enumerate(labels_of(ask(champion, images[start : start + 3], b"r%d" % start))):
-                digest = digest_bytes(images[start + index])
-                expected[f"r{start}/{index}"] = (label, SWAPPED.get(label, label), digest)
+    expected, starts = {}, itertools.cycle(range(0, 120, 12))
+
+    def ask_once() -> None:
+        start = next(starts)
+        for index, label in enumerate(labels_of(ask(champion, images[start : start + 12], b"r%d" % start))):
+            digest = digest_bytes(images[start + index])
+            expected[f"r{start}/{index}"] = (label, SWAPPED.get(label, label), digest)
+
+    ask_until_ends(process, ask_once)  # what it had no time for was not sampled
     out, err = process.communicate()
     assert process.returncode == 0, err
     record = json.loads(out)
@@ -155,8 +166,7 @@ def test_a_slow_or_killed_challenger_costs_the_champion_nothing(champion, challe
     with suspended(psutil.Process(process.pid)):
         large = images[0] + bytes(1_000_000)  # which no decoder minds, and far more than the socket holds
         assert [labels_of(champion.infer([large])) for _ in range(80)] == [expected[0]] * 80
-    while process.poll() is None:
-        answers_all(1)
+    ask_until_ends(process, lambda: answers_all(1))
     record = json.loads(process.communicate()[0])
     assert record["num_dropped"] > 0
     assert record["comparison"]["num_compared"] == 80
@@ -189,9 +199,7 @@ def test_a_challenger_that_another_server_runs(champion, served, source, exporte
         enginery("shadow", other.path, *options, "--priority", "normal")
     process = start_shadow(home, exported.path, *options, "--json")
     wait_until_said(process, "the champion is")
-    while process.poll() is None:
-        for image in images[:20]:
-            assert champion.infer([image]).status == 200
+    ask_until_ends(process, lambda: champion.infer(images[:20]))
     record = json.loads(process.communicate()[0])
     assert record["asked"] == url
     found = record["comparison"]
@@ -202,9 +210,12 @@ def test_ids_of_any_kind(champion, challenger, images, tmp_path: Path) -> None:
     """No request's id fails a request, or spoils the record."""
     process = start_shadow(champion.log.parent / "home", challenger, "--output", tmp_path / "out", "--requests", "30")
     wait_until_said(process, "the champion is")
-    while process.poll() is None:
+
+    def ask_once() -> None:
         for name in (b"", b"\xff\xc3", b"x" * 200_000, "a\u2028b".encode()):  # which ends a line, as text
             assert ask(champion, images[:1], name).status == 200
+
+    ask_until_ends(process, ask_once)
     assert process.returncode == 0, process.stderr.read()
     found, answers = read_record(tmp_path / "out")
     assert {answer.id for answer in answers} == {"", "a\u2028b"}
@@ -216,9 +227,7 @@ def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challeng
         assert KEYS not in (exported.path / model / "config.pbtxt").read_text()
     process = start_shadow(served.log.parent / "home", challenger, "--output", tmp_path / "out", "--minutes", "0.05")
     wait_until_said(process, "waiting for samples")
-    while process.poll() is None:
-        assert served.infer(images[:1]).status == 200
-        time.sleep(0.1)
+    ask_until_ends(process, lambda: served.infer(images[:1]))
     assert "[no-samples]" in process.stderr.read()
     assert process.returncode == 2
     assert not (tmp_path / "out").exists()
