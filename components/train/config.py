@@ -9,6 +9,7 @@ from components.common.contracts.transforms import Augmentation, Interpolation
 
 # These don't change what is learnt: a run resumes where it stopped when these differ, and starts again when others do.
 NON_FINGERPRINTED_SETTINGS = (
+    "pretrained_sha256",
     "num_processes",
     "collective_timeout_s",
     "read_timeout_s",
@@ -43,9 +44,15 @@ class TrainConfig(StepConfig):
     )
     pretrained: str = Field(
         "",
-        description="Weights to begin with: a file (.safetensors, .pt, .pth) or a Checkpoint directory of this "
-        'architecture, "default" or the name of published ones, which are downloaded; empty for fresh ones. '
+        description="Weights to begin with: a file (.safetensors, .pt, .pth) or its URI, a Checkpoint directory of "
+        'this architecture, "default" or the name of published ones, which are downloaded; empty for fresh ones. '
         "A head for other classes is left out.",
+    )
+    pretrained_sha256: str = Field(
+        "",
+        pattern="^([0-9a-f]{8,64})?$",
+        description="SHA-256 that the file of the weights must have, or its first 8 digits or more; empty for any. "
+        "Published weights are checked against what is published of theirs, too.",
     )
     freeze_backbone: bool = Field(
         False, description="Train the last layer alone: all others keep their weights and BatchNorm statistics."

@@ -1,36 +1,42 @@
 """Models that begin with given weights, and layers that keep them."""
 
+import re
+import tempfile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torchvision
-from safetensors.torch import load_file
 from torch import nn
 
+from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import UserError, shortened
 from components.common.contracts.manifests import MANIFEST, CheckpointManifest, load
+from components.common.data.places import check_uri, fetched, file_name, is_uri, local_path, translate_errors
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model, load_weights, read_weights
 from components.train.checkpointing import WEIGHTS
 from components.train.config import TrainConfig
 
 _SUFFIXES = (".safetensors", ".pt", ".pth")
+_ENDS = ", ".join(_SUFFIXES)
 
 
-def starting_model(config: TrainConfig, num_classes: int, log: StepLog, *, resumes: bool = False) -> nn.Module:
+def starting_model(config: TrainConfig, num_classes: int, log: StepLog, *, reads: bool = True) -> nn.Module:
     """Return the model as training begins: fresh or pretrained, all of it or its head alone to be trained.
 
     Args:
         config: of the training.
         num_classes: outputs of the last layer.
         log: gets a note when the last layer starts fresh.
-        resumes: the weights will come from a checkpoint, so pretrained ones are not read; they may be gone by now.
+        reads: read pretrained weights. Not where they come from a checkpoint, as they may be gone by now, or from
+            rank 0.
 
     Raises:
         UserError: no such architecture or weights, or the weights are of another architecture.
     """
     model = build_model(config.architecture, num_classes)
-    if config.pretrained and not resumes:
+    if config.pretrained and reads:
         _begin_with(model, _read(config), head_names(config.architecture), config, log)
     if config.freeze_backbone:
         if not config.pretrained:
@@ -80,47 +86,131 @@ def _begin_with(
 
 
 def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
-    """Return pretrained weights by name: of a file, a Checkpoint or those that were published."""
-    path = Path(config.pretrained)
-    if (path / MANIFEST).is_file():
-        checkpoint = load(path, CheckpointManifest, verify=(WEIGHTS,))
-        if (found := checkpoint.manifest.architecture) != config.architecture:
-            raise UserError(
-                f"train.pretrained is {path}, a Checkpoint of {found}, and train.architecture is "
-                f"{config.architecture}; name one of {config.architecture}, or set train.architecture to {found}",
-                code="weights-of-another-architecture",
-                setting="train.pretrained",
-            )
-        return load_file(checkpoint.file(WEIGHTS))
-    if path.suffix.lower() in _SUFFIXES:
-        return read_weights(path)
-    if "/" in config.pretrained or path.exists():
-        raise UserError(
-            f"train.pretrained is {config.pretrained}, which is neither a weights file ({', '.join(_SUFFIXES)}) nor a "
-            "Checkpoint directory",
-            code="no-weights",
-            setting="train.pretrained",
-        )
+    """Return pretrained weights by name: of a file, here or behind a URI, a Checkpoint or those that were published."""
     name, architecture = config.pretrained, config.architecture
-    try:  # from torchvision's or timm's servers, or this user's cache of them
-        if architecture.startswith("timm/"):
-            import timm
+    source, path, is_published = name, local_path(name), False
+    with tempfile.TemporaryDirectory(prefix="enginery-weights-") as scratch:
+        if is_uri(name):
+            path = _download(name, Path(scratch))
+        elif (path / MANIFEST).is_file():
+            path = _of_checkpoint(path, architecture)
+        elif path.suffix.lower() not in _SUFFIXES:
+            if "/" in name or path.exists():
+                raise _no_weights(f"{name}, neither a weights file ({_ENDS}) nor a Checkpoint directory")
+            path = _published(architecture, name)
+            source, is_published = str(path), True
+        _check_digest(path, config.pretrained_sha256, source)
+        weights = read_weights(path, source)
+    if is_published and architecture.startswith("timm/"):
+        return _translated(_timm_name(architecture, name), weights, source)
+    return weights
 
-            tag = "" if name == "default" else f".{name}"
-            return timm.create_model(f"{architecture.removeprefix('timm/')}{tag}", pretrained=True).state_dict()
+
+def _translated(name: str, weights: dict[str, torch.Tensor], source: str) -> dict[str, torch.Tensor]:
+    """Return weights under timm's names: some files have those of their authors."""
+    import timm
+
+    try:
+        return timm.create_model(name, True, pretrained_cfg_overlay={"state_dict": weights}).state_dict()
+    except Exception as error:  # whatever other names and shapes than timm expects lead to
+        raise UserError(
+            f"the weights in {source} are not those of timm's {name}: {type(error).__name__}: {shortened(error)}. "
+            "Remove the file, so that it is fetched again, or name other weights in train.pretrained",
+            code="weights-do-not-fit",
+            setting="train.pretrained",
+        ) from None
+
+
+def _download(uri: str, scratch: Path) -> Path:
+    check_uri(uri, "train.pretrained")
+    if not file_name(uri).endswith(_SUFFIXES):
+        raise _no_weights(f"{uri}, which names no weights file ({_ENDS})")
+    with translate_errors(uri):
+        return fetched(uri, scratch)
+
+
+def _of_checkpoint(folder: Path, architecture: str) -> Path:
+    checkpoint = load(folder, CheckpointManifest, verify=(WEIGHTS,))
+    if (found := checkpoint.manifest.architecture) != architecture:
+        raise _no_weights(
+            f"{folder}, a Checkpoint of {found}, and train.architecture is {architecture}; name one of {architecture}, "
+            f"or set train.architecture to {found}",
+            code="weights-of-another-architecture",
+        )
+    return checkpoint.file(WEIGHTS)
+
+
+def _published(architecture: str, name: str) -> Path:
+    """Return the file of published weights in this user's cache, where it comes to if it is not there."""
+    try:
+        if architecture.startswith("timm/"):
+            return _of_timm(architecture, name)
         known = {entry.name: entry for entry in torchvision.models.get_model_weights(architecture)}
         known["default"] = torchvision.models.get_model_weights(architecture).DEFAULT
         if name not in known:
-            raise UserError(
-                f"torchvision has no weights {name!r} of {architecture}; it has {', '.join(known)} (train.pretrained)",
-                code="no-weights",
-                setting="train.pretrained",
-            )
-        return known[name].get_state_dict(progress=False, check_hash=True)
-    except (OSError, RuntimeError) as error:  # of the network, and timm's of unknown weights
+            raise _no_weights(f"{name}, and torchvision has of {architecture} {', '.join(known)}")
+        return _of_torch_hub(known[name].url)
+    except OSError as error:  # of the network, or the cache
         raise UserError(
             f"can't get the weights {name!r} of {architecture}: {type(error).__name__}: {shortened(error)}. Where "
-            "there is no network, name a file in train.pretrained",
+            "there is no network, name a file or the URI of a copy in train.pretrained",
             code="weights-out-of-reach",
             setting="train.pretrained",
         ) from None
+
+
+def _of_timm(architecture: str, name: str) -> Path:
+    """Return a file of Hugging Face's hub or its mirror (HF_ENDPOINT), in the hub's cache (HF_HOME)."""
+    import timm
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        entry = timm.get_pretrained_cfg(_timm_name(architecture, name))
+    except RuntimeError as error:
+        raise _no_weights(f"{name}: {shortened(error)}") from None
+    if entry is None or not entry.has_weights:
+        raise _no_weights(f"{name}, and timm has no weights of {architecture}")
+    if not entry.hf_hub_id:
+        return _of_torch_hub(entry.url)
+    try:
+        path = Path(hf_hub_download(entry.hf_hub_id, "model.safetensors"))
+    except EntryNotFoundError:
+        path = Path(hf_hub_download(entry.hf_hub_id, "pytorch_model.bin"))
+    digest = path.resolve().name  # by which the hub calls large files, and does not check them
+    _check_digest(path, digest if re.fullmatch("[0-9a-f]{64}", digest) else "", str(path))
+    return path
+
+
+def _of_torch_hub(url: str) -> Path:
+    """Return a file in torch's folder (TORCH_HOME), from its server if it is not there."""
+    path = Path(torch.hub.get_dir(), "checkpoints", urlsplit(url).path.rpartition("/")[2])
+    named = re.search("-([0-9a-f]{8,})$", path.stem)
+    digest = named[1] if named else ""  # its first digits
+    if path.exists():
+        _check_digest(path, digest, str(path))
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        found = fetched(url, Path(scratch))
+        _check_digest(found, digest, url)
+        return found.replace(path)
+
+
+def _timm_name(architecture: str, name: str) -> str:
+    return architecture.removeprefix("timm/") + ("" if name == "default" else f".{name}")
+
+
+def _check_digest(path: Path, expected: str, source: str) -> None:
+    """Refuse weights whose SHA-256 has other digits than `expected`, which may be its first ones, or none."""
+    if expected and path.is_file() and not (found := digest_file(path).removeprefix("sha256:")).startswith(expected):
+        raise UserError(
+            f"the weights at {source} have the SHA-256 {found} and should have {expected}: they are damaged or others. "
+            "Remove the file if it lies in a cache, so that it is fetched again, or correct train.pretrained_sha256",
+            code="weights-of-another-digest",
+            setting="train.pretrained",
+        )
+
+
+def _no_weights(found: str, *, code: str = "no-weights") -> UserError:
+    return UserError(f"train.pretrained is {found}", code=code, setting="train.pretrained")

@@ -160,6 +160,7 @@ class Trainer:
         self.num_steps = config.epochs * self.steps_per_epoch
         self.optimizer = build_optimizer(self.model, config, world.device)
         self.schedule = build_schedule(self.optimizer, config, self.num_steps)
+        self._parallel = self._in_parallel()  # from here on with rank 0's weights
         self.ema = build_ema(self.model, config)
         # Only FP16 gradients are small enough to vanish; bf16 has the range of FP32.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == torch.float16)
@@ -167,7 +168,6 @@ class Trainer:
         self.num_steps_done = 0
         self.loss_sum = torch.zeros((), device=world.device)  # of this epoch's steps on this process
         self._loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-        self._parallel = self._in_parallel()
         self._objective = self._compiled()
         self.checkpoints, self._stop = checkpoints, stop or StopRequest()
         self._consensus = Consensus(world)

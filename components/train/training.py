@@ -70,7 +70,8 @@ def _train(
     saved = None if content is None else parse(content)
     torch.manual_seed(config.seed)  # the same weights in all processes
     splits, num_classes = data.manifest.splits, len(data.manifest.classes)
-    model = starting_model(config, num_classes, log, resumes=saved is not None)
+    # Of pretrained ones, those of rank 0: DistributedDataParallel hands them round.
+    model = starting_model(config, num_classes, log, reads=saved is None and world.is_main)
     torch.manual_seed(config.seed + 1000003 * world.rank)  # and of its own each what a layer drops
     plan = plan_batches(
         config,

@@ -28,8 +28,8 @@ from components.common.contracts.environment import cpu_name, num_cores
 from components.common.contracts.errors import EXIT_FAILURE, RuntimeUnavailable, UserError
 from components.common.contracts.instruction_sets import SATURATING, cpu_flags, instruction_set
 from components.common.contracts.manifests import BundleManifest
+from components.common.data.web import open_session
 from components.common.runtimes.selection import fit_model
-from components.preprocess.sources.web import open_session
 from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, missing, ok, warning
 from enginery.doctor.gpu import GpuChecks
 from enginery.doctor.probes import ProbeError, Probes

@@ -23,8 +23,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from components.common.contracts.digests import canonical_json, digest_bytes, digest_file
 from components.common.contracts.errors import EngineryError, UserError, without_secrets
-from components.preprocess.sources.samples import AddressRefused
-from components.preprocess.sources.web import DOWNLOAD, open_session
+from components.common.data.places import AddressRefused
+from components.common.data.web import DOWNLOAD, open_session
 
 SCHEME = "oci://"
 _ADDRESS = re.compile(

@@ -31,7 +31,7 @@ from components.common.data.baseline import (
     read_baseline,
 )
 from components.common.data.pages import data_uri, templates
-from components.preprocess.sources.web import open_session
+from components.common.data.web import open_session
 from components.validate.charts import SERIES, STYLE, as_svg, new_axes
 from enginery.formats import number
 from enginery.release.fetch import read_identity

@@ -124,7 +124,7 @@ def test_the_server_needs_what_its_image_has() -> None:
 
 
 def test_addresses_are_asked_by_one_client() -> None:
-    """components.preprocess.sources.web, which limits them; only the Triton of this machine is asked without it."""
+    """components.common.data.web, which limits them; only the Triton of this machine is asked without it."""
     clients = ("requests", "httpx", "http.client", "urllib.request", "urllib3.PoolManager", "urllib3.request")
     ask_nobody = ("urllib.request.getproxies", "urllib.request.url2pathname")
     local = ("enginery/serving/server.py", "components/serve/admission_control.py")

@@ -18,7 +18,7 @@ _MAX_YAML_BYTES = 1 << 16  # which may take PyYAML seconds
 _MAX_HEADER_BYTES = 1 << 14  # of an array
 
 
-def refuse_lfs_pointer(file: Path) -> None:
+def refuse_lfs_pointer(file: Path, source: str = "") -> None:
     """Refuse what stands in a file's place until Git LFS fetches it.
 
     Raises:
@@ -28,7 +28,7 @@ def refuse_lfs_pointer(file: Path) -> None:
     with file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(
-                f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its repository",
+                f"{source or file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its repository",
                 code="git-lfs-pointer",
             )
 

@@ -63,40 +63,45 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
     return torchvision.models.get_model(architecture, weights=None, num_classes=num_classes, **options)
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, source: str = "") -> dict[str, torch.Tensor]:
     """Weights by name from a .safetensors file or a plain state_dict; nothing in it is run.
+
+    Args:
+        path: the file.
+        source: where it came from, in messages; empty for `path`.
 
     Raises:
         UserError: there is no such file, it can't be read, or it holds something else.
     """
+    source = source or str(path)
     is_safetensors = path.suffix.lower() == ".safetensors"
     try:
-        refuse_lfs_pointer(path)
-        _refuse_packed(path)
+        refuse_lfs_pointer(path, source)
+        _refuse_packed(path, source)
         weights = load_file(path) if is_safetensors else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"there is no weights file {path}", code="weights-missing") from None
+        raise UserError(f"there is no weights file {source}", code="weights-missing") from None
     except UserError:
         raise
     except Exception as error:  # whatever damaged files make the readers raise
         if not is_safetensors and not _is_from_torch(path):
             raise UserError(
-                f"can't read the weights in {path}: torch.save did not write it, or it is damaged", code="not-weights"
+                f"can't read the weights in {source}: torch.save did not write it, or it is damaged", code="not-weights"
             ) from None
         if "TorchScript" in str(error):
             raise UserError(
-                f"{path} is a TorchScript program, not weights. Give the model as ONNX (torch.onnx.export), or its "
+                f"{source} is a TorchScript program, not weights. Give the model as ONNX (torch.onnx.export), or its "
                 "weights alone: torch.save(torch.jit.load(path).state_dict(), other_path)",
                 code="torchscript",
             ) from None
         if isinstance(error, pickle.UnpicklingError):
             raise UserError(
-                f"{path} holds more than weights, and loading it would run code from the file. "
+                f"{source} holds more than weights, and loading it would run code from the file. "
                 "Save plain weights with torch.save(model.state_dict(), path) or as .safetensors",
                 code="weights-hold-code",
             ) from None
         raise UserError(
-            f"can't read the weights in {path}: the file is damaged or cut short, so copy or save it again "
+            f"can't read the weights in {source}: the file is damaged or cut short, so copy or save it again "
             f"({type(error).__name__}: {shortened(error)})",
             code="not-weights",
         ) from None
@@ -105,12 +110,12 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             weights = weights[key]
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise UserError(
-            f"{path} is no plain state_dict; save one with torch.save(model.state_dict(), path)", code="not-weights"
+            f"{source} is no plain state_dict; save one with torch.save(model.state_dict(), path)", code="not-weights"
         )
     return {name.removeprefix("module."): value for name, value in weights.items()}
 
 
-def _refuse_packed(path: Path) -> None:
+def _refuse_packed(path: Path, source: str) -> None:
     """Refuse a zip whose entries unpack to more than it has bytes, as torch.save writes none."""
     with path.open("rb") as file:
         if file.read(2) != b"PK":
@@ -119,7 +124,7 @@ def _refuse_packed(path: Path) -> None:
         num_bytes = sum(entry.file_size for entry in archive.infolist())
     if num_bytes > path.stat().st_size:
         raise UserError(
-            f"{path} unpacks to {num_bytes:,} bytes, more than it has; save the weights again with torch.save",
+            f"{source} unpacks to {num_bytes:,} bytes, more than it has; save the weights again with torch.save",
             code="weights-packed",
         )
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import refuse_lfs_pointer
-from components.preprocess.sources.folders import LocalTree, Tree, folder_source, remote_tree
-from components.preprocess.sources.places import (
-    FileStorage,
+from components.common.data.places import (
     RemotePlace,
+    Unreadable,
     check_uri,
     file_name,
     is_uri,
@@ -27,12 +26,13 @@ from components.preprocess.sources.places import (
     locate,
     translate_errors,
 )
+from components.preprocess.sources.folders import LocalTree, Tree, folder_source, remote_tree
 from components.preprocess.sources.samples import (
+    FileStorage,
     Options,
     Sample,
     Source,
     Storage,
-    Unreadable,
     read_class_names,
     read_sample,
     with_refused,
@@ -119,7 +119,7 @@ def check_data_folder(data: str) -> None:
         f"({', '.join(suffix for kind in KINDS for suffix in kind.suffixes)})"
     )
     if is_uri(data):
-        check_uri(data)
+        check_uri(data, "data")
         if is_web(data) and kind is FOLDER:
             raise UserError(
                 f"a web server lists no folders, so {data} can't be read as one; name an archive or a table",

@@ -12,8 +12,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from components.common.contracts.errors import UserError
-from components.preprocess.sources.places import (
-    FileStorage,
+from components.common.data.places import (
     LocalPlace,
     RemotePlace,
     is_below,
@@ -25,6 +24,7 @@ from components.preprocess.sources.samples import (
     SYNSET_MAPS,
     VAL_NAMES,
     ClassNames,
+    FileStorage,
     Options,
     Sample,
     Source,

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from components.common.contracts.digests import digest_bytes
 from components.common.contracts.errors import UserError
+from components.common.data.places import MAX_FILE_BYTES, Place, Unreadable
 
 SYNSET_MAPS = ("LOC_synset_mapping.txt", "synset_words.txt")
 _SYNSET_LINE = re.compile(r"(n\d{8})\s+(\S.*)")
@@ -119,21 +120,6 @@ class Sample:
     zipped: ZipEntry | None = None  # None for what is not in a zip
 
 
-class Unreadable(Exception):
-    """A file must not or can't be used; the message is the reason."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class AddressRefused(PermissionError):
-    """A web server leads to an address of an inner network; strerror says which, and what to do."""
-
-
-MAX_FILE_BYTES = 1 << 29  # of an image file; more is not read into memory
-
-
 class Storage(Protocol):
     """Reads samples. Goes to spawned processes by pickle and opens what it needs there."""
 
@@ -144,6 +130,17 @@ class Storage(Protocol):
             OSError: it is gone, may not be read, or its server can't be reached.
             Unreadable: it must not or can't be used.
         """
+
+
+@dataclass(frozen=True)
+class FileStorage:
+    """Samples that are files of their own."""
+
+    place: Place
+
+    def read(self, sample: Sample) -> bytes:
+        """As Storage."""
+        return self.place.read(sample.path)
 
 
 def read_sample(storage: Storage, sample: Sample) -> bytes:

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple, TextIO
 from urllib.parse import unquote
 
 from components.common.contracts.errors import UserError
-from components.preprocess.sources.folders import safe_path
-from components.preprocess.sources.places import (
-    FileStorage,
+from components.common.data.places import (
     LocalPlace,
     Place,
     RemotePlace,
@@ -23,9 +21,11 @@ from components.preprocess.sources.places import (
     plain_path,
     translate_errors,
 )
+from components.preprocess.sources.folders import safe_path
 from components.preprocess.sources.samples import (
     NOT_SHOWN,
     VAL_NAMES,
+    FileStorage,
     Options,
     Sample,
     Source,

@@ -19,6 +19,16 @@ from typing import Any, BinaryIO, Self
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import MANIFEST, claims_of
+from components.common.data.places import (
+    Place,
+    RemotePlace,
+    fetched,
+    is_uri,
+    keep_room,
+    local_file,
+    locate_file,
+    translate_errors,
+)
 from components.preprocess.sources.folders import (
     File,
     Listing,
@@ -29,16 +39,6 @@ from components.preprocess.sources.folders import (
     joined,
     sample_of,
     shown,
-)
-from components.preprocess.sources.places import (
-    Place,
-    RemotePlace,
-    fetched,
-    is_uri,
-    keep_room,
-    local_file,
-    locate_file,
-    translate_errors,
 )
 from components.preprocess.sources.samples import (
     VAL_NAMES,

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from components.common.contracts.errors import UserError
+from components.common.data.places import MAX_FILE_BYTES, Unreadable, fetched, translate_errors
 from components.preprocess.sources.folders import (
     File,
     Listing,
     archive_source,
     damaged,
 )
-from components.preprocess.sources.places import fetched, translate_errors
-from components.preprocess.sources.samples import MAX_FILE_BYTES, Options, Sample, Source, Unreadable, ZipEntry
+from components.preprocess.sources.samples import Options, Sample, Source, ZipEntry
 
 _MAX_DIRECTORY_BYTES = 1 << 28
 _MAX_MEMBERS = 1_500_000  # of the directory; Python keeps 600 bytes of each

@@ -16,7 +16,8 @@ import pytest
 from fsspec.implementations.http import HTTPFileSystem
 
 from components.common.contracts.errors import UserError
-from components.preprocess.sources import check_data_folder, places, web
+from components.common.data import places, web
+from components.preprocess.sources import check_data_folder
 from tests.conftest import preprocess
 from tests.serving import QuietHandler, listening
 from tests.unit.refusals import refuses

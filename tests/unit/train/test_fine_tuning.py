@@ -1,18 +1,27 @@
 """Pretrained weights from files and checkpoints, a new head, and a backbone that stays as it is."""
 
+import hashlib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+import torchvision
+from huggingface_hub import constants as hub
 from safetensors.torch import load_file, save_file
 
+from components.common.data import places
 from components.common.runtimes.architectures import build_model, load_weights, read_weights
 from components.train.batches import check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS
 from components.train.fine_tuning import head_names, starting_model
+from tests.serving import listening
 from tests.unit.refusals import refuses
 
 from .conftest import Log, Train, config
@@ -108,6 +117,161 @@ def test_weights_of_few_bytes_that_claim_any_size(tmp_path: Path, name: str, cod
             packed.writestr(entry, plain.read(entry))
     with refuses(code):
         load_weights(build_model("squeezenet1_1", 2), read_weights(tmp_path / name), name)
+
+
+class Files(SimpleHTTPRequestHandler):
+    """Gives the files of a folder away; those of resolve/main as Hugging Face's hub does."""
+
+    etag = ""  # the SHA-256 that it says a file has; empty for the true one
+    leads_to = ""  # another server
+    num_sent = 1 << 30  # bytes of a file, at most; then the connection ends
+
+    def send_head(self) -> Any:
+        self.path = self.path.replace("/resolve/main/", "/")
+        if not self.leads_to:
+            return super().send_head()
+        self.send_response(302)
+        self.send_header("Location", f"{self.leads_to}{self.path}")
+        return self.end_headers()
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        outputfile.write(source.read(self.num_sent))
+
+    def end_headers(self) -> None:
+        if (file := Path(self.translate_path(self.path))).is_file():
+            self.send_header("X-Repo-Commit", "c" * 40)
+            self.send_header("ETag", f'"{self.etag or hashlib.sha256(file.read_bytes()).hexdigest()}"')
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path, **changed: Any) -> Iterator[str]:
+    """The address of a server of these files."""
+    with listening(partial(type("Handler", (Files,), changed), directory=str(folder))) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A folder with weights of a small network in both kinds of file."""
+    weights = build_model("squeezenet1_1", 10).state_dict()
+    (tmp_path / "files").mkdir()
+    save_file(weights, tmp_path / "files" / "w.safetensors")
+    torch.save(weights, tmp_path / "files" / "w.pth")
+    return tmp_path / "files"
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
+def test_weights_behind_a_uri(published: Path, name: str) -> None:
+    digest = hashlib.sha256((published / name).read_bytes()).hexdigest()
+    expected, small = load_file(published / "w.safetensors"), {"architecture": "squeezenet1_1"}
+    fsspec.filesystem("memory").pipe_file(f"/bucket/{name}", (published / name).read_bytes())
+    with served(published) as address:
+        for uri in (f"{address}/{name}", f"memory://bucket/{name}", (published / name).as_uri()):
+            for known in ("", digest[:8], digest):
+                found, said = start(10, pretrained=uri, pretrained_sha256=known, **small)
+                assert said == []
+                assert all(torch.equal(value, expected[key]) for key, value in found.items())
+            with refuses("weights-of-another-digest", "train.pretrained"):
+                start(10, pretrained=uri, pretrained_sha256=f"{int(digest[:8], 16) ^ 1:08x}", **small)
+    with refuses("unreadable-uri"):
+        start(10, pretrained=f"{address}/{name}", **small)
+
+
+def test_hostile_servers(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what they give is run or written anywhere, and nothing inside this network is read for them."""
+    monkeypatch.setattr(places, "_ATTEMPTS_S", (0.0, 0.0))
+    torch.save(build_model("squeezenet1_1", 2), published / "model.pth")
+    (published / "short.pth").write_bytes((published / "w.pth").read_bytes()[:-100])
+    before = set(published.parent.rglob("*"))
+    with (
+        served(published) as address,
+        served(published, leads_to=address) as other,
+        served(published, num_sent=9) as cut,
+    ):
+        for uri, code in {
+            f"{address}/model.pth": "weights-hold-code",
+            f"{address}/short.pth": "not-weights",
+            f"{address}/no.pth": "no-data",
+            f"{address}/w.onnx": "no-weights",
+            f"{other}/w.pth": "inner-address",
+            f"{cut}/w.pth": "unreadable-uri",
+            f"simplecache::{address}/w.pth": "chained-uri",
+        }.items():
+            with refuses(code) as caught:
+                start(10, pretrained=uri, architecture="squeezenet1_1")
+            assert "enginery-weights" not in str(caught.value)  # a folder that is gone again
+        assert start(10, pretrained=f"{address}/..%2F..%2Fw.pth", architecture="squeezenet1_1")
+    assert set(published.parent.rglob("*")) == before
+
+
+def test_torchvision_s_weights_come_from_its_server_or_torch_s_folder(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    entry = torchvision.models.SqueezeNet1_1_Weights.DEFAULT
+    name, small = entry.url.rpartition("/")[2], {"architecture": "squeezenet1_1", "pretrained": "default"}
+    folder = tmp_path / "torch" / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes((published / "w.pth").read_bytes())
+    with refuses("weights-of-another-digest", "train.pretrained"):  # the name of the file holds that of others
+        start(10, **small)
+    digest = hashlib.sha256((published / "w.pth").read_bytes()).hexdigest()[:8]
+    (published / "w.pth").rename(published / f"w-{digest}.pth")
+    expected = load_file(published / "w.safetensors")
+    with served(published) as address:
+        monkeypatch.setattr(entry.value, "url", f"{address}/w-{digest}.pth")
+        first, _ = start(10, **small)
+    again, _ = start(10, **small)  # nobody serves them any more
+    for found in (first, again):
+        assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    torch.save(build_model("squeezenet1_1", 2), published / "w-01234567.pth")
+    with served(published) as address:
+        monkeypatch.setattr(entry.value, "url", f"{address}/w-01234567.pth")
+        with refuses("weights-of-another-digest", "train.pretrained"):
+            start(10, **small)
+    with refuses("weights-out-of-reach", "train.pretrained"):
+        start(10, **small)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([name, f"w-{digest}.pth"])
+
+
+def test_timm_s_weights_come_from_a_mirror_or_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE become these constants when the hub's library is imported."""
+    weights = build_model("timm/resnet10t", 1000).state_dict()
+    folder = tmp_path / "files" / "timm" / "resnet10t.c3_in1k"
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors")
+
+    def begin(cache: str, endpoint: str = "", **settings: str) -> torch.Tensor:
+        monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / cache))
+        monkeypatch.setattr(hub, "HF_HUB_OFFLINE", not endpoint)
+        monkeypatch.setattr(
+            hub, "HUGGINGFACE_CO_URL_TEMPLATE", f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
+        return start(1000, **{"architecture": "timm/resnet10t", "pretrained": "default", **settings})[0]["fc.weight"]
+
+    with served(tmp_path / "files") as address:
+        assert torch.equal(begin("first", address), weights["fc.weight"])
+    assert torch.equal(begin("first", pretrained="c3_in1k"), weights["fc.weight"])
+    for cache, code, settings in (
+        ("first", "weights-of-another-digest", {"pretrained_sha256": "0" * 64}),
+        ("first", "no-weights", {"pretrained": "no_such"}),
+        ("second", "weights-out-of-reach", {}),
+    ):
+        with refuses(code, "train.pretrained"):
+            begin(cache, **settings)
+    (damaged,) = (tmp_path / "first").rglob("blobs/*")
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    with refuses("weights-of-another-digest", "train.pretrained"):
+        begin("first")
+    with served(tmp_path / "files", etag="0" * 64) as address, refuses("weights-of-another-digest"):
+        begin("third", address)
+    save_file({"other": weights["fc.weight"]}, folder / "model.safetensors")
+    with served(tmp_path / "files") as address, refuses("weights-do-not-fit", "train.pretrained"):
+        begin("fourth", address)
 
 
 VGG, RESNET = {"architecture": "vgg11_bn"}, {"architecture": "resnet18"}

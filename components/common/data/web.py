@@ -17,7 +17,7 @@ import aiohttp
 import yarl
 
 from components.common.contracts.errors import UserError
-from components.preprocess.sources.samples import MAX_FILE_BYTES, AddressRefused
+from components.common.data.places import MAX_FILE_BYTES, AddressRefused
 
 ALLOWED = "ENGINERY_ALLOWED_NETWORKS"
 _CONNECT_S = 30.0

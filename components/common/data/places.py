@@ -16,7 +16,21 @@ from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class
 
 from components.common.contracts.errors import EngineryError, UserError, shortened, without_secrets
-from components.preprocess.sources.samples import AddressRefused, Sample, Unreadable
+
+
+class Unreadable(Exception):
+    """A file must not or can't be used; the message is the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class AddressRefused(PermissionError):
+    """A web server leads to an address of an inner network; strerror says which, and what to do."""
+
+
+MAX_FILE_BYTES = 1 << 29  # of an image file; more is not read into memory
 
 _LINK_OUT = "a link out of the data folder"
 _ATTEMPTS_S = (0.5, 2.0)  # waits before a remote file is tried again
@@ -87,7 +101,7 @@ def file_name(data: str) -> str:
     return (urlsplit(data).path if is_web(data) else plain_path(data)).lower()
 
 
-def check_uri(uri: str) -> None:
+def check_uri(uri: str, setting: str) -> None:
     """See that a URI can be read here: its scheme, the package for it, and that it holds no secret.
 
     Raises:
@@ -96,20 +110,20 @@ def check_uri(uri: str) -> None:
     scheme = scheme_of(uri)
     if "::" in uri:
         raise UserError(
-            f"the data URI of scheme {scheme} chains several with '::', which is not read; name one of them",
+            f"the URI of scheme {scheme} in {setting} chains several with '::', which is not read; name one of them",
             code="chained-uri",
-            setting="data",
+            setting=setting,
         )
     try:
         without_secrets(uri)
     except ValueError as error:
-        raise UserError(f"{error} ({_driver(uri).credentials})", code="secret-in-uri", setting="data") from None
+        raise UserError(f"{error} ({_driver(uri).credentials})", code="secret-in-uri", setting=setting) from None
     if scheme not in DRIVERS:
         raise UserError(
-            f"the data {uri} has the scheme {scheme}, which is not read; use a path, or a URI of file, s3, gs, http, "
+            f"{setting} is {uri}, and the scheme {scheme} is not read; use a path, or a URI of file, s3, gs, http, "
             "https, az or hf",
             code="unknown-scheme",
-            setting="data",
+            setting=setting,
         )
     try:
         get_filesystem_class(scheme)
@@ -211,7 +225,7 @@ class RemotePlace:
 
     def download(self, path: str, target: Path) -> None:
         """Copy a file to this machine."""
-        from components.preprocess.sources.web import DOWNLOAD
+        from components.common.data.web import DOWNLOAD
 
         # Of a web server as a stream: it need not send parts, nor say how much comes.
         options = {"block_size": 0, "size": 1, **DOWNLOAD} if is_web(self.name) else {}
@@ -285,17 +299,6 @@ class RemotePlace:
 
 
 Place = LocalPlace | RemotePlace
-
-
-@dataclass(frozen=True)
-class FileStorage:
-    """Samples that are files of their own."""
-
-    place: Place
-
-    def read(self, sample: Sample) -> bytes:
-        """As Storage."""
-        return self.place.read(sample.path)
 
 
 def locate(data: str) -> Place:
@@ -384,7 +387,7 @@ def _web_options(uri: str) -> dict[str, Any]:
     """Options of fsspec's driver of web servers."""
     if not is_web(uri):
         return {}
-    from components.preprocess.sources.web import open_session
+    from components.common.data.web import open_session
 
     parts = urlsplit(uri)
     return {"get_client": open_session, "client_kwargs": {"named": f"{parts.scheme}://{parts.netloc}"}}
