@@ -58,6 +58,13 @@ class TrainConfig(StepConfig):
         False, description="Train the last layer alone: all others keep their weights and BatchNorm statistics."
     )
     epochs: int = Field(90, ge=1, description="Passes over the training split.")
+    target_top1_pct: float = Field(
+        0,
+        ge=0,
+        le=100,
+        description="Top-1 on validation images in per cent that ends the training once an epoch reaches it; 0 for "
+        "none. The learning rate falls as for all epochs.",
+    )
     global_batch_size: int = Field(256, ge=2, description="Images per optimizer step, over all processes.")
     per_gpu_batch_size: int = Field(
         0,

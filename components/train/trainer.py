@@ -100,30 +100,20 @@ MLLOG = "mllog.txt"
 class MlLog:
     """Lines as MLPerf's training benchmark has them, for tools that read those: `:::MLLOG {json}`, one event each.
 
-    The keys are MLCommons' own (mlperf_logging, mllog/constants.py). Rank 0 writes; a run that resumes adds to the
-    file.
+    The keys are MLCommons' own (mlperf_logging, mllog/constants.py; the library itself would bring pandas and SciPy).
+    Rank 0 writes; a run that resumes adds to the file.
     """
 
     def __init__(self, folder: Path | None) -> None:
         """The file is in `folder`; without one nothing is written."""
         self._folder = folder
 
-    def event(self, key: str, value: Any = None, **metadata: Any) -> None:
-        """Log something that is so, or that happened."""
-        self._write("POINT_IN_TIME", key, value, metadata)
-
-    def start(self, key: str, **metadata: Any) -> None:
-        """Log the beginning of something."""
-        self._write("INTERVAL_START", key, None, metadata)
-
-    def end(self, key: str, **metadata: Any) -> None:
-        """Log its end."""
-        self._write("INTERVAL_END", key, None, metadata)
-
-    def _write(self, event_type: str, key: str, value: Any, metadata: dict[str, Any]) -> None:
+    def event(self, key: str, value: Any = None, *, time_s: float | None = None, **metadata: Any) -> None:
+        """Log what happened now, or at another time: with a key in _start or _stop, an interval's begin or end."""
         if self._folder is None:
             return
-        entry = {"namespace": "", "time_ms": int(time.time() * 1e3), "event_type": event_type, "key": key}
+        kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
+        entry = {"namespace": "", "time_ms": int((time_s or time.time()) * 1e3), "event_type": kind, "key": key}
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / MLLOG).open("a", encoding="utf-8") as file:
             file.write(f":::MLLOG {json.dumps({**entry, 'value': value, 'metadata': metadata})}\n")
@@ -177,37 +167,38 @@ class Trainer:
         self.profiler = StepProfiler(config.profile_steps if world.is_main else 0, world.device, folder)
         self.mllog = MlLog(folder)
         self._last_load = ""  # of the epoch before, for a person
-        self._epoch_began, self._saved_at = time.perf_counter(), time.monotonic()
+        self._began = self._epoch_began = time.perf_counter()
+        self._saved_at = time.monotonic()
         self._epoch_ended: float | None = None  # its training; validation may be under way
 
     def fit(self) -> EpochRecord:
-        """Train for all epochs that are left, and return the last one's result.
+        """Train until the target or for all epochs that are left, and return the last one's result.
 
         Raises:
             EngineryError: the loss is not finite, in training or on validation images in the epoch that is the result.
             Preempted: SIGTERM came, and all is saved.
         """
-        while len(self.history) < self.config.epochs:
+        while not self.is_done:
             done = len(self.history) + 1
-            number, is_last = {"epoch_num": done}, done == self.config.epochs
-            self.mllog.start("epoch_start", **number)
+            number = {"epoch_num": done}
+            self.mllog.event("epoch_start", **number)
             train_loss, speed = self.train_epoch()
-            self.mllog.end("epoch_stop", **number)
+            self.mllog.event("epoch_stop", **number)
             self.mllog.event("tracked_stats", {"throughput": speed.train_images_per_s}, **number)
             val_loss = val_top1_pct = None
-            if is_last or done % self.config.validation_epochs == 0:
-                self.mllog.start("eval_start", **number)
+            if done == self.config.epochs or done % self.config.validation_epochs == 0:
+                self.mllog.event("eval_start", **number)
                 val_loss, val_top1_pct = self.evaluate()
                 self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
-                self.mllog.end("eval_stop", **number)
+                self.mllog.event("eval_stop", **number)
             self._last_load = f"; the epoch before: {speed.load_text()}"
-            epoch = EpochRecord(train_loss=train_loss, val_loss=val_loss, val_top1_pct=val_top1_pct, **vars(speed))
-            self.history.append(epoch)
-            self.log.metrics(epoch.model_dump(exclude_none=True), position=done - 1)
+            measured = {"val_loss": val_loss, "val_top1_pct": val_top1_pct, "elapsed_s": self._elapsed_s()}
+            self.history.append(EpochRecord(train_loss=train_loss, **measured, **vars(speed)))
+            self.log.metrics(self.metrics_of(done - 1), position=done - 1)
             if not math.isfinite(train_loss):
                 raise self._diverged(done - 1)
             # The best so far too, whatever is to be published: a run that resumes may ask for it.
-            if self.best_epoch == done - 1 or is_last or done % self.config.checkpoint_epochs == 0:
+            if self.best_epoch == done - 1 or self.is_done or done % self.config.checkpoint_epochs == 0:
                 self.save()
         result = self.history[self.published_epoch]
         if result.val_loss is None or not math.isfinite(result.val_loss):
@@ -239,6 +230,7 @@ class Trainer:
             "num_steps": self.num_steps_done,
             "history": [epoch.model_dump(exclude_none=True) for epoch in self.history],
             "epoch_seconds": self.epoch_seconds(),
+            "elapsed_s": self._elapsed_s(),
             "optimizer": {"groups": groups, "numbers": numbers},
             "schedule": {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"},
             "scaler": self.scaler.state_dict(),
@@ -255,6 +247,7 @@ class Trainer:
         restore_optimizer(self.optimizer, saved)
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
         self.scaler.load_state_dict(state["scaler"])
+        self._began = time.perf_counter() - state["elapsed_s"]
         self.resume(state["num_steps"], state["history"], state["epoch_seconds"], own["loss_sum"])
         set_random_state(own["random"], self.world.device)
 
@@ -268,6 +261,27 @@ class Trainer:
     def epoch_seconds(self) -> float:
         """Return the time of this epoch's training so far, without validation and the time between two processes."""
         return (self._epoch_ended or time.perf_counter()) - self._epoch_began
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._began
+
+    @property
+    def epochs_to_target(self) -> int | None:
+        """The number of epochs after which validation reached target_top1_pct; None before, and without a target."""
+        top1 = [epoch.val_top1_pct or 0.0 for epoch in self.history if self.config.target_top1_pct]
+        return next((done for done, value in enumerate(top1, 1) if value >= self.config.target_top1_pct), None)
+
+    @property
+    def is_done(self) -> bool:
+        """True if no epoch is left."""
+        return len(self.history) >= self.config.epochs or self.epochs_to_target is not None
+
+    def metrics_of(self, epoch: int) -> dict[str, float]:
+        """Return the measurements of an epoch, and once the target is reached the epochs and seconds until then."""
+        metrics = self.history[epoch].model_dump(exclude_none=True)
+        if done := self.epochs_to_target:
+            metrics |= {"epochs_to_target": done, "seconds_to_target": self.history[done - 1].model_dump()["elapsed_s"]}
+        return metrics
 
     @property
     def best_epoch(self) -> int | None:

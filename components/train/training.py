@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from components.common.contracts.environment import num_cores
@@ -93,11 +94,22 @@ def _train(
         del model
         raise _out_of_memory(config, plan, world, num_classes, log)
     _log_start(trainer, data)
-    if saved is not None:
+    if saved is None:
+        _begin_mllog(trainer, data)
+    else:
         log.note(f"resuming after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped")
     del model, saved, content  # they would stay in memory
     _fit(trainer, num_classes)
-    trainer.mllog.end("run_stop", status="success")
+    target, done = config.target_top1_pct, trainer.epochs_to_target
+    trainer.mllog.event("run_stop", status="aborted" if target and not done else "success")
+    if done:
+        seconds = trainer.history[done - 1].elapsed_s
+        log.note(f"{target:g} % top-1 on validation images after {done} epochs and {seconds:,.1f} seconds")
+    elif target:
+        log.warning(
+            f"validation never reached train.target_top1_pct, which is {target:g}: the best of {config.epochs} epochs "
+            f"has {trainer.history[trainer.best_epoch or 0].val_top1_pct:.2f} %"
+        )
     if world.is_main and config.profile_steps and trainer.profiler.record is None:
         log.warning(
             f"train.profile_steps: no step was recorded: the first {NUM_SKIPPED} of a process are not, and this "
@@ -205,8 +217,18 @@ def _log_start(trainer: Trainer, data: Artifact[DatasetManifest]) -> None:
         where = f" on {machines} machines" if machines > 1 else ""
         spread = f"{plan.per_gpu_batch_size} images each, {plan.num_accumulated} times a step"
         log.note(f"{world.world_size} processes{where}, {spread}{describe_links(world)}")
-    facts = {  # by MLPerf's keys
-        "submission_benchmark": config.architecture,
+
+
+def _begin_mllog(trainer: Trainer, data: Artifact[DatasetManifest]) -> None:
+    """Write what MLPerf's log has before the first epoch, as a result of research in the open division."""
+    config, plan, splits, log = trainer.config, trainer.plan, data.manifest.splits, trainer.mllog
+    facts = {
+        "submission_org": "none",
+        "submission_platform": _machine(trainer.world.world_size),
+        "submission_division": "open",
+        "submission_status": "research",
+        "submission_benchmark": "resnet" if config.architecture == "resnet50" else config.architecture,
+        "cache_clear": False,
         "global_batch_size": config.global_batch_size,
         "gradient_accumulation_steps": plan.num_accumulated,
         "train_samples": splits["train"].num_images,
@@ -217,9 +239,11 @@ def _log_start(trainer: Trainer, data: Artifact[DatasetManifest]) -> None:
         "opt_weight_decay": config.weight_decay,
         "seed": config.seed,
     }
+    log.event("init_start", time_s=psutil.Process().create_time())
     for key, value in facts.items():
-        trainer.mllog.event(key, value)
-    trainer.mllog.start("run_start")
+        log.event(key, value)
+    log.event("init_stop")
+    log.event("run_start")
 
 
 def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) -> str:
@@ -236,7 +260,7 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
             write_atomically(output / name, source.read_bytes())
         else:
             (output / name).unlink(missing_ok=True)  # of a run that was killed while it published
-    metrics = trainer.history[number].model_dump(exclude_none=True)
+    metrics = trainer.metrics_of(number)
     warn_of_chance_level(trainer.log, config, data.manifest.splits["val"], metrics["val_top1_pct"])
     sealed = seal(
         output,
@@ -287,12 +311,15 @@ def _finite(epoch: EpochRecord) -> EpochRecord:
     return epoch if is_finite else epoch.model_copy(update={"val_loss": None})
 
 
-def _outcome(checkpoint: Artifact[CheckpointManifest], world_size: int) -> str:
-    machine = f"{num_cores()} CPU cores"
+def _machine(world_size: int) -> str:
     if torch.cuda.is_available():
-        machine = f"{world_size} x " * (world_size > 1) + torch.cuda.get_device_name()
+        return f"{world_size} x " * (world_size > 1) + torch.cuda.get_device_name()
+    return f"{num_cores()} CPU cores"
+
+
+def _outcome(checkpoint: Artifact[CheckpointManifest], world_size: int) -> str:
     manifest = checkpoint.manifest
     return (
         f"{manifest.architecture} at {manifest.metrics['val_top1_pct']:.2f} % top-1 after {len(manifest.history)} "
-        f"epochs, {manifest.history[-1].train_images_per_s:,.0f} images/s on {machine}"
+        f"epochs, {manifest.history[-1].train_images_per_s:,.0f} images/s on {_machine(world_size)}"
     )

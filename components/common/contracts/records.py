@@ -73,6 +73,11 @@ class EpochRecord(Record):
     train_images_per_s: float
     val_loss: float | None = Field(None, description="Over the validation split; None if not finite or not measured.")
     val_top1_pct: float | None = Field(None, description="None where the epoch was not validated.")
+    elapsed_s: float | None = Field(
+        None,
+        description="Since the training began, validations included, without the time between two processes; None in "
+        "manifests of earlier versions.",
+    )
     data_wait_pct: float | None = Field(
         None, description="Share of the time of training that waited for images; None in manifests up to version 0.1."
     )

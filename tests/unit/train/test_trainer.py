@@ -3,6 +3,9 @@
 import gzip
 import json
 import math
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -279,7 +282,6 @@ def test_the_reports_of_an_epoch(train: Train) -> None:
     begin = keys.index("run_start")
     assert keys[begin:] == ["run_start", *epoch, *epoch, "run_stop"]
     assert {"global_batch_size", "opt_name", "train_samples", "eval_samples", "seed"} < set(keys[:begin])
-    assert events[-1]["metadata"] == {"status": "success"}
 
     with gzip.open(checkpoint.file(TRACE)) as file:
         assert json.load(file)["traceEvents"]
@@ -288,6 +290,39 @@ def test_the_reports_of_an_epoch(train: Train) -> None:
     assert profile.num_steps == 2
     assert sum(profile.families_pct.values()) == pytest.approx(100)
     assert any("conv" in operation.name for operation in profile.operations)
+
+
+def test_mlperf_s_checker_accepts_the_log(train: Train, tmp_path: Path) -> None:
+    """By the last rules with ResNet-50 among the benchmarks, in the open division."""
+    log = train(architecture="resnet50", epochs=1).file(MLLOG)
+    command = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--ruleset", "4.0.0"]
+    command += ["--log_output", str(tmp_path / "checker.txt")]
+    done = subprocess.run([*command, str(log)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "less.txt").write_text(re.sub(".*eval_accuracy.*\n", "", log.read_text()))
+    assert subprocess.run([*command, str(tmp_path / "less.txt")], capture_output=True).returncode == 1
+
+
+def test_training_ends_when_validation_reaches_the_target(train: Train) -> None:
+    small = {"architecture": "timm/resnet10t"}
+    top1 = [epoch.val_top1_pct or 0.0 for epoch in train(output="whole", **small).manifest.history]
+    target = max(top1[:2])
+    expected = top1.index(target) + 1
+    log = Log()
+    checkpoint = train(log, target_top1_pct=target, **small)
+    record = checkpoint.manifest
+    assert [epoch.val_top1_pct for epoch in record.history] == top1[:expected]
+    assert record.metrics["epochs_to_target"] == expected < len(top1)
+    assert 0 < record.metrics["seconds_to_target"] == record.history[-1].elapsed_s
+    assert log.epochs[-1] == record.metrics
+    assert '"status": "success"' in checkpoint.file(MLLOG).read_text()
+    assert f"top-1 on validation images after {expected} epochs" in "".join(log.said)
+    log = Log()
+    checkpoint = train(log, "never", target_top1_pct=100, epochs=1)
+    assert "epochs_to_target" not in checkpoint.manifest.metrics
+    assert '"status": "aborted"' in checkpoint.file(MLLOG).read_text()
+    best = checkpoint.manifest.metrics["val_top1_pct"]
+    assert f"which is 100: the best of 1 epochs has {best:.2f} %" in "".join(log.said)
 
 
 def test_time_that_waits_for_a_slow_loader() -> None:
