@@ -17,6 +17,9 @@ from fsspec.registry import get_filesystem_class
 
 from components.common.contracts.errors import EngineryError, UserError, shortened, without_secrets
 
+MAX_FILE_BYTES = 1 << 29  # of an image file; more is not read into memory
+MAX_TEXT_BYTES = 1 << 25  # of a list of classes or labels
+
 
 class Unreadable(Exception):
     """A file must not or can't be used; the message is the reason."""
@@ -26,11 +29,16 @@ class Unreadable(Exception):
         self.reason = reason
 
 
+def check_size(num_bytes: int, most_bytes: int = MAX_FILE_BYTES) -> None:
+    """Raise Unreadable for a file that is too large for what it is to be."""
+    if num_bytes > most_bytes:
+        what = "an image" if most_bytes == MAX_FILE_BYTES else "a list"
+        raise Unreadable(f"has {num_bytes:,} bytes, more than {what} may have")
+
+
 class AddressRefused(PermissionError):
     """A web server leads to an address of an inner network; strerror says which, and what to do."""
 
-
-MAX_FILE_BYTES = 1 << 29  # of an image file; more is not read into memory
 
 _LINK_OUT = "a link out of the data folder"
 _ATTEMPTS_S = (0.5, 2.0)  # waits before a remote file is tried again
@@ -166,9 +174,11 @@ class LocalPlace:
             return False
         return True
 
-    def read(self, path: str) -> bytes:
-        """A whole file. Raises OSError or Unreadable."""
-        return Path(self.resolved(path)).read_bytes()
+    def read(self, path: str, size_bytes: int = 0, most_bytes: int = MAX_FILE_BYTES) -> bytes:
+        """A whole file, of a size that may be known. Raises OSError or Unreadable."""
+        full = self.resolved(path)
+        check_size(size_bytes or os.stat(full).st_size, most_bytes)
+        return Path(full).read_bytes()
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
         """A part of a file. Raises OSError or Unreadable."""
@@ -208,9 +218,17 @@ class RemotePlace:
         inside = quote(path, errors="surrogateescape") if is_web(self.name) else path
         return driver, f"{root.rstrip('/')}/{inside}" if path else root
 
-    def read(self, path: str) -> bytes:
-        """As LocalPlace."""
-        return self._read(path, lambda driver, full: driver.cat_file(full))
+    def read(self, path: str, size_bytes: int = 0, most_bytes: int = MAX_FILE_BYTES) -> bytes:
+        """As LocalPlace. Of a web server nothing is read into memory without end, whatever it says."""
+
+        def whole(driver: Any, full: str) -> bytes:
+            asks = not size_bytes and not is_web(self.name)
+            check_size(int(driver.info(full).get("size") or 0) if asks else size_bytes, most_bytes)
+            data: bytes = driver.cat_file(full)
+            check_size(len(data), most_bytes)
+            return data
+
+        return self._read(path, whole)
 
     def read_range(self, path: str, start: int, num_bytes: int) -> bytes:
         """As LocalPlace."""
@@ -287,7 +305,7 @@ class RemotePlace:
         for wait_s in (*_ATTEMPTS_S, None):
             try:
                 return how(driver, full)
-            except (FileNotFoundError, PermissionError, IsADirectoryError, EngineryError):
+            except (FileNotFoundError, PermissionError, IsADirectoryError, EngineryError, Unreadable):
                 raise
             except Exception as error:  # drivers raise anything
                 if isinstance(error.__cause__, AddressRefused):  # aiohttp's has it in its words
@@ -353,7 +371,7 @@ def translate_errors(name: str) -> Iterator[None]:
         raise
     except Unreadable as error:
         raise UserError(
-            f"can't read {name}: {error}; put the file itself in its place", code="unreadable-file"
+            f"can't read {name}: {error}; put the file that is meant in its place", code="unreadable-file"
         ) from None
     except AddressRefused as error:
         raise UserError(f"can't read {name}: {error.strerror}", code="inner-address") from None

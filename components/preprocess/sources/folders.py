@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from components.common.contracts.errors import UserError
 from components.common.data.places import (
+    MAX_TEXT_BYTES,
     LocalPlace,
     RemotePlace,
+    check_size,
     is_below,
     is_uri,
     nothing_at,
@@ -170,7 +172,7 @@ class LocalTree:
 
     def read(self, path: str) -> bytes:
         """The bytes of a file. Raises OSError or Unreadable."""
-        return self._place.read(path)
+        return self._place.read(path, most_bytes=MAX_TEXT_BYTES)
 
     def _real(self, path: str) -> str:
         return os.path.realpath(os.path.join(self._place.root, path))
@@ -241,6 +243,7 @@ class ListedTree:
         file = next((file for file in self._files.get(path.rpartition("/")[0], ()) if file.path == path), None)
         if file is None:
             raise FileNotFoundError(path)
+        check_size(file.size_bytes, MAX_TEXT_BYTES)
         return self._storage.read(sample_of(file, 0))
 
 

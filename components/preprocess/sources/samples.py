@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from components.common.contracts.digests import digest_bytes
 from components.common.contracts.errors import UserError
-from components.common.data.places import MAX_FILE_BYTES, Place, Unreadable
+from components.common.data.places import Place, Unreadable, check_size
 
 SYNSET_MAPS = ("LOC_synset_mapping.txt", "synset_words.txt")
 _SYNSET_LINE = re.compile(r"(n\d{8})\s+(\S.*)")
@@ -140,7 +140,7 @@ class FileStorage:
 
     def read(self, sample: Sample) -> bytes:
         """As Storage."""
-        return self.place.read(sample.path)
+        return self.place.read(sample.path, sample.size_bytes)
 
 
 def read_sample(storage: Storage, sample: Sample) -> bytes:
@@ -150,8 +150,7 @@ def read_sample(storage: Storage, sample: Sample) -> bytes:
         OSError: as Storage.read.
         Unreadable: as Storage.read, or it is too large.
     """
-    if sample.size_bytes > MAX_FILE_BYTES:
-        raise Unreadable(f"has {sample.size_bytes:,} bytes, more than an image may have")
+    check_size(sample.size_bytes)
     return storage.read(sample)
 
 

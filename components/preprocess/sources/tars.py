@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import MANIFEST, claims_of
+from components.common.contracts.manifests import MANIFEST, MAX_MANIFEST_BYTES, claims_of
 from components.common.data.places import (
     Place,
     RemotePlace,
@@ -400,7 +400,7 @@ def _names_beside(place: Place) -> ClassNames | None:
 def _read_beside(place: Place, name: str) -> bytes | None:
     with translate_errors(shown(place.name, name)):
         try:
-            return place.read(name)
+            return place.read(name, most_bytes=MAX_MANIFEST_BYTES)
         except (FileNotFoundError, PermissionError):  # stores that may not be listed say "forbidden" of what is absent
             return None
 

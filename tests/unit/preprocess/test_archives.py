@@ -303,8 +303,8 @@ def test_zst_needs_a_decompressor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 MANY = 400 << 20
 
 
-def header(kind: bytes, size: int) -> bytes:
-    info = tarfile.TarInfo("a/0.png")
+def header(kind: bytes, size: int, name: str = "a/0.png") -> bytes:
+    info = tarfile.TarInfo(name)
     info.type, info.size = kind, size
     return info.tobuf(tarfile.GNU_FORMAT)
 
@@ -332,6 +332,8 @@ BOMBS = {
         + FILE.ljust(1024, b"\0")
         for number in range(100)
     ),
+    "list of classes": b"".join(header(tarfile.REGTYPE, 0, f"{folder}/{n}.png") for folder in "ab" for n in range(2))
+    + header(tarfile.REGTYPE, MANY, "LOC_synset_mapping.txt"),
     "large member": header(tarfile.REGTYPE, 1 << 40),
     "negative size": FILE[:124] + b"\xff" * 12 + FILE[136:],
 }

@@ -148,6 +148,10 @@ def test_a_table_of_a_store_that_lists_nothing(
     source = find(uri, images.parent)
     assert {sample.size_bytes for samples in source.splits.values() for sample in samples} == {0}
     assert len(paths(source)) == 9
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "cat_file", lambda *_, **__: pytest.fail("it was read"))
+    for place, _ in (places.locate_file(uri), places.locate_file(str(images / "t.csv"))):
+        with pytest.raises(places.Unreadable, match="more than a list may have"):
+            place.read("t.csv", most_bytes=5)
     error = OSError("down")  # half of the sizes would make another plan than that of the other parts
     with refuses("unreadable-uri"):
         find(uri, images.parent)
