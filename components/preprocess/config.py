@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from components.common.contracts.foreign import MAX_PIXELS
 from components.common.contracts.settings import SPEED_ONLY, StepConfig
 
 
@@ -29,9 +30,7 @@ class PreprocessConfig(StepConfig):
     max_bad_fraction: float = Field(
         0.1, ge=0, le=1, description="Largest share of unusable files that may be left out before the step stops."
     )
-    max_pixels: int = Field(
-        178_956_970, ge=1, description="Images with more pixels are rejected (decompression bombs)."
-    )
+    max_pixels: int = Field(MAX_PIXELS, ge=1, description="Images with more pixels are rejected (decompression bombs).")
     on_leak: Literal["fail", "warn"] = Field(
         "fail", description="What to do when training and validation hold the same image: stop, or say so."
     )

@@ -170,7 +170,7 @@ def write_data_card(card: Card, folder: Path) -> Path:
 
 
 def _kind(reason: str) -> str:
-    """A reason without what is about one file: "damaged", "more than max_pixels = 178956970 pixels"."""
+    """A reason without what is about one file: "damaged", "more than max_pixels = 100000000 pixels"."""
     return re.split("[:;]", re.sub(r"^\d+x\d+ has ", "", reason), maxsplit=1)[0].strip()
 
 

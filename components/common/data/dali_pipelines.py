@@ -23,7 +23,7 @@ from components.common.data.image_files import check_encoded, undecodable
 
 _INTERPOLATION = {"bilinear": types.DALIInterpType.INTERP_LINEAR, "bicubic": types.DALIInterpType.INTERP_CUBIC}
 _MAX_PREALLOCATION_BYTES = 4 << 30
-_MOST_PIXELS = 1 << 28  # decoded at once, of 3 bytes each
+_MOST_PIXELS = 1 << 27  # decoded at once, of 3 bytes each
 
 
 def decoder_options(
@@ -226,7 +226,7 @@ class ImageBatches:
     ) -> list["LoadedImage | UserError"]:
         """The same for images of several callers: for each one what was loaded, or what is wrong.
 
-        Takes any number of them, and decodes no more at once than fit into about a gigabyte.
+        Takes any number of them, and decodes no more at once than take some hundred megabytes.
 
         Args:
             encoded: contents of image files.

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.foreign import LFS_POINTER
+from components.common.contracts.foreign import LFS_POINTER, MAX_PIXELS
 
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")  # of members of a shard
 # What preprocess takes into a dataset: these formats, and of TIFF only what DALI reads as Pillow does.
@@ -90,8 +90,13 @@ def check_encoded(data: bytes, name: str) -> int:
                     f"{name} is a TIFF of mode {image.mode}, which is not supported; {_ACCEPTED}",
                     code="unsupported-tiff",
                 )
+            if (num_pixels := image.width * image.height) > MAX_PIXELS:
+                raise UserError(
+                    f"{name} is too large: {num_pixels:,} pixels, at most {MAX_PIXELS:,} are taken; make it smaller",
+                    code="image-too-large",
+                )
             image.load()
-            return image.width * image.height
+            return num_pixels
     except UserError:
         raise
     except UnidentifiedImageError:

@@ -17,6 +17,7 @@ from components.common.data.dali_pipelines import load_image
 from components.common.data.image_files import check_encoded
 from components.common.data.loader import Loader
 from components.common.runtimes.runner import to_numpy
+from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import Rejected, as_png, decode, shrink
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses
@@ -321,6 +322,17 @@ except Rejected as reason:
 def test_want_of_memory_is_said_as_it_is() -> None:
     done = run_python("-c", TIGHT)
     assert done.stdout.startswith("takes more memory than is left"), done.stdout + done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_too_large_for_memory_is_refused_by_its_header() -> None:
+    png = bytearray(saved(Image.new("RGB", (16, 16)), "PNG"))
+    png[16:24] = struct.pack(">II", 10_001, 10_000)  # where more is read, the file is damaged
+    png[29:33] = zlib.crc32(png[12:29]).to_bytes(4)
+    with refuses("image-too-large"):
+        check_encoded(bytes(png), "x")
+    with pytest.raises(Rejected, match="10001x10000 has more than max_pixels"):
+        decode(bytes(png), PreprocessConfig(data="x").max_pixels)
 
 
 TAKEN = {"JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF"}
