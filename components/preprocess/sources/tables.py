@@ -37,6 +37,7 @@ from components.preprocess.sources.samples import (
 _SPLITS = {"train": "train", **dict.fromkeys(VAL_NAMES, "val")}
 _MAX_LINE = 1 << 20  # characters of a CSV
 _MAX_ROWS = 100_000_000  # of a Parquet file, which may claim any number in few bytes
+_MAX_REPEATS, _FEW_IMAGES = 100, 100  # rows for each image, on average, where it has more images than these few
 _MAX_GROUP_BYTES = 1 << 30  # of one of its row groups, unpacked
 _MAX_CELL_BYTES = 4096  # of one of its cells, as Linux' longest path
 _NUM_ENCODED = 1 << 18  # of its rows read at once, a number each
@@ -129,6 +130,8 @@ def _entries(rows: Iterator[TableRow], place: Place, name: str) -> tuple[dict[st
         entry = _Label(row.label, _SPLITS[row.split or "train"])
         if entries.setdefault(path, entry) != entry:
             raise _invalid(f"{where} names {_shown(path, name)} again with another label or split; keep one row of it")
+        if row.number > _MAX_REPEATS * (len(entries) + _FEW_IMAGES):  # few bytes of Parquet may be any number
+            raise _invalid(f"{where}: the rows so far name the same images again and again; keep one row of each")
     return entries, has_splits
 
 

@@ -207,6 +207,10 @@ def test_tables_of_few_bytes_that_claim_many(tmp_path: Path, monkeypatch: pytest
         with monkeypatch.context() as patch, refuses("table-too-large"):
             patch.setattr(f"components.preprocess.sources.tables.{name}", limit)
             find(many)
+    again = write(tmp_path / "again.parquet", ("path", "label"), [("a/0.png", "a")] * 20_000)
+    with refuses("invalid-row") as caught:
+        find(again)
+    assert f"{again}, row 10101: the rows so far name the same images again" in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["path", "label"])
