@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from components.common.contracts.digests import canonical_json, digest_json
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest, write_atomically
-from components.common.contracts.settings import how_to_set
 from components.common.process.partial_output import earlier_outputs, hold
 from components.common.process.steplog import StepLog
 from components.train.config import NON_FINGERPRINTED_SETTINGS, TrainConfig
@@ -42,9 +41,14 @@ class Saved:
         """Return the tensors of one group, by their names in it."""
         return {key.partition("/")[2]: value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
 
-    def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return what differs from process to process: loader, loss_sum, random."""
-        return self.state["ranks"][rank]
+    def of_rank(self, world: World) -> dict[str, Any] | None:
+        """Return what differs from process to process: loader, loss_sum, random. None if others than these wrote it."""
+        ranks = self.state["ranks"]
+        return ranks[world.rank] if len(ranks) == world.world_size else None
+
+    def fits(self, world: World) -> bool:
+        """True if these processes can resume here: as many as wrote it anywhere, another number between two epochs."""
+        return self.of_rank(world) is not None or self.state["num_epochs"].is_integer()
 
 
 class CheckpointFolder:
@@ -55,19 +59,22 @@ class CheckpointFolder:
         self.folder = folder
         self._keep_last = keep_last
 
-    def save(self, saved: Saved, *, best_num_steps: int | None) -> None:
+    def save(self, saved: Saved, *, best_num_steps: int | None, steps_per_epoch: int) -> None:
         """Write a checkpoint and remove those that are no longer needed.
 
         Args:
             saved: what to write; its state must fit into JSON.
             best_num_steps: of the checkpoint to keep though it is old, if any.
+            steps_per_epoch: the last one between two epochs is kept, too: any number of processes can resume there.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(self._path(saved.num_steps), saved.tensors, {_STATE: json.dumps(saved.state)})
         steps = self.steps()
-        for num_steps in steps[: -self._keep_last]:
-            if num_steps != best_num_steps:
-                self._path(num_steps).unlink()
+        # Later ones are of another number of processes, which were in an epoch that these have begun again.
+        done = [num_steps for num_steps in steps if num_steps <= saved.num_steps]
+        between = [num_steps for num_steps in done if num_steps % steps_per_epoch == 0]
+        for num_steps in {*steps} - {*done[-self._keep_last :], *between[-1:], best_num_steps}:
+            self._path(num_steps).unlink()
 
     def tidy(self) -> None:
         """Remove what a process was writing when it was killed. Nobody else may be at work here."""
@@ -78,22 +85,29 @@ class CheckpointFolder:
         """Return the number of steps done of each checkpoint, in their order."""
         return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.safetensors"))
 
-    def newest(self, log: StepLog) -> bytes | None:
-        """Return the content of the newest checkpoint that can be read; None where there is none.
+    def newest(self, world: World, log: StepLog) -> bytes | None:
+        """Return the content of the newest checkpoint that these processes can resume from; None where there is none.
 
         Raises:
             EngineryError: there are some, and none can be read.
         """
-        steps = self.steps()
+        steps, is_damaged = self.steps(), True
         for num_steps in reversed(steps):
             path = self._path(num_steps)
             try:
                 content = path.read_bytes()
-                parse(content)
-                return content
+                saved = parse(content)
             except (OSError, EngineryError) as error:
                 log.warning(f"the checkpoint {path} can't be read ({error}); trying the one before")
-        if steps:
+                continue
+            if saved.fits(world):
+                return content
+            is_damaged = False
+            log.note(
+                f"the checkpoint after step {num_steps} is of {len(saved.state['ranks'])} training processes within an "
+                f"epoch, and now there are {world.world_size}: they begin that epoch again"
+            )
+        if steps and is_damaged:
             raise EngineryError(
                 f"none of the {len(steps)} checkpoints in {self.folder} can be read; see whether its disk is sound, "
                 "or remove the folder to start again",
@@ -227,17 +241,9 @@ def choose_folder(
         found = json.loads(newest.read_bytes())
         differing = [name for name in sorted({*found, *identity}) if found.get(name) != identity.get(name)]
         text = ", ".join(f"{name} {found.get(name)} instead of {identity.get(name)}" for name in differing)
-        way = "set what differs as it was"
-        if "world_size" in differing:  # each process has its own part of the data, place in it and random numbers
-            number, plural = found.get("world_size"), "" if found.get("world_size") == 1 else "s"
-            what = f"GPU{plural}" if found.get("device") == "cuda" else f"process{plural and 'es'}"
-            way = (
-                f"train on {'one' if number == 1 else number} {what} again, by "
-                f"{how_to_set('train', 'num_processes', str(number))} or torchrun --nproc-per-node"
-            )
         log.warning(
             f"starting again: the unfinished training in {partial_output.parent} is of {text}. It stays there until "
-            f"one has finished; to resume it, stop this one and {way}"
+            f"one has finished; to resume it, stop this one and set what differs as it was"
         )
     folder.mkdir(exist_ok=True)
     write_atomically(folder / _IDENTITY, canonical_json(identity))
@@ -249,7 +255,6 @@ def _identity_of(config: TrainConfig, data: Artifact[DatasetManifest], world: Wo
     settings = config.model_dump(mode="json", exclude=set(NON_FINGERPRINTED_SETTINGS))
     others = {
         "dataset": data.digest,
-        "world_size": world.world_size,
         "device": world.device.type,
         "dali": dali.__version__,  # of another version, the reader's place in the data is not to be understood
     }

@@ -11,6 +11,7 @@ from components.common.contracts.transforms import Augmentation, Interpolation
 NON_FINGERPRINTED_SETTINGS = (
     "pretrained_sha256",
     "num_processes",
+    "max_restarts",
     "collective_timeout_s",
     "read_timeout_s",
     "keep_last",
@@ -127,6 +128,12 @@ class TrainConfig(StepConfig):
         ge=0,
         description="Training processes on this machine; 0 for one per GPU, one on a CPU. Not read where torchrun or "
         "a TrainJob has started the processes.",
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Times that the training processes of this machine start again after one of them was killed; they "
+        "resume from the newest checkpoint. Where torchrun has started them, its --max-restarts counts.",
     )
     static_graph: bool = Field(
         False,

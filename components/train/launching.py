@@ -111,12 +111,23 @@ def check_alone() -> None:
 
 
 def launch(config: TrainConfig, log: StepLog, number: int, *, dataset: Path, output: Path) -> str:
-    """Train in `number` processes. Returns the outcome.
+    """Train in `number` processes, which start again where one of them was killed. Returns the outcome.
 
     Raises:
-        EngineryError: what the first process that failed said, or that one was killed.
+        EngineryError: what the first process that failed said, or that one was killed once too often.
         Preempted: SIGTERM came; it was passed on, and they have saved.
     """
+    for num_left in range(config.max_restarts, 0, -1):
+        try:
+            return _launch(config, log, number, dataset, output)
+        except EngineryError as error:
+            if error.code != "process-killed":
+                raise
+            log.warning(f"{error}\nAll start again from the newest checkpoint, {num_left} times at most")
+    return _launch(config, log, number, dataset, output)
+
+
+def _launch(config: TrainConfig, log: StepLog, number: int, dataset: Path, output: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="enginery-train-") as name:
         folder = Path(name)
         task = Task(config=config, dataset=dataset.absolute(), output=output.absolute())

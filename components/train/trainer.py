@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from components.common.contracts.errors import EngineryError, Preempted
+from components.common.contracts.errors import EngineryError, Preempted, UserError
 from components.common.contracts.records import EpochRecord
 from components.common.data.loader import Batch, Loader
 from components.common.process.steplog import StepLog
@@ -228,6 +228,7 @@ class Trainer:
         groups = split_tensors("group", dict(enumerate(optimizer["param_groups"])), tensors)
         state = {
             "num_steps": self.num_steps_done,
+            "num_epochs": self.num_steps_done / self.steps_per_epoch,
             "history": [epoch.model_dump(exclude_none=True) for epoch in self.history],
             "epoch_seconds": self.epoch_seconds(),
             "elapsed_s": self._elapsed_s(),
@@ -239,8 +240,20 @@ class Trainer:
         return Saved(num_steps=self.num_steps_done, state=state, tensors=tensors)
 
     def restore(self, saved: Saved) -> None:
-        """Take the state that `capture` saw. The training loader has to be made with its state in there, too."""
-        state, own = saved.state, saved.of_rank(self.world.rank)
+        """Take the state that `capture` saw. The training loader has to be made with its state in there, too.
+
+        Raises:
+            UserError: another number of processes wrote it, and their epochs had more steps or fewer.
+        """
+        state, own, ranks = saved.state, saved.of_rank(self.world), saved.state["ranks"]
+        if own is None and saved.num_steps != state["num_epochs"] * self.steps_per_epoch:
+            raise UserError(
+                f"an epoch has {self.steps_per_epoch} steps with {self.world.world_size} processes, and had "
+                f"{saved.num_steps / state['num_epochs']:g} with {len(ranks)}, so the training can't resume with this "
+                "number; take the earlier one, or another that accumulates as many batches",
+                code="other-steps-per-epoch",
+                setting="train.num_processes",
+            )
         load_weights(self.model, saved.group("model"), "the checkpoint")
         if self.ema is not None:
             self.ema.module.load_state_dict(saved.group("ema"))
@@ -248,8 +261,12 @@ class Trainer:
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
         self.scaler.load_state_dict(state["scaler"])
         self._began = time.perf_counter() - state["elapsed_s"]
-        self.resume(state["num_steps"], state["history"], state["epoch_seconds"], own["loss_sum"])
-        set_random_state(own["random"], self.world.device)
+        loss_sum = sum(rank["loss_sum"] for rank in ranks) / len(ranks) if own is None else own["loss_sum"]
+        self.resume(saved.num_steps, state["history"], state["epoch_seconds"], loss_sum)
+        if own is None:
+            torch.manual_seed(self.config.seed + 1000003 * self.world.rank + 15485863 * saved.num_steps)
+        else:
+            set_random_state(own["random"], self.world.device)
 
     def resume(self, num_steps: int, history: list[dict[str, Any]], epoch_seconds: float, loss_sum: float) -> None:
         """Take the counts of an earlier process."""
@@ -420,10 +437,9 @@ class Trainer:
             self.save()
         if agreed == _SAVE_AND_STOP:
             all_reduce_sum(torch.zeros(()), self.world)  # none ends before rank 0 has written
-            again = "" if self.world.world_size == 1 else f", with {self.world.world_size} processes again"
             raise Preempted(
                 f"stopped by SIGTERM after step {self.num_steps_done} of {self.num_steps}, and saved; the same command "
-                f"resumes there{again}"
+                "resumes there"
             )
 
     def _diverged(self, epoch: int) -> EngineryError:
@@ -440,7 +456,8 @@ class Trainer:
             raise self._diverged(len(self.history))
         saved, best = self.capture(), self.best_epoch
         if saved is not None and self.checkpoints is not None:
-            self.checkpoints.save(saved, best_num_steps=None if best is None else self.num_steps_of(best))
+            best_num_steps = None if best is None else self.num_steps_of(best)
+            self.checkpoints.save(saved, best_num_steps=best_num_steps, steps_per_epoch=self.steps_per_epoch)
         self._saved_at = time.monotonic()
 
     @torch.no_grad()

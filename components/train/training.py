@@ -67,7 +67,7 @@ def _train(
     """Build everything, resume from a checkpoint if there is one, and train. The folder is of rank 0 alone."""
     checkpoints = None if partial_output is None else choose_folder(config, data, world, partial_output, log)
     # Rank 0 reads it for all, so that no other machine needs the output directory.
-    content = broadcast(None if checkpoints is None else checkpoints.newest(log), world)
+    content = broadcast(None if checkpoints is None else checkpoints.newest(world, log), world)
     saved = None if content is None else parse(content)
     torch.manual_seed(config.seed)  # the same weights in all processes
     splits, num_classes = data.manifest.splits, len(data.manifest.classes)
@@ -97,7 +97,9 @@ def _train(
     if saved is None:
         _begin_mllog(trainer, data)
     else:
-        log.note(f"resuming after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped")
+        now, before = world.world_size, len(saved.state["ranks"])
+        others = f", with {now} processes instead of {before}" if now != before else ""
+        log.note(f"resuming after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped{others}")
     del model, saved, content  # they would stay in memory
     _fit(trainer, num_classes)
     target, done = config.target_top1_pct, trainer.epochs_to_target
@@ -175,6 +177,7 @@ def _loaders(
         "num_threads": threads_per_process(world.local_world_size),
         "read_timeout_s": config.read_timeout_s,
     }
+    own_state = None if saved is None else saved.of_rank(world)
     train = Loader(
         data,
         "train",
@@ -184,7 +187,8 @@ def _loaders(
         image_sizes=config.image_sizes,
         fp16=pick_precision(config, world.device) != torch.float32,
         seed=config.seed,
-        state=None if saved is None else saved.of_rank(world.rank)["loader"],
+        first_epoch=0 if saved is None else int(saved.state["num_epochs"]),
+        state=None if own_state is None else own_state["loader"],
         **own,
     )
     return train, Loader(data, "val", spec, **own)

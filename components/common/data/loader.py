@@ -139,6 +139,7 @@ class LoaderState(Record):
     """State of a training loader: numbers and text only."""
 
     num_delivered: int = Field(ge=0, description="Batches since the first epoch began.")
+    first_epoch: int = Field(ge=0, description="The epoch that DALI's pipelines began with.")
     identity: dict[str, Any] = Field(description="What decides which batches come, by name.")
     checkpoints: list[str] = Field(description="DALI's own of each pipeline, in base64.")
     digest: str = Field(description="Of the rest: DALI believes a damaged checkpoint, or ends with the process.")
@@ -269,6 +270,7 @@ class Loader:
         num_pipelines: of training: DALI pipelines that make batches by turns, each from its share of the part; 0 for
             two on a GPU, where an epoch has 32 steps or more, and one otherwise.
         read_timeout_s: seconds without a batch after which reading counts as stuck.
+        first_epoch: of training: epoch to begin with, from 0; another number of processes has done those before it.
         state: what `state` of a training loader returned: resume behind the batch that was delivered last.
 
     Raises:
@@ -296,6 +298,7 @@ class Loader:
         hw_decoder_load: float = HW_DECODER_LOAD,
         num_pipelines: int = 0,
         read_timeout_s: float = READ_TIMEOUT_S,
+        first_epoch: int = 0,
         state: dict[str, Any] | None = None,
     ) -> None:
         self._dataset, self._split, self._device_id = dataset, split, device_id
@@ -332,8 +335,9 @@ class Loader:
             "dali": dali.__version__,
         }
         saved = None if state is None else self._saved(state)
+        first_epoch = self._first_epoch = first_epoch if saved is None else saved.first_epoch
         # Batches of training that were delivered, since its first epoch began.
-        self.num_delivered = 0 if saved is None else saved.num_delivered
+        self.num_delivered = first_epoch * self.num_batches if saved is None else saved.num_delivered
         readers = [
             _reader(dataset.path, info, self._training, shard_id * num_pipelines + share, num_shards * num_pipelines)
             for share in range(num_pipelines)
@@ -346,14 +350,15 @@ class Loader:
         options = {"batch_size": batch_size, "num_threads": num_threads, "device_id": device_id}
 
         def build(share: int) -> DALIGenericIterator:
-            own = options | {"seed": seed + 1000003 * (shard_id * num_pipelines + share)}
+            own = options | {"seed": seed + 1000003 * (shard_id * num_pipelines + share) + 15485863 * first_epoch}
             if augmentation is None:
                 start, longest = info.num_images * shard_id // num_shards, math.ceil(info.num_images / num_shards)
                 places = range(start, start + longest)  # all parts have as many batches as the longest
                 versions = partial(corrupted, corruptions=corruptions, side=spec.crop_size, seed=seed, places=places)
                 corrupt = versions if corruptions else None
                 return _evaluation_iterator(evaluation_pipeline(readers[share], spec, decoder, corrupt, **own))
-            sizes = _size_of_batch(image_sizes, plan.num_read) if image_sizes else None
+            own_sizes = image_sizes[min(first_epoch, len(image_sizes) - 1) :] if image_sizes else ()
+            sizes = _size_of_batch(own_sizes, plan.num_read) if own_sizes else None
             checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
             return _training_iterator(
@@ -404,6 +409,7 @@ class Loader:
         checkpoints = [iterator.checkpoints()[0] for iterator in self._iterators]
         return LoaderState.sealed(
             num_delivered=self.num_delivered,
+            first_epoch=self._first_epoch,
             identity=self._identity,
             checkpoints=[base64.b64encode(checkpoint).decode() for checkpoint in checkpoints],
         ).model_dump(mode="json")

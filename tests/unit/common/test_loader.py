@@ -163,6 +163,8 @@ def test_epochs_differ_and_the_seed_decides(
     assert first != second
     assert epochs_of(colours, 2, batch_size=8, seed=1) == [first, second]
     assert epochs_of(colours, 1, batch_size=8, seed=2) != [first]
+    (later,) = epochs_of(colours, 1, batch_size=8, seed=1, first_epoch=1)  # after epochs of other processes
+    assert later not in (first, second)
 
     def first_batch(seed: int) -> np.ndarray:  # crops and flips, too
         loader = Loader(digits_dataset, "train", PLAIN, batch_size=16, augmentation=Augmentation(), seed=seed)

@@ -32,11 +32,13 @@ def same(first: Batch, second: Batch) -> bool:
     return torch.equal(first.images, second.images) and torch.equal(first.labels, second.labels)
 
 
-@pytest.mark.parametrize(("rank", "num_pipelines"), [(0, 1), (1, 1), (1, 2), (0, 3)])
+@pytest.mark.parametrize(
+    ("rank", "num_pipelines", "first_epoch"), [(0, 1, 0), (1, 1, 0), (1, 2, 0), (0, 3, 0), (1, 1, 1)]
+)
 def test_a_resumed_loader_delivers_what_the_first_one_would_have(
-    digits_dataset: Artifact[DatasetManifest], rank: int, num_pipelines: int
+    digits_dataset: Artifact[DatasetManifest], rank: int, num_pipelines: int, first_epoch: int
 ) -> None:
-    options = {"shard_id": rank, "num_pipelines": num_pipelines}
+    options = {"shard_id": rank, "num_pipelines": num_pipelines, "first_epoch": first_epoch}
     whole = build(digits_dataset, **options)
     assert len(whole) == NUM_BATCHES
     states, batches = [whole.state()], []
@@ -45,10 +47,12 @@ def test_a_resumed_loader_delivers_what_the_first_one_would_have(
             batches.append(batch)
             states.append(whole.state())
     assert len(batches) == 4 * NUM_BATCHES
-    assert [batch.images.shape[-1] for batch in batches[::NUM_BATCHES]] == [*SIZES, SIZES[-1]]
+    sizes = [*SIZES, *[SIZES[-1]] * 2][first_epoch : first_epoch + 4]
+    assert [batch.images.shape[-1] for batch in batches[::NUM_BATCHES]] == sizes
+    del options["first_epoch"]  # the state has it
     for done in (0, 1, 5, 6, 7, 11, 12, 17):  # first and last batch of an epoch, both sides of a boundary
         resumed = build(digits_dataset, **options, state=json.loads(json.dumps(states[done])))
-        assert resumed.num_delivered == done
+        assert resumed.num_delivered == first_epoch * NUM_BATCHES + done
         assert resumed.state() == states[done]
         rest = list(resumed)
         assert len(rest) == NUM_BATCHES - done % NUM_BATCHES

@@ -19,6 +19,7 @@ from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.distributed import World, find_world, process_group
 from components.train.trainer import Trainer
+from tests.unit.refusals import refuses
 
 from .conftest import as_rank_0_of_two
 
@@ -64,14 +65,30 @@ def network(rank: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
 
 
-def train(world: World = WORLD, **changed: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights after 8 steps, and what was measured."""
+def build(world: World = WORLD, **changed: Any) -> Trainer:
     config = resolve(TrainConfig, "train", SETTINGS, changed)
     plan = plan_batches(config, world.world_size, num_train_images=NUM_IMAGES, num_val_images=NUM_IMAGES)
     loaders: Any = [Images(plan.per_gpu_batch_size, world.rank, world.world_size) for _ in range(2)]
-    trainer = Trainer(network(world.rank), config, plan, *loaders, world=world, log=StepLog("train"))
+    return Trainer(network(world.rank), config, plan, *loaders, world=world, log=StepLog("train"))
+
+
+def train(world: World = WORLD, **changed: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights after 8 steps, and what was measured."""
+    trainer = build(world, **changed)
     result = trainer.fit()
     return trainer.published().state_dict(), [result.train_loss, result.val_loss, result.val_top1_pct]
+
+
+def test_another_number_of_processes_needs_epochs_of_as_many_steps() -> None:
+    trainer = build()
+    trainer.fit()
+    saved = trainer.capture()
+    assert saved is not None
+    saved.state["ranks"] *= 2
+    build().restore(saved)
+    saved.state["num_epochs"] = 1.0  # with the 8 steps that are 2 epochs here
+    with refuses("other-steps-per-epoch", "train.num_processes"):
+        build().restore(saved)
 
 
 @pytest.fixture(scope="module")

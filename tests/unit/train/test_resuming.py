@@ -2,29 +2,29 @@
 
 import fcntl
 import os
+import re
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.common.contracts.errors import Preempted, UserError
-from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.manifests import PARTIAL_OUTPUT, CheckpointManifest, load
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.architectures import build_model
-from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, choose_folder, parse
-from components.train.distributed import World
+from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
 from components.train.train_job import VOLUME_VARIABLE
 from components.train.trainer import Trainer
 from tests.unit.refusals import refuses
 
-from .conftest import Log, Train, config
+from .conftest import Log, Train
 
 Go = Callable[..., Log]
 
@@ -116,17 +116,55 @@ def test_other_settings_start_again_and_take_nothing_away(go: Go, tmp_path: Path
     assert not (tmp_path / "out" / PARTIAL_OUTPUT).exists()
 
 
-def test_another_number_of_processes_is_told_how_to_resume(
-    tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
-) -> None:
-    log = Log()
-    for number, device in ((4, "cuda"), (2, "cuda"), (1, "cpu")):
-        time.sleep(0.01)  # the newest is compared with
-        choose_folder(config(), tiny_dataset, World(world_size=number, device=torch.device(device)), tmp_path, log)
-    first, second = log.said
-    assert "is of world_size 4 instead of 2. It stays there until one has finished; to resume it, stop this" in first
-    assert "train on 4 GPUs again, by --set train.num_processes=4 (python -m components.train: --num-proc" in first
-    assert "is of device cuda instead of cpu, world_size 2 instead of 1." in second
+class Killer(Log):
+    """Kills rank 1 of those that train, once, after a step."""
+
+    def __init__(self, kills_after: int) -> None:
+        super().__init__()
+        self.kills_after = kills_after
+
+    def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
+        if not self.kills_after or done < self.kills_after:
+            return
+        for process in psutil.Process().children(recursive=True):
+            if process.environ().get("RANK") == "1":
+                process.kill()
+                self.kills_after = 0
+
+
+LEARNS: dict[str, Any] = {"architecture": "timm/resnet10t", "learning_rate": 0.1, "epochs": 5}
+
+
+def test_another_number_of_processes_begins_the_epoch_again(go: Go, train: Train) -> None:
+    """And where one of them is killed, they start again by themselves."""
+    go(sigterm_after=8, **LEARNS)
+    killer = Killer(14)
+    history = train(killer, num_processes=2, **LEARNS).manifest.history
+    notes = [text for text in killer.said if "checkpoint" in text or text.startswith("resuming")]
+    assert "the checkpoint after step 8 is of 1 training processes within an epoch, and now there are 2" in notes[0]
+    assert notes[1] == "resuming after step 6 of 30, where an earlier run stopped, with 2 processes instead of 1"
+    assert re.search(r"rank 1 .* killed by SIGKILL(.|\n)*All start again from the newest checkpoint, 3 times", notes[2])
+    assert re.fullmatch(r"resuming after step (12|18|24) of 30, where an earlier run stopped", notes[3])
+    losses = [epoch.train_loss for epoch in history]
+    assert len(losses) == 5
+    assert losses[-1] < 0.7 * losses[0]
+    seconds = [epoch.elapsed_s or 0.0 for epoch in history]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.slow
+def test_the_same_number_of_processes_resumes_to_the_same_bits(go: Go, train: Train) -> None:
+    """Also after another number of them, and where one of them was killed."""
+    found = []
+    for name, log in (("killed", Killer(14)), ("other", Log())):
+        go(name, sigterm_after=6, **LEARNS)
+        found.append(train(log, name, num_processes=2, **LEARNS).manifest)
+    assert found[0].files[WEIGHTS] == found[1].files[WEIGHTS]
+    whole = train(Log(), "whole", **LEARNS).manifest
+    assert found[0].history[0].train_loss == whole.history[0].train_loss
+    assert found[0].history[1].train_loss != whole.history[1].train_loss
+    with refuses("process-killed"):
+        train(Killer(1), "never", num_processes=2, max_restarts=0, **LEARNS)
 
 
 def test_damaged_and_partial_checkpoints(go: Go, tmp_path: Path) -> None:
@@ -167,14 +205,16 @@ def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out" / PARTIAL_OUTPUT).exists()
 
 
-def test_best_and_last_are_kept(tmp_path: Path) -> None:
+def test_best_and_last_and_that_of_an_epoch_s_end_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints", keep_last=2)
     for step in (1, 2, 3, 4, 5):
         saved = Saved(num_steps=step, state={"num_steps": step}, tensors={"model/w": torch.full((2,), float(step))})
-        folder.save(saved, best_num_steps=min(step, 2))
-    assert folder.steps() == [2, 4, 5]
+        folder.save(saved, best_num_steps=min(step, 2), steps_per_epoch=3)
+    assert folder.steps() == [2, 3, 4, 5]
     assert folder.at(2).group("model")["w"].tolist() == [2, 2]
     assert not list((tmp_path / "checkpoints").glob(".*"))
+    folder.save(Saved(num_steps=4, state={"num_steps": 4}, tensors={}), best_num_steps=2, steps_per_epoch=3)
+    assert folder.steps() == [2, 3, 4]  # other processes have begun the epoch again
 
 
 def test_the_best_epoch_can_be_the_result(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -24,6 +26,7 @@ from components.common.contracts.manifests import (
     load,
 )
 from components.train.checkpointing import WEIGHTS
+from tests.pipelines.servers import free_port
 
 from .conftest import REPOSITORY, SETTINGS
 
@@ -39,14 +42,12 @@ class Place:
         # A checkpoint about every fifth of a second, so that kills fall between, into and right behind them.
         self.config.write_text(yaml.safe_dump({**settings, "checkpoint_minutes": 0.003}))
 
-    def command(self) -> list[str]:
-        command = [sys.executable, "-m", "components.train", "--dataset", str(self.dataset)]
-        return [*command, "--output", str(self.output), "--config", str(self.config)]
-
-    def start(self, stdout: int = subprocess.DEVNULL, **variables: str) -> subprocess.Popen[str]:
+    def start(self, *torchrun: str, stdout: int = subprocess.DEVNULL, **variables: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", **variables}
         pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(self.command(), env=environment, start_new_session=True, **pipes)
+        command = [sys.executable, *torchrun, "-m", "components.train", "--dataset", str(self.dataset)]
+        command += ["--output", str(self.output), "--config", str(self.config)]
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
     def finish(self) -> str:
         process = self.start()
@@ -120,7 +121,7 @@ def test_sigterm_while_it_starts_up(
     tiny_dataset: Artifact[DatasetManifest], tmp_path: Path, num_processes: int
 ) -> None:
     place = Place(tmp_path / "place", tiny_dataset.path, {**SETTINGS, "num_processes": num_processes})
-    process = place.start(subprocess.PIPE, ENGINERY_EVENTS="1")
+    process = place.start(stdout=subprocess.PIPE, ENGINERY_EVENTS="1")
     assert process.stdout is not None
     assert '"started"' in process.stdout.readline()  # nothing is imported yet
     process.terminate()
@@ -149,3 +150,27 @@ def test_two_processes_are_stopped_and_resume(tiny_dataset: Artifact[DatasetMani
     process.communicate()
     assert "resuming after step" in broken.finish()
     assert broken.weights() == whole.weights()
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_world_shrinks_when_a_machine_is_gone(
+    tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
+) -> None:
+    """Two agents of torchrun, as on two machines. One is killed with its process; the other one trains on alone."""
+    place = Place(tmp_path / "place", tiny_dataset.path, {**SETTINGS, "epochs": 5})
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    torchrun += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    first = place.start(*torchrun, **variables)
+    time.sleep(2)  # it holds the meeting
+    second = place.start(*torchrun, **variables)
+    place.wait_for_step(first, 7)
+    for process in (*psutil.Process(second.pid).children(recursive=True), second):
+        process.kill()
+    _, said = first.communicate(timeout=TIMEOUT_S)
+    second.communicate()
+    assert first.returncode == 0, said
+    assert "2 processes on 2 machines, 8 images each, 1 times a step" in said
+    assert re.search("resuming after step (6|12|18|24) of 30, .*, with 1 processes instead of 2", said)
+    assert place.weights()
