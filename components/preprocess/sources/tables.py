@@ -1,12 +1,14 @@
 """Tables that name images: CSV or Parquet files with the columns path,label and optionally split."""
 
 import csv
+import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple
 from urllib.parse import unquote
 
 from components.common.contracts.errors import UserError
@@ -34,16 +36,13 @@ from components.preprocess.sources.samples import (
     plain_names,
 )
 
+_KEYS = ("path", "label", "split")
 _SPLITS = {"train": "train", **dict.fromkeys(VAL_NAMES, "val")}
 _MAX_LINE = 1 << 20  # characters of a CSV
 _MAX_ROWS = 100_000_000  # of a Parquet file, which may claim any number in few bytes
 _MAX_REPEATS, _FEW_IMAGES = 100, 100  # rows for each image, on average, where it has more images than these few
-_MAX_GROUP_BYTES = 1 << 30  # of one of its row groups, unpacked
-_MAX_CELL_BYTES = 4096  # of one of its cells, as Linux' longest path
-_NUM_ENCODED = 1 << 18  # of its rows read at once, a number each
-_NUM_DECODED = 1 << 10  # of those written out at once
-_NUMBERS = ("BOOLEAN", "INT32", "INT64", "FLOAT", "DOUBLE")
-_TEXTS = ("string", "large_string", "dictionary")
+_MAX_CELL = 4096  # characters of one of its cells, as Linux' longest path
+_MAX_PARQUET_BYTES = 1 << 30  # of memory that reading it takes
 _MAX_SHOWN = 100  # characters of a cell
 _INTEGER = re.compile("-?[0-9]{1,18}")
 
@@ -191,7 +190,7 @@ def csv_rows(table: Path, name: str) -> Iterator[TableRow]:
             ) from None
 
 
-def _lines(file: TextIO, name: str) -> Iterator[str]:
+def _lines(file: IO[str], name: str) -> Iterator[str]:
     """Lines that fit into memory."""
     while line := file.readline(_MAX_LINE + 1):
         if len(line) > _MAX_LINE:
@@ -202,106 +201,69 @@ def _lines(file: TextIO, name: str) -> Iterator[str]:
         yield line
 
 
-_READ_METADATA = """
+# A few bytes of Parquet may unpack to anything, and pyarrow 25 ends its process at some damaged files.
+_READ_PARQUET = """
+import json
+import resource
 import sys
+
 from pyarrow import parquet
 
-metadata = parquet.read_metadata(sys.argv[1])
-for group in map(metadata.row_group, range(metadata.num_row_groups)):
-    for at in range(group.num_columns):
-        group.column(at)
+table, limit, *keys = sys.argv[1:]
+with open("/proc/self/statm") as statm:
+    most = int(statm.read().split()[0]) * resource.getpagesize() + int(limit)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    with parquet.ParquetFile(table) as file:
+        names = file.schema_arrow.names
+        print(json.dumps(names), flush=True)
+        for batch in file.iter_batches(1024, columns=[key for key in keys if key in names], use_threads=False):
+            for row in batch.to_pylist():
+                print(json.dumps(row, default=lambda value: []))  # a list for bytes, which are no text either
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}"[:300])
 """
+_OF_ALLOCATORS = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}  # others reserve more than they use
 
 
 def parquet_rows(table: Path, name: str) -> Iterator[TableRow]:
-    """Rows of a Parquet file. Raises UserError."""
+    """Rows of a Parquet file, which a process of its own reads with bounded memory. Raises UserError."""
     try:
-        import pyarrow
-        from pyarrow import parquet
+        import pyarrow  # noqa: F401
     except ImportError:
         raise UserError(
             f"reading {name} needs a package that is not installed: pip install pyarrow", code="missing-package"
         ) from None
-    # pyarrow 25 ends the process where a column's statistics do not fit its schema.
-    if subprocess.run([sys.executable, "-c", _READ_METADATA, table], capture_output=True, check=False).returncode < 0:
+    command = [sys.executable, "-P", "-c", _READ_PARQUET, str(table), str(_MAX_PARQUET_BYTES), *_KEYS]
+    environment = {**os.environ, **_OF_ALLOCATORS}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, env=environment, **pipes) as reader:
+        assert reader.stdout is not None
+        assert reader.stderr is not None
+        try:
+            lines = _lines(reader.stdout, name)
+            if header := next(lines, ""):
+                names = json.loads(header)
+                columns = _columns(names, name)
+                if any(names.count(key) > 1 for key in columns):
+                    raise _invalid(f"{name} has {' or '.join(columns)} twice; take one of them away")
+                for number, line in enumerate(lines, 2):
+                    if number > _MAX_ROWS + 1:
+                        raise UserError(
+                            f"{name} has more than {_MAX_ROWS:,} rows; write several tables", code="table-too-large"
+                        )
+                    cells = json.loads(line)
+                    row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
+                    yield TableRow(number, row["path"], row["label"], row.get("split"))
+            reason = reader.stderr.read().strip()
+        finally:
+            reader.kill()
+    if reader.returncode:
         raise UserError(
-            f"{name} is damaged: reading what its Parquet columns are ended the process that did it; write it again",
+            f"{name} is no Parquet file that can be read in {_MAX_PARQUET_BYTES:,} bytes of memory "
+            f"({reason.rpartition(chr(10))[2] or 'it ends the process that reads it'}); write it again",
             code="damaged-table",
         )
-    try:
-        with parquet.ParquetFile(table) as file:
-            groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
-            if file.metadata.num_rows > _MAX_ROWS or any(group.total_byte_size > _MAX_GROUP_BYTES for group in groups):
-                raise UserError(
-                    f"{name} claims {file.metadata.num_rows:,} rows; supported are {_MAX_ROWS:,}, in row groups of at "
-                    f"most {_MAX_GROUP_BYTES:,} bytes. Write it again with smaller ones, or several tables",
-                    code="table-too-large",
-                )
-            columns = _columns(file.schema_arrow.names, name)
-            _check_encodings(file, columns, name)
-            metadata = file.metadata
-        # Each value once: a row of it takes few bytes in the file, and would take all of them in memory.
-        with parquet.ParquetFile(table, read_dictionary=columns, metadata=metadata) as file:
-            number = 1
-            for batch in file.iter_batches(_NUM_ENCODED, columns=columns):
-                _check_cells(batch, name)
-                for start in range(0, len(batch), _NUM_DECODED):
-                    for cells in _decoded(batch.slice(start, _NUM_DECODED)):
-                        number += 1
-                        row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
-                        yield TableRow(number, row["path"], row["label"], row.get("split"))
-    # The last two: of texts that are not UTF-8, and of pages in another encoding than the metadata say.
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # of the disk
-            raise
-        raise UserError(
-            f"{name} is no Parquet file that can be read ({error}); write it again", code="damaged-table"
-        ) from None
-
-
-def _check_encodings(file: Any, columns: list[str], name: str) -> None:
-    """Refuse columns of which a few bytes may be written out to any number."""
-    leaves = [file.schema.column(at) for at in range(len(file.schema))]
-    own = [at for at, leaf in enumerate(leaves) if leaf.path.split(".")[0] in columns]
-    if len(own) > len(columns) or not all(_is_plain(leaves[at], file.schema_arrow) for at in own):
-        raise _invalid(f"{name} has {' or '.join(columns)} twice, or of another type; write strings or integers")
-    for number in range(file.metadata.num_row_groups):
-        group = file.metadata.row_group(number)
-        if any("DELTA_BYTE_ARRAY" in group.column(at).encodings for at in own):
-            raise UserError(
-                f"{name} keeps {' or '.join(columns)} in the encoding DELTA_BYTE_ARRAY, which is not read, since a few "
-                "bytes of it may be any number; write it again with dictionaries, as pandas does",
-                code="unsupported-encoding",
-            )
-
-
-def _is_plain(leaf: Any, schema: Any) -> bool:
-    """True for a column of strings or numbers."""
-    if leaf.path not in schema.names or leaf.max_repetition_level:
-        return False
-    kind = str(schema.field(leaf.path).type)
-    return leaf.physical_type in _NUMBERS or (leaf.physical_type == "BYTE_ARRAY" and kind.startswith(_TEXTS))
-
-
-def _check_cells(batch: Any, name: str) -> None:
-    from pyarrow import compute, types
-
-    for key, column in zip(batch.schema.names, batch.columns, strict=True):
-        if types.is_dictionary(column.type):
-            longest = compute.max(compute.binary_length(column.dictionary)).as_py() or 0
-            if longest > _MAX_CELL_BYTES:
-                raise _invalid(
-                    f"{name} has a {key} of {longest:,} bytes; {_MAX_CELL_BYTES:,} are read at most. Write a shorter "
-                    "one, or take its rows away"
-                )
-
-
-def _decoded(batch: Any) -> Iterator[dict[str, Any]]:
-    from pyarrow import types
-
-    columns = (column.dictionary_decode() if types.is_dictionary(column.type) else column for column in batch.columns)
-    values = zip(*(column.to_pylist() for column in columns), strict=True)
-    return (dict(zip(batch.schema.names, cells, strict=True)) for cells in values)
 
 
 def _columns(header: list[str], name: str) -> list[str]:
@@ -314,7 +276,7 @@ def _columns(header: list[str], name: str) -> list[str]:
                 f"with commas between them. It names: {has}",
                 code="missing-column",
             )
-    return [key for key in ("path", "label", "split") if key in header]
+    return [key for key in _KEYS if key in header]
 
 
 def _cell(value: Any, where: str, key: str) -> str:
@@ -323,7 +285,12 @@ def _cell(value: Any, where: str, key: str) -> str:
     if isinstance(value, float) and value.is_integer():  # integers of a column that has gaps
         return str(int(value))
     if isinstance(value, str | int) and not isinstance(value, bool):
-        return str(value).strip()
+        if len(text := str(value)) > _MAX_CELL:
+            raise _invalid(
+                f"{where} has a {key} of {len(text):,} characters; {_MAX_CELL:,} are read at most. Write a shorter "
+                "one, or take its rows away"
+            )
+        return text.strip()
     raise _invalid(f"{where} has the {key} {_shown(value, where)}; write strings or integers")
 
 
