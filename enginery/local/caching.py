@@ -5,12 +5,9 @@ libraries that matter, and the keys of the steps before it. KFP's own cache does
 data may move; a changed image, an edited source file or another GPU makes a new key.
 """
 
-import json
 import os
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -181,8 +178,7 @@ class StepCache:
     def note_begun(self, root: Path) -> None:
         """Note in a run's cache directory what its longest steps work at, for a later run that resumes it."""
         for task in self._resumable():
-            note = {"work": self._key(task, any_machine=True), "machine": _machine_text()}
-            write_atomically(root / f"{self._entry(task)}{_BEGUN}", json.dumps(note).encode())
+            write_atomically(root / f"{self._entry(task)}{_BEGUN}", b"")
 
     def partial_outputs(self) -> list[Path]:
         """Partial outputs of steps that had the same key. One may belong to a run that is going."""
@@ -192,26 +188,11 @@ class StepCache:
                 found += [path.parent for path in note.parent.parent.glob(f"artifacts/*/{task}/*/{PARTIAL_OUTPUT}")]
         return found
 
-    def begun_elsewhere(self) -> list[tuple[str, str, str]]:
-        """Step, run and machine of the same work that other hardware began, which can't be resumed here."""
-        found = []
-        for task in self._resumable():
-            work, own = self._key(task, any_machine=True), f"{self._entry(task)}{_BEGUN}"
-            for note in sorted(self.runs.glob(f"[!.]*/{CACHE}/*{_BEGUN}")):
-                run = note.parent.parent
-                if note.name == own or not any(run.glob(f"artifacts/*/{task}/*/{PARTIAL_OUTPUT}")):
-                    continue
-                with suppress(OSError, ValueError):
-                    begun = json.loads(note.read_text(encoding="utf-8"))
-                    if begun["work"] == work:
-                        found.append((step_of(task), run.name, str(begun["machine"])))
-        return found
-
     def _resumable(self) -> list[str]:
         return [task for task in self.keys if step_of(task) in _RESUMABLE]
 
-    def _key(self, task: str, *, any_machine: bool = False) -> str:
-        """The key of a task as things are now; with `any_machine` what it stands for on whatever machine."""
+    def _key(self, task: str) -> str:
+        """The key of a task as things are now."""
         step = step_of(task)
         config = self._config(step)
         if "gate" in self.file.steps:
@@ -240,7 +221,7 @@ class StepCache:
                 "contents": contents,
                 "upstream": {name: self.keys[name] for name in self._before(task)},
                 "libraries": {name: here.versions.get(name) for name in libraries},
-                "machine": machine if hardware and not any_machine else None,
+                "machine": machine if hardware else None,
             }
         )
 
@@ -256,12 +237,6 @@ def offer(steps: Sequence[CachedStep], run_directory: Path) -> Path:
     for cached in steps:
         write_atomically(root / cached.entry.name, cached.entry.read_bytes())
     return root
-
-
-def _machine_text() -> str:
-    here = environment()
-    names = Counter(gpu.name for gpu in here.gpus)
-    return ", ".join(f"{num} x {name}" for name, num in names.items()) or f"{here.num_cores} cores of {here.cpu}"
 
 
 def _modified(path: Path) -> float:

@@ -140,11 +140,6 @@ class Renderer:
         """A step that need not run: its inputs, settings, code and machine are those of an earlier run."""
         self._console.print(f"[bold]{step:>10}[/] [green]reused[/]          from {run_id}")
 
-    def show_begun_elsewhere(self, step: str, run_id: str, machine: str) -> None:
-        """A step that begins again, because what it would resume was made by other hardware."""
-        text = f"begins again: {run_id} began it on {machine}, and only that hardware resumes it"
-        self._console.print(f"[bold]{step:>10}[/] {text}")
-
     def _show_progress(self, step: str, phase: str, done: int, total: int, unit: str = "", detail: str = "") -> None:
         if not self._console.is_terminal:
             if done and self._pace.is_due(step + phase, done, total):

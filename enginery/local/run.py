@@ -241,8 +241,6 @@ class _Chain:
             variables[CACHE_VARIABLE] = own
         variables[EARLIER_VARIABLE] = json.dumps([str(path) for path in self.cache.partial_outputs()])
         cache_root = offer(self.reused, self.record.directory)
-        for begun in self.cache.begun_elsewhere():
-            renderer.show_begun_elsewhere(*begun)
         self.cache.note_begun(cache_root)
         with contextlib.ExitStack() as stack:
             if self.containers is None:  # KFP makes a temporary folder for each step and leaves it

@@ -282,14 +282,3 @@ def test_partial_output_is_found_by_runs_of_the_same_key(cached: Cached, file: P
     assert without.partial_outputs() == []
     (data / "a" / "0.jpg").write_bytes(b"changed")
     assert cached().partial_outputs() == []
-
-
-def test_training_that_other_hardware_began_is_shown(cached: Cached, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = machine.environment()
-    monkeypatch.setattr(caching, "environment", lambda: here.model_copy(update={"gpus": (H200, H200)}))
-    begin(cached(), "one", "train")
-    assert cached().begun_elsewhere() == []
-    monkeypatch.setattr(caching, "environment", lambda: here)
-    assert cached().partial_outputs() == []
-    assert cached().begun_elsewhere() == [("train", "one", "2 x NVIDIA H200")]
-    assert cached(seed="1").begun_elsewhere() == []
