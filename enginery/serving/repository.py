@@ -1,5 +1,6 @@
 """Write a model repository for Triton: how requests form batches, the config.pbtxt files, and all of it or none."""
 
+import functools
 import json
 import math
 import re
@@ -7,8 +8,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import Field
 
 from components.common.contracts.errors import EngineryError, UserError
@@ -112,36 +115,6 @@ PARAMETER = "max_pending_requests"  # as components/serve/admission_control.py r
 GPU_PREPROCESS_INSTANCES = 4  # decoders beside a GPU; more cores carry more
 
 
-@dataclass(frozen=True)
-class Enum:
-    """A word of the schema, which is written without quotes."""
-
-    word: str
-
-
-def pbtxt(message: Mapping[str, object], indent: str = "") -> str:
-    """A message as text: one line a field, repeated fields of plain values in brackets."""
-    lines = []
-    for name, value in message.items():
-        if isinstance(value, Mapping):
-            lines.append(f"{indent}{name} {{\n{pbtxt(value, indent + '  ')}{indent}}}\n")
-        elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-            lines += [f"{indent}{name} {{\n{pbtxt(item, indent + '  ')}{indent}}}\n" for item in value]
-        elif isinstance(value, list | tuple):
-            lines.append(f"{indent}{name}: [ {', '.join(map(_plain, value))} ]\n")
-        else:
-            lines.append(f"{indent}{name}: {_plain(value)}\n")
-    return "".join(lines)
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, Enum):
-        return value.word
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelNames:
     """The models of a repository."""
@@ -164,170 +137,94 @@ class ModelNames:
         return f"{self.ensemble}_labels"
 
 
-def ensemble_config(
-    names: ModelNames, shapes: ShapeSpec, top_k: int, parameters: Mapping[str, str], counted: Sequence[str] = ()
-) -> dict[str, object]:
-    """Encoded images in, labels and probabilities out.
-
-    Args:
-        names: of the models.
-        shapes: of the network.
-        top_k: classes for each image.
-        parameters: tell a client what is served.
-        counted: tensors that the last model counts or hands on besides the network's output: image statistics,
-            numbers of samples, and images.
-    """
-
-    def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> dict[str, object]:
-        return {
-            "model_name": model,
-            "model_version": -1,
-            "input_map": [{"key": key, "value": value} for key, value in inputs.items()],
-            "output_map": [{"key": key, "value": value} for key, value in outputs.items()],
-        }
-
-    return {
-        "name": names.ensemble,
-        "platform": "ensemble",
-        "max_batch_size": shapes.max_batch,
-        **_VERSION_POLICY,
-        "input": [_tensor("IMAGE", "TYPE_STRING", [1])],
-        "output": [_tensor("LABELS", "TYPE_STRING", [top_k]), _tensor("PROBABILITIES", "TYPE_FP32", [top_k])],
-        "ensemble_scheduling": {
-            "step": [
-                step(
-                    names.preprocess,
-                    {"IMAGE": "IMAGE"},
-                    {shapes.input_name: "preprocessed"} | {name: name for name in counted if name != "IMAGE"},
-                ),
-                step(names.network, {shapes.input_name: "preprocessed"}, {shapes.output_name: "scores"}),
-                step(
-                    names.labels,
-                    {shapes.output_name: "scores"} | {name: name for name in counted},
-                    {"LABELS": "LABELS", "PROBABILITIES": "PROBABILITIES"},
-                ),
-            ]
-        },
-        "parameters": [{"key": key, "value": {"string_value": value}} for key, value in parameters.items()],
-    }
+Kind = Literal["ensemble", "preprocess", "cpu", "gpu", "labels"]  # of a model; cpu and gpu are the network
+_TEMPLATES = Environment(  # noqa: S701  # no HTML: `text` quotes
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters["text"] = functools.partial(json.dumps, ensure_ascii=False)
 
 
-def preprocess_config(
-    names: ModelNames, shapes: ShapeSpec, batching: Batching, instances: int, counted: Sequence[str] = ()
-) -> dict[str, object]:
-    """Decoding by DALI in the Python backend. It has the same bounds as the network behind it, and waits for nobody."""
-    return {
-        "name": names.preprocess,
-        "backend": "python",
-        "max_batch_size": shapes.max_batch,
-        **_VERSION_POLICY,
-        "input": [_tensor("IMAGE", "TYPE_STRING", [1])],
-        "output": [
-            _tensor(shapes.input_name, "TYPE_FP32", _image(shapes)),
-            *(_COUNTED[name] for name in counted if name != "IMAGE"),
-        ],
-        "dynamic_batching": {"max_queue_delay_microseconds": 0},
-        "instance_group": [{"count": instances, "kind": Enum("KIND_CPU")}],
-        **_bound(batching),
-    }
-
-
-def labels_config(
-    names: ModelNames, shapes: ShapeSpec, num_classes: int, top_k: int, counted: Sequence[str] = ()
-) -> dict[str, object]:
-    """Names and probabilities of the likeliest classes."""
-    return {
-        "name": names.labels,
-        "backend": "python",
-        "max_batch_size": shapes.max_batch,
-        **_VERSION_POLICY,
-        "input": [
-            _tensor(shapes.output_name, "TYPE_FP32", [num_classes]),
-            *(_COUNTED[name] for name in counted),
-        ],
-        "output": [_tensor("LABELS", "TYPE_STRING", [top_k]), _tensor("PROBABILITIES", "TYPE_FP32", [top_k])],
-        "dynamic_batching": {"max_queue_delay_microseconds": 0},
-        "instance_group": [{"count": 1, "kind": Enum("KIND_CPU")}],
-    }
-
-
-def cpu_network_config(
-    names: ModelNames, shapes: ShapeSpec, num_classes: int, batching: Batching, labels_file: str
-) -> dict[str, object]:
-    """The network by OpenVINO in the Python backend."""
-    return {
-        "name": names.network,
-        "backend": "python",
-        **_network(shapes, num_classes, batching, labels_file),
-        "instance_group": [{"count": 1, "kind": Enum("KIND_CPU")}],
-        **_bound(batching),
-    }
-
-
-def gpu_network_config(
+def model_config(
+    kind: Kind,
     names: ModelNames,
     shapes: ShapeSpec,
+    *,
     num_classes: int,
+    top_k: int,
     batching: Batching,
-    labels_file: str,
-    plans: Mapping[str, str],
-) -> dict[str, object]:
-    """The network by TensorRT. `plans`: file in the version's folder by compute capability, such as "9.0"."""
-    sizes = _graph_sizes(batching.preferred_batch_size or shapes.opt_batch, shapes)
-    graphs = [
-        {
-            "batch_size": size,
-            "input": [{"key": shapes.input_name, "value": {"dim": _image(shapes)}}],
-            # Batches between two sizes run as the larger one.
-            "graph_lower_bound": {
-                "batch_size": below + 1,
-                "input": [{"key": shapes.input_name, "value": {"dim": _image(shapes)}}],
-            },
-        }
-        for below, size in zip((0, *sizes), sizes, strict=False)
-    ]
-    return {
-        "name": names.network,
-        "backend": "tensorrt",
-        "platform": "tensorrt_plan",
-        # A GPU that is not named here finds no file: a plan for another one would not run, or not as measured.
-        "default_model_filename": "no_plan_for_this_gpu",
-        "cc_model_filenames": [{"key": key, "value": value} for key, value in sorted(plans.items())],
-        **_network(shapes, num_classes, batching, labels_file),
-        "instance_group": [{"count": batching.num_instances, "kind": Enum("KIND_GPU")}],
-        "optimization": {"cuda": {"graphs": True, "graph_spec": graphs, "output_copy_stream": True}},
+    counted: Sequence[str] = (),
+    instances: int = 1,
+    plans: Mapping[str, str] = MappingProxyType({}),
+    parameters: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """The config.pbtxt of a model.
+
+    Args:
+        kind: of the model: the ensemble, from encoded images to labels and probabilities; decoding by DALI in the
+            Python backend, with the same bounds as the network behind it; the network by OpenVINO in the Python backend
+            or by TensorRT; the names of classes.
+        names: of the models.
+        shapes: of the network.
+        num_classes: of the network.
+        top_k: classes for each image.
+        batching: of the network.
+        counted: tensors that the last model counts or hands on besides the network's output: image statistics,
+            numbers of samples, and images.
+        instances: of the model.
+        plans: file in the network's version folder by compute capability, such as "9.0".
+        parameters: of the ensemble, which tell a client what is served.
+    """
+    image = ("IMAGE", "TYPE_STRING", [1])
+    pixels = (shapes.input_name, "TYPE_FP32", list(shapes.input_shape(1)[1:]))
+    logits = (shapes.output_name, "TYPE_FP32", [num_classes])
+    answers = [("LABELS", "TYPE_STRING", [top_k]), ("PROBABILITIES", "TYPE_FP32", [top_k])]
+    extra = [entry for entry in (*_COUNTED, image) if entry[0] in counted]
+    made = [entry for entry in extra if entry is not image]
+    ends: dict[Kind, tuple[str, list[Any], list[Any]]] = {
+        "ensemble": (names.ensemble, [image], answers),
+        "preprocess": (names.preprocess, [image], [pixels, *made]),
+        "cpu": (names.network, [pixels], [logits]),
+        "gpu": (names.network, [pixels], [logits]),
+        "labels": (names.labels, [logits, *extra], answers),
     }
-
-
-_VERSION_POLICY = {"version_policy": {"specific": {"versions": [int(VERSION)]}}}
-
-
-def _network(shapes: ShapeSpec, num_classes: int, batching: Batching, labels_file: str) -> dict[str, object]:
-    preferred = batching.preferred_batch_size
-    output = {**_tensor(shapes.output_name, "TYPE_FP32", [num_classes]), "label_filename": labels_file}
-    return {
-        "max_batch_size": shapes.max_batch,
-        **_VERSION_POLICY,
-        "input": [_tensor(shapes.input_name, "TYPE_FP32", _image(shapes))],
-        "output": [output],
-        "dynamic_batching": {
-            **({"preferred_batch_size": [preferred]} if preferred else {}),
-            "max_queue_delay_microseconds": batching.queue_delay_us,
+    own = {entry[0]: entry[0] for entry in extra}
+    steps = {
+        names.preprocess: {
+            "input_map": {"IMAGE": "IMAGE"},
+            "output_map": {shapes.input_name: "preprocessed"} | {entry[0]: entry[0] for entry in made},
         },
-        "model_warmup": [
-            {
-                "name": f"batch of {size}",
-                "batch_size": size,
-                "inputs": [
-                    {
-                        "key": shapes.input_name,
-                        "value": {"data_type": Enum("TYPE_FP32"), "dims": _image(shapes), "random_data": True},
-                    }
-                ],
-            }
-            for size in sorted({1, preferred or 1})
-        ],
+        names.network: {
+            "input_map": {shapes.input_name: "preprocessed"},
+            "output_map": {shapes.output_name: "scores"},
+        },
+        names.labels: {
+            "input_map": {shapes.output_name: "scores"} | own,
+            "output_map": {entry[0]: entry[0] for entry in answers},
+        },
     }
+    if kind in ("preprocess", "cpu"):  # our own models check it: see components/serve/admission_control.py
+        parameters = {PARAMETER: str(batching.max_queue_size)}
+    sizes = _graph_sizes(batching.preferred_batch_size or shapes.opt_batch, shapes)
+    name, inputs, outputs = ends[kind]
+    return _TEMPLATES.get_template("config.pbtxt.j2").render(
+        kind=kind,
+        name=name,
+        version=VERSION,
+        shapes=shapes,
+        inputs=inputs,
+        outputs=outputs,
+        steps=steps,
+        pixels=pixels,
+        batching=batching,
+        instances=instances,
+        plans=plans,
+        graphs=[(below + 1, size) for below, size in zip((0, *sizes), sizes, strict=False)],
+        labels_file=LABELS_FILE,
+        parameters=parameters,
+    )
 
 
 def _graph_sizes(largest: int, shapes: ShapeSpec) -> tuple[int, ...]:
@@ -336,24 +233,10 @@ def _graph_sizes(largest: int, shapes: ShapeSpec) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if shapes.min_batch <= size <= min(largest, shapes.max_batch)))
 
 
-def _bound(batching: Batching) -> dict[str, object]:
-    """The number of requests that may wait. Our own models check it: see components/serve/admission_control.py."""
-    return {"parameters": [{"key": PARAMETER, "value": {"string_value": str(batching.max_queue_size)}}]}
-
-
-def _tensor(name: str, data_type: str, dims: Sequence[int]) -> dict[str, object]:
-    return {"name": name, "data_type": Enum(data_type), "dims": list(dims)}
-
-
-def _image(shapes: ShapeSpec) -> list[int]:
-    return list(shapes.input_shape(1)[1:])
-
-
-_COUNTED = {
-    STATISTICS_TENSOR: _tensor(STATISTICS_TENSOR, "TYPE_FP32", [len(IMAGE_STATISTICS)]),
-    KEYS: _tensor(KEYS, "TYPE_INT64", [1]),
-    "IMAGE": _tensor("IMAGE", "TYPE_STRING", [1]),
-}
+_COUNTED = (
+    (STATISTICS_TENSOR, "TYPE_FP32", [len(IMAGE_STATISTICS)]),
+    (KEYS, "TYPE_INT64", [1]),
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{,199}")  # the names of folders, with what ModelNames adds
 LABELS_FILE = "labels.txt"  # of the network, for Triton's classification extension: a class a line
 _CONFIG = "config.pbtxt"
@@ -475,17 +358,14 @@ class _Writer:
         plans = self._write_network(cpu, gpu)
         if self.baseline and self.source.report is not None:
             self._copy(self.source.report, self.baseline, self.root / self.baseline)
-        self._write_ensemble()
+        self._write_ensemble(cpu)
         self._model(self.names.preprocess, "preprocess")
         batching, instances = (gpu, GPU_PREPROCESS_INSTANCES) if plans else (cpu, 1)
-        preprocess = preprocess_config(self.names, self.bundle.shapes, batching, instances, self.counted)
-        self._config(self.names.preprocess, preprocess)
+        self._config("preprocess", self.names.preprocess, batching, instances=instances)
         if plans:
-            preprocess = preprocess_config(self.names, self.bundle.shapes, cpu, 1, self.counted)
-            self._config(self.names.preprocess, preprocess, variant=CPU)
+            self._config("preprocess", self.names.preprocess, cpu, variant=CPU)
         self._model(self.names.labels, "labels")
-        labels = labels_config(self.names, self.bundle.shapes, len(self.bundle.classes), self.top_k, self.counted)
-        self._config(self.names.labels, labels)
+        self._config("labels", self.names.labels, cpu)
         seal(
             self.root,
             RepositoryManifest,
@@ -512,7 +392,6 @@ class _Writer:
 
     def _write_network(self, cpu: Batching, gpu: Batching) -> dict[str, str]:
         """The network's files and configurations. Returns its plans by compute capability."""
-        shapes, num_classes = self.bundle.shapes, len(self.bundle.classes)
         self._model(self.names.network, "network")
         for file in [model.file for model in self.cpu_models] or [self.cpu_model]:
             self._copy(self.source.bundle, Path(file).name, self.root / file)
@@ -522,14 +401,12 @@ class _Writer:
         for entry in self.engines:
             self._copy(self.source.bundle, entry.file, self.root / self._renamed(entry).file)
             plans[entry.compute_capability] = Path(self._renamed(entry).file).name
-        on_cpu = cpu_network_config(self.names, shapes, num_classes, cpu, LABELS_FILE)
         if plans:
-            on_gpu = gpu_network_config(self.names, shapes, num_classes, gpu, LABELS_FILE, plans)
-            self._config(self.names.network, on_gpu)
-        self._config(self.names.network, on_cpu, variant=CPU if plans else "")
+            self._config("gpu", self.names.network, gpu, instances=gpu.num_instances, plans=plans)
+        self._config("cpu", self.names.network, cpu, variant=CPU if plans else "")
         return plans
 
-    def _write_ensemble(self) -> None:
+    def _write_ensemble(self, batching: Batching) -> None:
         folder = self.root / self.names.ensemble / VERSION
         folder.mkdir(parents=True)
         # Object stores know no empty folders, and Triton wants one for each version.
@@ -542,8 +419,7 @@ class _Writer:
         }
         for runtime, variant in (("tensorrt", ""), ("openvino", CPU)) if self.engines else (("openvino", ""),):
             parameters = {**described, "runtime": runtime}
-            config = ensemble_config(self.names, self.bundle.shapes, self.top_k, parameters, self.counted)
-            self._config(self.names.ensemble, config, variant=variant)
+            self._config("ensemble", self.names.ensemble, batching, variant=variant, parameters=parameters)
 
     def _renamed(self, entry: EngineEntry) -> EngineEntry:
         """Entries of the plans, one for each compute capability, with their paths in the repository."""
@@ -555,11 +431,13 @@ class _Writer:
         folder.mkdir(parents=True)
         (folder / "model.py").write_text(_MODEL.format(module=module), encoding="utf-8")
 
-    def _config(self, name: str, config: dict[str, object], variant: str = "") -> None:
-        folder = self.root / name
+    def _config(self, kind: Kind, name: str, batching: Batching, *, variant: str = "", **options: Any) -> None:
+        folder, bundle = self.root / name, self.bundle
         file = folder / "configs" / f"{variant}.pbtxt" if variant else folder / _CONFIG
         file.parent.mkdir(exist_ok=True)
-        file.write_text(pbtxt(config), encoding="utf-8")
+        sizes = {"num_classes": len(bundle.classes), "top_k": self.top_k}
+        own = {**sizes, "batching": batching, "counted": self.counted, **options}
+        file.write_text(model_config(kind, self.names, bundle.shapes, **own), encoding="utf-8")
 
     def _copy(self, artifact: Artifact[Any], file: str, target: Path) -> None:
         shutil.copyfile(artifact.file(file), target)

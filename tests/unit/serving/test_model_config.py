@@ -1,6 +1,7 @@
 """The generated config.pbtxt files, as Triton's own schema and golden files have them, and batching by measurements."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import text_format
@@ -11,12 +12,7 @@ from components.common.contracts.transforms import ShapeSpec
 from enginery.serving.repository import (
     ModelNames,
     batching_for,
-    cpu_network_config,
-    ensemble_config,
-    gpu_network_config,
-    labels_config,
-    pbtxt,
-    preprocess_config,
+    model_config,
 )
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -28,22 +24,30 @@ BATCHING = Batching(
 UNMEASURED = BATCHING.model_copy(update={"preferred_batch_size": None, "queue_delay_us": 0, "num_instances": 1})
 PLANS = {"9.0": "int8-9.0.plan", "8.0": "int8-8.0.plan"}
 COUNTED = ("STATISTICS", "IMAGE", "SHADOW_KEYS")
-CONFIGS = {
-    "ensemble": ensemble_config(NAMES, SHAPES, 5, {"bundle_digest": "sha256:12", "version": "3"}, COUNTED),
-    "preprocess": preprocess_config(NAMES, SHAPES, BATCHING, 4, COUNTED),
-    "labels": labels_config(NAMES, SHAPES, 1000, 5, COUNTED),
-    "cpu": cpu_network_config(NAMES, SHAPES, 1000, UNMEASURED, "labels.txt"),
-    "gpu": gpu_network_config(NAMES, SHAPES, 1000, BATCHING, "labels.txt", PLANS),
+OPTIONS: dict[str, Any] = {
+    "ensemble": {"parameters": {"bundle_digest": "sha256:12", "version": "3"}},
+    "preprocess": {"instances": 4},
+    "labels": {},
+    "cpu": {"batching": UNMEASURED},
+    "gpu": {"instances": 2, "plans": PLANS},
 }
 
 
-def parsed(config: dict[str, object]) -> ModelConfig:
-    return text_format.Parse(pbtxt(config), ModelConfig())
+def config_of(kind: Any, **options: Any) -> str:
+    own = {"num_classes": 1000, "top_k": 5, "batching": BATCHING, "counted": COUNTED, **options}
+    return model_config(kind, NAMES, SHAPES, **own)
+
+
+CONFIGS = {kind: config_of(kind, **options) for kind, options in OPTIONS.items()}
+
+
+def parsed(config: str) -> ModelConfig:
+    return text_format.Parse(config, ModelConfig())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_golden(name, request: pytest.FixtureRequest) -> None:
-    text, file = pbtxt(CONFIGS[name]), GOLDEN / f"{name}.pbtxt"
+    text, file = CONFIGS[name], GOLDEN / f"{name}.pbtxt"
     if request.config.getoption("--update-golden"):
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
@@ -64,7 +68,7 @@ def test_cuda_graphs_leave_no_batch_out() -> None:
 
 
 def test_the_tensors_of_the_ensemble_fit_together() -> None:
-    models = {config["name"]: parsed(config) for config in (CONFIGS[key] for key in ("preprocess", "gpu", "labels"))}
+    models = {(config := parsed(CONFIGS[kind])).name: config for kind in ("preprocess", "gpu", "labels")}
     ensemble = parsed(CONFIGS["ensemble"])
     known = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in ensemble.input}
     for step in ensemble.ensemble_scheduling.step:
@@ -80,7 +84,7 @@ def test_the_tensors_of_the_ensemble_fit_together() -> None:
 
 def test_text_that_needs_quoting_is_read_back() -> None:
     odd = 'a "quoted" name \\ with ünïcode\n'
-    config = parsed(ensemble_config(NAMES, SHAPES, 1, {"model": odd}))
+    config = parsed(config_of("ensemble", parameters={"model": odd}))
     assert config.parameters["model"].string_value == odd
 
 
