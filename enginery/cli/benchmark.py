@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from components.common.contracts.environment import environment
 from components.common.contracts.manifests import prepare_directory, write_atomically
-from components.common.contracts.records import PRECISIONS, Precision
+from components.common.contracts.records import PRECISIONS
 from components.export.config import CACHE_VARIABLE, TIMING_CACHES
 from enginery.cli.options import PATH, comma_list, finite
 
@@ -37,7 +37,9 @@ _sizes = comma_list(
     show_default=True,
     help="Classifiers of torchvision, or of timm as timm/NAME.",
 )
-@click.option("--batch-sizes", callback=_sizes, help="Images per batch.  [default: 1,2,4,8,64,128; on a CPU 1,2,4,8]")
+@click.option(
+    "--batch-sizes", "batches", callback=_sizes, help="Images per batch.  [default: 1,2,4,8,64,128; on a CPU 1,2,4,8]"
+)
 @click.option("--precisions", default="fp32,fp16,int8", callback=_precisions, show_default=True)
 @click.option("--image-size", default=224, type=click.IntRange(32, 2048), show_default=True, help="Side, in pixels.")
 @click.option(
@@ -62,16 +64,7 @@ _sizes = comma_list(
 )
 @click.option("--output", default="benchmark", type=PATH, show_default=True, help="New folder.")
 def benchmark(
-    models: tuple[str, ...],
-    batch_sizes: tuple[int, ...] | None,
-    precisions: tuple[Precision, ...],
-    image_size: int,
-    seconds: float,
-    optimization_level: int,
-    cache: Path | None,
-    price_per_hour: float | None,
-    price_per_kwh: float | None,
-    output: Path,
+    models: tuple[str, ...], batches: tuple[int, ...] | None, cache: Path | None, output: Path, **options: Any
 ) -> None:
     """Measure networks by batch size: images/s, W, images/s/W and ms, beside published rows.
 
@@ -81,19 +74,11 @@ def benchmark(
     from enginery.benchmark.table import Row, as_csv, markdown, network_name, published_rows, write_picture
     from enginery.formats import new_console
 
-    measuring.check_networks(models, image_size)
-    measuring.check_precisions(precisions)
+    caches = cache / TIMING_CACHES if cache else None
+    settings = measuring.Settings(batches=batches or measuring.default_batches(), timing_caches=caches, **options)
+    measuring.check_networks(models, settings.image_size)
+    measuring.check_precisions(settings.precisions)
     prepare_directory(output)
-    settings = measuring.Settings(
-        batches=batch_sizes or measuring.default_batches(),
-        precisions=precisions,
-        image_size=image_size,
-        seconds=seconds,
-        optimization_level=optimization_level,
-        timing_caches=cache / TIMING_CACHES if cache else None,
-        price_per_hour=price_per_hour,
-        price_per_kwh=price_per_kwh,
-    )
     published = published_rows([network_name(model) for model in models], settings.batches)
     measured: list[Row] = []
     with new_console().status("measuring") as status, TemporaryDirectory(prefix="enginery-benchmark-") as folder:
@@ -102,7 +87,7 @@ def benchmark(
             measured += measuring.measure_network(model, settings, files, status.update)
             # After each, so that what was measured is kept where a later one fails.
             write_atomically(output / "table.csv", as_csv([*measured, *published]).encode())
-            notes = " ".join([_notes(image_size, seconds), *_cost_notes(settings, measured)])
+            notes = " ".join([_notes(settings), *_cost_notes(settings, measured)])
             text = markdown(measured, published, notes)
             write_atomically(output / "table.md", text.encode())
     write_picture(measured, published, output / "throughput.png")
@@ -121,13 +106,14 @@ def _cost_notes(settings: "Settings", measured: Sequence["Row"]) -> list[str]:
     return ["No cost per million images: nothing here measures power."] if unknown else []
 
 
-def _notes(image_size: int, seconds: float) -> str:
+def _notes(settings: "Settings") -> str:
     from components.common.runtimes import tensorrt
 
     here = environment()
     gpu = here.gpus[0] if here.gpus else None
     machine = f"{gpu.name}, driver {gpu.driver}" if gpu else f"{here.cpu}, {here.num_cores} cores"
-    size = f"Images of {image_size} x {image_size} pixels and random weights. Throughput and median latency of a batch"
+    side, seconds = settings.image_size, settings.seconds
+    size = f"Images of {side} x {side} pixels and random weights. Throughput and median latency of a batch"
     if tensorrt.why_unavailable():
         version, how = f"openvino {here.versions['openvino']}", "Nothing tells the power, and FP16 needs TensorRT."
         over = f"over {seconds:g} s, latency as the time of the call."

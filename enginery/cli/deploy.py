@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -50,10 +51,12 @@ class _Deployment:
 @click.option("--require-shadow", "shadow", type=_Folder, is_flag=False, flag_value="shadow", metavar="[DIR]",
               help="Refuse a model without a good record of `enginery shadow` beside what the environment serves.  "
               "[without DIR: shadow]")  # fmt: skip
-@click.option("--shadow-requests", default=1000, type=click.IntRange(1), show_default=True,
+@click.option("--shadow-requests", "num_requests", default=1000, type=click.IntRange(1), show_default=True,
               help="Images that it must have compared.")  # fmt: skip
-@click.option("--shadow-days", default=7, type=click.IntRange(1), show_default=True, help="Days that it may be old.")
-@click.option("--shadow-disagreement", default=5.0, type=click.FloatRange(0, 100), show_default=True, metavar="PERCENT",
+@click.option("--shadow-days", "days", default=7, type=click.IntRange(1), show_default=True,
+              help="Days that it may be old.")  # fmt: skip
+@click.option("--shadow-disagreement", "disagreement_pct", default=5.0, type=click.FloatRange(0, 100),
+              metavar="PERCENT", show_default=True,
               help="Images that may have another class, by the upper end of the interval.")  # fmt: skip
 @why_option(text="For the commit's message.")
 def deploy(
@@ -66,10 +69,8 @@ def deploy(
     repository: Path | None,
     directory: Path,
     shadow: Path | None,
-    shadow_requests: int,
-    shadow_days: int,
-    shadow_disagreement: float,
     why: str,
+    **limits: Any,
 ) -> None:
     """Write a registered version, by digest, into an environment's Helm values, and commit that file.
 
@@ -115,8 +116,8 @@ def deploy(
     if shadow is not None and deployment.pins.repository_digest != champion:
         from enginery.serving.shadow_record import ShadowLimits, require_shadow
 
-        limits = ShadowLimits(num_requests=shadow_requests, days=shadow_days, disagreement_pct=shadow_disagreement)
-        record = require_shadow(shadow, champion, deployment.pins.repository_digest, limits, target.name)
+        challenger = deployment.pins.repository_digest
+        record = require_shadow(shadow, champion, challenger, ShadowLimits(**limits), target.name)
         body = (*body, f"Shadow {record.digest}, {record.manifest.comparison.num_compared:,} images")
     if not target.write(deployment.pins):
         echo(f"{target.name} runs {target.read().label} already; nothing to commit")

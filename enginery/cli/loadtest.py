@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
@@ -36,9 +36,17 @@ _cores = comma_list(
 @server_model
 @click.option("--data", type=PATH, metavar="DIR", help="Images to send.  [default: of noise]")
 @click.option("--tensors", is_flag=True, help="Send normalized tensors to the network behind the model instead.")
-@click.option("--batch-size", default=1, type=click.IntRange(1, 4096), show_default=True, help="Images per request.")
+@click.option(
+    "--batch-size",
+    "images_per_request",
+    default=1,
+    type=click.IntRange(1, 4096),
+    show_default=True,
+    help="Images per request.",
+)
 @click.option(
     "--concurrency",
+    "concurrencies",
     default="1,2,4,8,16,32",
     callback=_clients,
     show_default=True,
@@ -61,6 +69,7 @@ _cores = comma_list(
 )
 @click.option(
     "--latency-budget",
+    "latency_budget_ms",
     type=click.FloatRange(0.001),
     callback=finite,
     metavar="MS",
@@ -72,31 +81,18 @@ _cores = comma_list(
     help="Measure without dynamic batching, too: the network is loaded with that setting, and afterwards as it was.",
 )
 @timeout(5.0)
-@click.option("--processes", default=1, type=click.IntRange(1, 64), show_default=True, help="That send requests.")
+@click.option(
+    "--processes", "num_processes", default=1, type=click.IntRange(1, 64), show_default=True, help="That send requests."
+)
 @click.option("--cores", callback=_cores, metavar="0,1", help="Where these run; keep the server off them.")
 @click.option("--output", default="loadtest", type=PATH, show_default=True, help="New folder.")
-def loadtest(
-    url: str,
-    model: str | None,
-    data: Path | None,
-    tensors: bool,
-    batch_size: int,
-    concurrency: tuple[int, ...],
-    rates: tuple[float, ...] | None,
-    seconds: float,
-    latency_budget: float | None,
-    compare_batching: bool,
-    timeout: float,
-    processes: int,
-    cores: tuple[int, ...] | None,
-    output: Path,
-) -> None:
+def loadtest(url: str, model: str | None, data: Path | None, timeout: float, output: Path, **options: Any) -> None:
     """Measure a model server: throughput and p50, p95 and p99 latency by request rate, and the knee.
 
     Writes loadtest.html and loadtest.json. The knee is the highest rate of random arrivals at which answers keep up,
     none is missing, and p99 is within the latency budget. Latency counts from when a request was due.
     """
-    if tensors and data is not None:
+    if options["tensors"] and data is not None:
         raise UserError(
             "--tensors sends random tensors, so it takes no --data; drop one of them",
             code="conflicting-options",
@@ -108,20 +104,8 @@ def loadtest(
     from enginery.serving.loadtest.measuring import LoadPlan, run_load_test
     from enginery.serving.loadtest.page import page
 
-    plan = LoadPlan(
-        concurrencies=concurrency,
-        rates=rates,
-        seconds=seconds,
-        latency_budget_ms=latency_budget,
-        compare_batching=compare_batching,
-        num_processes=processes,
-        cores=cores,
-        timeout_s=timeout,
-        tensors=tensors,
-        images_per_request=batch_size,
-    )
-
-    key = loading_key(parse_address(url).target.rpartition(":")[0]) if compare_batching else ""
+    plan = LoadPlan(timeout_s=timeout, **options)
+    key = loading_key(parse_address(url).target.rpartition(":")[0]) if plan.compare_batching else ""
 
     def client() -> AsyncClient:
         retry = RetryPolicy(timeout_s=max(timeout, 30.0), retry_s=5)

@@ -54,7 +54,12 @@ _name = click.option("--name", default="", help="Of the model in Triton.  [defau
 _top_k = click.option("--top-k", default=5, show_default=True, help="How many classes to name for each image.")
 _port = click.IntRange(1, 65535)
 _max_wait = click.option(
-    "--max-wait", default=2.0, show_default=True, metavar="SECONDS", help="Longest wait in a queue before a 503."
+    "--max-wait",
+    "max_wait_s",
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest wait in a queue before a 503.",
 )
 _shadow_share = click.option(
     "--shadow-share",
@@ -80,17 +85,7 @@ _keep_examples = "Keep a small copy of one image per bin of `enginery drift`, fo
 )
 @_shadow_share
 @signing_key
-def export(
-    model: str,
-    directory: Path,
-    precision: Precision | None,
-    name: str,
-    top_k: int,
-    max_wait: float,
-    keep_examples: bool,
-    shadow_share: float,
-    key: Path | None,
-) -> None:
+def export(model: str, directory: Path, precision: Precision | None, key: Path | None, **settings: Any) -> None:
     """Write a model repository for Triton into the new folder DIR.
 
     The model is a registered version, or the folder of a release or of a bundle. Plans are written where they were
@@ -100,9 +95,7 @@ def export(
     from enginery.serving.repository import gpu_server_options, write_repository
     from enginery.serving.sources import find_source
 
-    config = _config(
-        name=name, top_k=top_k, max_wait_s=max_wait, keep_examples=keep_examples, shadow_share=shadow_share
-    )
+    config = _config(**settings)
     if key is not None:
         check_signer(key)
     with find_source(model, precision) as source:
@@ -138,16 +131,13 @@ def export(
 def start(
     model: str,
     precision: Precision | None,
-    name: str,
-    top_k: int,
-    max_wait: float,
-    shadow_share: float,
     host: str,
     http_port: int,
     grpc_port: int,
     metrics_port: int,
     examples: Path | None,
     allow_loading: bool,
+    **settings: Any,
 ) -> None:
     """Serve a model on this machine's CPU until Ctrl-C, by a real Triton.
 
@@ -163,8 +153,7 @@ def start(
     key = loading_key(ports.host) if allow_loading else ""
     ports.check()
     triton = install_triton(click.echo)
-    config = {"name": name, "top_k": top_k, "max_wait_s": max_wait, "shadow_share": shadow_share}
-    config["keep_examples"] = examples is not None
+    config = {**settings, "keep_examples": examples is not None}
     if examples is not None:
         _make_private(examples)
     with _repository(model, precision, config) as repository:
@@ -215,7 +204,7 @@ def _repository(
             code="already-exported",
             setting="--examples",
         )
-    if is_exported and (given := _given("precision", "name", "top_k", "max_wait", "shadow_share")):
+    if is_exported and (given := _given("precision", "name", "top_k", "max_wait_s", "shadow_share")):
         raise UserError(
             f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or export "
             "again with it",
@@ -260,8 +249,8 @@ def _given(*parameters: str) -> str:
     """Those options of the command that somebody wrote, for people."""
     ctx = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT
-    written = [name for name in parameters if ctx.get_parameter_source(name) is not default]
-    return " and ".join(f"--{name.replace('_', '-')}" for name in written)
+    given = [name for name in parameters if ctx.get_parameter_source(name) is not default]
+    return " and ".join(option.opts[0] for option in ctx.command.params if option.name in given)
 
 
 def _config(**values: Any) -> Any:

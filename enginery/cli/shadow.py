@@ -22,7 +22,9 @@ _MAX_ROWS = 10
 
 @click.command()
 @click.argument("folder", type=PATH, metavar="REPOSITORY|RECORD")
-@click.option("--requests", default=1000, type=click.IntRange(1), show_default=True, help="Images to compare.")
+@click.option(
+    "--requests", "num_requests", default=1000, type=click.IntRange(1), show_default=True, help="Images to compare."
+)
 @click.option("--minutes", default=60.0, type=click.FloatRange(0.01), callback=finite, show_default=True,
               help="Longest time to wait for them; Ctrl-C ends it earlier. What was compared is written.")  # fmt: skip
 @click.option("--url", default="", help="A server that serves REPOSITORY, such as one on a GPU.  [default: this CPU]")
@@ -34,15 +36,7 @@ _MAX_ROWS = 10
 @click.option("--output", default="shadow", type=PATH, show_default=True, help="New folder of the record.")
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
 def shadow(
-    folder: Path,
-    requests: int,
-    minutes: float,
-    url: str,
-    labels: Path | None,
-    priority: str,
-    key: Path | None,
-    output: Path,
-    as_json: bool,
+    folder: Path, url: str, labels: Path | None, key: Path | None, output: Path, as_json: bool, **settings: Any
 ) -> None:
     """Run an exported model repository beside the served one, on a sample of its live requests, and compare.
 
@@ -69,7 +63,7 @@ def shadow(
         fields: dict[str, Any] = dict(record.manifest)
         config: Any = _config(**record.manifest.config)
     else:
-        config = _config(num_requests=requests, minutes=minutes, priority=priority)
+        config = _config(**settings)
         answers, fields = _collect(folder, url, config)
     if known:
         answers = with_labels(answers, known)
