@@ -5,26 +5,22 @@ python -m benchmarks.fuzz requests --machine cpu-2core --source NAME@champion
 """
 
 import os
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.results import RESULTS, write_result
+from benchmarks.serving import served
 from tests.fuzz import images, parsers, releases, requests, shards
 from tests.fuzz.running import MAX_SECONDS, run_cases
-from tests.pipelines.servers import free_port
 
 _NAME = "digits"
-_START_S = 600
+_HTTP = 18330
 _FILES = {"images": images, "parsers": parsers, "releases": releases, "shards": shards}
 _OF_REQUESTS = (
     "request; one that is slow is sent a second time, and what counts is that. They go to `enginery serve` of the "
@@ -86,11 +82,12 @@ def _files(target: str, num_cases: int, seed: int, num_workers: int) -> dict[str
 
 
 def _requests(source: str, num_cases: int, seed: int) -> Iterator[dict[str, Any]]:
-    with served(source) as (server, http, grpc):
-        protocols: dict[requests.Protocol, int] = {"http": http, "grpc": grpc}
+    cores = sorted(os.sched_getaffinity(0))
+    with served(source, cores, ("--name", _NAME), http_port=_HTTP) as server:
+        protocols: dict[requests.Protocol, int] = {"http": _HTTP, "grpc": _HTTP + 1}
         for protocol, port in protocols.items():
             started = time.monotonic()
-            wrong, foreign, grown = requests.run_requests(num_cases, seed, port, _NAME, server, protocol)
+            wrong, foreign, grown = requests.run_requests(num_cases, seed, port, _NAME, server.pid, protocol)
             yield {**_run(protocol, num_cases, wrong, started, grown), "foreign": foreign}
 
 
@@ -99,37 +96,6 @@ def _run(target: str, num_cases: int, wrong: dict[int, str], started: float, num
     run = {"target": target, "num_cases": num_cases, "wrong": wrong, "seconds": seconds, "bytes": num_bytes}
     print(run, flush=True)
     return run
-
-
-@contextmanager
-def served(source: str) -> Iterator[tuple[int, int, int]]:
-    """`enginery serve`, ready: the number of its process, and its ports of HTTP and gRPC."""
-    http, grpc, metrics = (free_port() for _ in range(3))  # where no server of another run may still answer
-    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    with tempfile.TemporaryDirectory() as home:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "enginery.cli.main", "serve", source, "--name", _NAME, *ports],
-            env={"ENGINERY_HOME": home, **os.environ},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            _wait_until_ready(process, http)
-            yield process.pid, http, grpc
-        finally:
-            process.terminate()
-            process.wait(90)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
-    deadline = time.monotonic() + _START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise SystemExit("the server did not start")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ benchmarks/soak.py holds 80 % of the knee that is found here.
 
 import asyncio
 import multiprocessing
-import os
 import signal
 import statistics
 import subprocess
@@ -66,29 +65,11 @@ class Setup:
 @click.option("--turns", default=3, show_default=True, help="Of all measurements.")
 @click.option("--budget", "budget_ms", default=100.0, show_default=True, help="For p99, in milliseconds.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(
-    source: str,
-    bundle: Path,
-    machine: str,
-    server_core: int,
-    client_core: int,
-    seconds: float,
-    turns: int,
-    budget_ms: float,
-    results: Path,
-) -> None:
-    setup = Setup(
-        source=source,
-        bundle=load(bundle, BundleManifest),
-        server_core=server_core,
-        client_core=client_core,
-        seconds=seconds,
-        turns=turns,
-        budget_ms=budget_ms,
-    )
-    bind([client_core])
+def main(bundle: Path, machine: str, results: Path, **options: Any) -> None:
+    setup = Setup(bundle=load(bundle, BundleManifest), **options)
+    bind([setup.client_core])
     runs: list[Any] = []
-    with served(source, server_core):
+    with served(setup.source, [setup.server_core]):
         version = _triton_version()
         measures = _speed(setup, runs)
         test = _load_test(setup)
@@ -97,25 +78,26 @@ def main(
     measures |= _killed(setup, runs)
     notes = (
         f"{setup.bundle.manifest.architecture} at {setup.bundle.manifest.shapes.height} px, INT8 by OpenVINO. Server "
-        f"(Triton {version}) on core {server_core}, load generator on core {client_core}, runner on core "
-        f"{server_core} in turns with the server; medians of {turns} turns of {seconds:g} s. serve_over_runner: "
+        f"(Triton {version}) on core {setup.server_core}, load generator on core {setup.client_core}, runner on core "
+        f"{setup.server_core} in turns with the server; medians of {setup.turns} turns of {setup.seconds:g} s. "
+        "serve_over_runner: "
         f"requests of {_BATCH} tensors from {_BATCH_CLIENTS} clients, each computed alone, over the runner at batch "
         f"{_BATCH}. "
         f"dynamic_batching_over_runner_gain: what {_CLIENTS} clients with one tensor each get with dynamic batching "
         f"over what they get without, divided by the runner's gain from batch 1 to {_BATCH}. Latency budget: p99 of "
-        f"{budget_ms:g} ms. kill -9 came under 8 clients, and the server was started again at once."
+        f"{setup.budget_ms:g} ms. kill -9 came under 8 clients, and the server was started again at once."
     )
     write_result(machine, "serving", measures=measures, runs=runs, notes=notes, directory=results)
 
 
 @contextmanager
 def served(
-    source: str, core: int, options: Sequence[str] = _OPTIONS, *, http_port: int = _HTTP, wait: bool = True
+    source: str, cores: Sequence[int], options: Sequence[str] = _OPTIONS, *, http_port: int = _HTTP, wait: bool = True
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`enginery serve` on its core, by default ready; for gRPC and metrics at the next two ports."""
+    """`enginery serve` on its cores, by default ready; for gRPC and metrics at the next two ports."""
     ports = [f"--{kind}-port={http_port + index}" for index, kind in enumerate(("http", "grpc", "metrics"))]
     command = [sys.executable, "-m", "enginery.cli.main", "serve", source, *options, *ports]
-    process = subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, [core]))
+    process = subprocess.Popen(command, preexec_fn=lambda: bind(cores))
     try:
         if wait:
             _wait_until_ready(process, f"http://127.0.0.1:{http_port}")
@@ -258,7 +240,7 @@ def _knees(test: LoadTest) -> dict[str, float]:
 
 def _killed(setup: Setup, runs: list[Any]) -> dict[str, float]:
     """kill -9 of Triton under load: what the clients see, and how long it takes until all is well again."""
-    with served(setup.source, setup.server_core) as process:
+    with served(setup.source, [setup.server_core]) as process:
         address = AsyncClient(URL).address
         image = _an_image(setup)
 
@@ -282,7 +264,7 @@ def _killed(setup: Setup, runs: list[Any]) -> dict[str, float]:
                 killed = time.monotonic()
                 triton.send_signal(signal.SIGKILL)
                 await asyncio.to_thread(process.wait)
-                with served(setup.source, setup.server_core, wait=False) as second:
+                with served(setup.source, [setup.server_core], wait=False) as second:
                     while not answers or answers[-1] < killed + 1:
                         await asyncio.sleep(0.05)
                         assert second.poll() is None

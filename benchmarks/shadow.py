@@ -65,7 +65,7 @@ def main(
         _export(source, folder / "with", "--shadow-share", str(_SHARE))
         _export(source, folder / "challenger", "--precision", "fp32")
         for name, port in _HTTP_PORTS.items():
-            stack.enter_context(served(str(folder / name), server_core, (), http_port=port))
+            stack.enter_context(served(str(folder / name), [server_core], (), http_port=port))
         to_knee = LoadPlan(
             concurrencies=(1, 4, 16, 32),
             rates=None,

@@ -40,7 +40,7 @@ _NOTHING: dict[str, Any] = {"batches": {}, "queue_ms": None, "compute_ms": None}
 def main(source: str, machine: str, minutes: float, server_core: int, client_core: int, results: Path) -> None:
     bind([client_core])
     knee = json.loads((results / machine / "serving.json").read_text())["measures"]["knee_requests_per_s"]
-    with served(source, server_core) as process:
+    with served(source, [server_core]) as process:
         samples, memory, start_at = _hold(process.pid, _SHARE * knee, 60 * minutes, client_core)
     end = start_at + 60 * minutes
     edges = [start_at + 60 * minute for minute in range(int(minutes) + 1)]

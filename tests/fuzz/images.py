@@ -1,6 +1,6 @@
 """Damaged image files: preprocess must reject each, or DALI must decode it to the size that preprocess noted.
 
-python -m tests.fuzz images --num-cases 10000 --seed 0
+python -m benchmarks.fuzz images --machine NAME --num-cases 10000
 """
 
 import io

@@ -1,6 +1,6 @@
 """Damaged tables, archives, models and manifests: each ends with an error of ours or with what can be read.
 
-python -m tests.fuzz parsers --num-cases 10000 --seed 0
+python -m benchmarks.fuzz parsers --machine NAME --num-cases 10000
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Damaged releases, signatures and registry manifests: each is refused with an error or a problem of ours, or is right.
 
-    python -m tests.fuzz releases --num-cases 10000 --seed 0
+    python -m benchmarks.fuzz releases --machine NAME --num-cases 10000
 
 Bytes are damaged anywhere, JSON in its structure, too. Lists, seals and signatures are made to fit what was damaged, as
 by who has the key, so that what lies behind them is read.

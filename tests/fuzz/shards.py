@@ -1,6 +1,6 @@
 """Damaged shards and indexes: digests must tell, and a loader that was not asked must end with a word or all images.
 
-python -m tests.fuzz shards --num-cases 2000 --seed 0
+python -m benchmarks.fuzz shards --machine NAME --num-cases 2000
 """
 
 import random
