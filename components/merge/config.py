@@ -12,7 +12,6 @@ class MergeConfig(StepConfig):
 
     parts: tuple[str, ...] = Field(
         min_length=1,
-        examples=["PART1", "PART2"],
         description="Output directories of preprocess, one of each part, such as [PART1, PART2].",
     )
     on_leak: Literal["as_packed", "fail", "warn"] = Field(

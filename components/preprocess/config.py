@@ -49,7 +49,6 @@ class PreprocessConfig(StepConfig):
     part: str = Field(
         "",
         pattern=r"^(|[1-9]\d*/[1-9]\d*)$",
-        examples=["3/8"],
         description='Pack only this part of the shards, such as 3/8; the step "merge" joins all parts. Empty for all.',
     )
     class_names_file: str = Field(

@@ -16,10 +16,6 @@ from pydantic_core import ErrorDetails
 from components.common.contracts.errors import UserError, without_secrets
 
 Config = TypeVar("Config", bound=BaseModel)
-# Attribute of a pydantic constraint -> how a person says it.
-_BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
-
-
 # Of a field that decides how long a step takes, and nothing about its result.
 SPEED_ONLY: JsonDict = {"speed_only": True}
 
@@ -85,15 +81,13 @@ def _format_error(problem: ErrorDetails, config: type[BaseModel], prefix: str) -
     message = re.sub(r"^(Value error, |(Input|String|Tuple|Dictionary) should )", "", problem["msg"])
     if problem["type"] == "extra_forbidden":
         return name, f"unknown setting {name}; {_nearest(name, owner)}"
-    if problem["type"] == "missing" and field is not None and field.is_required():
-        return name, f"{name} is required: {field.description or allowed_values(field)}"
+    meaning = field.description if field is not None else None
+    if problem["type"] == "missing":
+        return name, f"{name} is required: {meaning or 'give it a value'}"
     if problem["type"] == "value_error":
         return name, f"{name}: {message}" if name else message
-    if field is None or field.annotation is str:
-        meaning = f". {field.description}" if field else ""
-        return name, f"{name}: got {problem['input']!r}, must {message[0].lower()}{message[1:]}{meaning}"
-    default = "" if field.is_required() else f" (default {show_value(field.get_default())})"
-    return name, f"{name}: got {problem['input']!r}, needs {allowed_values(field)}{default}"
+    default = "" if field is None or field.is_required() else f" (default {show_value(field.get_default())})"
+    return name, f"{name}: got {problem['input']!r}, must {message}{default}{'. ' if meaning else ''}{meaning or ''}"
 
 
 def _locate(config: type[BaseModel], location: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
@@ -133,46 +127,6 @@ def _nearest(name: str, owner: type[BaseModel]) -> str:
 def how_to_set(step: str, setting: str, value: str) -> str:
     """How to change a setting, in a pipeline and where a step is run alone."""
     return f"--set {step}.{setting}={value} (python -m components.{step}: --{setting.replace('_', '-')} {value})"
-
-
-def allowed_values(field: FieldInfo) -> str:
-    """Describe the values that a field takes: "an integer of at least 2", "one of max, mse"."""
-    annotation: Any = field.annotation
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(str(choice) for choice in get_args(annotation))}"
-    if get_origin(annotation) is tuple:
-        return _allowed_list(annotation, field)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"a mapping of {', '.join(annotation.model_fields)}"
-    kinds = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    bounds = _bounds(field.metadata)
-    example = f"such as {field.examples[0]}" if field.examples else ""
-    kind = kinds.get(annotation, f"a value of type {type_label(field)}")
-    return " ".join(filter(None, (kind, bounds, example)))
-
-
-def _bounds(constraints: Sequence[Any]) -> str:
-    """Describe pydantic's constraints, such as "of at least 16 and at most 1024"; empty for none."""
-    return " and ".join(
-        f"{words} {value:g}" if isinstance(value, float) else f"{words} {value}"
-        for attribute, words in _BOUNDS.items()
-        for entry in constraints
-        if (value := getattr(entry, attribute, None)) is not None
-    )
-
-
-def _allowed_list(annotation: Any, field: FieldInfo) -> str:
-    kinds = get_args(annotation)
-    if get_origin(kinds[0]) is Literal:
-        choices = [str(choice) for choice in get_args(kinds[0])]
-        return f"a list of any of {', '.join(choices)}, such as [{', '.join(choices[:2])}]"
-    if kinds[0] is str:
-        return f"a list of texts, such as [{', '.join(field.examples or ('FIRST', 'SECOND'))}]"
-    if Ellipsis in kinds:
-        bounds = _bounds([entry for part in get_args(kinds[0])[1:] for entry in getattr(part, "metadata", ())])
-        example = f"such as [{', '.join(field.examples or ('1', '8'))}]"
-        return " ".join(filter(None, ("a list of numbers", bounds, example)))
-    return f"a list of {len(kinds)} numbers, such as {show_value(field.get_default())}"
 
 
 def show_value(value: Any) -> str:
