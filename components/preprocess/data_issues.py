@@ -1,7 +1,6 @@
 """Look for issues of a dataset as a whole: copies, leaks, contradicting labels, uneven classes, odd sizes."""
 
 import math
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,16 +111,23 @@ class SideHistogram:
     counts: tuple[int, ...]
 
 
+_ROW = np.dtype(
+    [
+        ("digest", np.void, _DIGEST_BYTES),
+        ("label", np.int32),
+        ("height", np.uint32),
+        ("width", np.uint32),
+        ("val", bool),
+    ]
+)
+
+
 class IssueFinder:
     """Takes the listing entry by entry and keeps about 30 bytes of each, so that millions of images fit in memory."""
 
     def __init__(self, classes: Sequence[str]) -> None:
         self.classes = tuple(classes)
-        self._digests = bytearray()
-        self._labels = array("i")
-        self._heights = array("I")
-        self._widths = array("I")
-        self._in_val = bytearray()  # 1 or 0 for each image
+        self._parts = [np.empty(0, _ROW)]
 
     def add(self, split: SplitName, entries: Iterable[Mapping[str, Any]]) -> None:
         """Take entries of a split's listing, in its order. Further calls continue where the last one ended.
@@ -130,23 +136,22 @@ class IssueFinder:
             split: whose listing it is.
             entries: with "label", "height", "width" and "sha256" (in hexadecimal digits).
         """
-        in_val = int(split == "val")
-        for entry in entries:
-            self._digests += bytes.fromhex(entry["sha256"][: 2 * _DIGEST_BYTES])
-            self._labels.append(entry["label"])
-            self._heights.append(entry["height"])
-            self._widths.append(entry["width"])
-            self._in_val.append(in_val)
+        rows = [
+            (bytes.fromhex(e["sha256"][: 2 * _DIGEST_BYTES]), e["label"], e["height"], e["width"], split == "val")
+            for e in entries
+        ]
+        self._parts.append(np.array(rows, _ROW))
+
+    @property
+    def _rows(self) -> np.ndarray:
+        """[N]: all images in the order they were added."""
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]
 
     def leave_out(self, places: Collection[int]) -> None:
         """Forget images of the validation split, by their places in its listing, once all are added."""
-        kept = np.ones(len(self._in_val), bool)
-        kept[np.flatnonzero(self.in_val())[list(places)]] = False
-        self._digests = bytearray(np.frombuffer(self._digests, np.uint8).reshape(-1, _DIGEST_BYTES)[kept].tobytes())
-        self._in_val = bytearray(np.frombuffer(self._in_val, np.uint8)[kept].tobytes())
-        for name in ("_labels", "_heights", "_widths"):
-            values = getattr(self, name)
-            setattr(self, name, array(values.typecode, np.asarray(values)[kept].tobytes()))
+        self._parts = [np.delete(self._rows, np.flatnonzero(self.in_val())[list(places)])]
 
     @property
     def num_classes(self) -> int:
@@ -155,20 +160,19 @@ class IssueFinder:
 
     def labels(self, split: SplitName) -> np.ndarray:
         """Labels of a split's images in the order of its listing: [N] int32."""
-        return np.frombuffer(self._labels, np.int32)[self._is_of(split)]
+        return self._rows["label"][self._is_of(split)]
 
     def in_val(self) -> np.ndarray:
         """[N] bool: the images of the validation split, over both splits in the order they were added."""
-        return np.frombuffer(self._in_val, np.uint8) == 1
+        return self._rows["val"]
 
     def contents(self) -> np.ndarray:
         """[N] integers from 0: equal files have the same."""
-        digests = np.frombuffer(self._digests, np.dtype((np.void, _DIGEST_BYTES)))
-        return np.unique(digests, return_inverse=True)[1]
+        return np.unique(np.ascontiguousarray(self._rows["digest"]), return_inverse=True)[1]
 
     def sizes(self) -> np.ndarray:
         """[N, 2] px: height and width."""
-        return np.stack([np.frombuffer(self._heights, np.uint32), np.frombuffer(self._widths, np.uint32)], axis=1)
+        return np.stack([self._rows["height"], self._rows["width"]], axis=1)
 
     def side_histogram(self) -> SideHistogram:
         """Count the images by their shorter side."""
@@ -188,14 +192,23 @@ class IssueFinder:
             lookup: gives the paths of the few images that are shown, see `listed_paths`. Called once for each split
                 in which something was found.
         """
-        groups = self._groups()
+        contents, in_val, labels = self.contents(), self.in_val(), self._rows["label"]
+        num_train, num_val = (np.bincount(contents, is_in).astype(np.int64) for is_in in (~in_val, in_val))
+        lowest, highest = np.full(len(num_val), self.num_classes), np.zeros(len(num_val), np.int64)
+        np.minimum.at(lowest, contents, labels)
+        np.maximum.at(highest, contents, labels)
         masks = {
-            "leak": (groups.num_train > 0) & (groups.num_val > 0),
-            "conflict": groups.has_conflict,
-            "train": groups.num_train > 1,
-            "val": groups.num_val > 1,
+            "leak": (num_train > 0) & (num_val > 0),
+            "conflict": lowest < highest,
+            "train": num_train > 1,
+            "val": num_val > 1,
         }
-        shown = {kind: self._shown(groups, mask, kind) for kind, mask in masks.items() if mask.any()}
+        sizes = {"train": num_train, "val": num_val}
+        shown = {
+            kind: self._shown(contents, mask, sizes.get(kind, num_train + num_val), kind)
+            for kind, mask in masks.items()
+            if mask.any()
+        }
         low, high, odd = self._odd_sizes()
         images = self._images(
             [index for examples in (*shown.values(), odd.values()) for _, own in examples for index in own], lookup
@@ -205,7 +218,7 @@ class IssueFinder:
             equal = tuple(
                 EqualImages(num_images=number, images=tuple(images[index] for index in own)) for number, own in examples
             )
-            totals = {"train": int(groups.num_train[masks[kind]].sum()), "val": int(groups.num_val[masks[kind]].sum())}
+            totals = {split: int(number[masks[kind]].sum()) for split, number in sizes.items()}
             line = self._same_line(kind, equal[0].images, totals, int(masks[kind].sum()))
             found.append(Issue(kind=kind, line=line, groups=equal))
         found += self._class_issues()
@@ -266,79 +279,57 @@ class IssueFinder:
                 yield Issue(kind=f"no_{split}", line=line)
 
     def _is_of(self, split: SplitName) -> np.ndarray:
-        return np.frombuffer(self._in_val, np.uint8) == (split == "val")
+        return self.in_val() == (split == "val")
 
     def _num_images(self, split: str) -> int:
-        return self._in_val.count(split == "val")
+        return int(np.count_nonzero(self.in_val() == (split == "val")))
 
     def short_sides(self) -> np.ndarray:
         """[N] uint32, px: of every image, the training split's first."""
-        return np.minimum(np.frombuffer(self._heights, np.uint32), np.frombuffer(self._widths, np.uint32))
+        return np.minimum(self._rows["height"], self._rows["width"])
 
     def max_width(self) -> int:
         """Largest width of all images, px."""
-        return max(self._widths)
+        return int(self._rows["width"].max())
 
     def max_height(self) -> int:
         """Largest height of all images, px."""
-        return max(self._heights)
+        return int(self._rows["height"].max())
 
-    def _groups(self) -> "_Groups":
-        """Sort by the first half of the digests; only what is equal there is compared in full."""
-        digests = np.frombuffer(self._digests, np.uint64).reshape(-1, 2)
-        order = np.argsort(digests[:, 0])
-        repeats = np.append(False, np.diff(digests[order, 0]) == 0)[: len(order)]  # no image, no member
-        members = order[repeats | np.append(repeats[1:], False)[: len(order)]]
-        members = members[np.lexsort((members, digests[members, 1], digests[members, 0]))]
-        is_first = np.append(True, (np.diff(digests[members], axis=0) != 0).any(axis=1))[: len(members)]
-        starts = np.flatnonzero(is_first)
-        in_val = np.frombuffer(self._in_val, np.uint8)[members].astype(np.int64)
-        labels = np.frombuffer(self._labels, np.int32)[members]
-        return _Groups(
-            members=members,
-            starts=starts,
-            num_train=np.add.reduceat(1 - in_val, starts),
-            num_val=np.add.reduceat(in_val, starts),
-            has_conflict=np.minimum.reduceat(labels, starts) != np.maximum.reduceat(labels, starts),
-        )
-
-    def _shown(self, groups: "_Groups", mask: np.ndarray, name: str) -> list[tuple[int, list[int]]]:
-        """The largest groups: how many images, and some of them; one of every split, then of every label first."""
+    def _shown(
+        self, contents: np.ndarray, mask: np.ndarray, sizes: np.ndarray, name: str
+    ) -> list[tuple[int, list[int]]]:
+        """The contents of most images: how many, and some of them; one of every split, then of every label first."""
         found = np.flatnonzero(mask)
-        sizes = {"train": groups.num_train, "val": groups.num_val}.get(name, groups.num_train + groups.num_val)
-        chosen = found[np.lexsort((groups.members[groups.starts[found]], -sizes[found]))][:_MAX_EXAMPLES]
+        first = np.unique(contents, return_index=True)[1]
         shown = []
-        for group in chosen.tolist():
-            start = groups.starts[group]
-            members = groups.members[start : start + groups.num_train[group] + groups.num_val[group]]
+        for content in found[np.lexsort((first[found], -sizes[found]))][:_MAX_EXAMPLES].tolist():
+            members = np.flatnonzero(contents == content)
             if name in SPLITS:
-                members = members[[self._in_val[member] == (name == "val") for member in members]]
+                members = members[self.in_val()[members] == (name == "val")]
             of_split: dict[int, int] = {}
             of_kind: dict[tuple[int, int], int] = {}
-            for member in members.tolist():
-                of_split.setdefault(self._in_val[member], member)
-                of_kind.setdefault((self._in_val[member], self._labels[member]), member)
-            first = list(dict.fromkeys([*of_split.values(), *of_kind.values()]))[:_MAX_SHOWN]
-            rest = [member for member in members[: 2 * _MAX_SHOWN].tolist() if member not in first]
-            shown.append((len(members), sorted([*first, *rest[: _MAX_SHOWN - len(first)]])))
+            kinds = zip(members.tolist(), self._rows[["val", "label"]][members].tolist(), strict=True)
+            for member, (in_val, label) in kinds:
+                of_split.setdefault(in_val, member)
+                of_kind.setdefault((in_val, label), member)
+            chosen = list(dict.fromkeys([*of_split.values(), *of_kind.values()]))[:_MAX_SHOWN]
+            rest = [member for member in members[: 2 * _MAX_SHOWN].tolist() if member not in chosen]
+            shown.append((len(members), sorted([*chosen, *rest[: _MAX_SHOWN - len(chosen)]])))
         return shown
 
     def _images(self, indices: Sequence[int], lookup: Lookup) -> dict[int, FoundImage]:
         images: dict[int, FoundImage] = {}
-        in_val = np.frombuffer(self._in_val, np.uint8)
         for split in SPLITS:
-            wanted = sorted({index for index in indices if in_val[index] == (split == "val")})
+            wanted = sorted({index for index in indices if self.in_val()[index] == (split == "val")})
             if not wanted:
                 continue
             of_split = np.flatnonzero(self._is_of(split))
             paths = lookup(split, np.searchsorted(of_split, wanted).tolist())
             for index, path in zip(wanted, paths, strict=True):
+                _, label, height, width, _ = self._rows[index].tolist()
                 images[index] = FoundImage(
-                    split=split,
-                    path=printable(path),
-                    class_name=self.classes[self._labels[index]],
-                    height=self._heights[index],
-                    width=self._widths[index],
+                    split=split, path=printable(path), class_name=self.classes[label], height=height, width=width
                 )
         return images
 
@@ -360,24 +351,13 @@ class IssueFinder:
         reach = _FENCE * (upper_quartile - quartile)
         low = round(math.exp(min(quartile - reach, median - math.log(_FACTOR))), 3)
         high = round(math.exp(max(upper_quartile + reach, median + math.log(_FACTOR))), 3)
-        aspects = np.maximum(np.frombuffer(self._heights, np.uint32), np.frombuffer(self._widths, np.uint32)) / sides
+        aspects = np.maximum(self._rows["height"], self._rows["width"]) / sides
         found = {
             f"a shorter side below {low:,.0f} px": _worst(sides < low, sides),
             f"a shorter side above {high:,.0f} px": _worst(sides > high, -sides.astype(np.int64)),
             f"a longer side of more than {_MAX_ASPECT:g} times the shorter": _worst(aspects > _MAX_ASPECT, -aspects),
         }
         return low, high, {what: worst for what, worst in found.items() if worst[0]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Groups:
-    """Images of equal content. Group g starts at starts[g] of `members`."""
-
-    members: np.ndarray  # [M] int64, indices of images; ascending within a group
-    starts: np.ndarray  # [G] int64
-    num_train: np.ndarray  # [G] int64
-    num_val: np.ndarray  # [G] int64
-    has_conflict: np.ndarray  # [G] bool
 
 
 def _size_line(worst: Mapping[str, tuple[int, Sequence[FoundImage]]]) -> str:

@@ -5,7 +5,8 @@ machine-learning models.
 """
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from components.common.contracts.digests import canonical_json, digest_bytes
@@ -52,18 +53,15 @@ def _subject(record: ReleaseRecord, bundle: Artifact[BundleManifest], report: Ar
     row = report.manifest.accuracy.row(record.precision)
     measured = {"top1_pct": row.top1_pct, "top5_pct": row.top5_pct, "delta_top1_points": row.delta_top1_points}
     metrics = [{"type": name, "value": f"{value:.4f}"} for name, value in measured.items() if value is not None]
-    files = [
-        {"type": "file", "name": f"bundle/{name}", "hashes": _hashes(entry.digest)}
-        for name, entry in sorted(bundle.manifest.files.items())
-    ]
-    return {
-        "type": "machine-learning-model",
-        "bom-ref": "bundle",
-        "name": record.name,
-        "version": record.version or bundle.digest,
-        "description": f"{record.architecture}, {record.precision.upper()}; the digest is that of bundle/manifest.json",
-        "hashes": _hashes(bundle.digest),
-        "modelCard": {
+    files = sorted(bundle.manifest.files.items())
+    return _component(
+        "machine-learning-model",
+        "bundle",
+        record.name,
+        version=record.version or bundle.digest,
+        description=f"{record.architecture}, {record.precision.upper()}; the digest is that of bundle/manifest.json",
+        digest=bundle.digest,
+        modelCard={
             "modelParameters": {
                 "task": "image classification",
                 "modelArchitecture": record.architecture,
@@ -71,44 +69,32 @@ def _subject(record: ReleaseRecord, bundle: Artifact[BundleManifest], report: Ar
             },
             "quantitativeAnalysis": {"performanceMetrics": metrics},
         },
-        "components": files,
-        "properties": _properties({f"enginery:{name}_digest": value for name, value in record.digests.items()}),
-    }
+        components=[_component("file", "", f"bundle/{name}", digest=entry.digest) for name, entry in files],
+        properties={f"{name}_digest": value for name, value in record.digests.items()},
+    )
 
 
 def _data_set(record: ReleaseRecord, digests: dict[str, str]) -> _Json:
-    splits = {f"enginery:{name}": value for name, value in digests.items() if name.endswith(" split")}
-    return {
-        "type": "data",
-        "bom-ref": "dataset",
-        "name": "dataset",
-        "description": "Labelled images in shards; the digest is that of their manifest",
-        "hashes": _hashes(record.digests["dataset"]),
-        "data": [{"type": "dataset", "name": "dataset"}],
-        "properties": _properties(splits),
-    }
+    return _component(
+        "data",
+        "dataset",
+        "dataset",
+        description="Labelled images in shards; the digest is that of their manifest",
+        digest=record.digests["dataset"],
+        data=[{"type": "dataset", "name": "dataset"}],
+        properties={name: value for name, value in digests.items() if name.endswith(" split")},
+    )
 
 
 def _source_model(record: ReleaseRecord, bundle: BundleManifest) -> _Json:
-    trained = bundle.training is not None
-    return {
-        "type": "machine-learning-model",
-        "bom-ref": "model",
-        "name": "checkpoint" if trained else "model",
-        "description": f"What was exported: {'a checkpoint of this chain' if trained else 'a model of the user'}",
-        "hashes": _hashes(record.digests["model"]),
-    }
+    name, origin = ("checkpoint", "a checkpoint of this chain") if bundle.training else ("model", "a model of the user")
+    text = f"What was exported: {origin}"
+    return _component("machine-learning-model", "model", name, description=text, digest=record.digests["model"])
 
 
 def _code(code: _Json) -> _Json:
-    facts = {"enginery:commit": code["commit"], "enginery:modified": str(code["modified"]).lower()}
-    return {
-        "type": "application",
-        "bom-ref": "enginery",
-        "name": "enginery",
-        "version": code["version"],
-        "properties": _properties({name: value for name, value in facts.items() if value}),
-    }
+    facts = {"commit": code["commit"], "modified": str(code["modified"]).lower()}
+    return _component("application", "enginery", "enginery", version=code["version"], properties=facts)
 
 
 def _libraries(environments: dict[str, Environment]) -> Iterator[_Json]:
@@ -118,14 +104,8 @@ def _libraries(environments: dict[str, Environment]) -> Iterator[_Json]:
         for name, version in seen.versions.items():
             steps.setdefault((_PACKAGES.get(name, name), version), []).append(step)
     for (name, version), users in sorted(steps.items()):
-        yield {
-            "type": "library",
-            "bom-ref": f"pkg:pypi/{name}@{version}",
-            "purl": f"pkg:pypi/{name}@{version}",
-            "name": name,
-            "version": version,
-            "properties": _properties({"enginery:steps": " ".join(users)}),
-        }
+        purl = f"pkg:pypi/{name}@{version}"
+        yield _component("library", purl, name, purl=purl, version=version, properties={"steps": " ".join(users)})
 
 
 def _platforms(environments: dict[str, Environment]) -> Iterator[_Json]:
@@ -138,13 +118,8 @@ def _platforms(environments: dict[str, Environment]) -> Iterator[_Json]:
         for entry in found:
             steps.setdefault(entry, []).append(step)
     for (kind, name, version), users in sorted(steps.items()):
-        yield {
-            "type": kind,
-            "bom-ref": f"{kind}:{name}@{version}",
-            "name": name,
-            **({"version": version} if version else {}),
-            "properties": _properties({"enginery:steps": " ".join(users)}),
-        }
+        ref, properties = f"{kind}:{name}@{version}", {"steps": " ".join(users)}
+        yield _component(kind, ref, name, version=version, properties=properties)
 
 
 def _build_tools(bundle: BundleManifest) -> Iterator[_Json]:
@@ -153,21 +128,28 @@ def _build_tools(bundle: BundleManifest) -> Iterator[_Json]:
     for engine in bundle.engines:
         built.setdefault((engine.tensorrt_version, engine.gpu_name, engine.driver_version), []).append(engine.file)
     for (version, gpu, driver), files in sorted(built.items()):
-        facts = {"enginery:plans": " ".join(files), "enginery:gpu": gpu, "enginery:driver": driver}
-        yield {
-            "type": "framework",
-            "bom-ref": f"TensorRT@{version} on {gpu}, driver {driver}",
-            "name": "TensorRT",
-            "version": version,
-            "properties": _properties(facts),
-        }
+        ref, facts = f"TensorRT@{version} on {gpu}, driver {driver}", {"plans": " ".join(files)}
+        yield _component(
+            "framework", ref, "TensorRT", version=version, properties={**facts, "gpu": gpu, "driver": driver}
+        )
+
+
+def _component(
+    kind: str,
+    ref: str,
+    name: str,
+    *,
+    digest: str = "",
+    properties: Mapping[str, str] = MappingProxyType({}),
+    **rest: Any,
+) -> _Json:
+    """A component without what is empty. `properties` are enginery's."""
+    named = [{"name": f"enginery:{key}", "value": value} for key, value in sorted(properties.items()) if value]
+    found = {"type": kind, "bom-ref": ref, "name": name, **rest, "hashes": _hashes(digest), "properties": named}
+    return {key: value for key, value in found.items() if value}
 
 
 def _hashes(digest: str) -> list[_Json]:
     """Return nothing if a digest is not known or not of a file, such as that of a model named by its path."""
     kind, _, content = digest.partition(":")
     return [{"alg": "SHA-256", "content": content}] if kind == "sha256" and len(content) == 64 else []
-
-
-def _properties(values: dict[str, str]) -> list[_Json]:
-    return [{"name": name, "value": value} for name, value in sorted(values.items())]

@@ -9,8 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,49 +111,35 @@ class StepLog:
 
     def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
         """Log metrics to MLflow; `position` is the epoch, or whatever the x axis of the metric is."""
-        with self._tracking() as run:
-            if run is not None:
-                run.log_metrics(values, position)
+        self._track("log_metrics", values, position)
 
     def params(self, values: dict[str, Any]) -> None:
         """Log parameters to MLflow, nested mappings flattened with dots."""
-        with self._tracking() as run:
-            if run is not None:
-                run.log_params(values)
+        self._track("log_params", values)
 
     def tags(self, values: dict[str, str]) -> None:
         """Set tags of the step's MLflow run."""
-        with self._tracking() as run:
-            if run is not None:
-                run.set_tags(values)
+        self._track("set_tags", values)
 
     def artifact(self, path: Path, directory: str = "") -> None:
         """Upload a file or a directory to the step's MLflow run."""
-        with self._tracking() as run:
-            if run is not None:
-                run.log_artifact(path, directory)
+        self._track("log_artifact", path, directory)
 
     def result(
         self, *, metrics: Mapping[str, float] = {}, tags: Mapping[str, str] = {}, artifacts: Sequence[Path] = ()
     ) -> None:
         """Log a part of the pipeline's result, for a pipeline's run in MLflow that nobody else would tell."""
-        with self._tracking() as run:
-            if run is not None:
-                run.log_result(metrics, tags, artifacts)
+        self._track("log_result", metrics, tags, artifacts)
 
     def dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
         """Log a split as an input of the step's MLflow run."""
-        with self._tracking() as run:
-            if run is not None:
-                run.log_dataset(name, digest, num_images, context)
+        self._track("log_dataset", name, digest, num_images, context)
 
     def model(
         self, accuracy: "AccuracyRow", benchmark: list["BenchmarkRow"], tags: dict[str, str], *, dataset_digest: str
     ) -> None:
         """Log one precision as a LoggedModel with what was measured on the validation split."""
-        with self._tracking() as run:
-            if run is not None:
-                run.log_model(accuracy, benchmark, tags, dataset_digest=dataset_digest)
+        self._track("log_model", accuracy, benchmark, tags, dataset_digest=dataset_digest)
 
     def lose_tracking(self) -> None:
         """The tracking server is gone. Say so once; what would go there is skipped from now on."""
@@ -165,15 +150,15 @@ class StepLog:
             "in its artifact only"
         )
 
-    @contextmanager
-    def _tracking(self) -> Iterator["StepRun | None"]:
-        """The run to talk to, or None. A server that fails in the middle costs a warning, not the step's work."""
-        run = None if self.tracking_lost else self.run
+    def _track(self, call: str, *arguments: Any, **options: Any) -> None:
+        """Ask the run for something. A server that fails in the middle costs a warning, not the step's work."""
+        if self.run is None or self.tracking_lost:
+            return
         started = time.perf_counter()
         try:
-            yield run
+            getattr(self.run, call)(*arguments, **options)
         except Exception as error:
-            if run is None or not run.is_unreachable(error):
+            if not self.run.is_unreachable(error):
                 raise
             self.lose_tracking()
         finally:

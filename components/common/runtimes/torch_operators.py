@@ -81,9 +81,7 @@ def _contract(function: Function) -> tuple[dict[str, tuple[Any, ...]], float]:
     parameters = inspect.signature(function).parameters.values()
     hints = typing.get_type_hints(function)
     attributes = {
-        parameter.name: typing.get_args(hints[parameter.name])
-        if typing.get_origin(hints[parameter.name]) is Literal
-        else ()
+        parameter.name: typing.get_args(hint) if typing.get_origin(hint := hints.get(parameter.name)) is Literal else ()
         for parameter in parameters
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
@@ -129,37 +127,8 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
-def _mod(a: Tensor, b: Tensor, /, *, fmod: int = 0) -> Tensor:
-    return (torch.fmod if fmod else torch.remainder)(*_together(a, b))
-
-
-def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None, /) -> Tensor:
-    return x if low is None and high is None else torch.clamp(x, low, high)
-
-
-def _hard_sigmoid(x: Tensor, /, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
-    return (x * alpha + beta).clamp_(0.0, 1.0)
-
-
-def _leaky_relu(x: Tensor, /, *, alpha: float = 0.01) -> Tensor:
-    return functional.leaky_relu(x, alpha)
-
-
-def _elu(x: Tensor, /, *, alpha: float = 1.0) -> Tensor:
-    return functional.elu(x, alpha)
-
-
 def _gelu(x: Tensor, /, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     return functional.gelu(x, approximate=approximate)
-
-
-def _softmax(x: Tensor, /, *, axis: int = -1) -> Tensor:
-    return torch.softmax(x, axis)
-
-
-def _where(condition: Tensor, a: Tensor, b: Tensor, /) -> Tensor:
-    condition, a, b = _together(condition, a, b)
-    return torch.where(condition, a, b)
 
 
 def _dropout(
@@ -188,23 +157,11 @@ def _reshape(x: Tensor, shape: Tensor, /, *, allowzero: int = 0) -> Tensor:
     return x.reshape([x.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(sizes)])
 
 
-def _flatten(x: Tensor, /, *, axis: int = 1) -> Tensor:
-    return x.reshape(math.prod(x.shape[:axis]), -1)
-
-
-def _transpose(x: Tensor, /, *, perm: list[int] | None = None) -> Tensor:
-    return x.permute(perm or list(reversed(range(x.dim()))))
-
-
 def _unsqueeze(x: Tensor, axes: Tensor, /) -> Tensor:
     rank = x.dim() + axes.numel()
     for axis in sorted(axis % rank for axis in axes.tolist()):
         x = x.unsqueeze(axis)
     return x
-
-
-def _concat(*tensors: Tensor, axis: int) -> Tensor:
-    return torch.cat(_together(*tensors), axis)
 
 
 def _split(x: Tensor, sizes: Tensor | None = None, /, *, axis: int = 0, num_outputs: int) -> Sequence[Tensor]:
@@ -234,10 +191,6 @@ def _gather(x: Tensor, indices: Tensor, /, *, axis: int = 0) -> Tensor:
     return x.index_select(axis, flat).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis % x.dim() + 1 :])
 
 
-def _shape(x: Tensor, /, *, start: int = 0, end: int | None = None) -> Tensor:
-    return torch.tensor(x.shape[start:end])  # on the CPU
-
-
 def _constant(
     *,
     value: Tensor | None = None,
@@ -256,10 +209,6 @@ def _scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, /, *, reduction: Li
 
 def _cumsum(x: Tensor, axis: Tensor, /, *, exclusive: Literal[0] = 0, reverse: Literal[0] = 0) -> Tensor:
     return x.cumsum(int(axis))
-
-
-def _constant_of_shape(shape: Tensor, /, *, value: Tensor | None = None) -> Tensor:
-    return (torch.zeros(1) if value is None else value).expand(shape.tolist())
 
 
 def _pad(
@@ -309,10 +258,6 @@ def conv(
     if list(begin) != list(end):
         x, begin = functional.pad(x, pad_arguments(begin, end)), zeros
     return torch.convolution(x, weights, bias, strides or ones, begin, dilations or ones, False, zeros, group)
-
-
-def _einsum(*tensors: Tensor, equation: str) -> Tensor:
-    return torch.einsum(equation, _together(*tensors))
 
 
 def gemm(
@@ -571,37 +516,39 @@ OPERATORS: dict[str, Function] = {
     "BatchNormalization": batch_normalization,
     "Cast": _cast,
     "Ceil": _unary(torch.ceil),
-    "Clip": _clip,
-    "Concat": _concat,
+    "Clip": lambda x, low=None, high=None, /: x if low is None and high is None else torch.clamp(x, low, high),
+    "Concat": lambda *tensors, axis: torch.cat(_together(*tensors), axis),
     "Constant": _constant,
-    "ConstantOfShape": _constant_of_shape,
+    "ConstantOfShape": lambda shape, /, *, value=None: (torch.zeros(1) if value is None else value).expand(
+        shape.tolist()
+    ),
     "Conv": conv,
     "Cos": _unary(torch.cos),
     "CumSum": _cumsum,
     "DequantizeLinear": dequantize_linear,
     "Div": _binary(_divide),
     "Dropout": _dropout,
-    "Einsum": _einsum,
-    "Elu": _elu,
+    "Einsum": lambda *tensors, equation: torch.einsum(equation, _together(*tensors)),
+    "Elu": lambda x, /, *, alpha=1.0: functional.elu(x, alpha),
     "Equal": _binary(torch.eq),
     "Erf": _unary(torch.erf),
     "Exp": _unary(torch.exp),
     "Expand": lambda x, shape, /: x.expand(np.broadcast_shapes(tuple(x.shape), tuple(shape.tolist()))),
-    "Flatten": _flatten,
+    "Flatten": lambda x, /, *, axis=1: x.reshape(math.prod(x.shape[:axis]), -1),
     "Gather": _gather,
     "Gelu": _gelu,
     "Gemm": gemm,
     "GlobalAveragePool": global_average_pool,
-    "HardSigmoid": _hard_sigmoid,
+    "HardSigmoid": lambda x, /, *, alpha=0.2, beta=0.5: (x * alpha + beta).clamp_(0.0, 1.0),
     "HardSwish": _unary(functional.hardswish),
     "Identity": _unary(lambda x: x),
     "InstanceNormalization": instance_normalization,
     "LRN": lrn,
     "LayerNormalization": layer_normalization,
-    "LeakyRelu": _leaky_relu,
+    "LeakyRelu": lambda x, /, *, alpha=0.01: functional.leaky_relu(x, alpha),
     "MatMul": _binary(torch.matmul),
     "MaxPool": max_pool,
-    "Mod": _mod,
+    "Mod": lambda a, b, /, *, fmod=0: (torch.fmod if fmod else torch.remainder)(*_together(a, b)),
     "Mul": _binary(torch.mul),
     "Neg": _unary(torch.neg),
     "Not": _unary(torch.logical_not),
@@ -617,11 +564,11 @@ OPERATORS: dict[str, Function] = {
     "Relu": _unary(torch.relu),
     "Reshape": _reshape,
     "ScatterND": _scatter_nd,
-    "Shape": _shape,
+    "Shape": lambda x, /, *, start=0, end=None: torch.tensor(x.shape[start:end]),  # on the CPU
     "Sigmoid": _unary(torch.sigmoid),
     "Sin": _unary(torch.sin),
     "Slice": _slice,
-    "Softmax": _softmax,
+    "Softmax": lambda x, /, *, axis=-1: torch.softmax(x, axis),
     "Softplus": _unary(functional.softplus),
     "Split": _split,
     "Sqrt": _unary(torch.sqrt),
@@ -629,7 +576,7 @@ OPERATORS: dict[str, Function] = {
     "Sub": _binary(torch.sub),
     "Tanh": _unary(torch.tanh),
     "Tile": lambda x, repeats, /: x.tile(repeats.tolist()),
-    "Transpose": _transpose,
+    "Transpose": lambda x, /, *, perm=None: x.permute(perm or list(reversed(range(x.dim())))),
     "Unsqueeze": _unsqueeze,
-    "Where": _where,
+    "Where": lambda condition, a, b, /: torch.where(*_together(condition, a, b)),
 }
