@@ -13,6 +13,7 @@ from typing import Any
 import mlflow
 import pytest
 
+import enginery as public
 from components.common.contracts.errors import EngineryError
 from components.common.registry import trust
 from components.common.registry.model_registry import Registry
@@ -55,6 +56,7 @@ class Scene:
             "alias": lambda: enginery("promote", "m", "1", "--to", "other", "--why", "x", "--force"),
             "release": lambda: enginery("release", self.out / "release", "m/1"),
             "serve": lambda: enginery("serve", "export", "m/1", self.out / "models"),
+            "load": lambda: public.load_model("m/1"),
             "deploy": lambda: enginery("deploy", "--env", "prod", "m/1", "--repository", self.repository),
             "fetch": lambda: fetch(str(self.repository), self.out / "pod", self.digest),
             "start": lambda: enginery("serve", "start", self.repository, "--http-port", "1"),
@@ -63,7 +65,7 @@ class Scene:
         }[name]()
 
 
-REGISTRY = ("alias", "release", "serve", "deploy")
+REGISTRY = ("alias", "release", "serve", "load", "deploy")
 STORE = ("fetch", "start", "init container")
 USES = ("promote", *REGISTRY, *STORE, "pyfunc")
 APPROVED = tuple(name for name in USES if name not in ("promote", "alias"))  # by which a version gets somewhere
