@@ -6,6 +6,7 @@ need not import the libraries.
 """
 
 import json
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -258,9 +259,23 @@ def compare_classes(first: tuple[str, ...], second: tuple[str, ...]) -> str:
     return f"class {index} is {first[index]!r} against {second[index]!r}"
 
 
+_ROOM_BYTES, _ROOM_TIMES = 1 << 33, 8  # of memory to read a model in, and how often its files may be in it
+
+
+def _limit_memory(model: Path) -> None:
+    """Bound this process: a model of a few hundred bytes may compute tensors of any size."""
+    files = [file for file in (model, *model.rglob("*")) if file.is_file()]
+    room = max(_ROOM_BYTES, _ROOM_TIMES * sum(file.stat().st_size for file in files))
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(status["VmData"].split()[0]) * 1024 + room
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
 def main(arguments: str) -> None:
     """Check what `check_model` checks, by its arguments as JSON; the refusal goes to standard output."""
     given = json.loads(arguments)
+    _limit_memory(Path(given["model"]))
     try:
         check_model(Path(given["model"]), given["architecture"], given["classes"], given["image_size"])
     except EngineryError as error:

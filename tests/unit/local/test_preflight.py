@@ -7,9 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
 import torchvision
+from onnx import helper
 from safetensors.torch import save_file
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -34,6 +37,7 @@ from enginery.local.preflight import (
 )
 from tests.pipelines.running import ROOT, load_once
 from tests.unit import registered
+from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
 
 GB = 10**9
@@ -312,6 +316,25 @@ def test_weights_that_give_no_answers_are_refused_before_and_in_export(
         config = ExportConfig(architecture=architecture, image_size=64)
         write_fp32_onnx(model, digits_dataset, config, tmp_path / "fp32.onnx")
     assert not (tmp_path / "fp32.onnx").exists()
+
+
+def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(few_digits: Path, tmp_path: Path) -> None:
+    """Its constants are computed: 10 GB, which there may be, and for which other processes may be ended."""
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "w"], ["scores"]),
+        helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
+        helper.make_node("ReduceMean", ["zeros"], ["mean"], keepdims=0),
+        helper.make_node("Add", ["scores", "mean"], ["y"]),
+    ]
+    weights = {"w": np.eye(3, 10, dtype=np.float32), "shape": np.array([50_000, 50_000])}
+    model = onnx_model(nodes, {"x": ["N", 3, 16, 16]}, {"y": ["N", 10]}, weights)
+    onnx.save(model, tmp_path / "m.onnx")
+    assert (tmp_path / "m.onnx").stat().st_size < 1000
+    with refuses("model-unusable", "--model") as caught:
+        check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
+    assert "ConstantOfShape" in str(caught.value)
 
 
 def test_a_model_whose_reading_kills_the_process_is_refused(
