@@ -28,16 +28,6 @@ from tests.unit.refusals import refuses
 from .conftest import SETTINGS, Train, as_rank_0_of_two, config
 
 
-@pytest.mark.slow  # that processes are launched, and which error counts, others tell
-def test_the_error_of_two_processes_is_that_of_one(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")  # torchrun is found without it
-    with pytest.raises(EngineryError) as caught:
-        train(num_processes=2, freeze_backbone=True)
-    assert str(caught.value).startswith("train.freeze_backbone keeps all layers")
-    assert (caught.value.exit_code, caught.value.code) == (2, "no-pretrained-weights")
-    assert caught.value.setting == "train.pretrained"
-
-
 def test_an_external_torchrun(
     tiny_dataset: Artifact[DatasetManifest],
     tmp_path: Path,

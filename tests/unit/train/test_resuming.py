@@ -58,7 +58,7 @@ def resumed(log: Log) -> int:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
 def test_every_optimizer_resumes_to_the_same_bits(go: Go, tmp_path: Path, optimizer: str) -> None:
     """SqueezeNet has dropout, so random numbers count, too. Left in an epoch, and between its end and the next."""
-    rate = {"optimizer": optimizer, "learning_rate": 0.4 if optimizer == "sgd" else 0.01}
+    rate = {"optimizer": optimizer, "learning_rate": 0.1 if optimizer == "sgd" else 0.01}  # at 0.4 it learns nothing
     go("whole", **rate)
     for step in (4, 6):
         go("broken", sigterm_after=step, **rate)
