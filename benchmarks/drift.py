@@ -1,6 +1,6 @@
 """False alarms on validation's own images, and the requests after which a change of the images alarms, by a server.
 
-    enginery data textures textures --num-classes 20 --num-train 4000 --num-val 6000 --image-size 64
+    enginery data textures textures --num-classes 8 --num-train 8000 --num-val 6000 --image-size 64
     python -m components.preprocess --data textures --output dataset
     python -m benchmarks.drift --dataset dataset --machine cpu-2core
 
@@ -74,7 +74,7 @@ NUM_REPEATS = 10
 BATCH = 100
 MOST_REQUESTS = 2000  # after a change
 NO_ALARM = 1_000_000  # in place of a number
-NUM_EPOCHS = 12
+NUM_EPOCHS = 30
 
 
 def changed(image: bytes, change: Callable[[Image.Image], Image.Image]) -> bytes:
@@ -170,7 +170,7 @@ def requests_until_alarm(live: Live, usual: Sequence[bytes], other: Sequence[byt
 def small_network(dataset: Artifact[DatasetManifest], transform: TransformSpec) -> nn.Module:
     """Four convolutions that have learned the training split, in evaluation mode."""
     torch.manual_seed(0)
-    widths = (3, 24, 48, 96, 128)
+    widths = (3, 32, 64, 128, 256)
     stages = [
         layer
         for inputs, outputs in pairwise(widths)
