@@ -142,19 +142,20 @@ def train_on_nodes(
         run_id=run_id,
     )
     job = Job(api, pod.namespace, body["metadata"]["name"])
-    (checkpoint / FAILURE).unlink(missing_ok=True)  # an earlier try's
+    for folder in (own, checkpoint):
+        (folder / FAILURE).unlink(missing_ok=True)  # an earlier try's
     try:
         with beating(heartbeat):
             _start(job, body, log)
             log.note(f"TrainJob {job.name} on {request.num_nodes} nodes with {request.num_gpus} GPUs each")
-            job.wait(log.note, partial(print, file=sys.stderr, flush=True), poll_s, partial(_is_final, checkpoint))
+            job.wait(log.note, partial(print, file=sys.stderr, flush=True), poll_s, lambda: _is_final(_failure(own)))
         if not (checkpoint / MANIFEST).exists():
             raise job.failed(
                 f"its nodes stopped, as they did not see {heartbeat} change for {_SILENCE_S / 60:g} minutes; "
                 "another try of this step resumes"
             )
     except JobFailed as failed:
-        raise _format_failure(failed, checkpoint) from None
+        raise _format_failure(failed, _failure(own)) from None
     finally:
         if job.may_exist:
             _remove(job, log)
@@ -244,23 +245,38 @@ def _remove(job: Job, log: StepLog) -> None:
         log.warning(f"{error}; the TrainJob {job.name} goes when this pod is deleted")
 
 
-def _read_failure(checkpoint: Path) -> dict[str, Any]:
-    """Return what rank 0 has left on how it failed; no message where it has left nothing."""
+@contextmanager
+def leaving_final_errors() -> Iterator[None]:
+    """Leave this node's error beside $ENGINERY_HEARTBEAT where it would come again: rank 0 says only its own."""
+    try:
+        yield
+    except EngineryError as error:
+        failure = {"exit_code": error.exit_code, "code": error.code, "setting": error.setting}
+        if (name := os.environ.get(VARIABLE)) and _is_final(failure):
+            failure["message"] = f"{error} (on node {os.environ.get('GROUP_RANK')})"
+            with suppress(OSError):  # its volume may be the very failure
+                write_atomically(Path(name).with_name(FAILURE), json.dumps(failure).encode())
+        raise
+
+
+def _failure(own: Path) -> dict[str, Any]:
+    """Return what rank 0, or else another node, has left on how it failed; no message where none has."""
     failure: dict[str, Any] = {"message": "", "exit_code": EXIT_FAILURE, "code": "", "setting": ""}
-    with suppress(OSError, ValueError, TypeError):
-        failure |= json.loads((checkpoint / FAILURE).read_bytes())
+    for folder in (own / "checkpoint", own):
+        with suppress(OSError, ValueError, TypeError):
+            failure |= json.loads((folder / FAILURE).read_bytes())
+            if _is_final(failure):
+                break
     return failure
 
 
-def _is_final(checkpoint: Path) -> bool:
-    """True if rank 0 failed for a reason that is still there when its container starts again."""
-    failure = _read_failure(checkpoint)
+def _is_final(failure: dict[str, Any]) -> bool:
+    """True if a node failed for a reason that is still there when its container starts again."""
     return failure["exit_code"] == EXIT_USER_ERROR or bool(failure["setting"])
 
 
-def _format_failure(failed: JobFailed, checkpoint: Path) -> EngineryError:
-    """Return the reason that rank 0 has left, or else the last lines of the pods."""
-    failure = _read_failure(checkpoint)
+def _format_failure(failed: JobFailed, failure: dict[str, Any]) -> EngineryError:
+    """Return the reason that a node has left, or else the last lines of the pods."""
     text = f"{failure['message']} ({failed})" if failure["message"] else str(failed)
     if failed.last_words and failure["exit_code"] in (EXIT_FAILURE, EXIT_PREEMPTED):
         text += f". What the pods wrote last:\n{failed.last_words}"

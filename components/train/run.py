@@ -8,7 +8,7 @@ from components.common.contracts.manifests import ALL_FILES, DatasetManifest, lo
 from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
 from components.train.launching import check_alone, launch, num_processes
-from components.train.nodes import train_in_volume, train_on_nodes
+from components.train.nodes import leaving_final_errors, train_in_volume, train_on_nodes
 from components.train.train_job import JOB_VARIABLE, VOLUME_VARIABLE, TrainJobRequest
 from components.train.training import train
 
@@ -16,7 +16,8 @@ from components.train.training import train
 def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
     """Train on all GPUs of this machine, or as one process of a torchrun's. See the package's docstring."""
     if torchrun_rank() is not None:
-        return train(config, log, dataset=dataset, output=output)
+        with leaving_final_errors():
+            return train(config, log, dataset=dataset, output=output)
     check_alone()
     if config.verify:
         load(dataset, DatasetManifest, verify=ALL_FILES)

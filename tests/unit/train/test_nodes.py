@@ -175,6 +175,26 @@ def test_a_failure_is_rank_0s_error(cluster: TrainerCluster, train: Train, tmp_p
     assert list((tmp_path / "shared/enginery/runs").glob(f"*/checkpoint/{FAILURE}")) == []
 
 
+@pytest.mark.slow
+def test_an_error_of_another_node_that_would_come_again_ends_the_job(
+    cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 does not see the dataset, as where a volume is not shared."""
+    start, started = cluster._start, []
+
+    def start_blind(command: list[str], env: dict[str, str], log: Path) -> "subprocess.Popen[bytes]":
+        started.append(env["PET_NODE_RANK"])
+        if started[-1] == "1":
+            command = [*command, "--dataset", str(tmp_path / "nowhere")]
+        return start(command, env, log)
+
+    monkeypatch.setattr(cluster, "_start", start_blind)
+    with pytest.raises(EngineryError, match=r"nowhere.* \(on node 1\) (.|\n)*would fail again") as caught:
+        train()
+    assert caught.value.exit_code == 2
+    assert started.count("1") <= 2
+
+
 def test_a_job_that_ends_without_a_checkpoint(
     cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
