@@ -175,41 +175,46 @@ def cluster(api: Any, restricted: str) -> Cluster:
     return Cluster(api, restricted)
 
 
+def start_pod(core: client.CoreV1Api, namespace: str, name: str, claim: str = "") -> None:
+    """One of the image `cli`, in which code runs, with a claim at /store."""
+    container = {
+        "name": name,
+        "image": image("cli"),
+        "command": ["sleep", "7200"],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "store", "mountPath": "/store"}] if claim else [],
+    }
+    user = {"runAsNonRoot": True, "runAsUser": 10001, "fsGroup": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {
+        "containers": [container],
+        "securityContext": user,
+        "volumes": [{"name": "store", "persistentVolumeClaim": {"claimName": claim}}] if claim else [],
+        "terminationGracePeriodSeconds": 1,
+    }
+    core.create_namespaced_pod(namespace, {"metadata": {"name": name}, "spec": spec})
+    wait_for(lambda: core.read_namespaced_pod(name, namespace).status.phase == "Running", f"the pod {name} runs")
+
+
+def store_repositories(core: client.CoreV1Api, namespace: str, *repositories: Path) -> list[str]:
+    """Put model repositories into a new claim `models`, which the pod `fill` has at /store. Returns their digests."""
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    core.create_namespaced_persistent_volume_claim(namespace, {"metadata": {"name": "models"}, "spec": claim})
+    start_pod(core, namespace, "fill", "models")
+    digests = [sha256((folder / "manifest.json").read_bytes()).hexdigest() for folder in repositories]
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for folder, digest in zip(repositories, digests, strict=True):
+            tar.add(folder, arcname=digest)
+    packed = base64.b64encode(buffer.getvalue()).decode()
+    code, said = run_in_pod(core, namespace, "fill", ["python", "-c", UNPACK], packed, 120)
+    assert (code, "unpacked" in said) == (0, True), said
+    return digests
+
+
 @pytest.fixture
 def values(cluster: Cluster, repository: Path, known_image: tuple[str, str]) -> dict[str, Any]:
     """Of a release whose model repository is in a claim."""
-    digest = sha256((repository / "manifest.json").read_bytes()).hexdigest()
-    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
-    cluster.core.create_namespaced_persistent_volume_claim(
-        cluster.namespace, {"metadata": {"name": "models"}, "spec": claim}
-    )
-    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    pod = {
-        "containers": [
-            {
-                "name": "fill",
-                "image": image("cli"),
-                "command": ["sleep", "600"],
-                "securityContext": security,
-                "volumeMounts": [{"name": "models", "mountPath": "/store"}],
-            }
-        ],
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": 10001,
-            "fsGroup": 10001,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
-    }
-    cluster.core.create_namespaced_pod(cluster.namespace, {"metadata": {"name": "fill"}, "spec": pod})
-    wait_for(
-        lambda: cluster.core.read_namespaced_pod("fill", cluster.namespace).status.phase == "Running", "a pod runs"
-    )
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        tar.add(repository, arcname=digest)
-    assert "unpacked" in cluster.run("fill", UNPACK, base64.b64encode(buffer.getvalue()).decode())
+    (digest,) = store_repositories(cluster.core, cluster.namespace, repository)
     cluster.core.delete_namespaced_pod("fill", cluster.namespace, grace_period_seconds=0)
     manifest = json.loads((repository / "manifest.json").read_text())
     small = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
