@@ -23,8 +23,16 @@ pytestmark = [
     pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no cluster to test on"),
 ]
 RELEASE = "t"
-# What KServe has beside the pod in one map, and a runtime class, which is the node's.
-NO_POD = ("minReplicas", "maxReplicas", "labels", "annotations", "canaryTrafficPercent", "runtimeClassName")
+# What KServe has beside the pod in one map, and classes of runtime and priority, which are the cluster's.
+NO_POD = (
+    "minReplicas",
+    "maxReplicas",
+    "labels",
+    "annotations",
+    "canaryTrafficPercent",
+    "runtimeClassName",
+    "priorityClassName",
+)
 DIGESTS = ["sha256:" + two * 32 for two in ("3b", "c4")]
 
 
