@@ -19,7 +19,7 @@ variable "MIN_DRIVER" { default = "580.65.06" }
 
 # What an image may add to its base, in MB of 10^6 bytes, uncompressed.
 variable "PREPROCESS_BUDGET_MB" { default = "450" }
-variable "TRAIN_BUDGET_MB" { default = "280" }
+variable "TRAIN_BUDGET_MB" { default = "330" }
 variable "EXPORT_BUDGET_MB" { default = "550" }
 variable "VALIDATE_BUDGET_MB" { default = "580" }
 variable "PROMOTE_BUDGET_MB" { default = "360" }
