@@ -20,6 +20,7 @@ import click
 
 from benchmarks.results import RESULTS, current_commit, write_result
 
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ROOT = Path(__file__).resolve().parents[1]
 MEASURES = {"test": "test_seconds", "test-all": "test_all_seconds", "ci": "ci_seconds"}
 
@@ -45,20 +46,21 @@ def main(machine: str, targets: tuple[str, ...]) -> None:
 
 def _run(target: str) -> dict[str, Any]:
     with TemporaryDirectory() as clone:
-        command, folder, env = ["make", target], ROOT, None
+        command, folder, env = ["make", target], ROOT, dict(os.environ)
         if target == "ci":
             subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-            command, folder, env = ["bash", ".ci/run"], Path(clone), {"PATH": os.defpath, "HOME": str(Path.home())}
+            command, folder = ["bash", ".ci/run"], Path(clone)
+            env |= {"PATH": PATH, "PYTHONPATH": "", "ENGINERY_HOME": ""}
         started, lines = time.monotonic(), []
         with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout or ():
                 lines.append(line)
                 print(line, end="", file=sys.stderr, flush=True)
     seconds = time.monotonic() - started
-    outcome = [line.strip(" =\n") for line in lines if " passed" in line][0 if target == "ci" else -1]
-    print(f"{target}: {seconds:.0f} s; {outcome}")
     if process.returncode:
         sys.exit(f"{target} failed")
+    outcome = [line.strip(" =\n") for line in lines if " passed" in line][0 if target == "ci" else -1]
+    print(f"{target}: {seconds:.0f} s; {outcome}")
     return {"target": target, "commit": current_commit(), "seconds": round(seconds, 1), "outcome": outcome}
 
 

@@ -136,11 +136,11 @@ class IssueFinder:
             split: whose listing it is.
             entries: with "label", "height", "width" and "sha256" (in hexadecimal digits).
         """
-        rows = [
+        rows = (
             (bytes.fromhex(e["sha256"][: 2 * _DIGEST_BYTES]), e["label"], e["height"], e["width"], split == "val")
             for e in entries
-        ]
-        self._parts.append(np.array(rows, _ROW))
+        )
+        self._parts.append(np.fromiter(rows, _ROW))
 
     @property
     def _rows(self) -> np.ndarray:
@@ -168,7 +168,12 @@ class IssueFinder:
 
     def contents(self) -> np.ndarray:
         """[N] integers from 0: equal files have the same."""
-        return np.unique(np.ascontiguousarray(self._rows["digest"]), return_inverse=True)[1]
+        digests = np.ascontiguousarray(self._rows["digest"]).view(np.uint64).reshape(-1, 2)
+        order = np.lexsort(digests.T)
+        digests = digests[order]
+        contents = np.zeros(len(order), np.int32)
+        contents[order[1:]] = np.cumsum((digests[1:] != digests[:-1]).any(1), dtype=np.int32)
+        return contents
 
     def sizes(self) -> np.ndarray:
         """[N, 2] px: height and width."""
@@ -193,8 +198,11 @@ class IssueFinder:
                 in which something was found.
         """
         contents, in_val, labels = self.contents(), self.in_val(), self._rows["label"]
-        num_train, num_val = (np.bincount(contents, is_in).astype(np.int64) for is_in in (~in_val, in_val))
-        lowest, highest = np.full(len(num_val), self.num_classes), np.zeros(len(num_val), np.int64)
+        number = int(contents.max(initial=-1)) + 1
+        num_train, num_val = (
+            np.bincount(contents[is_in], minlength=number).astype(np.int32) for is_in in (~in_val, in_val)
+        )
+        lowest, highest = np.full(number, self.num_classes, np.int32), np.zeros(number, np.int32)
         np.minimum.at(lowest, contents, labels)
         np.maximum.at(highest, contents, labels)
         masks = {
@@ -301,7 +309,8 @@ class IssueFinder:
     ) -> list[tuple[int, list[int]]]:
         """The contents of most images: how many, and some of them; one of every split, then of every label first."""
         found = np.flatnonzero(mask)
-        first = np.unique(contents, return_index=True)[1]
+        first = np.full(len(mask), len(contents), np.int32)
+        np.minimum.at(first, contents, np.arange(len(contents), dtype=np.int32))
         shown = []
         for content in found[np.lexsort((first[found], -sizes[found]))][:_MAX_EXAMPLES].tolist():
             members = np.flatnonzero(contents == content)

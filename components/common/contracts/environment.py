@@ -159,7 +159,7 @@ def torchrun_rank() -> int | None:
 
 @cache
 def _library_versions() -> dict[str, str]:
-    """Reads package metadata only, which takes a tenth of a second; imports no library."""
+    """Return installed versions by library, of package metadata only: none of them is imported."""
     versions: dict[str, str] = {}
     for name, distributions in _DISTRIBUTIONS.items():
         for distribution in distributions:

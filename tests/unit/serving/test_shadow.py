@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
 
@@ -73,6 +74,10 @@ def ask_until_ends(process: subprocess.Popen[str], ask_once: Callable[[], object
     while process.poll() is None:
         ask_once()
         time.sleep(0.05)
+
+
+def answers(running: Running, images: list[bytes]) -> None:
+    assert running.infer(images).status == 200
 
 
 def ask(running: Running, images: list[bytes], name: bytes) -> Answer:
@@ -199,7 +204,7 @@ def test_a_challenger_that_another_server_runs(champion, served, source, exporte
         enginery("shadow", other.path, *options, "--priority", "normal")
     process = start_shadow(home, exported.path, *options, "--json")
     wait_until_said(process, "the champion is")
-    ask_until_ends(process, lambda: champion.infer(images[:20]))
+    ask_until_ends(process, partial(answers, champion, images[:20]))
     record = json.loads(process.communicate()[0])
     assert record["asked"] == url
     found = record["comparison"]
@@ -227,7 +232,7 @@ def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challeng
         assert KEYS not in (exported.path / model / "config.pbtxt").read_text()
     process = start_shadow(served.log.parent / "home", challenger, "--output", tmp_path / "out", "--minutes", "0.05")
     wait_until_said(process, "waiting for samples")
-    ask_until_ends(process, lambda: served.infer(images[:1]))
+    ask_until_ends(process, partial(answers, served, images[:1]))
     assert "[no-samples]" in process.stderr.read()
     assert process.returncode == 2
     assert not (tmp_path / "out").exists()
