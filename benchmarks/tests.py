@@ -59,7 +59,7 @@ def _run(target: str) -> dict[str, Any]:
     seconds = time.monotonic() - started
     if process.returncode:
         sys.exit(f"{target} failed")
-    outcome = [line.strip(" =\n") for line in lines if " passed" in line][0 if target == "ci" else -1]
+    outcome = [line.strip(" =\n") for line in lines if " passed in " in line][0 if target == "ci" else -1]
     print(f"{target}: {seconds:.0f} s; {outcome}")
     return {"target": target, "commit": current_commit(), "seconds": round(seconds, 1), "outcome": outcome}
 
