@@ -15,7 +15,6 @@ from typing import Any
 import click
 
 from benchmarks.results import RESULTS, write_result
-from benchmarks.serving import served
 from tests.fuzz import images, parsers, releases, requests, shards
 from tests.fuzz.running import MAX_SECONDS, run_cases
 
@@ -82,6 +81,8 @@ def _files(target: str, num_cases: int, seed: int, num_workers: int) -> dict[str
 
 
 def _requests(source: str, num_cases: int, seed: int) -> Iterator[dict[str, Any]]:
+    from benchmarks.serving import served  # which needs OpenVINO
+
     cores = sorted(os.sched_getaffinity(0))
     with served(source, cores, ("--name", _NAME), http_port=_HTTP) as server:
         protocols: dict[requests.Protocol, int] = {"http": _HTTP, "grpc": _HTTP + 1}
