@@ -24,6 +24,7 @@ from components.export.backends import Int8Plans
 from components.export.calibration import Samples, split_samples
 from components.export.config import ONNX_FILES, ExportConfig
 from components.export.engines import build_plans, cache_folder, check_tensorrt, describe_plans
+from components.export.model_check import check_apart
 from components.export.onnx_export import check_against_torch
 from components.export.placement import quantizable_layers, with_names
 from components.export.precision import raise_opset, to_fp16
@@ -42,6 +43,8 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     check_tensorrt(config)
     prepare_directory(output)
     fp32_file = output / ONNX_FILES["fp32"]
+    if model.is_file():
+        check_apart(model, config.architecture, data.manifest.classes, config.image_size)
     source = write_fp32_onnx(model, data, config, fp32_file)
     if source.note:
         log.note(source.note)

@@ -1,13 +1,5 @@
-"""Where the model comes from: a Checkpoint of the train step, or a file of the user's own.
+"""Where the model comes from: a Checkpoint of the train step, or a file of the user's own."""
 
-`python -m components.export.sources ARGUMENTS` checks a model in a process of its own, before a run begins. The model
-may be anybody's file: whatever reading it does to memory or to a library's code, the run's process lives on, and it
-need not import the libraries.
-"""
-
-import json
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from components.common.contracts.digests import digest_file
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import refuse_lfs_pointer
 from components.common.contracts.manifests import (
     ALL_FILES,
@@ -257,31 +249,3 @@ def compare_classes(first: tuple[str, ...], second: tuple[str, ...]) -> str:
         return f"{len(first)} against {len(second)}"
     index = next(index for index, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
     return f"class {index} is {first[index]!r} against {second[index]!r}"
-
-
-_ROOM_BYTES, _ROOM_TIMES = 1 << 33, 8  # of memory to read a model in, and how often its files may be in it
-
-
-def _limit_memory(model: Path) -> None:
-    """Bound this process: a model of a few hundred bytes may compute tensors of any size."""
-    files = [file for file in (model, *model.rglob("*")) if file.is_file()]
-    room = max(_ROOM_BYTES, _ROOM_TIMES * sum(file.stat().st_size for file in files))
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = int(status["VmData"].split()[0]) * 1024 + room
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
-def main(arguments: str) -> None:
-    """Check what `check_model` checks, by its arguments as JSON; the refusal goes to standard output."""
-    given = json.loads(arguments)
-    _limit_memory(Path(given["model"]))
-    try:
-        check_model(Path(given["model"]), given["architecture"], given["classes"], given["image_size"])
-    except EngineryError as error:
-        print(error)
-        sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

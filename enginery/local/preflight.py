@@ -1,10 +1,6 @@
 """Checks before anything runs: data or a model that can't be used, too few images, too little memory."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +10,13 @@ from typing import Any
 import psutil
 
 from components.common.contracts.environment import environment, gpus
-from components.common.contracts.errors import EXIT_FAILURE, EXIT_USER_ERROR, EngineryError, UserError
+from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import MANIFEST, claims_of
 from components.common.contracts.settings import resolve
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of
 from components.common.runtimes import RUNTIMES
 from components.export.config import ExportConfig
+from components.export.model_check import check_apart
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import Rejected, decode
@@ -60,7 +57,6 @@ _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 _MAX_OPENED = 256  # files that are opened to see whether any is an image
 _MAX_UNPACKED_BYTES = 1 << 26  # of a compressed archive that is unpacked to list it
 _LISTING_S = 10.0  # that listing a folder behind a URI may take
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -> str:
@@ -88,10 +84,10 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
             _check_for_images(source, arguments)
             of_class = Counter(sample.label for sample in source.splits["val"])
             check_validation(arguments, len(source.splits["train"]) - source.num_refused, tuple(of_class.values()))
-    if model := str(arguments.get("model") or ""):
+    if (model := str(arguments.get("model") or "")) and "://" not in model:
         classes = source.classes if source is not None else None
         image_size = int(arguments.get("image_size") or 224)
-        _check_model(model, str(arguments.get("architecture") or ""), classes, image_size)
+        check_apart(Path(model), str(arguments.get("architecture") or ""), classes, image_size)
     if source is not None or "preprocess" not in arguments:
         return ""
     return (
@@ -281,32 +277,6 @@ def images_to_prove(budget_points: float) -> float:
     if share <= 0:
         return math.inf
     return 1 if share >= 1 else math.ceil(math.log(SIGNIFICANCE) / math.log1p(-share))
-
-
-def _check_model(model: str, architecture: str, classes: tuple[str, ...] | None, image_size: int) -> None:
-    """Have a model that lies on this machine read by a process of its own: see components.export.sources."""
-    if "://" in model:
-        return
-    given = json.dumps({"model": model, "architecture": architecture, "classes": classes, "image_size": image_size})
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-m", "components.export.sources", given],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    text = done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
-    if done.returncode in (EXIT_USER_ERROR, EXIT_FAILURE):
-        kind = UserError if done.returncode == EXIT_USER_ERROR else EngineryError
-        raise kind(text, code="model-unusable", setting="--model")
-    if done.returncode:
-        raise UserError(
-            f"reading the model {model} ended the process that did it ({done.returncode}): the file is damaged, or it "
-            "needs more memory than there is. Export it again, or take a machine with more memory",
-            code="model-kills-reader",
-            setting="--model",
-        )
 
 
 def check_paths(arguments: Mapping[str, Any]) -> None:

@@ -22,7 +22,10 @@ from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, seal
 from components.common.contracts.statistics import drop_upper
 from components.common.contracts.transforms import transform_for
+from components.common.process.steplog import StepLog
+from components.export import model_check
 from components.export.config import ExportConfig
+from components.export.run import run as export
 from components.export.sources import check_model, write_fp32_onnx
 from components.train.config import TrainConfig
 from enginery.local import preflight
@@ -318,7 +321,9 @@ def test_weights_that_give_no_answers_are_refused_before_and_in_export(
     assert not (tmp_path / "fp32.onnx").exists()
 
 
-def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(few_digits: Path, tmp_path: Path) -> None:
+def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(
+    few_digits: Path, tmp_path: Path, digits_dataset: Artifact[DatasetManifest]
+) -> None:
     """Its constants are computed: 10 GB, which there may be, and for which other processes may be ended."""
     nodes = [
         helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
@@ -335,6 +340,15 @@ def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(few_digits: Pa
     with refuses("model-unusable", "--model") as caught:
         check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
     assert "ConstantOfShape" in str(caught.value)
+    with refuses("model-unusable", "--model") as caught:  # as on a cluster, where nothing is checked before a run
+        export(
+            ExportConfig(),
+            StepLog("export"),
+            model=tmp_path / "m.onnx",
+            dataset=digits_dataset.path,
+            output=tmp_path / "b",
+        )
+    assert "ConstantOfShape" in str(caught.value)
 
 
 def test_a_model_whose_reading_kills_the_process_is_refused(
@@ -344,8 +358,8 @@ def test_a_model_whose_reading_kills_the_process_is_refused(
     (tmp_path / "components/export").mkdir(parents=True)
     for folder in ("components", "components/export"):
         (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "components/export/sources.py").write_text("import os; os.kill(os.getpid(), 9)")
-    monkeypatch.setattr(preflight, "_ROOT", tmp_path)
+    (tmp_path / "components/export/model_check.py").write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(model_check, "_ROOT", tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     with refuses("model-kills-reader", "--model"):
