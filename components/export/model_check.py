@@ -34,10 +34,11 @@ def check_apart(model: Path, architecture: str, classes: Sequence[str] | None, i
         text=True,
         check=False,
     )
-    text = done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
+    last, ended = ((text.strip().splitlines() or [""])[-1] for text in (done.stdout, done.stderr))
     if done.returncode in (EXIT_USER_ERROR, EXIT_FAILURE):
         kind = UserError if done.returncode == EXIT_USER_ERROR else EngineryError
-        raise kind(text, code="model-unusable", setting="--model")
+        text, code = json.loads(last) if last.startswith("[") else (ended, "model-unusable")
+        raise kind(text, code=code, setting="--model")
     if done.returncode:
         raise UserError(
             f"reading the model {model} ended the process that did it ({done.returncode}): the file is damaged, or it "
@@ -58,7 +59,7 @@ def _limit_memory(model: Path) -> None:
 
 
 def main(given: str) -> None:
-    """Check a model by the arguments as JSON; the refusal goes to standard output."""
+    """Check a model by the arguments as JSON; message and code of a refusal go to standard output."""
     from components.export.sources import check_model
 
     model, architecture, classes, image_size = json.loads(given)
@@ -66,7 +67,7 @@ def main(given: str) -> None:
     try:
         check_model(Path(model), architecture, classes, image_size)
     except EngineryError as error:
-        print(error)
+        print(json.dumps([str(error), error.code]))
         sys.exit(error.exit_code)
 
 

@@ -56,8 +56,10 @@ from components.preprocess.sources.samples import (
 
 _MAX_TEXT_BYTES = 1000  # of a label
 _MAX_MEMBERS = 10_000_000
-_MAX_PACKED_MEMBERS = 1_500_000  # of a compressed tar, which may have any number in few bytes; as a zip
+_MAX_PACKED_MEMBERS = 1_500_000  # of a compressed tar; as a zip
+_FEW_MEMBERS, _MIN_PACKED_BYTES = 20_000, 128  # beyond so many a compressed tar has more bytes than that for each
 _MAX_HEADER_BYTES = 1 << 14  # of a long name or PAX header of one member; Linux' longest path has 4,096
+_MAX_HEADERS = 5  # of one member: PAX for all, PAX, two long names, its own
 _MAX_GLOBAL_BYTES = 1 << 20  # of the PAX headers that go for all members
 _MIN_BOMB_BYTES = 1 << 30  # what a compressed archive may unpack to at any ratio
 _MAX_RATIO = 200  # beyond that
@@ -92,10 +94,11 @@ def compressed_tar_source(data: str, scratch: Path, options: Options) -> Source:
     """
     with translate_errors(data):
         path, unpacked = fetched(data, scratch), scratch / "unpacked.tar"
+        max_members = min(_MAX_PACKED_MEMBERS, max(_FEW_MEMBERS, path.stat().st_size // _MIN_PACKED_BYTES))
         _decompress(path, unpacked, data)
         if path.parent == scratch:
             path.unlink()
-        return _source_of(data, *local_file(unpacked), options, _MAX_PACKED_MEMBERS)
+        return _source_of(data, *local_file(unpacked), options, max_members)
 
 
 def _source_of(data: str, place: Place, file: str, options: Options, max_members: int) -> Source:
@@ -116,9 +119,10 @@ def list_tar(stream: BinaryIO, name: str, max_members: int) -> Listing:
     """
     listing = Listing(name=name)
     try:
-        with tarfile.open(fileobj=stream, mode="r:", errors="surrogateescape", tarinfo=_Member) as archive:
+        with _Tar(fileobj=stream, errors="surrogateescape") as archive:
             last = -1
             for _ in range(max_members):
+                archive.num_headers = 0
                 if (member := archive.next()) is None:
                     break
                 if archive.offset <= last:
@@ -128,7 +132,9 @@ def list_tar(stream: BinaryIO, name: str, max_members: int) -> Listing:
                 _add(listing, member, stream)
             else:
                 raise UserError(
-                    f"{name} has more than {max_members:,} members; pack it as several tars", code="too-many-members"
+                    f"{name} has more than {max_members:,} members; pack it as several tars, or unpack it and name the "
+                    "folder",
+                    code="too-many-members",
                 )
             end = archive.offset
     except (tarfile.TarError, RecursionError, ValueError, OverflowError) as error:
@@ -148,7 +154,21 @@ def list_tar(stream: BinaryIO, name: str, max_members: int) -> Listing:
 class _Member(tarfile.TarInfo):
     """A header whose parts are bounded before they are read: a tar of a few kilobytes may claim any size."""
 
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> Self:
+        """Read a header as tarfile does, and of a plain file neither owner nor mode nor time, which take long."""
+        if len(buf) == 512 and buf[156:157] == tarfile.REGTYPE and not buf[345]:
+            check = buf[148:156]
+            if tarfile.nti(check) == sum(buf) - sum(check) + 256:  # type: ignore[attr-defined]
+                member = cls(tarfile.nts(buf[:100], encoding, errors))  # type: ignore[attr-defined]
+                member.size = tarfile.nti(buf[124:136])  # type: ignore[attr-defined]
+                return member
+        return super().frombuf(buf, encoding, errors)  # type: ignore[arg-type]
+
     def _proc_member(self, archive: Any) -> Any:
+        archive.num_headers += 1
+        if archive.num_headers > _MAX_HEADERS:
+            raise tarfile.ReadError("a member with many headers")
         if self.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *_PAX_TYPES):
             most = _MAX_HEADER_BYTES
             if self.type == tarfile.XGLTYPE:
@@ -167,6 +187,11 @@ class _Member(tarfile.TarInfo):
         member.sparse = b""
 
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _mark_sparse
+
+
+class _Tar(tarfile.TarFile):
+    tarinfo = _Member
+    num_headers = 0  # of the member that is being read
 
 
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)

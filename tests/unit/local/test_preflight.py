@@ -64,7 +64,7 @@ WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "re
         ("quantize", ("--data", "{digits}", "--model", "{tmp}/absent"), "no-model", "{tmp}/absent"),
         ("quantize", ("--data", "{digits}", "--model", "{tmp}"), "no-model", "{tmp}"),
         ("quantize", ("--data", "{digits}"), "missing-input", "--model is required"),
-        ("quantize", WEIGHTS, "model-unusable", "can't read the weights in {tmp}/m.pth"),
+        ("quantize", WEIGHTS, "not-weights", "can't read the weights in {tmp}/m.pth"),
     ],
 )
 def test_a_run_that_can_not_be_is_refused_and_leaves_nothing(
@@ -337,10 +337,10 @@ def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(
     model = onnx_model(nodes, {"x": ["N", 3, 16, 16]}, {"y": ["N", 10]}, weights)
     onnx.save(model, tmp_path / "m.onnx")
     assert (tmp_path / "m.onnx").stat().st_size < 1000
-    with refuses("model-unusable", "--model") as caught:
+    with refuses("onnx-does-not-run", "--model") as caught:
         check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
     assert "ConstantOfShape" in str(caught.value)
-    with refuses("model-unusable", "--model") as caught:  # as on a cluster, where nothing is checked before a run
+    with refuses("onnx-does-not-run", "--model") as caught:  # as on a cluster, where nothing is checked before a run
         export(
             ExportConfig(),
             StepLog("export"),

@@ -364,6 +364,7 @@ def test_too_many_members_and_folders(tmp_path: Path, monkeypatch: pytest.Monkey
     for suffix, limit in (
         (".tar", "tars._MAX_MEMBERS"),
         (".tar.gz", "tars._MAX_PACKED_MEMBERS"),
+        (".tar.gz", "tars._FEW_MEMBERS"),
         (".zip", "zips._MAX_DIRECTORY_BYTES"),
         (".zip", "zips._MAX_MEMBERS"),
         (".tar", "folders._MAX_KEPT_BYTES"),
@@ -375,6 +376,17 @@ def test_too_many_members_and_folders(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("components.preprocess.sources.folders._MAX_NAME_CHARACTERS", 1 << 22)
     with refuses("too-many-folders"):
         find(write_tar(tmp_path / "x.tar", *(member(f"{number}/{'d/' * 2_000}0.png") for number in range(4))))
+
+
+def test_a_member_has_few_headers(tmp_path: Path) -> None:
+    """Each takes as long to read as a member."""
+    name = header(tarfile.GNUTYPE_LONGNAME, 8) + b"a/9.png".ljust(512, b"\0")
+    rest = of_names(tmp_path / "x.tar", *FOUR).read_bytes()
+    (tmp_path / "x.tar").write_bytes(name * 4 + rest)
+    assert "a/9.png" in paths(find(tmp_path / "x.tar"))
+    (tmp_path / "x.tar").write_bytes(name * 5 + rest)
+    with refuses("damaged-archive"):
+        find(tmp_path / "x.tar")
 
 
 @pytest.mark.parametrize("suffix", [".tar", ".zip"])
