@@ -1,5 +1,6 @@
 """A real Triton on the CPU, serving what was proved."""
 
+import io
 import json
 import os
 import struct
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
 from components.common.contracts.manifests import Artifact, RepositoryManifest
 from components.common.data.baseline import IMAGE_STATISTICS
@@ -88,6 +90,12 @@ class Running:
                 return Answer(status=response.status, body=json.loads(response.read().decode(errors="replace")))
         except urllib.error.HTTPError as error:
             return Answer(status=error.code, body=json.load(error))
+
+
+def picture(size: tuple[int, int] = (40, 30), form: str = "JPEG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, "red").save(buffer, form)
+    return buffer.getvalue()
 
 
 def encoded(images: Sequence[bytes]) -> bytes:

@@ -1,7 +1,5 @@
 """Wrong requests to a real Triton: one clear answer, and the server goes on."""
 
-import io
-import re
 import socket
 import struct
 import threading
@@ -10,20 +8,12 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from PIL import Image
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
-from .conftest import NAME, decoding_process, encoded, metrics, serving, suspended, wait_until_pending
-
-
-def picture(size: tuple[int, int] = (40, 30), form: str = "JPEG", colour: str = "red") -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, colour).save(buffer, form)
-    return buffer.getvalue()
+from .conftest import NAME, decoding_process, encoded, metrics, picture, suspended, wait_until_pending
 
 
 @pytest.fixture(autouse=True)
@@ -173,21 +163,3 @@ def test_a_client_that_goes_away(served) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def test_overload_is_refused_at_once_and_ends(triton, proved, tmp_path: Path) -> None:
-    """More than the 128 that may wait: some are answered, the rest gets a 503 that says so, and then all is well."""
-    large = picture((1500, 1500))  # so that a batch takes longer than asking the server how many wait
-    with serving(proved.parts["bundle"], tmp_path, "--name", NAME, "--max-wait", "60") as running:
-        decoder = decoding_process(running)
-        with ThreadPoolExecutor(300) as pool:
-            with suspended(decoder):  # so that all of them wait, however fast this machine decodes
-                sent = pool.map(lambda _: running.infer([large]), range(300))
-                wait_until_pending(running, 300 - 128)  # the first batch has up to 128, which wait no more
-            answers = list(sent)
-        refused = [answer for answer in answers if answer.status != 200]
-        assert 0 < len(refused) < 200
-        assert {answer.status for answer in refused} == {503}
-        assert all("the server is overloaded, try again later" in answer.error for answer in refused)
-        assert running.infer([large]).status == 200
-        assert re.findall(r"^[EW]\d{4}.*|Traceback", running.log.read_text(), re.M) == []

@@ -31,7 +31,7 @@ from enginery.serving.client.transport import (
 )
 from enginery.serving.loadtest.results import LoadTest
 from tests.fuzz import requests
-from tests.unit.registered import ROOT, enginery, refuses, run_python
+from tests.unit.registered import ROOT, enginery, refuses
 
 from .conftest import NAME, Running, metrics, serving
 
@@ -113,11 +113,13 @@ def test_what_the_server_does_not_have(url: str, image_files: list[Path]) -> Non
         enginery("predict", "--url", url, "--model", f"{NAME}_model", image_files[0])
 
 
-def test_a_proxy_of_the_environment_is_not_asked(url: str, image_files: list[Path]) -> None:
+def test_a_proxy_of_the_environment_is_not_asked(
+    url: str, image_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
-    command = ("-m", "enginery.cli.main", "predict", "--url", url, "--retry", 0, image_files[0])
-    done = run_python(*command, **proxies, no_proxy="", NO_PROXY="")
-    assert done.returncode == 0, done.stderr
+    for name, value in {**proxies, "no_proxy": "", "NO_PROXY": ""}.items():
+        monkeypatch.setenv(name, value)
+    enginery("predict", "--url", url, "--retry", 0, image_files[0])
 
 
 def test_nobody_there_or_in_time_and_another_protocol(served: Running, image_files: list[Path]) -> None:

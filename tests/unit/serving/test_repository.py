@@ -268,6 +268,7 @@ def test_triton_itself_refuses_it_too(triton, exported: Artifact[RepositoryManif
     found = find_triton()
     command = [found.binary, f"--model-repository={tmp_path / 'models'}", f"--backend-directory={found.backends}"]
     command += [f"--allow-{service}=false" for service in ("http", "grpc", "metrics")]
+    command += ["--model-control-mode=explicit", "--load-model=digits_preprocess"]  # the first that would read it
     environment = found.environment(Path(components.__file__).parents[1])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1

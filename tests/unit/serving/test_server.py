@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-import shutil
+import re
 import signal
 import socket
 import time
@@ -24,10 +24,7 @@ from components.common.registry.keys import signing_key
 from components.common.registry.trust import VERDICT, sign_verdict
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
-from enginery.serving.installation import find_triton
 from enginery.serving.repository import RepositoryConfig, write_repository
-from enginery.serving.server import Ports, Server
-from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses, write_keys
 
 from .conftest import (
@@ -35,6 +32,7 @@ from .conftest import (
     Running,
     decoding_process,
     metrics,
+    picture,
     serving,
     start_serving,
     suspended,
@@ -82,31 +80,6 @@ def test_health_metrics_and_what_is_served(served, exported) -> None:
     assert "no bound on waiting requests" not in text
     for line in (f"http://127.0.0.1:{served.http}\n", f"127.0.0.1:{served.grpc}\n", f":{served.metrics}/metrics\n"):
         assert line in text
-
-
-def test_metrics_that_are_not_there_are_told(triton, exported, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where Triton was started with another port for them: nothing would be refused."""
-    monkeypatch.setattr(Ports, "own_metrics", "http://127.0.0.1:1/metrics")
-    ports = Ports(http=free_port(), grpc=free_port(), metrics=free_port())
-    server = Server.start(find_triton(), exported.path, ports)
-    running = Running(process=server.process, http=ports.http, grpc=ports.grpc, metrics=ports.metrics, log=Path())
-    try:
-        server.wait_until_ready()
-        deadline = time.monotonic() + 600
-        while not any("no bound on waiting requests: http://127.0.0.1:1/metrics" in line for line in server.log):
-            assert time.monotonic() < deadline, list(server.log)
-            assert running.infer(images[:1]).status == 200
-    finally:
-        server.kill()
-
-
-def test_a_damaged_repository_is_not_served(triton, exported, tmp_path: Path) -> None:
-    folder = shutil.copytree(exported.path, tmp_path / "models")
-    (folder / f"{NAME}_labels/1/model.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    running = start_serving(folder, tmp_path)
-    assert running.process.wait(600) == 1
-    assert "[file-damaged]" in running.log.read_text()
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -186,10 +159,26 @@ def test_a_signal_answers_what_has_begun(triton, promoted, images, tmp_path: Pat
     assert list((tmp_path / "home/serve").iterdir()) == []
 
 
-def test_nothing_is_left_of_a_killed_triton(triton, exported, images, tmp_path: Path) -> None:
-    """Under load: its models are then telling it things. Until then it is known by the name of its host."""
-    with serving(exported.path, tmp_path, "--host", "localhost", **NO_PROXY) as running:
+def test_overload_is_refused_at_once_and_nothing_is_left_of_a_killed_triton(triton, proved, images, tmp_path) -> None:
+    """Of more than the 128 that may wait some are answered, the rest gets a 503 that says so, and then all is well.
+
+    It is killed under load: its models are then telling it things. Until then it is known by the name of its host.
+    """
+    options = ("--name", NAME, "--max-wait", "60", "--host", "localhost")
+    with serving(proved.parts["bundle"], tmp_path, *options, **NO_PROXY) as running:
         check_address(running, "127.0.0.1")
+        large = picture((1500, 1500))  # so that a batch takes longer than asking the server how many wait
+        with ThreadPoolExecutor(300) as pool:
+            with suspended(decoding_process(running)):  # so that all of them wait, however fast this machine decodes
+                sent = pool.map(lambda _: running.infer([large]), range(300))
+                wait_until_pending(running, 300 - 128)  # the first batch has up to 128, which wait no more
+            answers = list(sent)
+        refused = [answer for answer in answers if answer.status != 200]
+        assert 0 < len(refused) < 200
+        assert {answer.status for answer in refused} == {503}
+        assert all("the server is overloaded, try again later" in answer.error for answer in refused)
+        assert running.infer([large]).status == 200
+        assert re.findall(r"^[EW]\d{4}.*|Traceback", running.log.read_text(), re.M) == []
         processes = psutil.Process(running.process.pid).children(recursive=True)
         server = next(process for process in processes if "tritonserver" in process.name())
         with ThreadPoolExecutor(8) as pool:

@@ -8,9 +8,12 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -20,24 +23,42 @@ import pytest
 
 from components.common.contracts.digests import digest_bytes
 from components.serve.shadow import KEYS, MAX_IMAGE_BYTES, SHADOW_VARIABLE, Sampler
+from enginery.serving.installation import find_triton
 from enginery.serving.repository import RepositoryConfig, write_repository
-from enginery.serving.server import shadow_socket
+from enginery.serving.server import Ports, Server, shadow_socket
 from enginery.serving.shadow import SampleListener
 from enginery.serving.shadow_record import read_record
+from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, files, refuses, write_keys
 
-from .conftest import NAME, REPOSITORY, Answer, Running, encoded, serving, suspended
+from .conftest import NAME, REPOSITORY, Answer, Running, encoded, suspended
 
 SWAPPED = {"3": "8", "8": "3"}
+NO_METRICS = "http://127.0.0.1:1/metrics"
+
+
+@dataclass(kw_only=True)
+class Champion(Running):
+    """Its server, started in this process: the command is run by the other tests of servers."""
+
+    server: Server
 
 
 @pytest.fixture(scope="module")
-def champion(triton, source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """All its images may be sampled."""
+def champion(triton, source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Champion]:
+    """All its images may be sampled. What waits is not counted: its models are told a wrong address of its metrics."""
     folder = tmp_path_factory.mktemp("champion")
-    config = RepositoryConfig(max_wait_s=60, shadow_share=1.0)
-    with serving(write_repository(source, folder / "models", config).path, folder) as running:
-        yield running
+    repository = write_repository(source, folder / "models", RepositoryConfig(max_wait_s=60, shadow_share=1.0))
+    names = {"http": free_port(), "grpc": free_port(), "metrics": free_port()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENGINERY_HOME", str(folder / "home"))
+        patch.setattr(Ports, "own_metrics", NO_METRICS)
+        server = Server.start(find_triton(), repository.path, Ports(**names))
+    try:
+        server.wait_until_ready()
+        yield Champion(server=server, process=server.process, log=folder / "serve.log", **names)
+    finally:
+        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +68,10 @@ def challenger(source, tmp_path_factory: pytest.TempPathFactory) -> Path:
     manifest = source.bundle.manifest.model_copy(update={"classes": classes})
     other = dataclasses.replace(source, bundle=dataclasses.replace(source.bundle, manifest=manifest))
     return write_repository(other, tmp_path_factory.mktemp("challenger") / "models", RepositoryConfig()).path
+
+
+# An idle process would be the slowest of all. No test waits for an hour.
+IN_PROCESS = ("--priority", "normal", "--requests", "20", "--minutes", "5")
 
 
 def start_shadow(home: Path, challenger: Path, *options: object) -> subprocess.Popen[str]:
@@ -76,8 +101,23 @@ def ask_until_ends(process: subprocess.Popen[str], ask_once: Callable[[], object
         time.sleep(0.05)
 
 
-def answers(running: Running, images: list[bytes]) -> None:
-    assert running.infer(images).status == 200
+@contextmanager
+def asked_meanwhile(home: Path, ask_once: Callable[[], Answer]) -> Iterator[None]:
+    """Requests one after the other while the body runs a challenger in this process. All of them are answered."""
+    is_over = threading.Event()
+
+    def ask_all() -> None:
+        while not is_over.wait(0.05):
+            assert ask_once().status == 200
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setenv("ENGINERY_HOME", str(home))
+        asking = pool.submit(ask_all)
+        try:
+            yield
+        finally:
+            is_over.set()
+        asking.result()
 
 
 def ask(running: Running, images: list[bytes], name: bytes) -> Answer:
@@ -197,15 +237,12 @@ def test_a_slow_or_killed_challenger_costs_the_champion_nothing(champion, challe
 
 def test_a_challenger_that_another_server_runs(champion, served, source, exported, images, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{served.http}"
-    home, options = champion.log.parent / "home", ("--output", tmp_path / "out", "--url", url, "--requests", "20")
+    home, options = champion.log.parent / "home", (*IN_PROCESS, "--output", tmp_path / "out", "--url", url)
     other = write_repository(dataclasses.replace(source, precision="fp32"), tmp_path / "fp32", RepositoryConfig())
-    with refuses("other-challenger-served", "--url"), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ENGINERY_HOME", str(home))
-        enginery("shadow", other.path, *options, "--priority", "normal")
-    process = start_shadow(home, exported.path, *options, "--json")
-    wait_until_said(process, "the champion is")
-    ask_until_ends(process, partial(answers, champion, images[:20]))
-    record = json.loads(process.communicate()[0])
+    with asked_meanwhile(home, partial(champion.infer, images[:20])):
+        with refuses("other-challenger-served", "--url"):
+            enginery("shadow", other.path, *options)
+        record = json.loads(enginery("shadow", exported.path, *options, "--json").stdout)
     assert record["asked"] == url
     found = record["comparison"]
     assert (found["num_compared"], found["num_differing"], found["speed"]) == (20, 0, None)
@@ -213,15 +250,9 @@ def test_a_challenger_that_another_server_runs(champion, served, source, exporte
 
 def test_ids_of_any_kind(champion, challenger, images, tmp_path: Path) -> None:
     """No request's id fails a request, or spoils the record."""
-    process = start_shadow(champion.log.parent / "home", challenger, "--output", tmp_path / "out", "--requests", "30")
-    wait_until_said(process, "the champion is")
-
-    def ask_once() -> None:
-        for name in (b"", b"\xff\xc3", b"x" * 200_000, "a\u2028b".encode()):  # which ends a line, as text
-            assert ask(champion, images[:1], name).status == 200
-
-    ask_until_ends(process, ask_once)
-    assert process.returncode == 0, process.stderr.read()
+    names = itertools.cycle((b"", b"\xff\xc3", b"x" * 200_000, "a\u2028b".encode()))  # the last ends a line, as text
+    with asked_meanwhile(champion.log.parent / "home", lambda: ask(champion, images[:1], next(names))):
+        enginery("shadow", challenger, *IN_PROCESS, "--output", tmp_path / "out")
     found, answers = read_record(tmp_path / "out")
     assert {answer.id for answer in answers} == {"", "a\u2028b"}
     assert found.manifest.num_dropped == 0
@@ -230,14 +261,19 @@ def test_ids_of_any_kind(champion, challenger, images, tmp_path: Path) -> None:
 def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challenger, images, tmp_path: Path) -> None:
     for model in ("digits", "digits_preprocess", "digits_labels"):
         assert KEYS not in (exported.path / model / "config.pbtxt").read_text()
-    process = start_shadow(served.log.parent / "home", challenger, "--output", tmp_path / "out", "--minutes", "0.05")
-    wait_until_said(process, "waiting for samples")
-    ask_until_ends(process, partial(answers, served, images[:1]))
-    assert "[no-samples]" in process.stderr.read()
-    assert process.returncode == 2
+    with asked_meanwhile(served.log.parent / "home", partial(served.infer, images[:1])), refuses("no-samples"):
+        enginery("shadow", challenger, *IN_PROCESS, "--output", tmp_path / "out", "--minutes", "0.02")
     assert not (tmp_path / "out").exists()
     with refuses("output-exists"):
         enginery("shadow", challenger, "--output", tmp_path)
+
+
+def test_metrics_that_are_not_there_are_told(champion, images) -> None:
+    """As where Triton was started with another port for them: nothing would be refused."""
+    deadline = time.monotonic() + 600
+    while not any(f"no bound on waiting requests: {NO_METRICS}" in line for line in champion.server.log):
+        assert time.monotonic() < deadline, list(champion.server.log)
+        assert champion.infer(images[:1]).status == 200
 
 
 GREETING = {
