@@ -283,13 +283,13 @@ def test_models_that_cannot_be_used_are_refused(
     assert str(caught.value).startswith(words.format(model=model))
 
 
-@pytest.mark.parametrize("kind", ["weights", "checkpoint"])
 @pytest.mark.parametrize(
-    ("architecture", "tensor", "value", "code"),
+    ("kind", "architecture", "tensor", "value", "code"),
     [
-        ("resnet18", "fc.weight", 0.0, "constant-answers"),
-        ("resnet18", "bn1.running_var", -1.0, "answers-not-finite"),
-        ("alexnet", "classifier.6.bias", 0.0, "size-not-exportable"),
+        ("weights", "shufflenet_v2_x0_5", "fc.weight", 0.0, "constant-answers"),
+        ("checkpoint", "shufflenet_v2_x0_5", "fc.weight", 0.0, "constant-answers"),
+        ("checkpoint", "shufflenet_v2_x0_5", "conv1.1.running_var", -1.0, "answers-not-finite"),
+        ("weights", "alexnet", "classifier.6.bias", 0.0, "size-not-exportable"),
     ],
 )
 def test_weights_that_give_no_answers_are_refused_before_and_in_export(

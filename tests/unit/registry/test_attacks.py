@@ -1,6 +1,7 @@
 """Each attack against each use of a model: a table of what refuses it, and with which code."""
 
 import base64
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,16 @@ from tests.unit.registered import PARTS, PAST, Machine, enginery, files, flip, p
 APPROVAL = trust.approval_file("prod")
 
 
+@functools.cache
+def rendered_init_container(digest: str) -> dict[str, Any]:
+    values = case("full")
+    model = {"uri": "", "existingClaim": "models", "repositoryDigest": digest}
+    values["serve"]["model"] = {**values["serve"]["model"], **model}
+    pod = named(render_files(values), "Deployment", "serve")["spec"]["template"]["spec"]
+    (container,) = pod["initContainers"]
+    return dict(container)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scene:
     """Version 1 of m, its signed model repository in a store, and the chain that it was made from: all of it right."""
@@ -38,11 +49,7 @@ class Scene:
 
     def init_container(self) -> None:
         """The command that the chart has a pod run before Triton, on the mounted store."""
-        values = case("full")
-        model = {"uri": "", "existingClaim": "models", "repositoryDigest": self.digest}
-        values["serve"]["model"] = {**values["serve"]["model"], **model}
-        pod = named(render_files(values), "Deployment", "serve")["spec"]["template"]["spec"]
-        (container,) = pod["initContainers"]
+        container = rendered_init_container(self.digest)
         verb, source, target, *rest = container["args"]
         mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
         assert mounted > {"/store", "/models", "/etc/enginery/trust"}

@@ -1,10 +1,8 @@
 """The tracking store's address, a SQLite store that is made whole or not at all, and a database that is not there."""
 
-import os
+import runpy
 import socket
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -13,11 +11,12 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import DatasetInput
+from mlflow.environment_variables import MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD, MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
 from components.common.contracts.errors import EngineryError
-from components.common.registry import model_registry
+from components.common.registry import model_registry, store
 from components.common.registry.model_registry import RegisteredVersion, Registry, patiently
 from components.common.registry.store import (
     beside_database,
@@ -224,15 +223,15 @@ def test_files_that_can_not_be_read(tracking: TrackingServer, name: str, value: 
         pass
 
 
-def test_files_go_through_the_tracking_server_unless_asked() -> None:
-    names = [f"MLFLOW_ENABLE_PROXY_MULTIPART_{way}" for way in ("UPLOAD", "DOWNLOAD")]
-    code = "import importlib, os; from components.common.registry import store; "
-    code += "from mlflow import environment_variables as e; "
-    code += f"print([getattr(e, name).get() for name in {names}]); os.environ.update(dict.fromkeys({names}, 'true')); "
-    code += f"importlib.reload(store); print([getattr(e, name).get() for name in {names}])"
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [str([False] * 2), str([True] * 2)]
+@pytest.mark.parametrize("asked", [False, True])
+def test_files_go_through_the_tracking_server_unless_asked(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    for way in ("UPLOAD", "DOWNLOAD"):
+        monkeypatch.setenv(f"MLFLOW_ENABLE_PROXY_MULTIPART_{way}", "true")
+        if not asked:
+            monkeypatch.delenv(f"MLFLOW_ENABLE_PROXY_MULTIPART_{way}")
+    runpy.run_path(store.__file__)  # what its import does
+    for variable in (MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD, MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD):
+        assert variable.get() is asked
 
 
 def test_two_log_the_same_dataset_at_the_same_moment(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,6 @@ def test_what_can_not_be_compared(exported, source, counted_so, tmp_path: Path) 
         (["--precision", "fp32"], "no-such-precision"),
         (["--examples", tmp_path], "no-examples"),
         (["--html", tmp_path / "page.html", "--examples", tmp_path / "none"], "no-examples"),
-        (["--html", tmp_path], "no-output"),
         (["--html", tmp_path / "none/page.html"], "no-output"),
     ):
         with refuses(code):
