@@ -1,13 +1,15 @@
 """The result of a run as data: what the final table shows, and what --summary writes."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from components.common.contracts.environment import Environment
 from components.common.contracts.manifests import ReportManifest, VerdictManifest
 from components.common.contracts.records import AccuracyReport, BenchmarkReport, GateCheck, Recommendation, Speedup
-from enginery.local.caching import CachedStep
+
+if TYPE_CHECKING:  # it imports KFP
+    from enginery.local.caching import CachedStep
 
 
 class _Record(BaseModel):
@@ -139,7 +141,7 @@ class SummaryBuilder:
             self.registered = f"{event['registered_model']}/{event['version']}"
             self.champion, self.promotion = event.get("champion", False), event.get("why", "")
 
-    def add_reused(self, cached: CachedStep) -> None:
+    def add_reused(self, cached: "CachedStep") -> None:
         """Add a step that was not repeated, from the artifact that it left."""
         outcome = f"reused from {cached.run_id}"
         self.steps.append(StepSummary(name=cached.step, status="reused", outcome=outcome, seconds_total=0.0))

@@ -93,8 +93,15 @@ def is_of(name: str, package: str) -> bool:
         (set(HEAVY) - {"mlflow"}, ["components.promote.run", "components.gate.run"]),  # whose image is slim
         # The command line's image has neither an image decoder nor NumPy.
         ((*HEAVY, "numpy", "PIL"), [f"enginery.cli.{verb}" for verb in ("submit", "fetch")]),
-        # Their help is there before MLflow is imported.
-        (("mlflow",), [f"enginery.cli.{verb}" for verb in ("promote", "audit", "models", "rollback")]),
+        # Their help is there before MLflow is imported, and none of them runs a pipeline.
+        (
+            ("mlflow", "kfp"),
+            [
+                f"enginery.cli.{verb}"
+                for verb in ("promote", "audit", "models", "rollback", "serve", "release", "compare")
+            ]
+            + ["enginery.serving.repository"],
+        ),
         (
             ("torch", "mlflow", "openvino", "tritonclient", "kfp", "PIL", "enginery.serving.server"),
             ["enginery.serving.client.client", "enginery.cli.predict", "enginery.serving.loadtest.generator"],
