@@ -139,7 +139,7 @@ def copy_digits(digits: Path, target: Path, num_per_class: int) -> None:
             shutil.copy(file, target / folder.name)
 
 
-class _ThisProcess(Executor):
+class ThisProcess(Executor):
     """In place of a pool of one process, whose start takes most of a second."""
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -162,7 +162,7 @@ def run_step(data: Path | str, output: Path, **settings: Any) -> None:
     config = resolve(PreprocessConfig, "preprocess", {"data": str(data), "num_workers": 1, **settings})
     with pytest.MonkeyPatch.context() as patch:
         if config.num_workers == 1:
-            patch.setattr(packing, "ProcessPoolExecutor", _ThisProcess)
+            patch.setattr(packing, "ProcessPoolExecutor", ThisProcess)
             patch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # which packing sets in its process
         run(config, StepLog("preprocess"), output=output)
 

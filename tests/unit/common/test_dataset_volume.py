@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,19 @@ import pytest
 from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.common.contracts.manifests import ALL_FILES, MANIFEST, DatasetManifest, load
 from components.common.process.dataset_volume import VARIABLE, find_dataset
+from components.common.process.steplog import StepLog
+from components.merge.__main__ import STEP as MERGE
+from components.preprocess import packing
+from components.preprocess.__main__ import STEP as PREPROCESS
+from components.train.__main__ import STEP as TRAIN
+from tests.conftest import ThisProcess
 from tests.unit.refusals import refuses
+from tests.unit.registered import run_python
 
 
 def step(name: str, output: Path, volume: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, VARIABLE: str(volume), KFP_RUN_VARIABLE: "run"}
-    command = [sys.executable, "-m", f"components.{name}", "--output", str(output), *options]
-    return subprocess.run(command, capture_output=True, text=True, env=env)
+    words = ["-m", f"components.{name}", "--output", output, *options]
+    return run_python(*words, **{VARIABLE: str(volume), KFP_RUN_VARIABLE: "run"})
 
 
 @pytest.fixture
@@ -30,30 +35,30 @@ def volume(tmp_path: Path) -> Path:
 def test_a_part_and_the_whole_lie_in_the_volume_and_outputs_are_manifests(
     few_digits: Path, tmp_path: Path, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = tmp_path / "part"
-    done = step("preprocess", part, volume, "--data", str(few_digits), "--part", "1/1")
-    assert done.returncode == 0, done.stderr
-    done = step("merge", tmp_path / "dataset", volume, "--parts", json.dumps([str(part)]))
+    part, parts = tmp_path / "part", json.dumps([str(tmp_path / "part")])
+    monkeypatch.setenv(VARIABLE, str(volume))
+    monkeypatch.setenv(KFP_RUN_VARIABLE, "run")
+    monkeypatch.setattr(packing, "ProcessPoolExecutor", ThisProcess)
+    PREPROCESS._execute(StepLog("preprocess"), {"data": str(few_digits), "part": "1/1", "num_workers": 1}, part, {})
+    done = step("merge", tmp_path / "dataset", volume, "--parts", parts)
     assert done.returncode == 0, done.stderr
     assert os.listdir(part) == os.listdir(tmp_path / "dataset") == [MANIFEST]
     assert len(list((volume / "enginery/datasets").iterdir())) == 2
     assert not list((volume / "enginery/begun").iterdir())
 
-    monkeypatch.setenv(VARIABLE, str(volume))
     found = load(find_dataset(tmp_path / "dataset"), DatasetManifest, verify=ALL_FILES)
     assert found.path.is_relative_to(volume)
     # The same once more, by another run, is the same folder.
-    done = step("merge", tmp_path / "again", volume, "--parts", json.dumps([str(part)]))
-    assert done.returncode == 0, done.stderr
+    MERGE._execute(StepLog("merge"), {"parts": [str(part)]}, tmp_path / "again", {})
     assert find_dataset(tmp_path / "again") == found.path
     # Another dataset under this one's name is not taken, nor is one that was removed.
     for damage in (lambda: shutil.copy(part / MANIFEST, found.path), lambda: shutil.rmtree(found.path)):
         damage()
         with refuses("dataset-not-in-volume"):
             find_dataset(tmp_path / "dataset")
-    done = step("train", tmp_path / "checkpoint", volume, "--dataset", str(tmp_path / "dataset"))
-    assert done.returncode == 1
-    assert "Run preprocess again, without KFP's cache" in done.stderr
+    with refuses("dataset-not-in-volume") as caught:
+        TRAIN._execute(StepLog("train"), {}, tmp_path / "checkpoint", {"dataset": tmp_path / "dataset"})
+    assert "Run preprocess again, without KFP's cache" in str(caught.value)
 
 
 def test_a_volume_that_is_not_there(few_digits: Path, tmp_path: Path) -> None:

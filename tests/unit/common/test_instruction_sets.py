@@ -1,10 +1,7 @@
 """INT8 on CPUs that one does not have: oneDNN limited to less than this CPU can do."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import onnx
@@ -51,20 +48,16 @@ for file in sorted(folder.glob("*.onnx")):
 print(json.dumps([instruction_set(), answers, kernels]))
 """
 
-# The same with a choice; of "fp32.onnx" as on an instruction set that no list names.
+# Behind it, a choice; of "fp32.onnx" as on an instruction set that no list names.
 CHOICE = """
-import json, sys
-from pathlib import Path
-import numpy as np
 import onnx
 import torch
-from components.common.contracts.transforms import ShapeSpec
 from components.export import quantization
 from components.export.selection import Candidates
 
 SATURATING = quantization.SATURATING
 quantization._CLOSE = float("inf")  # unsigned activations are as accurate as signed ones, and faster
-folder, shapes = Path(sys.argv[1]), ShapeSpec(channels=32, height=8, width=8)
+shapes = ShapeSpec(channels=32, height=8, width=8)
 candidates = Candidates(shapes=shapes, device=torch.device("cpu"), directory=folder, log=None)
 speeds = {"unsigned": 2.0, "signed": 1.0}
 for file, scales in json.loads(sys.argv[2]).items():
@@ -129,12 +122,22 @@ def simulated(files):
 
 
 @pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
-@pytest.mark.parametrize("limit", [*available(), ""])
-def test_only_7_bit_weights_are_exact_on_every_instruction_set(files, simulated, limit):
-    environment = {**os.environ, VARIABLE: limit} if limit else {k: v for k, v in os.environ.items() if k != VARIABLE}
-    command = [sys.executable, "-c", PROBE, str(files)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    here, answers, kernels = json.loads(done.stdout)
+@pytest.mark.parametrize(
+    ("limit", "chooses"),
+    [
+        *((limit, limit == "AVX2") for limit in (*available(), "")),  # importing what chooses takes seconds
+        *(pytest.param(limit, True, marks=pytest.mark.slow) for limit in available()[:1] if limit != "AVX2"),
+    ],
+)
+def test_7_bit_weights_are_exact_on_every_instruction_set_and_chosen_where_sums_saturate(
+    files, simulated, limit, chooses
+):
+    cases = {"fp32.onnx": (SCALES, [7, None]), "signed_input.onnx": (SMALL_CODES, [8, 7])}
+    scales = json.dumps({file: scales for file, (scales, _) in cases.items()})
+    done = run_python("-c", PROBE + (CHOICE if chooses else ""), files, scales, **{VARIABLE: limit})
+    assert done.returncode == 0, done.stderr
+    first, *choices = map(json.loads, done.stdout.splitlines())
+    here, answers, kernels = first
     assert here == (limit or available()[0])
     # Shows that the limit took effect. AMX has kernels of both names.
     kernel = {"SSE41": "sse4", "AVX2": "avx2", "AVX2_VNNI": "avx2", "AVX512_CORE_AMX": "amx|avx512"}.get(here, "avx512")
@@ -146,24 +149,8 @@ def test_only_7_bit_weights_are_exact_on_every_instruction_set(files, simulated,
     }
     assert max(error["fp32"], error["signed_7bit"], error["unsigned_7bit"]) < 0.02, error
     assert (error["unsigned"] > 0.2) is (here in SATURATING), error
-
-
-@pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
-@pytest.mark.parametrize(
-    "limit",
-    [
-        pytest.param(name, marks=() if name == "AVX2" else pytest.mark.slow)
-        for name in available()
-        if name in (available()[0], "AVX2")
-    ],
-)
-def test_only_weights_whose_sums_saturate_have_7_bits(files, limit):
-    cases = {"fp32.onnx": (SCALES, [7, None]), "signed_input.onnx": (SMALL_CODES, [8, 7])}
-    done = run_python(
-        "-c", CHOICE, files, json.dumps({file: scales for file, (scales, _) in cases.items()}), **{VARIABLE: limit}
-    )
-    for (_, bits), line in zip(cases.values(), done.stdout.splitlines(), strict=True):
-        *found, eight_saturates_on, seven_saturates_on = json.loads(line)
+    assert len(choices) == (len(cases) if chooses else 0)
+    for (_, bits), (*found, eight_saturates_on, seven_saturates_on) in zip(cases.values(), choices, strict=False):
         assert found == (bits if limit in SATURATING else [8, None])
         assert (limit in eight_saturates_on, seven_saturates_on) == (found[0] == 7, [])
 

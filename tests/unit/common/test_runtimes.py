@@ -1,5 +1,7 @@
 """Which runtime runs a bundle here: what ties a plan to a machine is compared before the plan is loaded."""
 
+import importlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -14,7 +16,6 @@ from components.common.runtimes.runner import OpenModel
 from components.common.runtimes.selection import select_runtime, select_runtimes
 from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
-from tests.unit.registered import run_python
 
 HERE = {"tensorrt_version": "10.16.0.72", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
 NO_FP16 = "needs TensorRT on a GPU; a CPU has no FP16 arithmetic"
@@ -180,9 +181,12 @@ def test_another_arithmetic_can_be_refused():
     assert ELSEWHERE in str(error.value)
 
 
-def test_openvino_that_is_not_installed_is_named() -> None:
+def test_openvino_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU machine need not have it: export is imported without, and what asks for it says what to install."""
-    code = "import sys; sys.modules['openvino'] = None; import components.export.selection; print('export'); "
-    done = run_python("-c", code + "import components.common.runtimes.openvino")
-    assert (done.returncode, done.stdout) == (1, "export\n")
-    assert "RuntimeUnavailable: OpenVINO runs models on CPUs and is not installed: pip install openvino" in done.stderr
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("components", "openvino")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    importlib.import_module("components.export.selection")
+    with pytest.raises(Exception, match="OpenVINO runs models on CPUs and is not installed: pip install op") as caught:
+        importlib.import_module("components.common.runtimes.openvino")
+    assert type(caught.value).__name__ == "RuntimeUnavailable"

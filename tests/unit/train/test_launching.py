@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from components.train.launching import RankEnd, _failure, _Group, launch, num_pr
 from components.train.run import run
 from tests.unit.refusals import refuses
 
-from .conftest import SETTINGS, Train, as_rank_0_of_two, config
+from .conftest import SETTINGS, Log, Train, as_rank_0_of_two, config
 
 
 def test_an_external_torchrun(
@@ -49,7 +50,8 @@ def test_an_external_torchrun(
 
 
 def end(kind: Any, time: float, message: str = "x", exit_code: int = 1) -> RankEnd:
-    return RankEnd(kind=kind, time=time, message=message, exit_code=exit_code)
+    code = "no-image" if kind == "reported" else ""
+    return RankEnd(kind=kind, time=time, message=message, exit_code=exit_code, code=code)
 
 
 # As torchrun writes it: the root cause is the process that it saw to fail first, here because the other one was gone.
@@ -75,7 +77,7 @@ WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqN
     ("ends", "number", "written", "code", "text"),
     [
         # The first error that was raised to be read counts.
-        ([end("unknown", 1, "closed by peer"), end("reported", 2, "no such image", 2)], 2, "", "", "no such image"),
+        ([end("unknown", 1, "closed by peer"), end("reported", 2, "none such", 2)], 2, "", "no-image", "none such"),
         # torchrun ends the others by SIGTERM when one was killed or has failed, which is no pre-emption.
         ([end("preempted", 1)], 3, "last words", "process-killed", r"rank 1, 2 ended(.|\n)*last words"),
         ([], 3, FIRST, "process-killed", "of 3 training processes, rank 2, the first to go, ended without a word"),
@@ -102,16 +104,42 @@ def test_sigterm_is_a_preemption() -> None:
     assert isinstance(_failure(saved, 2, asked=False, written=""), Preempted)  # somebody signalled the processes
 
 
-def test_the_ends_of_the_processes_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torchrun alone was killed; the processes have finished."""
+@pytest.mark.parametrize(
+    ("tries", "num_starts", "code"),
+    [
+        ([[RankEnd(time=1.0, outcome="trained"), RankEnd(time=1.0)]], 1, ""),  # torchrun alone was killed
+        ([[LOST], [], [RankEnd(time=1.0, outcome="trained"), RankEnd(time=1.0)]], 3, ""),
+        ([[LOST]] * 4, 4, "process-killed"),
+        ([[end("reported", 1), LOST]], 1, "no-image"),
+    ],
+)
+def test_all_start_again_where_one_was_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tries: list[list[RankEnd]], num_starts: int, code: str
+) -> None:
+    left, log = iter(tries), Log()
 
     def start(number: int, folder: Path, errors: Any) -> _Group:
-        for rank in range(number):
-            RankEnd(time=1.0, outcome="trained" if rank == 0 else "").write(folder, rank)
+        for rank, found in enumerate(next(left)):
+            found.write(folder, rank)
         return _Group(subprocess.Popen(["sh", "-c", "kill -9 $$"], stdout=subprocess.PIPE))
 
     monkeypatch.setattr(_Group, "start", start)
-    assert launch(config(), StepLog("train"), 2, dataset=tmp_path, output=tmp_path / "out") == "trained"
+    with refuses(code) if code else nullcontext():
+        assert launch(config(), log, 2, dataset=tmp_path, output=tmp_path / "out") == "trained"
+    again = [re.findall("All start again .*, (.) times at most", text) for text in log.said]
+    assert again == [["3"], ["2"], ["1"]][: num_starts - 1]
+
+
+def test_torchrun_starts_a_process_that_resumes_and_says_how_it_goes(
+    train: Train, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
+) -> None:
+    with pytest.raises(Preempted):
+        train(Log(sigterm_after=8))
+    log, output = Log(), tmp_path / "out"
+    outcome = launch(config(architecture="squeezenet1_1"), log, 1, dataset=tiny_dataset.path, output=output)
+    assert outcome.startswith("squeezenet1_1 at ")
+    assert "resuming after step 8 of 18, where an earlier run stopped" in log.said
+    assert (len(log.epochs), len(load(output, CheckpointManifest).manifest.history)) == (2, 3)
 
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(0, [1, 1, 3]), (4, [4, 1, 3])])

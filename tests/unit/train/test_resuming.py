@@ -20,6 +20,7 @@ from components.common.contracts.manifests import PARTIAL_OUTPUT, CheckpointMani
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.architectures import build_model
 from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
+from components.train.distributed import World
 from components.train.train_job import VOLUME_VARIABLE
 from components.train.trainer import Trainer
 from tests.unit.refusals import refuses
@@ -135,8 +136,9 @@ class Killer(Log):
 LEARNS: dict[str, Any] = {"architecture": "timm/resnet10t", "learning_rate": 0.1, "epochs": 5}
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_begins_the_epoch_again(go: Go, train: Train) -> None:
-    """And where one of them is killed, they start again by themselves."""
+    """And where one of them is killed, they start again by themselves. Quick ones: the next, and in test_launching."""
     go(sigterm_after=8, **LEARNS)
     killer = Killer(14)
     history = train(killer, num_processes=2, **LEARNS).manifest.history
@@ -150,6 +152,19 @@ def test_another_number_of_processes_begins_the_epoch_again(go: Go, train: Train
     assert losses[-1] < 0.7 * losses[0]
     seconds = [epoch.elapsed_s or 0.0 for epoch in history]
     assert seconds == sorted(seconds)
+
+
+def test_other_processes_take_the_newest_checkpoint_between_two_epochs(tmp_path: Path) -> None:
+    folder, log = CheckpointFolder(tmp_path, keep_last=2), Log()
+    for step, num_epochs in ((6, 1.0), (8, 8 / 6)):
+        state = {"num_steps": step, "num_epochs": num_epochs, "ranks": [{}]}
+        folder.save(Saved(num_steps=step, state=state, tensors={}), best_num_steps=None, steps_per_epoch=6)
+    for number, expected in ((1, 8), (2, 6)):
+        content = folder.newest(World(world_size=number, device=torch.device("cpu")), log)
+        assert content is not None
+        assert parse(content).num_steps == expected
+    (note,) = log.said
+    assert "after step 8 is of 1 training processes within an epoch, and now there are 2" in note
 
 
 @pytest.mark.slow
