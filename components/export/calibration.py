@@ -24,6 +24,7 @@ from components.export.config import ExportConfig
 
 # Below this, one image is a point of top-1 or more, and a comparison would only measure chance.
 MIN_SELECTION_IMAGES = 100
+_MAX_KEPT_BYTES = 1_500_000_000  # 2,000 images of 250 px
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +37,26 @@ class Samples:
     num_images: int
     batch_size: int
     device_id: int | None  # GPU to decode on; None for the CPU
+    _kept: list[Batch] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches by the evaluation transform; the last one may be smaller."""
+        """Batches by the evaluation transform; the last one may be smaller. They are kept where memory allows."""
+        yield from self._kept or self._decoded()
+
+    def _decoded(self) -> Iterator[Batch]:
+        fit = 4 * 3 * self.transform.crop_size**2 * self.num_images <= _MAX_KEPT_BYTES
+        batches: list[Batch] = []
         position, end = 0, self.start + self.num_images
         loader = Loader(self.dataset, "train", self.transform, batch_size=self.batch_size, device_id=self.device_id)
         for batch in loader:
             first, last = max(self.start - position, 0), min(end - position, len(batch.images))
             position += len(batch.images)
             if last > first:
-                yield Batch(images=batch.images[first:last], labels=batch.labels[first:last])
+                own = Batch(images=batch.images[first:last], labels=batch.labels[first:last])
+                batches += [own] if fit else []
+                if position >= end:
+                    self._kept[:] = batches
+                yield own
             if position >= end:
                 return
 

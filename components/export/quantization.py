@@ -334,9 +334,7 @@ def _select(
         model=chooser.fp32,
         scales=scales,
         smoothed=networks,
-        measure=lambda models, text, detail: chooser.candidates.measure(
-            models, replace(samples, num_images=search.num_images), text, detail
-        ),
+        measure=lambda models, *said: chooser.candidates.measure(models, samples, search.num_images, *said),
         num_images=samples.num_images,
         budget=budget,
         deadline=started + config.search_seconds,

@@ -56,25 +56,30 @@ class Candidates:
 
     @contextmanager
     def measure(
-        self, models: Mapping[str, onnx.ModelProto], samples: Samples, text: str, detail: Callable[[], str]
+        self,
+        models: Mapping[str, onnx.ModelProto],
+        samples: Samples,
+        num_images: int,
+        text: str,
+        detail: Callable[[], str],
     ) -> Iterator[Advance]:
-        """A pass of models over the images, as far as it is asked for; text and detail are shown with the progress."""
+        """A pass of models over the first images, as far as it is asked for; the progress shows text and detail."""
         batches, seen = iter(samples), 0
 
-        def advance(names: Collection[str], num_images: int) -> dict[str, Predictions]:
+        def advance(names: Collection[str], more: int) -> dict[str, Predictions]:
             nonlocal seen
             found = predict(
                 {name: runners[name] for name in names},
-                _first(batches, num_images),
-                num_images,
-                lambda done, _: self.log.progress(text, seen + done, samples.num_images, detail(), unit="images"),
+                _first(batches, more),
+                more,
+                lambda done, _: self.log.progress(text, seen + done, num_images, detail(), unit="images"),
             )
             seen += next(iter(found.values())).num_images
             return found
 
         with self.runners(models) as runners:
             yield advance
-        if 0 < seen < samples.num_images:  # the candidates were given up
+        if 0 < seen < num_images:  # the candidates were given up
             self.log.progress(text, seen, seen, detail(), unit="images")
 
     def logits(self, model: onnx.ModelProto, batches: list[torch.Tensor]) -> np.ndarray:

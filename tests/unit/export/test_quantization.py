@@ -19,7 +19,7 @@ from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.selection import fit_model
-from components.export import quantization
+from components.export import calibration, quantization
 from components.export.calibration import split_samples
 from components.export.config import CACHE_VARIABLE, CALIBRATION_METHODS, ExportConfig
 from components.export.onnx_export import export_onnx
@@ -94,6 +94,20 @@ def dequantized_reads(model: onnx.ModelProto) -> dict[str, list[bool]]:
 
 def images_of(samples) -> np.ndarray:
     return np.concatenate([batch.images.numpy() for batch in samples])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_images_are_decoded_once_where_memory_allows(digits_dataset, monkeypatch, kept):
+    if not kept:
+        monkeypatch.setattr(calibration, "_MAX_KEPT_BYTES", 0)
+    _, selection = samples_of(digits_dataset, num_calibration_images=100, num_selection_images=150)
+    next(iter(selection))  # a pass that is given up keeps nothing
+    passes = [list(selection) for _ in range(3)]
+    for first, again in zip(passes[0], passes[2], strict=True):
+        assert torch.equal(first.images, again.images)
+        assert torch.equal(first.labels, again.labels)
+        assert (first.images is again.images) == kept
+    assert sum(len(batch.images) for batch in passes[0]) == 150
 
 
 def test_images_to_choose_by_are_none_of_those_that_calibrate(digits_dataset):
@@ -296,7 +310,7 @@ def test_runners_are_closed_when_one_of_them_fails(plain, digits_dataset, tmp_pa
     models = {"fp32": fp32, "max": fp32, "broken": fp32}
     with (
         pytest.raises(UserError, match="does not load"),
-        candidates.measure(models, selection, "comparing", lambda: "60 s left"),
+        candidates.measure(models, selection, selection.num_images, "comparing", lambda: "60 s left"),
     ):
         pass
     assert sorted(closed) == ["fp32", "max"]
