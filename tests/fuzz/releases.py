@@ -50,7 +50,11 @@ class _Release:
         self.home = Path(tempfile.mkdtemp(prefix="enginery-fuzz-"))
         private, public = write_keys(self.home / "ci")
         rights = {"signs": ["verdict", "model"], "approves": ["prod"], "expires": "2999-01-01"}
-        policy = {"environment": "prod", "keys": {"ci": {"public_key": public.read_text(), **rights}}}
+        policy = {
+            "environment": "prod",
+            "newest_approvals": "",
+            "keys": {"ci": {"public_key": public.read_text(), **rights}},
+        }
         (self.home / "trust.yaml").write_text(yaml.safe_dump(policy))
         paths = make_chain(self.home, 90)
         provenance = {"code": {"commit": "", "modified": False, "version": "1"}, "digests": {}, "environments": {}}

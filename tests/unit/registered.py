@@ -355,9 +355,8 @@ class Machine:
             name: {"public_key": self.keys[name][1].read_text(), "expires": expires, **rights}
             for name, rights in {**usual, **keys}.items()
         }
-        text: dict[str, Any] = {"environment": environment, "keys": named}
-        if newest:
-            text["newest_approvals"] = str(self.folder / "newest.json")
+        newest_file = str(self.folder / "newest.json") if newest else ""
+        text = {"environment": environment, "keys": named, "newest_approvals": newest_file}
         (self.folder / "trust.yaml").write_text(yaml.safe_dump(text))
         self.monkeypatch.setenv(trust.POLICY_VARIABLE, str(self.folder / "trust.yaml"))
 

@@ -5,6 +5,7 @@ environment, and the record of a challenger beside the champion. Folders are sig
 policy lies on the machine, never with the model:
 
     environment: production
+    newest_approvals: /var/lib/enginery/newest.json
     keys:
       ci: {public_key: "-----BEGIN PUBLIC KEY-----...", signs: [verdict, model], expires: 2027-06-30}
       board: {public_key: "...", approves: [production], expires: 2027-06-30}
@@ -23,10 +24,10 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from components.common.contracts.digests import canonical_json
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
@@ -113,7 +114,7 @@ class TrustPolicy(BaseModel):
     newest_approvals: str = Field(
         "",
         description="File that this machine keeps of the newest approval of each model: an older one is refused then. "
-        "Empty where versions are pinned by digest.",
+        "Empty where versions are pinned by digest; an environment needs one or the other said.",
     )
     keys: dict[str, TrustedKey] = Field({}, description="By name.")
     identities: dict[str, TrustedIdentity] = Field({}, description="By name.")
@@ -128,6 +129,15 @@ class TrustPolicy(BaseModel):
     def _sort(cls, signers: dict[str, _Signer]) -> dict[str, _Signer]:
         """Put the entry that expires last before others of the same signer."""
         return dict(sorted(signers.items(), key=lambda item: item[1].expires, reverse=True))
+
+    @model_validator(mode="after")
+    def _check_downgrades(self) -> Self:
+        if self.environment and "newest_approvals" not in self.model_fields_set:
+            raise ValueError(
+                f"nothing keeps an older approved version out of {self.environment}: set newest_approvals to a file "
+                'that this machine can write, or to "" where versions are pinned by digest'
+            )
+        return self
 
 
 def _absolute(file: Path) -> Path:

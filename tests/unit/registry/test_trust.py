@@ -382,8 +382,10 @@ def test_a_downgrade_to_an_older_approved_version(
         for number in ("1", "2"):
             trusted.approve(f"m/{number}", "prod")
     trusted.policy(environment="prod", newest=True)
-    served("m/1", tmp_path / "first")
-    served("m@champion", tmp_path / "second")
+    first = served("m/1", tmp_path / "first", "--key", trusted.key("ci"))
+    second = served("m@champion", tmp_path / "second", "--key", trusted.key("ci"))
+    with refuses("other-digest"):  # in the place of the one that Git names
+        fetch(str(first), tmp_path / "pod", read_identity(second).digest)
     registry.client.set_registered_model_alias("m", "champion", "1")
     with refuses("approval-older"):
         served("m@champion", tmp_path / "out")
@@ -516,7 +518,9 @@ def test_a_link_in_the_place_of_a_signature(machine: Machine, tmp_path: Path, na
 def test_a_policy_that_can_not_be_read_trusts_nothing(trusted: Machine, tmp_path: Path, monkeypatch) -> None:
     file, nowhere = trusted.folder / "trust.yaml", tmp_path / "nowhere"
     relative = "newest_approvals: newest.json"  # others may fill the working directory
-    for text in ("keys: 1", "[", "keys: {ci: {public_key: x, expires: 2030-01-01}}", "environments: prod", relative):
+    undecided = "environment: prod"  # on whether an older version may come back
+    bad_key = "keys: {ci: {public_key: x, expires: 2030-01-01}}"
+    for text in ("keys: 1", "[", bad_key, "environments: prod", relative, undecided):
         file.write_text(text)
         with refuses("policy-invalid"):
             served("m/1", tmp_path / "out")
