@@ -23,9 +23,21 @@ from components.validate.run import run as validate
 from tests.conftest import Shared
 
 from .networks import build, digits_network, shapes_of
-from .registered import NAME, checkout, machine, made_once, promote_chain, registry, three
+from .registered import (
+    NAME,
+    checkout,
+    copy_store,
+    machine,
+    made_once,
+    promote_chain,
+    registry,
+    signed_once,
+    three,
+    trusted,
+)
 
-__all__ = ["checkout", "machine", "made_once", "registry", "three"]  # fixtures of registered models
+# Fixtures of registered models.
+__all__ = ["checkout", "machine", "made_once", "registry", "signed_once", "three", "trusted"]
 
 LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0, "require_above_chance": False}
 IMPOSSIBLE = {"min_top1_pct": 100.0, **LENIENT}
@@ -96,10 +108,22 @@ def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return uri
 
 
+@pytest.fixture(scope="session")
+def promoted_once(proved: Proved, empty_store: Path, shared: Shared) -> Path:
+    def build(folder: Path) -> None:
+        shutil.copy(empty_store, folder / "mlflow.db")
+        parts = {**proved.parts, "dataset": proved.dataset.path}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MLFLOW_TRACKING_URI", "")
+            promote_chain(f"sqlite:///{folder / 'mlflow.db'}", parts, folder / "promotion", NAME)
+
+    return shared("promoted", build)
+
+
 @pytest.fixture
-def promoted(store: str, proved: Proved, tmp_path: Path) -> str:
+def promoted(promoted_once: Path, store: str, tmp_path: Path) -> str:
     """The store, with the network as version 1."""
-    promote_chain(store, {**proved.parts, "dataset": proved.dataset.path}, tmp_path / "promotion", NAME)
+    copy_store(promoted_once, tmp_path)
     return store
 
 

@@ -8,9 +8,11 @@ makes one chain of artifacts for each NAME in FOLDER (its digits are the top-1: 
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 from mlflow import MlflowClient
+from mlflow.tracking._tracking_service import utils
 from onnx import helper
 
 from components.common.contracts.digests import canonical_json, digest_bytes
@@ -67,6 +70,7 @@ from components.promote.config import PromoteConfig
 from components.promote.run import run as promote
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
+from tests.conftest import Shared
 from tests.unit.measurements import benchmark_row, engine_entry
 from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses as refuses
@@ -320,6 +324,26 @@ def made_once(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+# Where MLflow keeps addresses of files.
+_ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "storage_location"),
+    ("runs", "artifact_uri"),
+)
+
+
+def copy_store(made: Path, folder: Path) -> None:
+    """A store and all that lies beside it, as if it had been made in another folder: each test's own to attack."""
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    with closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        for table, column in _ADDRESSES:
+            change = f"UPDATE {table} SET {column} = replace({column}, ?, ?)"
+            database.execute(change, (made.as_uri(), folder.as_uri()))
+        database.commit()
+    utils._artifact_repos_cache.clear()  # by numbers of runs and models, which the copies share
+
+
 @pytest.fixture
 def three(made_once: Path, store: str) -> str:
     """A copy of that store; the files that it knows are the same."""
@@ -341,11 +365,15 @@ def write_keys(stem: Path, passphrase: bytes = b"") -> tuple[Path, Path]:
 
 
 class Machine:
-    """A machine with a policy, and the people who have keys."""
+    """A machine with a policy, and the people who have keys; those that are in the folder already stay."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
-        self.keys = {name: write_keys(folder / name) for name in ("ci", "board", "stranger")}
+        names = ("ci", "board", "stranger")
+        self.keys = {name: (folder / f"{name}.key", folder / f"{name}.pub") for name in names}
+        for name in names:
+            if not self.key(name).exists():
+                write_keys(folder / name)
         self.policy()
 
     def policy(self, *, environment: str = "", expires: str = FUTURE, newest: bool = False, **keys: Any) -> None:
@@ -390,6 +418,27 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     (tmp_path / "machine").mkdir()
+    return Machine(tmp_path / "machine", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def signed_once(empty_store: Path, shared: Shared) -> Path:
+    """A store whose version 1 of m has a signed verdict, with the machine of its keys."""
+
+    def build(folder: Path) -> None:
+        (folder / "machine").mkdir()
+        shutil.copy(empty_store, folder / "mlflow.db")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MLFLOW_TRACKING_URI", "")
+            Machine(folder / "machine", patch).promote(f"sqlite:///{folder / 'mlflow.db'}", "a-050")
+
+    return shared("signed", build)
+
+
+@pytest.fixture
+def trusted(signed_once: Path, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine whose policy trusts version 1 of m."""
+    copy_store(signed_once, tmp_path)
     return Machine(tmp_path / "machine", monkeypatch)
 
 

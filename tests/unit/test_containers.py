@@ -20,7 +20,7 @@ from enginery.doctor import gpu
 from enginery.local.containers import RUN_LABEL, Containers, images_of
 from enginery.local.parameters import PipelineFile, load_pipeline
 from enginery.local.state import LOCK, RunDirectory, StateDirectory
-from tests.unit.registered import ROOT, run_python
+from tests.unit.registered import ROOT, enginery, refuses, run_python
 
 CONTAINERS = ROOT / "containers"
 STEPS = ("preprocess", "train", "export", "validate")
@@ -211,12 +211,12 @@ def test_each_step_has_its_image(file: PipelineFile) -> None:
     assert names == {*STEPS, "promote"}  # the gate runs in promote's
 
 
-def test_without_an_engine_nothing_is_made(tmp_path: Path, few_digits: Path) -> None:
-    command = ("-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--in-containers", "--data", few_digits)
-    variables = {"DOCKER_HOST": f"unix://{tmp_path}/no.sock", "ENGINERY_HOME": str(tmp_path / "home")}
-    done = run_python(*command, "--set", "gate.confident=false", **variables)
-    assert done.returncode == 2
-    assert "needs a Docker engine, and none answers" in done.stderr
+def test_without_an_engine_nothing_is_made(tmp_path: Path, few_digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    with refuses("no-docker"):
+        options = ("--in-containers", "--data", few_digits, "--set", "gate.confident=false")
+        enginery("run", ROOT / "pipelines/resnet50.py", *options)
     assert not (tmp_path / "home").exists()
 
 

@@ -1,6 +1,7 @@
 """Which module imports what: compiling needs no engine room, and dependencies point one way."""
 
 import ast
+import functools
 import importlib.util
 import os
 import subprocess
@@ -57,8 +58,13 @@ def sources(*folders: str) -> list[Path]:
     return files
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
     """Dotted names that a file imports, inside functions too, by import statement or importlib's function."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -79,21 +79,20 @@ APPROVED = tuple(name for name in USES if name not in ("promote", "alias"))  # b
 
 
 @pytest.fixture
-def scene(machine: Machine, store: str, registry: Registry, checkout: Path, tmp_path: Path) -> Scene:
-    machine.promote(store, "a-050")
-    machine.approve("m/1", "prod")
+def scene(trusted: Machine, store: str, registry: Registry, checkout: Path, tmp_path: Path) -> Scene:
+    trusted.approve("m/1", "prod")
     with registry.files(registry.version("m", "1"), "bundle") as bundle:
         version = bundle.parent
     enginery("serve", "export", "m/1", tmp_path / "store")
     signed = {file: file.read_bytes() for file in (tmp_path / "store").glob(trust.STATEMENTS)}
     for file in signed:  # so that the folder's signature does not cover them: a change of theirs is theirs alone
         file.unlink()
-    trust.sign_folder(tmp_path / "store", machine.key("ci"))
+    trust.sign_folder(tmp_path / "store", trusted.key("ci"))
     for file, data in signed.items():
         file.write_bytes(data)
-    chain = {part: machine.folder / "a-050" / part for part in (*PARTS, "dataset")}
+    chain = {part: trusted.folder / "a-050" / part for part in (*PARTS, "dataset")}
     return Scene(
-        machine=machine,
+        machine=trusted,
         store=store,
         chain=chain,
         version=version,

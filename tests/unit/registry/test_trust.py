@@ -194,12 +194,6 @@ def test_without_a_policy_each_use_says_that_nobody_vouches(
 # --- with a policy: who has no key that it names
 
 
-@pytest.fixture
-def trusted(machine: Machine, store: str) -> Machine:
-    machine.promote(store, "a-050")
-    return machine
-
-
 def test_what_the_policy_trusts_goes_all_the_way(trusted: Machine, checkout: Path, tmp_path: Path) -> None:
     trusted.approve("m/1", "prod")
     trusted.policy(environment="prod")
@@ -238,13 +232,12 @@ def test_a_registry_writer_without_a_key(trusted: Machine, registry: Registry, t
     ],
 )
 def test_a_forged_champion_neither_blocks_a_version_nor_lets_a_worse_one_through(
-    machine: Machine, store: str, registry: Registry, way: str, top1: int, code: str
+    trusted: Machine, store: str, registry: Registry, way: str, top1: int, code: str
 ) -> None:
     """Alias, tags and entry in the log are right; versions are compared with the last champion that was signed."""
-    machine.promote(store, "a-050")
-    forged = make_chain(machine.folder / f"forged-{top1}", top1)
+    forged = make_chain(trusted.folder / f"forged-{top1}", top1)
     if way == "changed in the store":
-        machine.promote(store, "b-055")
+        trusted.promote(store, "b-055")
         for part in ("report", "verdict"):
             with registry.files(registry.version("m", "2"), part) as folder:
                 shutil.copytree(forged[part], folder, dirs_exist_ok=True)
@@ -262,11 +255,11 @@ def test_a_forged_champion_neither_blocks_a_version_nor_lets_a_worse_one_through
     if way == "with the verdict of another":
         own = registry.statements(registry.version("m", "1"))["verdict.dsse.json"]
         registry.add_statement(registry.version("m", "2"), "verdict.dsse.json", own)
-    said = machine.promote(store, "c-040")
+    said = trusted.promote(store, "c-040")
     assert "worse than the champion: top-1 40.00 % (INT8), champion version 1 50.00 %" in said
     with refuses("worse"):
         enginery("promote", "m", "3", "--why", "x")
-    said = machine.promote(store, "d-051")
+    said = trusted.promote(store, "d-051")
     assert "not worse: top-1 51.00 % (INT8), champion version 1 50.00 %" in said
     assert f"; version 2 does not count as champion ({code}): " in said
     assert registry.aliases("m")["champion"] == "4"
