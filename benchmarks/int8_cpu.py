@@ -6,7 +6,7 @@
 All quantize the same checkpoint with the same calibration images, and choose, if they do, by the same other training
 images: `export` as it is, and each of `benchmarks.peers` by the Python of an environment that has its packages. The
 same OpenVINO runs all files. Each instruction set of this CPU is a process of its own, limited by oneDNN's variable;
-the files take turns, every second time in reverse.
+the files take turns, every second time in reverse. A row that the result has already is replaced, the others stay.
 """
 
 import json
@@ -24,7 +24,7 @@ import click
 import numpy as np
 
 from benchmarks.peers import PEERS
-from benchmarks.results import write_result
+from benchmarks.results import RESULTS, current_commit, write_result
 from components.common.contracts.environment import num_cores
 from components.common.contracts.instruction_sets import VARIABLE, available, instruction_set
 from components.common.contracts.records import PairedComparison
@@ -60,15 +60,23 @@ def main(
         return
     same = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     same += [word for peer in peers for word in ("--peer", *peer)]
-    runs = []
+    file = RESULTS / machine / "int8_peers.json"
+    before = json.loads(file.read_text()) if file.exists() else {"runs": []}
+    commit = current_commit()  # before results change what git has
+    runs = {_key(run): {"commit": before["commit"], **run} for run in before["runs"]}
     for model in models:
         for own in limit or [entry for entry in available() if entry != "SSE41"]:
             command = [sys.executable, "-m", "benchmarks.int8_cpu", "--here", *same, "--model", *model]
             environment = {**os.environ, VARIABLE: own}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-            runs += json.loads(done.stdout.splitlines()[-1])
-            print({key: value for key, value in runs[-1].items() if key != "turns"}, flush=True)
-            _write(machine, runs, options["seconds"])
+            (run,) = json.loads(done.stdout.splitlines()[-1])
+            print({key: value for key, value in run.items() if key != "turns"}, flush=True)
+            runs[_key(run)] = {"commit": commit, **run}
+            _write(machine, list(runs.values()), options["seconds"])
+
+
+def _key(run: dict[str, Any]) -> tuple[str, str]:
+    return run["model"], run["instruction_set"]
 
 
 def _write(machine: str, runs: list[dict[str, Any]], seconds: float) -> None:
@@ -90,7 +98,7 @@ def _write(machine: str, runs: list[dict[str, Any]], seconds: float) -> None:
         "interval. A peer's comparison is ours against it on the same validation images: lost and gained are images "
         "that it, or ours, alone gets right. drop_lower_points above 0: the peer is more accurate by more than the "
         "one-sided 95 % interval. The worst over models, peers and instruction sets stand first. Seconds of search: "
-        "ours is all of `export`, a peer's its call alone."
+        "ours is all of `export`, a peer's its call alone. Each row names its commit."
     )
     write_result(machine, "int8_peers", measures=first | measures, runs=runs, notes=notes)
 
