@@ -64,8 +64,8 @@ _PATH_SECRET = re.compile(r";([^;/?#=]*)=([^;/?#]*)")  # a parameter behind a ; 
 # Terminals obey the first two; the rest puts text into another order, takes no room, or is no UTF-8. Joiners of letters
 # (U+200C, U+200D) stay: languages and emoji need them.
 _CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
-    r"\U000e0000-\U000e007f]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b\u200e\u200f\u2028-\u202e"
+    r"\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
 )
 _SECRET_NAME = re.compile(r"key|token|sig|secret|pass|pwd|auth|cred|session|policy", re.IGNORECASE)
 _DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")  # behind the name of an artifact in an OCI registry

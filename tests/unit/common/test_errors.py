@@ -20,7 +20,7 @@ from enginery.formats import new_console
 from tests.unit.refusals import refuses
 from tests.unit.registered import ROOT, run_python
 
-ATTACK = "cat\x1b]0;owned\x07\x1b[2J\u202e\u200b"
+ATTACK = "cat\x1b]0;owned\x07\x1b[2J\u202e\u200b\u3164"
 SECRET = "AKIA0123456789SECRET"
 
 
@@ -50,7 +50,7 @@ def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> No
     done = run(command, *verb, "--data", str(tmp_path / "images"), *arguments, home=tmp_path / "home")
     assert done.returncode == 2
     assert "cat" in done.stdout + done.stderr
-    assert not {"\x1b", "\x07", "\u202e", "\u200b"} & set(done.stdout + done.stderr)
+    assert not {"\x1b", "\x07", "\u202e", "\u200b", "\u3164"} & set(done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_rich_keeps_its_own_controls(capsys: pytest.CaptureFixture[str]) -> None
     console = new_console()
     console.print(f"[bold]{ATTACK}[/]", highlight=False)
     out = capsys.readouterr().out
-    assert out == "cat\\x1b]0;owned\\x1b[2J\\u202e\\u200b\n"  # rich itself drops \x07
+    assert out == "cat\\x1b]0;owned\\x1b[2J\\u202e\\u200b\\u3164\n"  # rich itself drops \x07
 
 
 def test_errors_hold_nothing_of_both() -> None:
     error = EngineryError(f"can't read {ATTACK}: 404, url='https://me:{SECRET}@host/x?sig={SECRET}'\nsecond line")
     assert str(error) == (
-        "can't read cat\\x1b]0;owned\\x07\\x1b[2J\\u202e\\u200b: 404, url='https://***@host/x?***'\nsecond line"
+        "can't read cat\\x1b]0;owned\\x07\\x1b[2J\\u202e\\u200b\\u3164: 404, url='https://***@host/x?***'\nsecond line"
     )
     assert shown(str(error)) == str(error)
     assert json.dumps(shown("\udcff")) == '"\\\\udcff"'
