@@ -20,7 +20,7 @@ from components.common.contracts.manifests import ReportManifest, load
 from components.common.registry.keys import PASSPHRASE_VARIABLE
 from components.promote.packaging import write_model
 from enginery.release import writing
-from tests.unit.registered import CHANGED, NAME, enginery, files, flip, promote_chain, refuses, reseal, write_keys
+from tests.unit.registered import CHANGED, NAME, enginery, files, flip, refuses, reseal, write_keys
 
 
 def release(output: Path, parts: dict[str, Path], *more: object) -> str:
@@ -125,26 +125,15 @@ def test_what_is_not_there(promoted, tmp_path: Path, words: list[str], code: str
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("file", ["bundle/int8.onnx", "bundle/scales.json", "report/predictions.npz"])
-def test_a_tampered_version_is_neither_released_nor_loaded_nor_promoted(
-    promoted, proved, tmp_path: Path, file: str
-) -> None:
-    """In the registry's own store: by release, by MLflow, and by promote once it was downloaded."""
-    version = MlflowClient().get_model_version_by_alias(NAME, "candidate")
-    root = Path(MlflowClient().get_model_version_download_uri(NAME, version.version).removeprefix("file://"))
-    flip(root / file)
-    parts = {name: root / name for name in proved.parts}
-    uses = [
-        lambda: enginery("release", tmp_path / "out", f"{NAME}@candidate"),
-        lambda: promote_chain(promoted, {**parts, "dataset": proved.dataset.path}, tmp_path / "again", NAME),
-    ]
-    if file.startswith("bundle"):
-        uses.append(lambda: mlflow.pyfunc.load_model(f"models:/{NAME}@candidate"))
-    for use in uses:
-        with pytest.raises(EngineryError, match=f"{Path(file).name} {CHANGED}"):
-            use()
+def test_a_version_with_a_changed_file_is_not_released(promoted, registry, tmp_path: Path) -> None:
+    """Other uses of it: test_attacks.py, test_deploy.py."""
+    for part, name in (("bundle", "scales.json"), ("report", "predictions.npz")):
+        with registry.files(registry.version(NAME, "1"), part, name) as file:
+            flip(file)
+            with pytest.raises(EngineryError, match=f"{name} {CHANGED}"):
+                enginery("release", tmp_path / "out", f"{NAME}@candidate")
+            flip(file)
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "again").exists()
 
 
 def test_a_link_swapped_between_check_and_copy(promoted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
