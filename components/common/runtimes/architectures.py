@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torchvision
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,6 +18,8 @@ _USUAL_SIZES = (224, 256, 288, 320)  # of images, in pixels
 
 def known_architectures() -> list[str]:
     """Names that `build_model` takes from torchvision; timm's come with the prefix "timm/"."""
+    import torchvision  # which takes half as long to import as all of PyTorch; an ONNX file needs none of it
+
     return torchvision.models.list_models(module=torchvision.models)
 
 
@@ -60,6 +61,8 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
     if architecture.startswith(("resnet", "resnext", "wide_resnet")):
         # A residual branch that starts at zero trains faster and more stably from scratch (Goyal et al., 2017).
         options = {"zero_init_residual": True}
+    import torchvision
+
     return torchvision.models.get_model(architecture, weights=None, num_classes=num_classes, **options)
 
 
