@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from components.preprocess.decoding import THUMBNAIL_SIDE
 
@@ -24,20 +25,21 @@ _SIDE = THUMBNAIL_SIDE
 _NUM_WAVES = 12  # per side and direction: the frequencies 0 to 11 cycles
 _MIN_DETAIL = 1.0  # gray levels; an image with less is plain, and like any other plain one
 _DIMENSIONS = 64  # of a hash
-_SAMPLE = 10_000  # images that the directions of the hashes are taken from
-_MIN_SIMILARITY = 0.45  # cosine of two hashes; of unrelated textures 1 pair in 1,000 has more, of crops 95 of 100
+_SAMPLE = 2_500  # images that the directions of the hashes are taken from
+_MIN_SIMILARITY = 0.5  # cosine of two hashes; of crops, 99 of 100 have more
 _FEW = 100  # images; with fewer, mean and spread of the hashes say too little for that
 _NUM_PARTNERS = 2  # candidates of an image in each split
 _NUM_PROBES = 4  # cells that an image looks into
 _CELL, _MAX_CELL = 1_000, 50_000  # images of a cell: those whose hashes lie around one centre
-_LEAST_PAIRS, _PAIRS_PER_IMAGE = 2_000, 0.25  # that are aligned at most, the most similar ones
+_LEAST_PAIRS, _PAIRS_PER_IMAGE = 1_000, 0.1  # that are aligned at most, the most similar ones
 _CHUNK = 512  # images or pairs worked on at a time: they stay in the processor's cache
 _MIN_CORRELATION = 0.96  # of the details of aligned thumbnails: chosen on textures of seed 1 and on the digits
 _MAX_SCALE, _MAX_SHIFT = 1.15, 0.08  # of what is aligned, in units of the side
 _SLACK = 0.01  # of the side, that a crop may seem to lie outside of the whole
 _BORDER = 2  # pixels, where smoothing sees less
+_GLANCE, _MIN_GLANCE = 12, 0.5  # px; the correlation below which candidates are not even aligned: 3 of 4 have less
 # Sides of the thumbnails that are aligned, each from where the one before ended: steps, and the least correlation.
-_LEVELS = ((12, 5, 0.6), (24, 4, 0.7), (_SIDE, 3, 0.7))
+_LEVELS = ((12, 5, 0.75), (24, 4, 0.8), (_SIDE, 3, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +141,12 @@ def _spectra(thumbnails: Thumbnails) -> tuple[Array, Array]:
     parts = _WAVES.T @ (images @ _WAVES)  # [N, 24, 24]: cosines and sines, down by across
     cos_cos, cos_sin = parts[:, :_NUM_WAVES, :_NUM_WAVES], parts[:, :_NUM_WAVES, _NUM_WAVES:]
     sin_cos, sin_sin = parts[:, _NUM_WAVES:, :_NUM_WAVES], parts[:, _NUM_WAVES:, _NUM_WAVES:]
-    falling = np.hypot(cos_cos - sin_sin, cos_sin + sin_cos)
-    rising = np.hypot(cos_cos + sin_sin, cos_sin - sin_cos)
-    power = np.einsum("nij,nij->nij", falling, falling) + np.einsum("nij,nij->nij", rising, rising)
+    falling = np.square(cos_cos - sin_sin) + np.square(cos_sin + sin_cos)  # powers
+    rising = np.square(cos_cos + sin_sin) + np.square(cos_sin - sin_cos)
+    power = falling + rising
     total = np.sqrt(power[:, _SEEN].sum(axis=1, keepdims=True)) + 1e-3
     detail = np.sqrt(power[:, _FINE].sum(axis=1)) / (np.hanning(_SIDE) ** 2).sum()
-    falling, rising = np.sqrt(falling / total[:, :, None]), np.sqrt(rising / total[:, :, None])
+    falling, rising = (np.sqrt(np.sqrt(own) / total[:, :, None]) for own in (falling, rising))
     return np.concatenate([(falling + rising)[:, _SEEN], np.abs(falling - rising)[:, _SLANTED]], axis=1), detail
 
 
@@ -184,7 +186,7 @@ def _neighbours(hashes: Array, in_val: Mask, pool: ThreadPoolExecutor) -> list[_
     """The most similar partners of each image in each split, found cell by cell; some come twice."""
     num_cells = max(1, len(hashes) // _CELL)
     num_probes = min(_NUM_PROBES, num_cells)
-    centres = hashes[np.sort(np.random.default_rng(0).permutation(len(hashes))[:num_cells])]
+    centres = hashes[:: max(1, len(hashes) // num_cells)][:num_cells]
     probes = np.empty((len(hashes), num_probes), np.int32)  # the nearest cells, the nearest first
 
     def probe(chunk: slice) -> None:
@@ -253,17 +255,18 @@ class _Fit(NamedTuple):
 def _compare(one: Array, other: Array) -> _Fit:
     """Align [P, 48, 48] with [P, 48, 48], from coarse to fine, and correlate their details."""
     correlation, scale = np.full(len(one), -1, np.float32), np.ones(len(one), np.float32)
+    is_mirrored, fit = _glance(one, other)
+    left = np.flatnonzero(fit >= _MIN_GLANCE)
+    one, other = np.where(is_mirrored[left, None, None], one[left, :, ::-1], one[left]), other[left]
     side, steps, least = _LEVELS[0]
     small, target = _shrunk(one, side), _shrunk(other, side)
-    start = np.tile(np.array([1, 0, 1, 0], np.float32), (len(one), 1))
-    # Straight and mirrored, and either as the larger picture, which stays as it is: shrinking loses less.
-    ways = [pair for image in (small, small[:, :, ::-1]) for pair in ((image, target), (target, image))]
-    windows, fits = (np.stack(parts) for parts in zip(*(_align(*way, start, steps) for way in ways), strict=True))
-    best, every = fits.argmax(axis=0), np.arange(len(one))
-    flips, swaps, window, fit = best >= 2, best % 2 == 1, windows[best, every], fits[best, every]
-    one = np.where(flips[:, None, None], one[:, :, ::-1], one)
-    one, other = np.where(swaps[:, None, None], other, one), np.where(swaps[:, None, None], one, other)
-    left = every
+    start = np.tile(np.array([1, 0, 1, 0], np.float32), (len(left), 1))
+    # Either as the larger picture, which stays as it is: shrinking loses less.
+    window, fit = _align(small, target, start, steps)
+    back, back_fit = _align(target, small, start, steps)
+    swap = back_fit > fit
+    window, fit = np.where(swap[:, None], back, window), np.maximum(fit, back_fit)
+    one, other = np.where(swap[:, None, None], other, one), np.where(swap[:, None, None], one, other)
     for side, steps, next_least in _LEVELS[1:]:
         fits = fit >= least
         one, other, window, left, least = one[fits], other[fits], window[fits], left[fits], next_least
@@ -277,7 +280,20 @@ def _compare(one: Array, other: Array) -> _Fit:
     correlation[left] = np.where(_overhang(window) <= _SLACK, agreement, -1)
     sides = window[:, [0, 2]]
     scale[left] = sides[np.arange(len(sides)), np.abs(sides - 1).argmax(axis=1)]
-    return _Fit(correlation, flips.astype(np.float32), scale)
+    return _Fit(correlation, is_mirrored.astype(np.float32), scale)
+
+
+def _glance(one: Array, other: Array) -> tuple[Mask, Array]:
+    """True for pairs that fit better mirrored; the best correlations at shifts of at most a 12th of the side."""
+    inner = _shrunk(other, _GLANCE)[:, 1:-1, 1:-1].reshape(len(one), -1, 1)
+    inner = inner - inner.mean(axis=1, keepdims=True)
+    small, fits = _shrunk(one, _GLANCE), []
+    for image in (small, small[:, :, ::-1]):
+        windows = sliding_window_view(image, (_GLANCE - 2, _GLANCE - 2), axis=(1, 2)).reshape(len(one), 9, -1)
+        spread = np.einsum("nwk,nwk->nw", windows, windows) - windows.sum(axis=2) ** 2 / windows.shape[2]
+        fits.append(((windows @ inner)[:, :, 0] / np.sqrt(np.maximum(spread, 1e-3))).max(axis=1))
+    straight, mirrored = np.stack(fits) / np.maximum(np.linalg.norm(inner[:, :, 0], axis=1), 1e-3)
+    return mirrored > straight, np.maximum(straight, mirrored)
 
 
 def _align(image: Array, target: Array, window: Array, steps: int) -> tuple[Array, Array]:
@@ -375,7 +391,7 @@ def _smoothing(deviation: float) -> Array:
     return smoothing
 
 
-_FINE_SMOOTHING, _WIDE_SMOOTHING = _smoothing(0.7), _smoothing(2.0)
+_FINE_SMOOTHING, _WIDE_SMOOTHING = _smoothing(1.2), _smoothing(2.0)
 
 
 def _details(images: Array) -> Array:
