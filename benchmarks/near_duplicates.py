@@ -1,11 +1,10 @@
-"""Near-duplicates in preprocess: recall and precision on changed textures, its cost, and what leaves the digits.
+"""Near-duplicates in preprocess: recall and precision on changed textures, the cost, and what leaves the digits.
 
 python -m benchmarks.near_duplicates --machine cpu-2core
 """
 
 import io
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -26,7 +25,7 @@ from components.common.contracts.manifests import DatasetManifest, load
 from components.preprocess.decoding import THUMBNAIL_SIDE, gray_thumbnail
 from components.preprocess.near_duplicates import find_near_pairs
 from enginery.datasets.digits import write_digits
-from enginery.datasets.textures import texture_jpeg
+from enginery.datasets.textures import texture_jpeg, write_textures
 from tests.fuzz.running import peak_bytes
 
 _SIZE = 224  # px
@@ -77,9 +76,10 @@ _KINDS: dict[str, Callable[[Image.Image, Random], bytes]] = {
 @click.option("--num-images", default=100_000, show_default=True, help="Different textures of 224 px.")
 @click.option("--num-changed", default=1000, show_default=True, help="Of them, that come again changed, for each kind.")
 @click.option("--seed", default=2, show_default=True, help="Of the textures; the limits were chosen on seed 1.")
-@click.option("--packed", default=10_000, show_default=True, help="Images of 500x375 pixels that packing is timed on.")
+@click.option("--packed", default=10_000, show_default=True, help="Images of either size that packing is timed on.")
 @click.option("--turns", default=3, show_default=True, help="Of packing with and without.")
 @click.option("--thumbnails", type=click.Path(path_type=Path), help="File to keep the textures' thumbnails in.")
+@click.option("--beside", default="", help="What else ran on the machine.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(
     machine: str,
@@ -89,6 +89,7 @@ def main(
     packed: int,
     turns: int,
     thumbnails: Path | None,
+    beside: str,
     results: Path,
 ) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes below, as in preprocess
@@ -97,13 +98,28 @@ def main(
         found = _found(originals, changed)
         thumbnail_us = statistics.median(_thumbnail_us() for _ in range(5))
         digits = _digits(Path(scratch))
-        packing = _packing(Path(scratch), packed, turns)
+        textures, photographs = Path(scratch, "textures"), Path(scratch, "photographs")
+        write_textures(
+            textures,
+            num_classes=_NUM_CLASSES,
+            num_train=packed * 4 // 5,
+            num_val=packed // 5,
+            seed=seed,
+            image_size=_SIZE,
+        )
+        _write_images(photographs, packed, 500, 375)
+        packing = {data.name: _packing(data, Path(scratch, "work"), turns) for data in (textures, photographs)}
     whole, quarter, recall = found["whole"], found["quarter"], found["recall"]
-    without, with_ = (statistics.median(run[f"{name}_seconds"] for run in packing) for name in ("keep", "drop"))
+    over = {
+        f"{name}_{unit}_with_over_without": statistics.median(run[f"drop_{unit}"] / run[f"keep_{unit}"] for run in runs)
+        for name, runs in packing.items()
+        for unit in ("cpu_seconds", "seconds")
+    }
+    without = statistics.median(run["keep_cpu_seconds"] for run in packing["photographs"])
     imagenet_s = {
         "packing": _IMAGENET / packed * without,
-        "search": _IMAGENET / whole["num_images"] * whole["seconds"],
-        "thumbnails": _IMAGENET * thumbnail_us / 1e6 / num_cores(),
+        "search": _IMAGENET / whole["num_images"] * whole["cpu_seconds"],
+        "thumbnails": _IMAGENET * thumbnail_us / 1e6,
     }
     growth = (whole["peak_mib"] - quarter["peak_mib"]) * 2**20 / (whole["num_images"] - quarter["num_images"])
     write_result(
@@ -123,20 +139,22 @@ def main(
             "memory_bytes_per_image": growth,
             "disk_bytes_per_image": THUMBNAIL_SIDE**2,
             "thumbnail_us": thumbnail_us,
-            "packing_with_over_without": with_ / without,
-            **{f"imagenet_{name}_seconds": seconds for name, seconds in imagenet_s.items()},
+            **over,
+            **{f"imagenet_{name}_cpu_seconds": seconds for name, seconds in imagenet_s.items()},
             "imagenet_share_of_packing": (imagenet_s["search"] + imagenet_s["thumbnails"]) / imagenet_s["packing"],
         },
-        runs=[found, digits, *packing],
+        runs=[found, digits, *({"data": name, **run} for name, runs in packing.items() for run in runs)],
         notes=(
             f"{num_images:,} textures of seed {seed} and {_SIZE} px in {_NUM_CLASSES} classes are the training split; "
             f"{num_changed:,} others of them for each kind, changed, are the validation split. Resize: by 0.5 to 2, "
             "three filters. Recompression: JPEG quality 20 to 80. Crop: 0 to 10 % of width and of height. Brightness: "
             "times 0.6 to 1.4. All at once: crop, mirror, brightness, resize, quality 50 to 90. Recall: found pairs of "
             "a texture and its change. Precision: found pairs of the same texture. The limits were chosen on textures "
-            f"of seed 1 and on the digits. Packing: {packed:,} images of 500x375 px, medians of turns. ImageNet: "
-            f"{_IMAGENET:,} times what an image takes in the search, in packing and for its thumbnail, on all cores. "
+            f"of seed 1 and on the digits. Packing: {packed:,} textures of {_SIZE} px and as many pictures of 500x375, "
+            f"medians of {turns} turns; CPU seconds are those of all processes. ImageNet: {_IMAGENET:,} times the CPU "
+            "seconds that an image takes in the search, in packing at 500x375 px and, by itself, for its thumbnail. "
             "Memory: growth of the process from a quarter of the images to all, with the pages of the thumbnails' file."
+            + (f" Beside it ran: {beside}." if beside else "")
         ),
         directory=results,
     )
@@ -225,20 +243,15 @@ def _search(file: str, numbers: np.ndarray, num_train: int) -> dict[str, Any]:
     }
 
 
-def _packing(scratch: Path, num_images: int, turns: int) -> list[dict[str, float]]:
+def _packing(data: Path, work: Path, turns: int) -> list[dict[str, float]]:
     """preprocess with and without near-duplicates, in turns."""
-    data, work = scratch / "data", scratch / "work"
-    _write_images(data, num_images, 500, 375)
     runs = []
     for _ in range(turns):
+        used = {setting: _preprocess(data, work, "--near-duplicates", setting) for setting in ("keep", "drop")}
         runs.append(
-            {
-                f"{setting}_seconds": _preprocess(data, work, "--near-duplicates", setting)["seconds"]
-                for setting in ("keep", "drop")
-            }
+            {f"{setting}_{name}": own[name] for setting, own in used.items() for name in ("seconds", "cpu_seconds")}
         )
         print(runs[-1], flush=True)
-    shutil.rmtree(data)
     return runs
 
 

@@ -116,14 +116,15 @@ def _decode(file: Path) -> bool:
 
 
 def _preprocess(data: Path, work: Path, *options: str) -> dict[str, float]:
-    """Run the step in a process of its own. Returns its seconds, and the peak memory of the largest process."""
+    """Run the step. Returns its seconds, the CPU seconds of its processes, and the peak memory of the largest."""
     shutil.rmtree(work, ignore_errors=True)
     command = [sys.executable, "-m", "components.preprocess", "--data", str(data), "--output", str(work), *options]
     code = (
         "import json, resource, subprocess, sys, time; started = time.perf_counter(); "
         "subprocess.run(sys.argv[1:], check=True, stderr=subprocess.DEVNULL); "
-        "peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024; "
-        "print(json.dumps({'seconds': time.perf_counter() - started, 'peak_mib': peak}))"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+        "print(json.dumps({'seconds': time.perf_counter() - started, 'peak_mib': used.ru_maxrss / 1024, "
+        "'cpu_seconds': used.ru_utime + used.ru_stime}))"
     )
     output = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True).stdout
     manifest = load(work, DatasetManifest).manifest

@@ -24,12 +24,12 @@ Mask = npt.NDArray[np.bool_]
 _SIDE = THUMBNAIL_SIDE
 _NUM_WAVES = 12  # per side and direction: the frequencies 0 to 11 cycles
 _MIN_DETAIL = 1.0  # gray levels; an image with less is plain, and like any other plain one
-_DIMENSIONS = 64  # of a hash
+_DIMENSIONS = 40  # of a hash
 _SAMPLE = 2_500  # images that the directions of the hashes are taken from
 _MIN_SIMILARITY = 0.5  # cosine of two hashes; of crops, 99 of 100 have more
 _FEW = 100  # images; with fewer, mean and spread of the hashes say too little for that
 _NUM_PARTNERS = 2  # candidates of an image in each split
-_NUM_PROBES = 4  # cells that an image looks into
+_NUM_PROBES, _NUM_TRAIN_PROBES = 8, 3  # cells that a validation image looks into, and a training image
 _CELL, _MAX_CELL = 1_000, 50_000  # images of a cell: those whose hashes lie around one centre
 _LEAST_PAIRS, _PAIRS_PER_IMAGE = 1_000, 0.1  # that are aligned at most, the most similar ones
 _CHUNK = 512  # images or pairs worked on at a time: they stay in the processor's cache
@@ -99,7 +99,7 @@ def _chunks(number: int) -> list[slice]:
 
 
 def _hashes(thumbnails: Thumbnails, numbers: Indices, pool: ThreadPoolExecutor) -> tuple[Array, Array]:
-    """Hashes of length 1, [M, 64], and how much detail the images have, [M] gray levels.
+    """Hashes of length 1, [M, 40], and how much detail the images have, [M] gray levels.
 
     The spectra of photographs are alike. So a hash is what tells a spectrum from the others of the dataset: principal
     components, each in units of its deviation (whitening).
@@ -198,6 +198,7 @@ def _neighbours(hashes: Array, in_val: Mask, pool: ThreadPoolExecutor) -> list[_
 
     for _ in pool.map(probe, _chunks(len(hashes))):
         pass
+    probes[~in_val, _NUM_TRAIN_PROBES:] = num_cells  # which is none
     by_home, home_starts = _grouped(probes[:, 0], num_cells)
     by_probe, probe_starts = _grouped(probes.ravel(), num_cells)
 
