@@ -234,9 +234,10 @@ def test_parameters_are_the_resolved_configuration_and_metrics_have_one_value_pe
     assert chain.nested["export"].data.metrics["int8_layers_pct"] == share
 
 
-# A gate that nothing passes
+# A gate that nothing passes. Its exit code: tests/unit/gate; how a run ends after a step that fails: test_trouble.py.
 
 
+@pytest.mark.slow
 def test_a_failed_gate_ends_with_3_after_its_verdict(failed: Chain) -> None:
     assert failed.done.returncode == 3, failed.done.stdout + failed.done.stderr
     assert (failed.summary["status"], failed.summary["exit_code"]) == ("failed", 3)
@@ -249,6 +250,7 @@ def test_a_failed_gate_ends_with_3_after_its_verdict(failed: Chain) -> None:
     assert "Traceback" not in failed.done.stdout + failed.done.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_gate_promotes_nothing_and_is_failed_in_mlflow(failed: Chain) -> None:
     assert "promote" not in {step["name"] for step in failed.summary["steps"]}
     assert failed.step("gate")["status"] == "failed"
@@ -300,6 +302,7 @@ def test_everything_else_is_the_stock_kfp(
 # Models of one's own
 
 
+@pytest.mark.slow  # tests/unit/export has files of one's own, test_golden.py the pipeline
 def test_quantize_an_onnx_file(failed: Chain) -> None:
     import numpy as np
     import onnxruntime

@@ -16,7 +16,7 @@ from enginery.local.preflight import _MAX_UNPACKED_BYTES
 from tests.unit.refusals import refuses
 
 from .conftest import OpenRecord
-from .running import finish, hold_in, start
+from .running import finish, hold_in, query, start
 
 
 def test_a_killed_step_is_explained(tmp_path: Path, empty_store: Path) -> None:
@@ -28,7 +28,9 @@ def test_a_killed_step_is_explained(tmp_path: Path, empty_store: Path) -> None:
     assert process.returncode == 1
     assert "killed, most often because memory ran out" in text
     (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
-    assert summary["steps"][-1]["status"] == "failed"
+    assert [(step["name"], step["status"]) for step in summary["steps"]] == [("preprocess", "failed")]
+    assert (summary["status"], summary["exit_code"], summary["registered"]) == ("failed", 1, "")
+    assert {status for (status,) in query(home, "select status from runs") or []} == {"FAILED"}
     assert "\x1b" not in summary["message"]
 
 

@@ -22,7 +22,7 @@ from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
 from tests.conftest import Shared
 
-from .networks import build, digits_network, shapes_of
+from .networks import build, digits_network, read_here, shapes_of
 from .registered import (
     NAME,
     checkout,
@@ -79,7 +79,8 @@ def proved(digits_dataset: Artifact[DatasetManifest], shared: Shared) -> Proved:
         settings |= {"num_ranking_images": 0, "mixed_engines": 0}
         config = resolve(ExportConfig, "export", settings)
         source = {"model": folder / "digits.onnx", "dataset": digits_dataset.path}
-        export(config, StepLog("export"), **source, output=folder / "bundle")
+        with read_here():
+            export(config, StepLog("export"), **source, output=folder / "bundle")
         measure(folder / "bundle", digits_dataset.path, folder, LENIENT)
 
     return Proved(dataset=digits_dataset, folder=shared("proved", build))

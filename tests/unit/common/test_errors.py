@@ -2,13 +2,13 @@
 
 import ast
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 from pydantic import BaseModel, Field
 
@@ -16,16 +16,13 @@ from components.common.contracts.errors import EngineryError, holds_secret, shor
 from components.common.contracts.settings import StepConfig, resolve
 from components.merge.config import MergeConfig
 from components.preprocess.config import PreprocessConfig
+from enginery.cli.commands import cli
 from enginery.formats import new_console
 from tests.unit.refusals import refuses
 from tests.unit.registered import ROOT, run_python
 
 ATTACK = "cat\x1b]0;owned\x07\x1b[2J\u202e\u200b\u3164"
 SECRET = "AKIA0123456789SECRET"
-
-
-def run(*command: str, home: Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", *command, ENGINERY_HOME=str(home))
 
 
 def everything_written(folder: Path) -> str:
@@ -47,7 +44,8 @@ def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> No
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "images" / ATTACK / "a.png")
     arguments = ["--output", str(tmp_path / "out")] if "preprocess" in command else []
     verb = [] if arguments else ["run", "pipelines/resnet50.py"]
-    done = run(command, *verb, "--data", str(tmp_path / "images"), *arguments, home=tmp_path / "home")
+    words = ["-m", command, *verb, "--data", tmp_path / "images", *arguments]
+    done = run_python(*words, ENGINERY_HOME=str(tmp_path / "home"))
     assert done.returncode == 2
     assert "cat" in done.stdout + done.stderr
     assert not {"\x1b", "\x07", "\u202e", "\u200b", "\u3164"} & set(done.stdout + done.stderr)
@@ -61,16 +59,22 @@ def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> No
         ("preprocess", f"s3://me:{SECRET}@bucket/images"),
     ],
 )
-def test_a_secret_in_an_address_is_written_nowhere(tmp_path: Path, command: str, uri: str) -> None:
+def test_a_secret_in_an_address_is_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, uri: str
+) -> None:
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     if command == "preprocess":
-        done = run("components.preprocess", "--data", uri, "--output", str(tmp_path / "out"), home=tmp_path / "home")
+        done = run_python("-m", "components.preprocess", "--data", uri, "--output", tmp_path / "out")
+        code, said = done.returncode, done.stdout + done.stderr
     else:
         options = ["--endpoint", "http://127.0.0.1:9"] if command == "submit" else []
-        pipeline = [command, "pipelines/resnet50.py", "--data", uri, *options]
-        done = run("enginery.cli.main", *pipeline, home=tmp_path / "home")
-    assert done.returncode == 2
-    assert "holds a user, a password or a signature" in done.stderr
-    assert SECRET not in done.stdout + done.stderr + everything_written(tmp_path)
+        words = [command, str(ROOT / "pipelines/resnet50.py"), "--data", uri, *options]
+        with pytest.raises(EngineryError) as caught:
+            CliRunner().invoke(cli, words, catch_exceptions=False, standalone_mode=False)
+        code, said = caught.value.exit_code, str(caught.value)
+    assert code == 2
+    assert "holds a user, a password or a signature" in said
+    assert SECRET not in said + everything_written(tmp_path)
 
 
 def test_rich_keeps_its_own_controls(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,11 +166,10 @@ def entropy_amax_by_the_book(histogram):
 @pytest.mark.parametrize(
     "values",
     [
-        np.maximum(gaussian_with_outliers(20_000, 6.0), 0),
         np.maximum(gaussian_with_outliers(20_000, 9.0), 0),
         np.abs(np.random.default_rng(0).standard_cauchy(5000)).clip(0, 50),  # the last bin that stays is not empty
     ],
-    ids=["outliers", "far outliers", "long tail"],
+    ids=["far outliers", "long tail"],
 )
 def test_entropy_equals_the_plain_loop(values):
     histogram = histogram_of(values)

@@ -210,19 +210,19 @@ def test_the_file_for_cpus_is_the_one_that_openvino_runs_as_simulated(plain):
 
 def test_the_cache_serves_the_same_images_and_no_others(plain, export, tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    first, again, other = (
-        export(fallback=False, **changes)[0].manifest.calibration
+    bundles = [
+        export(fallback=False, **changes)[0]
         for changes in (
             {"calibration_method": "max"},
             {"calibration_method": "mse"},  # the histograms serve every method
             {"calibration_method": "max", "num_calibration_images": 100},
         )
-    )
-    assert [calibration.cached for calibration in (first, again, other)] == [False, True, False]
-    assert len({calibration.digest for calibration in (first, again, other)}) == 3
-    assert again.digest == plain.manifest.calibration.digest
-    cached, _ = export(calibration_method="mse", fallback=False)
-    assert cached.file("int8.onnx").read_bytes() == plain.file("int8.onnx").read_bytes()
+    ]
+    calibrations = [bundle.manifest.calibration for bundle in bundles]
+    assert [calibration.cached for calibration in calibrations] == [False, True, False]
+    assert len({calibration.digest for calibration in calibrations}) == 3
+    assert calibrations[1].digest == plain.manifest.calibration.digest
+    assert bundles[1].file("int8.onnx").read_bytes() == plain.file("int8.onnx").read_bytes()
 
 
 def test_all_int8_files_leave_the_same_layers_in_float(plain, export, tmp_path, monkeypatch):

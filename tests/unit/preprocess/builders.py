@@ -16,6 +16,7 @@ from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import TransformSpec
 from components.preprocess.sources import Source, Unreadable, find_samples
 
+SHARD_BYTES = 1_000_000  # the fewest there may be
 MODES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".tar.bz2": "w:bz2", ".tar.xz": "w:xz"}
 OUTSIDE, IRREGULAR = "a path out of the archive", "no regular file of the archive"
 

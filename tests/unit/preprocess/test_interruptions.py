@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT, Artifact, DatasetManifest, load
+from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT, DatasetManifest, load
 from components.common.process.partial_output import EARLIER_VARIABLE
-from tests.conftest import Shared, preprocess
+from tests.conftest import preprocess
 from tests.unit.refusals import refuses
 
-from .builders import write_tree
+from .builders import SHARD_BYTES, write_tree
 
-SHARD_BYTES = 1_000_000
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
@@ -50,12 +50,6 @@ def times(folder: Path) -> dict[str, int]:
     return {path.stem: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
 
 
-@pytest.fixture(scope="module")
-def whole(all_digits: Path, shared: Shared) -> Artifact[DatasetManifest]:
-    folder = shared("digits_in_shards", lambda folder: preprocess(all_digits, folder / "x", shard_bytes=SHARD_BYTES))
-    return load(folder / "x", DatasetManifest)
-
-
 def test_a_killed_run_is_resumed_in_its_output(all_digits: Path, tmp_path: Path, whole) -> None:
     output = tmp_path / "out"
     done = kill_after(3, all_digits, output)
@@ -79,12 +73,17 @@ def test_a_run_with_another_output_takes_the_finished_shards(
     all_digits: Path, tmp_path: Path, whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But none of what another process holds, or was planned otherwise."""
-    first, second, held, other = outputs = [tmp_path / name for name in ("first", "second", "held", "other")]
-    finished = [
-        kill_after(num_done, all_digits, output) for output, num_done in zip(outputs, (1, 2, 1, 1), strict=True)
-    ]
+    first, second, held, other = (tmp_path / name for name in ("first", "second", "held", "other"))
+    finished = kill_after(2, all_digits, first)
+    one, *more = sorted(finished)
+    for output, gone in ((second, [one]), (held, more), (other, more), (first, more)):  # as of several killed runs
+        if output != first:
+            shutil.copytree(first, output)
+        for name in gone:
+            (output / f"{name}.tar").unlink()
+            (output / PARTIAL_OUTPUT / f"{name}.json").unlink()
     (other / PARTIAL_OUTPUT / "plan.json").write_text("sha256:other ")
-    before = {name: times(output)[name] for output, own in ((second, 1), (first, 0)) for name in finished[own]}
+    before = {one: times(first)[one], **{name: times(second)[name] for name in more}}
     left_alone = [sorted(output.rglob("*")) for output in (held, other)]
     earlier = [first, second, held, other, tmp_path / "gone"]
     monkeypatch.setenv(EARLIER_VARIABLE, json.dumps([str(path) for path in earlier]))
@@ -92,7 +91,7 @@ def test_a_run_with_another_output_takes_the_finished_shards(
         fcntl.flock(lock, fcntl.LOCK_EX)
         preprocess(all_digits, tmp_path / "out", shard_bytes=SHARD_BYTES)
     after = times(tmp_path / "out")
-    assert {name for name in after if after[name] == before.get(name)} == finished[0] | finished[1]
+    assert {name for name in after if after[name] == before.get(name)} == finished
     assert load(tmp_path / "out", DatasetManifest).digest == whole.digest
     assert [list(output.glob("*")) for output in (first, second)] == [[], []]  # partial shards go, too
     assert [sorted(output.rglob("*")) for output in (held, other)] == left_alone

@@ -18,7 +18,7 @@ from components.preprocess.sources import Sample
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses
 
-from .builders import every_path, find, gradient, listing, member, paths, write_tar, write_tree
+from .builders import SHARD_BYTES, every_path, find, gradient, listing, member, paths, write_tar, write_tree
 
 
 def samples(sizes: list[int]) -> list[Sample]:
@@ -34,9 +34,8 @@ def packed(dataset: Artifact[DatasetManifest], split: str) -> list[tuple[str, by
     return members
 
 
-def test_the_same_bytes_for_any_number_of_workers(all_digits: Path, tmp_path: Path) -> None:
-    options = {"shard_bytes": 1_000_000}
-    one, two = (preprocess(all_digits, tmp_path / str(number), num_workers=number, **options) for number in (1, 2))
+def test_the_same_bytes_for_any_number_of_workers(all_digits: Path, tmp_path: Path, whole) -> None:
+    one, two = whole, preprocess(all_digits, tmp_path / "two", num_workers=2, shard_bytes=SHARD_BYTES)
     assert len(one.manifest.splits["train"].shards) > 2
     assert one.digest == two.digest
     assert one.manifest.files == two.manifest.files

@@ -50,16 +50,6 @@ def test_it_learns_and_the_checkpoint_has_what_was_reported(
     assert 100 * correct / 120 == pytest.approx(record.metrics["val_top1_pct"], abs=0.9)  # one image
 
 
-def test_it_learns_from_mixed_batches(digits_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
-    augmentation = {"min_area": 0.8, "flip_probability": 0.0, "mixup_alpha": 0.2, "cutmix_alpha": 0.5}
-    log = Log()
-    settings = config(architecture="timm/resnet10t", epochs=2, warmup_fraction=0.3, augmentation=augmentation)
-    run(settings, log, dataset=digits_dataset.path, output=tmp_path / "out")
-    first, last = log.epochs
-    assert last["val_top1_pct"] > 40  # chance is 10
-    assert last["train_loss"] < first["train_loss"]
-
-
 def test_one_seed_gives_one_model(train: Train, tiny_dataset: Artifact[DatasetManifest]) -> None:
     options: dict[str, Any] = {"epochs": 1, "global_batch_size": 48, "normalization": "dataset", "deterministic": False}
     found = [train(output=str(number), seed=seed, **options) for number, seed in enumerate((1, 1, 2))]

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from kubeflow_trainer_api import models as trainer
-
 from components.train.train_job import INDEX_LABEL, JOBSET_LABEL
 from tests.kubernetes_api import write_kubeconfig
 from tests.pipelines.servers import free_port
@@ -30,9 +28,15 @@ _JOBS = f"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{NAMESPACE}/trainjobs"
 _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 
 
+def parse_train_job(body: dict[str, Any]) -> Any:
+    from kubeflow_trainer_api import models  # which takes a second to import
+
+    return models.TrainerV1alpha1TrainJob.from_dict(body)
+
+
 def check_train_job(body: dict[str, Any]) -> None:
     """True if the Trainer's API has every field, of the type that it is given."""
-    parsed = trainer.TrainerV1alpha1TrainJob.from_dict(body)
+    parsed = parse_train_job(body)
     assert parsed is not None
     assert parsed.to_dict() == body  # what the models do not know would be gone
 
@@ -165,7 +169,7 @@ class TrainerCluster(Served):
         condition = {"type": kind, "status": "True", "reason": reason, "message": message}
         condition["lastTransitionTime"] = "2026-11-22T00:00:00Z"
         self.jobs[name]["status"] = {"conditions": [condition]}
-        assert trainer.TrainerV1alpha1TrainJob.from_dict(self.jobs[name])
+        assert parse_train_job(self.jobs[name])
 
     def _pod(self, job: str, rank: int) -> dict[str, Any]:
         metadata = {"name": f"{job}-node-0-{rank}", "labels": {JOBSET_LABEL: job, INDEX_LABEL: str(rank)}}
