@@ -389,6 +389,14 @@ def test_a_member_has_few_headers(tmp_path: Path) -> None:
         find(tmp_path / "x.tar")
 
 
+@pytest.mark.parametrize("name", FOUR[:2])
+def test_a_header_that_does_not_fit_its_checksum(tmp_path: Path, name: str) -> None:
+    whole = of_names(tmp_path / "x.tar", *FOUR).read_bytes()
+    (tmp_path / "x.tar").write_bytes(whole.replace(name.encode(), b"b/7.png"))
+    with refuses("damaged-archive"):
+        find(tmp_path / "x.tar")
+
+
 @pytest.mark.parametrize("suffix", [".tar", ".zip"])
 def test_paths_are_as_long_as_linux_has_them(tmp_path: Path, suffix: str) -> None:
     longest = f"a/{'é' * 2045}.png"
