@@ -24,7 +24,7 @@ PIP_INSTALL = [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --
 INSTALL_TRITON = $(BIN)/enginery serve install || echo "Tests with a real Triton are skipped."
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart install-tensorrt install-serve install-dev test test-all test-postgresql test-instruction-sets test-gpu test-faults test-cluster lint lint-images lint-chart audit typecheck images smoke-images lock golden clean
+.PHONY: help install quickstart install-tensorrt install-serve install-dev test test-all test-postgresql test-instruction-sets test-gpu test-faults test-cluster lint lint-images lint-chart test-alerts audit typecheck images smoke-images lock golden clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -92,6 +92,10 @@ audit: $(INSTALLED_LINTERS) ## Known vulnerabilities of what is pinned; needs th
 
 lint-chart: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## Render the chart over its matrix; check schemas, golden files and security
 	$(PYTEST) tests/helm -m "not cluster and not slow" $(ARGS)
+
+test-alerts: $(INSTALLED_DEV) ## Test the alerts with Prometheus' promtool, which Go builds in some minutes
+	GOBIN=$(abspath $(STATE))/bin go install -tags remove_all_sd github.com/prometheus/prometheus/cmd/promtool@v0.316.0
+	PROMTOOL=$(abspath $(STATE))/bin/promtool $(PYTEST) tests/helm/test_render.py -k alerts $(ARGS)
 
 images: ## Build all images on the bases of containers/versions.hcl (Docker with buildx; TARGET=train builds one)
 	docker buildx bake --load -f containers/versions.hcl -f docker-bake.hcl $(TARGET)

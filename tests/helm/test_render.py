@@ -1,12 +1,15 @@
 """The chart over a matrix of values: Helm's linter, strict schemas of Kubernetes and of operators, golden files.
 
 What is in the golden files has no other test, but for what files of other folders say, too. The operators' schemas are
-not in this repository: CRDS names a folder with a YAML file for each of their CustomResourceDefinitions.
+not in this repository: CRDS names a folder with a YAML file for each of their CustomResourceDefinitions. PROMTOOL names
+Prometheus' program that tests alerts: see `make test-alerts`.
 """
 
 import functools
 import itertools
+import json
 import os
+import subprocess
 import tomllib
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -22,6 +25,7 @@ from enginery.doctor.cluster_nodes import RIGHTS
 from tests.helm.rendering import (
     CASES,
     CHART,
+    NAMESPACE,
     NOTES,
     RELEASE,
     REPOSITORY,
@@ -340,3 +344,33 @@ def test_objects_of_operators() -> None:
         for entry in yaml.safe_load_all((REPOSITORY / "helm" / file).read_text(encoding="utf-8")):
             if entry["kind"] != "Namespace":
                 check(entry)
+
+
+@pytest.mark.skipif("PROMTOOL" not in os.environ, reason="`make test-alerts` installs promtool and runs this test")
+def test_alerts(tmp_path: Path) -> None:
+    """The sample alerts by their own tests; the chart's by those of drift, for its service and for no other."""
+
+    def promtool(*command: str) -> None:
+        done = subprocess.run([os.environ["PROMTOOL"], *command], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    for file in (REPOSITORY / "containers/serve").glob("alerts*.yaml"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    promtool("check", "rules", "--lint=all", "--lint-fatal", "alerts.yaml")
+    promtool("test", "rules", "alerts_test.yaml")
+    (tmp_path / "chart.yaml").write_text(json.dumps(named(rendered_case("full"), "PrometheusRule")["spec"]))
+    promtool("check", "rules", "--lint=all", "--lint-fatal", "chart.yaml")
+    tests = yaml.safe_load((tmp_path / "alerts_test.yaml").read_text(encoding="utf-8"))["tests"]
+    (drift,) = (test for test in tests if test["alert_rule_test"][0]["alertname"] == "ModelInputsDrifted")
+    service = f"{RELEASE}-enginery-serve"
+    for namespace in (NAMESPACE, "another"):
+        labels = f"namespace='{namespace}', service='{service}'"
+        test = json.loads(json.dumps(drift).replace("{model=", f"{{{labels}, model="))
+        for at in test["alert_rule_test"]:
+            expected = at.get("exp_alerts", []) if namespace == NAMESPACE else []
+            at["exp_alerts"] = [
+                {**alert, "exp_labels": {**alert["exp_labels"], "namespace": namespace, "service": service}}
+                for alert in expected
+            ]
+        (tmp_path / "chart_test.yaml").write_text(json.dumps({"rule_files": ["chart.yaml"], "tests": [test]}))
+        promtool("test", "rules", "chart_test.yaml")
