@@ -66,6 +66,7 @@ _VALUE_PRESERVING = (
     "Dropout",
 )
 _NONNEGATIVE = ("Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs")
+_BEFORE_SOFTMAX = ("Add", "Cast", "Div", "Mul", "Reshape", "Where")  # scales, masks and biases of attention scores
 _KEEPS_SIGN = (*_VALUE_PRESERVING, "AveragePool", "GlobalAveragePool", "ReduceMean", "Pad", "Slice", "Split")
 
 
@@ -135,6 +136,18 @@ class Graph:
             return all(self.is_nonnegative(name) for name in node.input)
         return False
 
+    def score_products(self) -> set[str]:
+        """Attention scores: the outputs of matrix products of two activations that go into a softmax."""
+        found = set()
+        tensors = [node.input[0] for node in self.nodes if node.op_type == "Softmax"]
+        while tensors:
+            node = self.producer.get(tensors.pop())
+            if node is not None and node.op_type == "MatMul":
+                found |= set(node.output) if not any(map(self.is_constant, node.input)) else set()
+            elif node is not None and node.op_type in _BEFORE_SOFTMAX:
+                tensors += node.input
+        return found
+
     def convolution_into(self, tensor: str) -> NodeProto | None:
         """The Conv (or Conv and BatchNormalization) that makes `tensor` for a single consumer, if one does."""
         node = self.producer.get(tensor)
@@ -168,19 +181,22 @@ def quantizable_layers(model: onnx.ModelProto) -> list[str]:
     return [node_id(read.node) for read in quantized_reads(float_graph(model).graph, ()) if read.axis is not None]
 
 
-def activation_tensors(model: onnx.ModelProto, exclude: Collection[str] = frozenset()) -> list[str]:
+def activation_tensors(
+    model: onnx.ModelProto, exclude: Collection[str] = frozenset(), *, scores: bool = False
+) -> list[str]:
     """Names of the tensors that need an activation scale, in graph order.
 
     Args:
         model: FP32 graph, without Q/DQ.
         exclude: ids of nodes to keep out of INT8.
+        scores: with those of attention scores.
 
     Raises:
         EngineryError: the model is already quantized.
     """
     prepared = float_graph(model)
     graph = Graph(prepared.graph)
-    reads = quantized_reads(prepared.graph, exclude)
+    reads = quantized_reads(prepared.graph, exclude, scores=scores)
     return list(dict.fromkeys(graph.scale_source(read.tensor) for read in reads if read.axis is None))
 
 
@@ -227,9 +243,10 @@ def float_graph(model: onnx.ModelProto) -> onnx.ModelProto:
     return inline_constants(model)
 
 
-def quantized_reads(proto: onnx.GraphProto, exclude: Collection[str]) -> list[QuantizedRead]:
-    """Every input that reads through Q/DQ, in graph order: the whole placement policy."""
+def quantized_reads(proto: onnx.GraphProto, exclude: Collection[str], *, scores: bool = False) -> list[QuantizedRead]:
+    """Every input that reads through Q/DQ, in graph order: the whole placement policy; of attention scores if asked."""
     graph = Graph(proto)
+    products = graph.score_products() if scores else set()
     reads: list[QuantizedRead] = []
     quantized_convs: set[str] = set()
     for node in graph.nodes:
@@ -240,6 +257,8 @@ def quantized_reads(proto: onnx.GraphProto, exclude: Collection[str]) -> list[Qu
             reads += [QuantizedRead(node, 0), QuantizedRead(node, 1, axis)]
             if node.op_type == "Conv":
                 quantized_convs.add(node.output[0])
+        elif node.output[0] in products:
+            reads += [QuantizedRead(node, 0), QuantizedRead(node, 1)]
         elif node.op_type in _POOLS or is_spatial_mean(node, graph):
             reads.append(QuantizedRead(node, 0))
         elif node.op_type == "Add":

@@ -46,6 +46,7 @@ class Arithmetic:
     # Of layers that read signed activations; None for `weight_bits`. Without VNNI oneDNN adds 128 to these, so that
     # about half of the range multiplies each weight, and sums saturate that do not behind a ReLU.
     signed_weight_bits: Literal[7, 8] | None = None
+    scores: Literal["float", "int8"] = "float"  # products of queries and keys, which OpenVINO computes either way
 
     @classmethod
     def of(cls, record: Int8Form) -> Self:
@@ -91,7 +92,7 @@ def insert_qdq(
     graph = Graph(quantized.graph)
     if unknown := set(exclude) - {node_id(node) for node in graph.nodes}:
         raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.", code="unknown-layer")
-    reads = quantized_reads(quantized.graph, exclude)
+    reads = quantized_reads(quantized.graph, exclude, scores=arithmetic.scores == "int8")
     float_type = _float_type(quantized, graph)
     inserter = _Inserter(quantized.graph, float_type, weights, arithmetic)
     weighted = [read for read in reads if read.axis is not None]

@@ -35,7 +35,7 @@ from components.export.calibration import (
 )
 from components.export.config import CALIBRATION_METHODS, ONNX_FILES, ExportConfig
 from components.export.mixed import Compiled, MixedSearch
-from components.export.placement import activation_tensors, has_unsigned_activations, quantizable_layers
+from components.export.placement import Graph, activation_tensors, has_unsigned_activations, quantizable_layers
 from components.export.precision import FP16_MAX
 from components.export.qdq import TENSORRT, Arithmetic, insert_qdq, scales_below_fp16
 from components.export.selection import Budget, Candidates, Ranking, Selection
@@ -69,10 +69,12 @@ def cpu_models(activations: Literal["signed", "unsigned"], chosen: Arithmetic | 
     here = instruction_set()
     unfit = tuple(name for name in SATURATING if chosen is None or name != here)
     unfit += (here,) if chosen is not None and chosen.weight_bits == 7 else ()
-    eight = chosen if chosen is not None and chosen.weight_bits == 8 else Arithmetic(activations=activations)
+    eight, seven = Arithmetic(activations=activations), Arithmetic(weight_bits=7, activations=activations)
+    if chosen is not None:
+        eight, seven = (chosen, seven) if chosen.weight_bits == 8 else (eight, chosen)
     return (
         CpuModel(file="int8_cpu.onnx", **asdict(eight), saturates_on=unfit),
-        CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations=activations, saturates_on=()),
+        CpuModel(file="int8_cpu_7bit.onnx", **asdict(seven), saturates_on=()),
     )
 
 
@@ -91,20 +93,31 @@ class ArithmeticSearch:
     trials: list[CpuTrial] = field(default_factory=list)
 
     def choose(self) -> Arithmetic:
-        """The activations that are more accurate or faster, and the most accurate weights that don't saturate here."""
+        """The activations that are more accurate or faster, and the most accurate weights that don't saturate here.
+
+        Attention scores are in INT8 where that is faster.
+        """
         self._images = np.concatenate([to_numpy(images) for images in self.batches])
         self._expected = self.candidates.logits(self.fp32, self.batches)
         first = first_arithmetic(self.fp32)
         chosen = first
         if first.activations == "unsigned":
-            signed = Arithmetic(weight_bits=first.weight_bits)
-            own, other = self._trial(first), self._trial(signed)
-            close = max(own.logits_error, other.logits_error) <= _CLOSE * min(own.logits_error, other.logits_error)
-            if close:
-                own, other = self._time(first, signed)
-                chosen = first if (own.images_per_s or 0) >= (other.images_per_s or 0) else signed
-            elif other.logits_error < own.logits_error:
-                chosen = signed
+            chosen = self._better(first, Arithmetic(weight_bits=first.weight_bits))
+        chosen = self._with_weights(first, chosen)
+        in_int8 = replace(chosen, scores="int8")
+        if not Graph(self.fp32.graph).score_products() or self._trial(in_int8).saturates:
+            return chosen
+        return self._better(chosen, in_int8)
+
+    def _better(self, first: Arithmetic, second: Arithmetic) -> Arithmetic:
+        """The more accurate way; of two that are about as accurate, the faster one."""
+        own, other = self._trial(first), self._trial(second)
+        if max(own.logits_error, other.logits_error) > _CLOSE * min(own.logits_error, other.logits_error):
+            return first if own.logits_error < other.logits_error else second
+        own, other = self._time(first, second)
+        return first if (own.images_per_s or 0) >= (other.images_per_s or 0) else second
+
+    def _with_weights(self, first: Arithmetic, chosen: Arithmetic) -> Arithmetic:
         eight, seven = (Arithmetic(weight_bits=bits, activations=chosen.activations) for bits in (8, 7))
         eight_bits = self._trial(eight)
         if first.weight_bits == 8 and not eight_bits.saturates:
@@ -142,7 +155,7 @@ class ArithmeticSearch:
     def _time(self, *ways: Arithmetic) -> list[CpuTrial]:
         """The speed of each, measured by turns, added to what is known of it."""
         models = {way: insert_qdq(self.fp32, self.scales, arithmetic=way) for way in ways}
-        names = {way: f"{way.weight_bits}-{way.activations}" for way in ways}
+        names = {way: str(place) for place, way in enumerate(ways)}
         speeds: dict[Arithmetic, list[float]] = {way: [] for way in ways}
         with self.candidates.runners({names[way]: model for way, model in models.items()}) as runners:
             for _ in range(_TURNS):
@@ -296,7 +309,7 @@ def _calibrate(
     log: StepLog,
 ) -> _Calibrated:
     """Histograms of the activations, from the cache or collected now."""
-    started, tensors = time.monotonic(), activation_tensors(fp32)
+    started, tensors = time.monotonic(), activation_tensors(fp32, scores=device.type == "cpu")
     address = {
         "model": digest_file(fp32_file),
         "images": calibration.digest(),

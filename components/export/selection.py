@@ -160,7 +160,7 @@ class Ranking:
         """
         self._model, self._scales, self._arithmetic, self._logits = model, scales, arithmetic, logits
         self._deadline, self._progress = deadline, progress
-        self._together = _layers(model)
+        self._together = _layers(model, arithmetic)
         self.operators = {name: operator for name, (operator, _) in self._together.items()}
         self.costs: dict[tuple[str, ...], float] = {}
         self.num_images = 0
@@ -221,12 +221,12 @@ def _log_probabilities(logits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(logits).double().log_softmax(dim=1)
 
 
-def _layers(model: onnx.ModelProto) -> dict[str, tuple[str, frozenset[str]]]:
+def _layers(model: onnx.ModelProto, arithmetic: Arithmetic) -> dict[str, tuple[str, frozenset[str]]]:
     """Operator of each node that reads through Q/DQ, and what is in INT8 with it, by the node's id, in graph order."""
     proto = float_graph(model).graph
     graph = Graph(proto)
     layers = {}
-    for read in quantized_reads(proto, ()):
+    for read in quantized_reads(proto, (), scores=arithmetic.scores == "int8"):
         mains = [graph.convolution_into(name) for name in read.node.input] if read.node.op_type == "Add" else []
         together = {node_id(read.node), *(node_id(node) for node in mains if node is not None)}
         layers[node_id(read.node)] = (str(read.node.op_type), frozenset(together))

@@ -277,12 +277,16 @@ class Int8Form(Record):
     signed_weight_bits: Literal[7, 8] | None = Field(
         None, description="Of layers that read tensors which can be negative; None: those of all."
     )
+    scores: Literal["float", "int8"] = Field(
+        "float", description="Attention scores: the products of queries and keys, where a network has them."
+    )
 
     @property
     def arithmetic(self) -> str:
         """Return text such as "7-bit weights, unsigned activations"."""
         fewer = f" ({self.signed_weight_bits}-bit beside signed activations)" if self.signed_weight_bits else ""
-        return f"{self.weight_bits}-bit weights{fewer}, {self.activations} activations"
+        scores = ", attention scores in INT8" if self.scores == "int8" else ""
+        return f"{self.weight_bits}-bit weights{fewer}, {self.activations} activations{scores}"
 
 
 class CpuModel(Int8Form):

@@ -23,6 +23,7 @@ from components.export import calibration, quantization
 from components.export.calibration import split_samples
 from components.export.config import CACHE_VARIABLE, CALIBRATION_METHODS, ExportConfig
 from components.export.onnx_export import export_onnx
+from components.export.placement import Graph
 from components.export.qdq import Arithmetic
 from components.export.run import run
 from components.export.selection import Candidates
@@ -82,13 +83,13 @@ def samples_of(dataset, **settings):
     return split_samples(config, dataset, transform_for(32, resize_ratio=1.0), None)
 
 
-def dequantized_reads(model: onnx.ModelProto) -> dict[str, list[bool]]:
+def dequantized_reads(model: onnx.ModelProto, operator: str = "Conv") -> dict[str, list[bool]]:
     """True, by convolution, if its images and its weights come out of DequantizeLinear, by its name."""
     made_by = {output: node.op_type for node in model.graph.node for output in node.output}
     return {
         node.name: [made_by.get(tensor) == "DequantizeLinear" for tensor in node.input[:2]]
         for node in model.graph.node
-        if node.op_type == "Conv"
+        if node.op_type == operator
     }
 
 
@@ -184,6 +185,26 @@ def test_smoothing_is_chosen_where_channels_have_outliers(export, tmp_path):
     own, lines = export(calibration_method="smoothquant", fallback=False)
     assert any("there is nothing to smooth" in line for line in lines)
     assert own.manifest.calibration.method == "smoothquant"
+
+
+@pytest.mark.parametrize("faster", ["float", "int8"])
+def test_attention_scores_are_in_int8_where_that_is_faster(export, tmp_path, monkeypatch, faster):
+    """Whether it is depends on the CPU, so that the speeds are given here."""
+
+    def speeds(search, *ways):
+        known = [search._trial(way) for way in ways]
+        return [trial.model_copy(update={"images_per_s": 1.0 + (trial.scores == faster)}) for trial in known]
+
+    monkeypatch.setattr(quantization.ArithmeticSearch, "_time", speeds)
+    export_onnx(small_vit(), tmp_path / "own.onnx", ShapeSpec(height=32, width=32))
+    bundle, _ = export(tmp_path / "own.onnx", calibration_method="max", fallback=False)
+    assert {trial.scores for trial in bundle.manifest.calibration.cpu_trials} == {"float", "int8"}
+    chosen = fit_model(bundle.manifest.int8_on_cpus)
+    assert chosen.scores == faster
+    products = Graph(onnx.load(bundle.file("fp32.onnx")).graph).score_products()
+    own, others = (dequantized_reads(onnx.load(bundle.file(file)), "MatMul") for file in (chosen.file, "int8.onnx"))
+    assert sum(own[name] != others[name] for name in own) == (len(products) if faster == "int8" else 0)
+    assert len(products) == 2
 
 
 def test_without_fallback_or_choice_nothing_is_measured(plain):

@@ -180,12 +180,36 @@ def test_products_with_weights_read_codes_and_nothing_else_does(exported, build)
         assert len(read) == len(layers) - 3  # three projections share one pair; that of /out is left out
 
 
+@pytest.mark.parametrize("build", [small_vit, swin, Attention])
+def test_attention_scores_read_codes_where_asked(exported, build):
+    """Of two products of activations the first makes scores, whatever is between it and the softmax."""
+    _, model = exported(build())
+    quantized = insert_qdq(
+        model, dict.fromkeys(activation_tensors(model, scores=True), 0.05), arithmetic=Arithmetic(scores="int8")
+    )
+    codes = {node.output[0] for node in quantized.graph.node if node.op_type == "DequantizeLinear"}
+    inputs = {node.name: node.input for node in quantized.graph.node}
+    constants = {tensor.name for tensor in model.graph.initializer}
+    products = [n.name for n in model.graph.node if n.op_type == "MatMul" and not constants & set(n.input)]
+    assert products
+    for place, name in enumerate(products):
+        assert [tensor in codes for tensor in inputs[name]] == 2 * [place % 2 == 0], name
+    kept = insert_qdq(
+        model,
+        dict.fromkeys(activation_tensors(model), 0.05),
+        arithmetic=Arithmetic(scores="int8"),
+        exclude=products[::2],
+    )
+    assert len(kept.graph.node) < len(quantized.graph.node)
+
+
 @pytest.mark.parametrize("build", [small_vit, swin])
 def test_openvino_multiplies_in_integers_and_fp16_files_run(exported, build):
     path, model = exported(build())
-    histograms = collect_with_onnxruntime(path, activation_tensors(model), [IMAGES])
+    histograms = collect_with_onnxruntime(path, activation_tensors(model, scores=True), [IMAGES])
     scales = {name: compute_scale(histogram, "max") for name, histogram in histograms.items()}
     quantized = insert_qdq(model, scales, arithmetic=Arithmetic(weight_bits=7))
+    with_scores = insert_qdq(model, scales, arithmetic=Arithmetic(weight_bits=7, scores="int8"))
     hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     core = openvino.Core()
     compiled = core.compile_model(core.read_model(quantized.SerializeToString(), b""), "CPU", hints)
@@ -197,6 +221,8 @@ def test_openvino_multiplies_in_integers_and_fp16_files_run(exported, build):
     assert set(runs_in) <= {"i8", "u8"}
     assert runs_in.total() >= len(quantizable_layers(model))
     expected = run_ort(model, IMAGES)["logits"]
+    assert relative(compiled(IMAGES)[0], expected) < 0.2
+    compiled = core.compile_model(core.read_model(with_scores.SerializeToString(), b""), "CPU", hints)
     assert relative(compiled(IMAGES)[0], expected) < 0.2
     typed = insert_qdq(raise_opset(to_fp16(model)), scales)
     assert relative(run_ort(typed, IMAGES)["logits"], expected) < 0.2
