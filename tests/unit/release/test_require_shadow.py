@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -108,50 +109,42 @@ def edit(change: Callable[[list[dict[str, Any]]], None], folder: Path) -> None:
     replace_file(folder, ANSWERS, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
+def made(num_differing: int, num: int = 1000, num_lost: int = -1, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: record(folder, answers(num, num_differing, num_lost), **options)
+
+
+def changed(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    """A record on which too much differs, changed afterwards."""
+    return lambda folder: (record(folder, answers(1000, 45)), change(folder))
+
+
+def replace_text(file: str, old: str, new: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_text((folder / file).read_text().replace(old, new))
+
+
 ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing is wrong": (lambda folder: record(folder, answers(1000, 9)), ""),
-    "labels say that it is better": (lambda folder: record(folder, answers(1000, 30, 2)), ""),
+    "nothing is wrong": (made(9), ""),
+    "labels say that it is better": (made(30, num_lost=2), ""),
     "no record": (lambda folder: None, "no-manifest"),
-    "another champion": (lambda folder: record(folder, answers(1000, 9), champion=CHALLENGER), "shadow-other-champion"),
-    "another challenger": (
-        lambda folder: record(folder, answers(1000, 9), challenger="sha256:" + "d" * 64),
-        "shadow-other-challenger",
-    ),
-    "too old": (lambda folder: record(folder, answers(1000, 9), hours=7 * 24 + 1), "shadow-too-old"),
-    "from the future": (lambda folder: record(folder, answers(1000, 9), hours=-1), "shadow-too-old"),
-    "too few": (lambda folder: record(folder, answers(999, 9)), "shadow-too-few"),
-    "too different": (lambda folder: record(folder, answers(1000, 45)), "shadow-differs"),  # 4.5 %, up to 5.7 %
-    "worse by labels": (lambda folder: record(folder, answers(1000, 30, 28)), "shadow-worse"),
-    "edited manifest": (
-        lambda folder: (
-            record(folder, answers(1000, 45)),
-            (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace("45", "9")),
-        ),
-        "broken-seal",
-    ),
-    "edited answers": (
-        lambda folder: (
-            record(folder, answers(1000, 45)),
-            (folder / ANSWERS).write_text((folder / ANSWERS).read_text().replace('"b"', '"a"')),
-        ),
-        "damaged-artifact",
-    ),
+    "another champion": (made(9, champion=CHALLENGER), "shadow-other-champion"),
+    "another challenger": (made(9, challenger="sha256:" + "d" * 64), "shadow-other-challenger"),
+    "too old": (made(9, hours=7 * 24 + 1), "shadow-too-old"),
+    "from the future": (made(9, hours=-1), "shadow-too-old"),
+    "too few": (made(9, 999), "shadow-too-few"),
+    "too different": (made(45), "shadow-differs"),  # 4.5 %, up to 5.7 %
+    "worse by labels": (made(30, num_lost=28), "shadow-worse"),
+    "edited manifest": (changed(replace_text("manifest.json", "45", "9")), "broken-seal"),
+    "edited answers": (changed(replace_text(ANSWERS, '"b"', '"a"')), "damaged-artifact"),
     "edited answers, sealed again": (
-        lambda folder: (
-            record(folder, answers(1000, 45)),
-            edit(lambda lines: [line.update(challenger="a") for line in lines], folder),
-        ),
+        changed(lambda folder: edit(lambda lines: [line.update(challenger="a") for line in lines], folder)),
         "shadow-inconsistent",
     ),
     "edited interval, sealed again": (
-        lambda folder: (
-            record(folder, answers(1000, 45)),
-            reseal(folder, lambda manifest: manifest["comparison"].update(high_pct=1.0)),
-        ),
+        changed(lambda folder: reseal(folder, lambda manifest: manifest["comparison"].update(high_pct=1.0))),
         "shadow-differs",
     ),
     "answers that are none": (
-        lambda folder: (record(folder, answers(1000, 9)), replace_file(folder, ANSWERS, b"[" * 100_000)),
+        changed(lambda folder: replace_file(folder, ANSWERS, b"[" * 100_000)),
         "shadow-inconsistent",
     ),
 }
@@ -161,10 +154,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_records_without_a_policy(name: str, tmp_path: Path) -> None:
     attack, code = ATTACKS[name]
     attack(tmp_path / "shadow")
-    if code:
-        with refuses(code):
-            required(tmp_path / "shadow")
-    else:
+    with refuses(code) if code else nullcontext():
         required(tmp_path / "shadow")
 
 
