@@ -16,7 +16,6 @@ import pandas as pd
 import pytest
 import yaml
 from mlflow import MlflowClient
-from mlflow.pyfunc import scoring_server
 from PIL import Image
 
 import enginery as public
@@ -198,6 +197,8 @@ def test_every_form_of_an_image_gives_the_same(model, images, tmp_path: Path) ->
 
 @pytest.mark.parametrize("form", ["dataframe_records", "dataframe_split", "inputs", "instances", "columns", "pixels"])
 def test_the_scoring_server_takes_base64(model, images, form: str) -> None:
+    from mlflow.pyfunc import scoring_server  # which imports a web framework
+
     texts = [base64.b64encode(data).decode() for data in images[:2]]
     pixels = [np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).tolist() for data in images[:2]]
     sent = {
