@@ -34,7 +34,7 @@ SMALL = [
 NAME = "timm/resnet10t"
 REGISTERED = "timm-resnet10t"
 TRAINING = [
-    *("--architecture", NAME, "--epochs", "2", "--global-batch-size", "16", "--learning-rate", "0.4"),
+    *("--architecture", NAME, "--epochs", "2", "--global-batch-size", "48", "--learning-rate", "0.4"),
     *("--set", "train.resize_ratio=1.0", "--set", "train.warmup_fraction=0.3"),
 ]
 

@@ -66,12 +66,3 @@ def test_a_volume_that_is_not_there(few_digits: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert json.loads((tmp_path / "dataset/failure.json").read_text())["code"] == "no-volume"
     assert "the volume of dataset_volume is not there" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_dataset_of_the_volume_is_trained_on(few_digits: Path, tmp_path: Path, volume: Path) -> None:
-    done = step("preprocess", tmp_path / "dataset", volume, "--data", str(few_digits))
-    assert done.returncode == 0, done.stderr
-    options = ["--architecture", "resnet18", "--image-size", "32", "--epochs", "1", "--global-batch-size", "16"]
-    done = step("train", tmp_path / "checkpoint", volume, "--dataset", str(tmp_path / "dataset"), *options)
-    assert done.returncode == 0, done.stderr

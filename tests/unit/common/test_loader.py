@@ -242,8 +242,16 @@ def torchvisions(spec: TransformSpec, files: list[Path]) -> torch.Tensor:
         return torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize(("image_size", "ratio"), [(224, 256 / 224), (160, 1.0)])
+@pytest.mark.parametrize(
+    ("interpolation", "image_size", "ratio"),
+    [
+        *[("bilinear", 224, 256 / 224), ("bicubic", 160, 1.0)],
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("bicubic", 224, 256 / 224), ("bilinear", 160, 1.0))
+        ),
+    ],
+)
 def test_evaluation_is_torchvisions(
     pictures: tuple[Path, Artifact[DatasetManifest]], interpolation: Interpolation, image_size: int, ratio: float
 ) -> None:

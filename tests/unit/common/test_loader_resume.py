@@ -33,7 +33,8 @@ def same(first: Batch, second: Batch) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("rank", "num_pipelines", "first_epoch"), [(0, 1, 0), (1, 1, 0), (1, 2, 0), (0, 3, 0), (1, 1, 1)]
+    ("rank", "num_pipelines", "first_epoch"),
+    [pytest.param(0, 1, 0, marks=pytest.mark.slow), (1, 1, 0), (1, 2, 0), (0, 3, 0), (1, 1, 1)],
 )
 def test_a_resumed_loader_delivers_what_the_first_one_would_have(
     digits_dataset: Artifact[DatasetManifest], rank: int, num_pipelines: int, first_epoch: int

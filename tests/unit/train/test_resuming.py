@@ -60,6 +60,7 @@ def resumed(log: Log) -> int:
 def test_every_optimizer_resumes_to_the_same_bits(go: Go, tmp_path: Path, optimizer: str) -> None:
     """SqueezeNet has dropout, so random numbers count, too. Left in an epoch, and between its end and the next."""
     rate = {"optimizer": optimizer, "learning_rate": 0.1 if optimizer == "sgd" else 0.01}  # at 0.4 it learns nothing
+    rate["epochs"] = 2
     go("whole", **rate)
     for step in (4, 6):
         go("broken", sigterm_after=step, **rate)
