@@ -279,8 +279,7 @@ AS_PNG: dict[str, bytes] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about damaged blocks
 @pytest.mark.parametrize(
-    ("data", "becomes_png"),
-    [pytest.param(data, name in AS_PNG, id=name) for name, data in (AS_IT_IS | AS_PNG).items()],
+    ("data", "becomes_png"), [pytest.param(data, name in AS_PNG, id=name) for name, data in (AS_IT_IS | AS_PNG).items()]
 )
 def test_the_loader_shows_the_side_up_that_preprocess_saw(data: bytes, becomes_png: bool) -> None:
     extension, image = decode(data, max_pixels=1_000_000)

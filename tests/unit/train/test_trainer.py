@@ -17,7 +17,6 @@ from torch import nn
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.common.contracts.records import EpochRecord
 from components.common.contracts.settings import resolve
 from components.common.data.loader import Batch, translate_errors
 from components.common.process.gpu_monitor import GpuReading
@@ -134,10 +133,7 @@ def limited_memory() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("before_the_first_step", [False, True])
 def test_out_of_memory_names_a_batch_that_fits(
-    train: Train,
-    limited_memory: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    before_the_first_step: bool,
+    train: Train, limited_memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, before_the_first_step: bool
 ) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Can't allocate 805306368 bytes on device 0.")
@@ -341,11 +337,6 @@ def test_power_is_of_all_gpus_or_of_none(
     others = [(0.0, GpuReading(power_w=power, utilization_pct=50, memory_bytes=1)) for power in powers]
     monkeypatch.setattr(speed, "gather", lambda own, world: others)
     assert meter.end(8, 1.0).gpu_power_w == total
-
-
-def test_epochs_of_earlier_versions_are_read() -> None:
-    old = {"train_loss": 1.0, "train_images_per_s": 2.0, "val_loss": None, "val_top1_pct": 3.0}
-    assert EpochRecord.model_validate(old).data_wait_pct is None
 
 
 def test_flops() -> None:
