@@ -75,7 +75,7 @@ _KINDS: dict[str, Callable[[Image.Image, Random], bytes]] = {
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--num-images", default=100_000, show_default=True, help="Different textures of 224 px.")
 @click.option("--num-changed", default=1000, show_default=True, help="Of them, that come again changed, for each kind.")
-@click.option("--seed", default=2, show_default=True, help="Of the textures; the limits were chosen on seed 1.")
+@click.option("--seed", default=2, show_default=True, help="Of the textures; the limits were chosen on 1 and 2.")
 @click.option("--packed", default=10_000, show_default=True, help="Images of either size that packing is timed on.")
 @click.option("--turns", default=3, show_default=True, help="Of packing with and without.")
 @click.option("--thumbnails", type=click.Path(path_type=Path), help="File to keep the textures' thumbnails in.")
@@ -152,7 +152,7 @@ def main(
             "three filters. Recompression: JPEG quality 20 to 80. Crop: 0 to 10 % of width and of height. Brightness: "
             "times 0.6 to 1.4. All at once: crop, mirror, brightness, resize, quality 50 to 90. Recall: found pairs of "
             "a texture and its change. Precision: found pairs of the same texture. The limits were chosen on textures "
-            f"of seed 1 and on the digits. Packing: {packed:,} textures of {_SIZE} px and as many pictures of 500x375, "
+            f"of seeds 1 and 2 and on the digits. Packing: {packed:,} textures of {_SIZE} px and pictures of 500x375, "
             f"medians of {turns} turns; CPU seconds are those of all processes. ImageNet: {_IMAGENET:,} times the CPU "
             "seconds of an image: in packing at 500x375 px, in what near-duplicates add to it there, and in the search "
             f"among {whole['num_images']:,}. A thumbnail by itself, of an image just used, is faster than in packing. "
