@@ -2,8 +2,11 @@
 
 python -m benchmarks.fuzz parsers --machine cpu-2core
 python -m benchmarks.fuzz requests --machine cpu-2core --source NAME@champion
+
+Runs of other seeds stay in the result, so that many cases may come from several runs.
 """
 
+import json
 import os
 import sys
 import time
@@ -14,7 +17,7 @@ from typing import Any
 
 import click
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import RESULTS, current_commit, write_result
 from tests.fuzz import images, parsers, releases, requests, shards
 from tests.fuzz.running import MAX_SECONDS, run_cases
 
@@ -41,8 +44,11 @@ _OF_FILES = (
 @click.option("--num-workers", default=1, show_default=True, help="Of files: processes among which cases are shared.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(target: str, machine: str, source: str, num_cases: int, seed: int, num_workers: int, results: Path) -> None:
-    of_files = target in _FILES
-    runs = [_files(target, num_cases, seed, num_workers)] if of_files else [*_requests(source, num_cases, seed)]
+    of_files, commit, file = target in _FILES, current_commit(), results / machine / f"fuzz_{target}.json"
+    own = [_files(target, num_cases, seed, num_workers)] if of_files else [*_requests(source, num_cases, seed)]
+    before = json.loads(file.read_text())["runs"] if file.exists() else []
+    runs = [run for run in before if run.get("seed", seed) != seed]
+    runs += [{"seed": seed, "commit": commit, **run} for run in own]
     kinds = list(_FILES[target].originals()) if target in ("parsers", "releases") else []
     write_result(
         machine,
@@ -53,11 +59,12 @@ def main(target: str, machine: str, source: str, num_cases: int, seed: int, num_
             "worker_growth_bytes" if of_files else "server_growth_bytes": max(run["bytes"] for run in runs),
         },
         runs=runs,
-        notes=f"seed {seed}; wrong is a crash, an exception that is none of ours, over {MAX_SECONDS:g} s for a "
-        f"{_OF_FILES if of_files else _OF_REQUESTS}{'; kinds: ' if kinds else ''}{', '.join(kinds)}",
+        notes="Each run names its seed and commit; wrong is a crash, an exception that is none of ours, "
+        f"over {MAX_SECONDS:g} s for a {_OF_FILES if of_files else _OF_REQUESTS}"
+        f"{'; kinds: ' if kinds else ''}{', '.join(kinds)}",
         directory=results,
     )
-    sys.exit(1 if any(run["wrong"] for run in runs) else 0)
+    sys.exit(1 if any(run["wrong"] for run in own) else 0)
 
 
 def _files(target: str, num_cases: int, seed: int, num_workers: int) -> dict[str, Any]:
