@@ -9,6 +9,7 @@ to standard error meanwhile. A suite that fails is not written.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,7 +60,8 @@ def _run(target: str) -> dict[str, Any]:
     seconds = time.monotonic() - started
     if process.returncode:
         sys.exit(f"{target} failed")
-    outcome = [line.strip(" =\n") for line in lines if " passed in " in line][0 if target == "ci" else -1]
+    summaries = [line.strip(" =\n") for line in lines if re.search(r"\d passed.* in [\d.]+s", line)]
+    outcome = summaries[0 if target == "ci" else -1]
     print(f"{target}: {seconds:.0f} s; {outcome}")
     return {"target": target, "commit": current_commit(), "seconds": round(seconds, 1), "outcome": outcome}
 
