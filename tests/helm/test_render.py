@@ -310,6 +310,8 @@ def strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     changed = {key: strict(value) for key, value in schema.items() if key not in ("default", "format")}
+    if isinstance(changed.get("pattern"), str):
+        changed["pattern"] = changed["pattern"].replace("^(?i)", "(?i)^")  # as Python writes it
     if schema.get("x-kubernetes-int-or-string"):
         changed = {key: value for key, value in changed.items() if key not in ("type", "anyOf", "pattern")}
     # A property may itself be called "properties": then no type stands beside it.
