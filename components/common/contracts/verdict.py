@@ -65,7 +65,7 @@ class Thresholds(StepConfig):
         "percentage points; 0 for no limit. It needs validate.corruptions.",
     )
     min_validation_images: int = Field(
-        100, ge=0, description="Fewest validation images that a verdict may rest on; 0 for any number."
+        100, ge=0, le=10**9, description="Fewest validation images that a verdict may rest on; 0 for any number."
     )
     min_speedup: float = Field(
         0.0, ge=0, description="Least throughput over FP32 at the largest measured batch, as a ratio; 0 for none."

@@ -390,3 +390,8 @@ UNPROVED = "not proved: gate.confident is false, so the measured drop alone coun
 def test_doubts_stand_beside_the_verdict(notes: dict[str, str], num_images: int, confident: bool, said: str) -> None:
     rows = (accuracy_row(name, 80.0, num_images=num_images, note=notes.get(name, "")) for name in GPU)
     assert verdict_note(Thresholds(confident=confident), accuracy_report(*rows)) == said
+
+
+def test_a_number_of_images_that_no_check_can_hold_is_refused() -> None:
+    with pytest.raises(ValidationError, match="min_validation_images"):
+        Thresholds(min_validation_images=10**400)
