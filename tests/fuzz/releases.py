@@ -197,7 +197,7 @@ def _written(chance: random.Random, name: str, data: bytes) -> bytes:
 
 def _change(chance: random.Random, record: Any) -> None:
     """Put other values in, leave some out, or nest them."""
-    for _ in range(chance.choice((1, 1, 2, 4))):
+    for turn in range(chance.choice((1, 1, 2, 4))):
         place: Any = record
         while True:
             keys = list(place) if isinstance(place, dict) else list(range(len(place)))
@@ -211,7 +211,8 @@ def _change(chance: random.Random, record: Any) -> None:
             if way == 0:
                 del place[key]
             elif way == 1:
-                place[key] = [place[key]] * chance.choice((2, 1000 if len(repr(place[key])) < _MAX_COPIED else 2))
+                may_be_many = turn == 0 and len(repr(place[key])) < _MAX_COPIED
+                place[key] = [place[key]] * chance.choice((2, 1000 if may_be_many else 2))
             elif way == 2 and isinstance(place[key], str):
                 text = place[key]
                 at = chance.randrange(len(text) + 1)
