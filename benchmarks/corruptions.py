@@ -49,7 +49,7 @@ def main(bundle: Path, dataset: Path, machine: str, turns: int, results: Path) -
             measures[f"{precision}_corrupted_drop_upper_points"] = max(pair.drop_upper_points for pair in drops)
     write_result(
         machine,
-        "corruptions",
+        f"corruptions_{models.manifest.architecture.replace('/', '_')}",
         measures=measures,
         runs=[{"seconds": seconds}, {name: [row.model_dump() for row in each] for name, each in rows.items()}],
         notes=f"{models.manifest.architecture} at {models.manifest.shapes.height} px, {', '.join(rows)}: from shards "
