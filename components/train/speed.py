@@ -4,9 +4,10 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -77,6 +78,7 @@ def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | Non
 
 
 _INTERVAL_S = 0.05  # between two readings of the GPU
+LIVE_S = 10.0  # between two of what a person sees meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +92,6 @@ class EpochSpeed:
     gpu_power_w: float | None = None  # sum; of all GPUs or of none
     tflops_per_s: float | None = None  # sum
     peak_pct: float | None = None  # share of what the GPUs' data sheets say
-
-    def load_text(self) -> str:
-        """How busy data and GPUs were, on one line for a person."""
-        parts = [f"{self.data_wait_pct:.1f} % waiting for data"]
-        if self.gpu_utilization_pct is not None:
-            parts.append(f"GPU {self.gpu_utilization_pct:.0f} % busy")
-        if self.gpu_memory_bytes is not None:
-            parts.append(f"{self.gpu_memory_bytes / 1e9:.1f} GB")
-        if self.gpu_power_w is not None:
-            parts.append(f"{self.gpu_power_w:,.0f} W")
-        if self.tflops_per_s is not None and self.peak_pct is not None:
-            parts.append(f"{self.tflops_per_s:,.0f} TFLOP/s ({self.peak_pct:.0f} % of peak)")
-        return ", ".join(parts)
 
 
 class Waits:
@@ -131,6 +120,11 @@ class Waits:
         while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             self._add_oldest()
         return batch
+
+    @property
+    def seconds(self) -> float:
+        """Since `take_seconds`, of the batches that the GPU has had. Waits for nothing."""
+        return self._seconds
 
     def take_seconds(self) -> float:
         """Since the last call. The GPU must have finished what it was given."""
@@ -164,12 +158,15 @@ class SpeedMeter:
         self._size = (0, 0)
         self._num_images = 0
         self._began = time.perf_counter()
+        self._told = (0.0, 0, 0.0)  # seconds since `begin`, images and seconds of waiting at the last `live`
 
     def begin(self) -> None:
         """Begin an epoch, or what is left of one."""
         self._waits.take_seconds()
         self._num_images = 0
         self._began = time.perf_counter()
+        self._told = (0.0, 0, 0.0)
+        psutil.cpu_percent()
         if self._monitor is not None:
             self._monitor.start()
 
@@ -180,9 +177,29 @@ class SpeedMeter:
         self._size = (batch.images.shape[2], batch.images.shape[3])
         return batch
 
-    def rate(self) -> float:
-        """Images per second since `begin`, of all processes, for a person to see meanwhile."""
-        return self._world.world_size * self._num_images / (time.perf_counter() - self._began)
+    def live(self) -> dict[str, float]:
+        """What goes on since the last call, or since `begin`; empty before `LIVE_S` have passed.
+
+        Images per second are those of all processes, if the others are as fast. Waiting for data (per cent of the time)
+        is this process's, what starts with gpu its GPU's (per cent, bytes, W, degrees Celsius), as far as NVML knows
+        them, and CPU (per cent) and memory (bytes) are this machine's.
+        """
+        now = (time.perf_counter() - self._began, self._num_images, self._waits.seconds)
+        seconds, num_images, waited_s = (one - before for one, before in zip(now, self._told, strict=True))
+        if seconds < LIVE_S:
+            return {}
+        self._told = now
+        values = {
+            "images_per_s": self._world.world_size * num_images / seconds,
+            "data_wait_pct": 100 * waited_s / seconds,
+            "cpu_pct": psutil.cpu_percent(),
+            "memory_bytes": psutil.virtual_memory().used,
+        }
+        if self._monitor is not None:
+            reading = asdict(self._monitor.reading(seconds))
+            del reading["sm_clock_mhz"]
+            values |= {f"gpu_{name}": value for name, value in reading.items() if value is not None}
+        return values
 
     def stop(self) -> None:
         """Stop watching the GPU: the epoch was left."""

@@ -119,6 +119,18 @@ class MlLog:
             file.write(f":::MLLOG {json.dumps({**entry, 'value': value, 'metadata': metadata})}\n")
 
 
+# What a person sees of `SpeedMeter.live`, in this order.
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "images_per_s": "{:,.0f} images/s".format,
+    "data_wait_pct": "{:.1f} % waiting for data".format,
+    "gpu_utilization_pct": "GPU {:.0f} % busy".format,
+    "gpu_memory_bytes": lambda value: f"{value / 1e9:.1f} GB",
+    "gpu_power_w": "{:,.0f} W".format,
+    "gpu_temperature_c": "{:.0f} °C".format,
+    "cpu_pct": "CPU {:.0f} %".format,
+    "seconds_left": lambda value: f"{math.ceil(value / 60)} min left",
+}
+
 # Outcomes of the consensus after a step; the largest one that a process asks for counts.
 _CONTINUE, _SAVE, _SAVE_AND_STOP, _GIVE_UP = 0, 1, 2, 3
 
@@ -166,7 +178,7 @@ class Trainer:
         folder = None if checkpoints is None else checkpoints.folder
         self.profiler = StepProfiler(config.profile_steps if world.is_main else 0, world.device, folder)
         self.mllog = MlLog(folder)
-        self._last_load = ""  # of the epoch before, for a person
+        self._live: dict[str, float] = {}  # what went on some seconds ago
         self._began = self._epoch_began = time.perf_counter()
         self._saved_at = time.monotonic()
         self._epoch_ended: float | None = None  # its training; validation may be under way
@@ -191,7 +203,6 @@ class Trainer:
                 val_loss, val_top1_pct = self.evaluate()
                 self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
                 self.mllog.event("eval_stop", **number)
-            self._last_load = f"; the epoch before: {speed.load_text()}"
             measured = {"val_loss": val_loss, "val_top1_pct": val_top1_pct, "elapsed_s": self._elapsed_s()}
             self.history.append(EpochRecord(train_loss=train_loss, **measured, **vars(speed)))
             self.log.metrics(self.metrics_of(done - 1), position=done - 1)
@@ -381,7 +392,7 @@ class Trainer:
                 self.num_steps_done += 1
                 self._stop.has_work = True  # not before: compiling for the first step may take minutes
                 self._watch.put(self.num_steps_done, loss)
-                self.log.progress("training", self.num_steps_done, self.num_steps, self._detail(epoch), unit="steps")
+                self._tell(epoch)
                 self._after_step()
             loss_sum = all_reduce_sum(self.loss_sum.clone(), self.world).item() / self.world.world_size
             self._epoch_ended = time.perf_counter()
@@ -391,12 +402,23 @@ class Trainer:
         self.profiler.finish()  # where the epoch has fewer steps
         return loss_sum / self.steps_per_epoch, speed
 
-    def _detail(self, epoch: int) -> str:
+    def _tell(self, epoch: int) -> None:
+        """Tell a person, and every some seconds MLflow, what goes on."""
+        if live := self._meter.live():
+            num_images = (self.num_steps - self.num_steps_done) * self.plan.global_batch_size
+            live |= {
+                "learning_rate": float(self.schedule.get_last_lr()[0]),
+                "seconds_left": num_images / live["images_per_s"],
+            }
+            if self._watch.mean is not None:
+                live["loss"] = self._watch.mean
+            self._live = live
+            self.log.metrics({f"live/{name}": value for name, value in live.items()}, position=self.num_steps_done)
         parts = [f"epoch {epoch + 1}/{self.config.epochs}"]
         if self._watch.mean is not None:
             parts.append(f"loss {self._watch.mean:.2f}")
-        parts.append(f"{self._meter.rate():,.0f} images/s{self._last_load}")
-        return ", ".join(parts)
+        parts += [text(self._live[name]) for name, text in _SHOWN.items() if name in self._live]
+        self.log.progress("training", self.num_steps_done, self.num_steps, ", ".join(parts), unit="steps")
 
     def _step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """One optimizer step. Returns the mean loss of this process's images, still on the device."""

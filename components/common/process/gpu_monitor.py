@@ -70,11 +70,15 @@ class GpuMonitor:
             self._end()
             self._sample(self._span, with_state=True)
 
-    def reading(self) -> GpuReading:
-        """Return what was measured in the last span."""
-        state = self._span.state
+    def reading(self, last_s: float | None = None) -> GpuReading:
+        """Return what was measured in the last span, or in its last seconds."""
+        state, energy = self._span.state, self._span.energy
+        if last_s is not None:
+            number = max(1, round(last_s / (self._interval_s * _SAMPLES_PER_STATE)))
+            state = {name: values[-number:] for name, values in state.items()}
+            energy = [entry for entry in energy if entry[0] >= time.perf_counter() - last_s]
         return GpuReading(
-            power_w=_power_w(self._span.energy),
+            power_w=_power_w(energy),
             sm_clock_mhz=round(median(state["sm_clock_mhz"])) if state["sm_clock_mhz"] else None,
             temperature_c=round(median(state["temperature_c"])) if state["temperature_c"] else None,
             utilization_pct=mean(state["utilization_pct"]) if state["utilization_pct"] else None,

@@ -138,6 +138,9 @@ def watch(nvml: Nvml, monkeypatch: pytest.MonkeyPatch, seconds: float) -> GpuRea
     asked = len(nvml.asked)
     time.sleep(0.05)
     assert len(nvml.asked) == asked  # nobody watches any more
+    latest = monitor.reading(0.3)
+    assert latest.temperature_c == monitor.reading().temperature_c
+    assert monitor.reading(0.01).power_w is None  # too short to tell
     return monitor.reading()
 
 

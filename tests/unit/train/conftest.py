@@ -52,10 +52,14 @@ class Log(StepLog):
         super().__init__("train")
         self.said: list[str] = []
         self.epochs: list[dict[str, float]] = []
+        self.live: dict[int, dict[str, float]] = {}  # by step
         self.details: list[str] = []
         self.sigterm_after = sigterm_after
 
     def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
+        if all(name.startswith("live/") for name in values):
+            self.live[position] = values
+            return
         assert position >= len(self.epochs)
         self.epochs.append(values)
 

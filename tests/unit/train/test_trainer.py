@@ -251,7 +251,8 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         _fit(small_trainer(Batches(1), compile="default"), 4)
 
 
-def test_the_reports_of_an_epoch(train: Train) -> None:
+def test_the_reports_of_an_epoch(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "LIVE_S", 1e-9)
     log = Log()
     checkpoint = train(log, epochs=2, profile_steps=2)
     first, second = checkpoint.manifest.history
@@ -264,8 +265,13 @@ def test_the_reports_of_an_epoch(train: Train) -> None:
     assert second.tflops_per_s == pytest.approx(side * second.train_images_per_s / 1e12)
     assert (second.gpu_power_w, second.peak_pct) == (None, None)  # there is no GPU to ask
     assert set(log.epochs[1]) == {*log.epochs[0]} >= {"data_wait_pct", "tflops_per_s", "train_images_per_s"}
-    assert "images/s" in log.details[0]
-    assert all(word in log.details[-1] for word in ("loss", "% waiting for data"))
+    assert all(word in log.details[0] for word in ("loss", "images/s", "% waiting for data", "1 min left"))
+    assert list(log.live) == list(range(1, 13))
+    rows = [{name.removeprefix("live/"): value for name, value in row.items()} for row in log.live.values()]
+    assert all(0 <= row["data_wait_pct"] <= 100 and row["memory_bytes"] > 0 and "cpu_pct" in row for row in rows)
+    lefts = [row["seconds_left"] * row["images_per_s"] for row in rows]
+    assert lefts == pytest.approx([16 * (12 - step) for step in range(1, 13)])
+    assert (rows[-1]["loss"], rows[-1]["learning_rate"]) == (pytest.approx(second.train_loss, rel=0.5), 0)
 
     lines = checkpoint.file(MLLOG).read_text().splitlines()
     assert all(line.startswith(":::MLLOG {") for line in lines)
@@ -334,6 +340,7 @@ def test_power_is_of_all_gpus_or_of_none(
 ) -> None:
     """One of two spans was too short to tell: the other's power alone would pass for the sum."""
     meter = SpeedMeter(nn.Linear(2, 2), World(device=CPU), torch.float32, tf32=False)
+    assert meter.live() == {}  # too early
     others = [(0.0, GpuReading(power_w=power, utilization_pct=50, memory_bytes=1)) for power in powers]
     monkeypatch.setattr(speed, "gather", lambda own, world: others)
     assert meter.end(8, 1.0).gpu_power_w == total
