@@ -56,10 +56,12 @@ class Preempted(KeyboardInterrupt):
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}://"
 # Addresses of a text, up to the next one's scheme. A quote ends one, unless an @ behind it makes it part of a password.
-# Without a scheme only those with a user are looked for: others are paths.
+# Without a scheme, or with too few slashes behind it, only those with a user are looked for: others are paths.
 _ADDRESS = re.compile(
     rf"{_SCHEME}(?:(?:(?!{_SCHEME})\S)*@)?(?:(?!{_SCHEME})[^\s'\"<>])*|(?<![\w.:/])//[^\s'\"<>/@]+@[^\s'\"<>]*"
+    r"|(?i:https?:/?)[^\s'\"<>/@]{1,500}@[^\s'\"<>]*"
 )
+_FEW_SLASHES = re.compile(r"^(https?:)/?(?=[^/])", re.IGNORECASE)
 _PATH_SECRET = re.compile(r";([^;/?#=]*)=([^;/?#]*)")  # a parameter behind a ; of a path, such as ;token=...
 # Terminals obey the first two; the rest puts text into another order, takes no room, or is no UTF-8. Joiners of letters
 # (U+200C, U+200D) stay: languages and emoji need them.
@@ -87,7 +89,7 @@ def _hidden(address: str) -> str:
     """An address without its secrets, if it has any."""
     if not _is_secret(address):
         return address
-    bare, mark, fragment = without_credentials(address).partition("#")
+    bare, mark, fragment = without_credentials(_FEW_SLASHES.sub(r"\1//", address)).partition("#")
     bare = _PATH_SECRET.sub(r";\1=***", bare)
     return f"{bare}{mark}{'***' if '=' in fragment else fragment}"  # others are places of a page
 
@@ -105,7 +107,7 @@ def holds_secret(text: str) -> bool:
 
 
 def _is_secret(uri: str) -> bool:
-    scheme, rest = split_scheme(uri)
+    scheme, rest = split_scheme(_FEW_SLASHES.sub(r"\1//", uri))
     if rest is None:
         return False
     if not scheme:
