@@ -59,9 +59,9 @@ _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}://"
 # Without a scheme, or with too few slashes behind it, only those with a user are looked for: others are paths.
 _ADDRESS = re.compile(
     rf"{_SCHEME}(?:(?:(?!{_SCHEME})\S)*@)?(?:(?!{_SCHEME})[^\s'\"<>])*|(?<![\w.:/])//[^\s'\"<>/@]+@[^\s'\"<>]*"
-    r"|(?i:https?:/?)[^\s'\"<>/@]{1,500}@[^\s'\"<>]*"
+    r"|(?i:(?:https?|s3|gs|ftp):/?)[^\s'\"<>/@]{1,500}@[^\s'\"<>]*"
 )
-_FEW_SLASHES = re.compile(r"^(https?:)/?(?=[^/])", re.IGNORECASE)
+_FEW_SLASHES = re.compile(r"^((?:https?|s3|gs|ftp):)/?(?=[^/])", re.IGNORECASE)
 _PATH_SECRET = re.compile(r";([^;/?#=]*)=([^;/?#]*)")  # a parameter behind a ; of a path, such as ;token=...
 # Terminals obey the first two; the rest puts text into another order, takes no room, or is no UTF-8. Joiners of letters
 # (U+200C, U+200D) stay: languages and emoji need them.

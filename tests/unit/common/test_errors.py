@@ -148,6 +148,7 @@ def test_what_is_no_secret(uri: str) -> None:
         (f"https://host/x#key={SECRET}", "https://host/x#***"),
         (f"https:///{SECRET}@host/x.tar", "https:///***@host/x.tar"),
         (f"https:{SECRET}@host/x.tar", "https://***@host/x.tar"),
+        (f"s3:KEY:{SECRET}@bucket/x.tar", "s3://***@bucket/x.tar"),
         (f"see HTTP:/u:{SECRET}@host", "see HTTP://***@host"),
         (f"//{SECRET}@host/x.tar", "//***@host/x.tar"),
         (f"'//{SECRET}@host' is not there", "'//***@host' is not there"),
