@@ -27,6 +27,7 @@ class SlowBlock(OpenVINOBackend):
     built: list[Compiled] = field(default_factory=list)
     fails: str = ""  # name of what can't be built
     spans: range = range(0)  # blocks that run as one layer
+    slow_ms: float = 3.0  # of the slow block in INT8; another takes 0.5, and 1 in float
 
     def compile(self, name: str, excluded: tuple[str, ...]) -> Compiled:
         if name == self.fails:
@@ -38,7 +39,7 @@ class SlowBlock(OpenVINOBackend):
         in_int8 = set(quantizable_layers(self.fp32)) - set(compiled.excluded)
         rows = []
         for number, block in enumerate(find_blocks(self.fp32)):
-            slow = 3.0 if number == LOSING else 0.5
+            slow = self.slow_ms if number == LOSING else 0.5
             rows.append((block.nodes[0], block.nodes, slow if set(block.nodes) & in_int8 else 1.0))
         if not self.spans:
             return rows
@@ -130,6 +131,18 @@ def test_blocks_of_one_layer_are_in_int8_together(backend, resnet18, start, in_i
     search(backend).run(None)
     for number in backend.spans:
         assert (not set(blocks[number].layers) & set(backend.built[1].excluded)) == in_int8
+
+
+def test_kinds_of_blocks_in_one_layer_are_tried_apart(backend, resnet18):
+    """Together they are slower in INT8, and nothing tells their times apart."""
+    blocks = find_blocks(resnet18[1])
+    backend.spans, backend.slow_ms = range(LOSING, len(blocks)), 30.0
+    search(backend, max_engines=4).run(None)
+    built = [[not set(block.layers) & set(one.excluded) for block in blocks] for one in backend.built]
+    kinds = {block.kind for block in blocks[LOSING:]}
+    assert len(kinds) == 2
+    for kind in kinds:
+        assert [number < LOSING or block.kind == kind for number, block in enumerate(blocks)] in built
 
 
 def test_without_mixed_engines_nothing_is_measured(backend):
