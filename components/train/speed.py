@@ -78,7 +78,7 @@ def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | Non
 
 
 _INTERVAL_S = 0.05  # between two readings of the GPU
-LIVE_S = 10.0  # between two of what a person sees meanwhile
+LIVE_S = 5.0  # between two of what a person sees meanwhile; an epoch that is shorter shows its end alone
 
 
 @dataclass(frozen=True, kw_only=True)
