@@ -3,7 +3,7 @@
     python -m benchmarks.coverage --machine cpu-2core --commit 53afae2 --commit HEAD
 
 Needs pytest-cov beside the packages of this environment, in which the tests of each commit run. What tests start in
-processes of their own is not counted. Tests that fail, as old ones may with new packages, are told in the result.
+processes of their own is not counted. Old tests may fail with new packages: the result has pytest's summary.
 """
 
 import json
@@ -18,35 +18,32 @@ from typing import Any
 import click
 
 from benchmarks.results import write_result
+from benchmarks.tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = ("export", "gate", "promote")
 
 
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--commit", "commits", multiple=True, default=("HEAD",), show_default=True, help="The last one counts.")
-@click.argument("tests", nargs=-1)
-def main(machine: str, commits: tuple[str, ...], tests: tuple[str, ...]) -> None:
-    runs = [_measure(commit, tests) for commit in commits]
+def main(machine: str, commits: tuple[str, ...]) -> None:
+    runs = [_measure(commit) for commit in commits]
     notes = "Lines of components/<step> that ran in the processes of pytest, in percent; the measures: the last commit."
     measures = {f"coverage_{step}_pct": runs[-1][f"{step}_pct"] for step in STEPS}
     write_result(machine, "coverage", measures=measures, runs=runs, notes=notes)
 
 
-def _measure(commit: str, tests: tuple[str, ...]) -> dict[str, Any]:
+def _measure(commit: str) -> dict[str, Any]:
+    full = subprocess.check_output(["git", "rev-parse", commit], cwd=ROOT, text=True).strip()
     with TemporaryDirectory() as folder:
         clone = Path(folder, "clone")
         subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-        subprocess.run(["git", "checkout", "-q", commit], cwd=clone, check=True)
-        full = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=clone, text=True)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(clone), os.environ.get("PYTHONPATH", "")]),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        subprocess.run(["git", "checkout", "-q", full], cwd=clone, check=True)
+        path = os.pathsep.join([str(clone), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "pytest", "-q", "-n", "logical", "--dist", "loadfile"]
         command += ["-m", "not slow and not postgresql", *(f"--cov=components/{step}" for step in STEPS)]
-        command += [f"--cov-report=json:{folder}/coverage.json", "--cov-report=", *tests]
+        command += [f"--cov-report=json:{folder}/coverage.json", "--cov-report="]
         done = subprocess.run(command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True)
         print(done.stdout, file=sys.stderr)
         files = json.loads(Path(folder, "coverage.json").read_text())["files"]
@@ -56,7 +53,7 @@ def _measure(commit: str, tests: tuple[str, ...]) -> dict[str, Any]:
         share[f"{step}_pct"] = 100 * sum(e["covered_lines"] for e in own) / sum(e["num_statements"] for e in own)
     outcome = [line.strip(" =") for line in done.stdout.splitlines() if re.search(r"\d passed.* in [\d.]+s", line)][-1]
     print(share, outcome)
-    return {"commit": full.strip(), **{key: round(value, 2) for key, value in share.items()}, "outcome": outcome}
+    return {"commit": full, **{key: round(value, 2) for key, value in share.items()}, "outcome": outcome}
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ NUM_IMAGES = 64
 # Rounding in another order moves the error of a whole network by some per cent: 0.2 % and 2 % on two networks. Sums
 # that saturate make it twice as large and more.
 _EXCESS = 1.25
-_CLOSE = _EXCESS  # errors this near each other: the faster file is taken
+_CLOSE = 1.25  # errors this near each other: the faster file is taken
 _TURNS, _TURN_S, _BATCH = 3, 0.2, 16
 _PLACEMENT_S = 15.0  # that the search for blocks takes on a small CPU
 

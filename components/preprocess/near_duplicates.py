@@ -32,7 +32,6 @@ _NUM_PARTNERS = 2  # candidates of an image in each split
 _NUM_PROBES, _NUM_TRAIN_PROBES = 8, 3  # cells that a validation image looks into, and a training image
 _CELL, _MAX_CELL = 1_000, 50_000  # images of a cell: those whose hashes lie around one centre
 _LEAST_PAIRS, _PAIRS_PER_IMAGE = 1_000, 0.1  # that are aligned at most, the most similar ones
-_IMAGES_PER_THREAD = 25_000  # at least: on fewer, threads mostly wait for each other
 _CHUNK = 512  # images or pairs worked on at a time: they stay in the processor's cache
 _MIN_CORRELATION = 0.96  # of the details of aligned thumbnails: chosen on textures and on the digits
 _MAX_SCALE, _MAX_SHIFT = 1.15, 0.08  # of what is aligned, in units of the side
@@ -67,9 +66,9 @@ def find_near_pairs(thumbnails: Thumbnails, numbers: Indices, in_val: Mask, *, n
         thumbnails: [N, 48, 48] of all images; may lie on disk.
         numbers: [M] ascending, of the images to compare.
         in_val: [M], the split of each of these; an image looks for its likes in both.
-        num_threads: that work at once, at most.
+        num_threads: that work at once.
     """
-    with ThreadPoolExecutor(max(1, min(num_threads, len(numbers) // _IMAGES_PER_THREAD))) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         hashes, detail = _hashes(thumbnails, numbers, pool)
         has_detail = detail >= _MIN_DETAIL
         known = numbers[has_detail]

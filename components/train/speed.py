@@ -78,7 +78,7 @@ def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | Non
 
 
 _INTERVAL_S = 0.05  # between two readings of the GPU
-LIVE_S = 5.0  # between two of what a person sees meanwhile; an epoch that is shorter shows its end alone
+LIVE_S = 5.0  # between two values of `SpeedMeter.live`; a shorter epoch has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Waits:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._seconds = 0.0
+        self.seconds = 0.0  # since `take_seconds`, of the batches that the GPU has had
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def next(self, batches: Iterator[Batch]) -> Batch:
@@ -110,7 +110,7 @@ class Waits:
         if not self._on_gpu:
             before = time.perf_counter()
             batch = next(batches)
-            self._seconds += time.perf_counter() - before
+            self.seconds += time.perf_counter() - before
             return batch
         first, last = _event(), _event()
         first.record()
@@ -121,22 +121,17 @@ class Waits:
             self._add_oldest()
         return batch
 
-    @property
-    def seconds(self) -> float:
-        """Since `take_seconds`, of the batches that the GPU has had. Waits for nothing."""
-        return self._seconds
-
     def take_seconds(self) -> float:
         """Since the last call. The GPU must have finished what it was given."""
         while self._pending:
             self._add_oldest()
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self.seconds = self.seconds, 0.0
         return seconds
 
     def _add_oldest(self) -> None:
         first, last = self._pending.popleft()
         last.synchronize()
-        self._seconds += first.elapsed_time(last) / 1e3
+        self.seconds += first.elapsed_time(last) / 1e3
 
 
 def _event() -> torch.cuda.Event:
@@ -158,14 +153,14 @@ class SpeedMeter:
         self._size = (0, 0)
         self._num_images = 0
         self._began = time.perf_counter()
-        self._told = (0.0, 0, 0.0)  # seconds since `begin`, images and seconds of waiting at the last `live`
+        self._last_live = (0.0, 0, 0.0)  # seconds since `begin`, images and seconds of waiting when it was called
 
     def begin(self) -> None:
         """Begin an epoch, or what is left of one."""
         self._waits.take_seconds()
         self._num_images = 0
         self._began = time.perf_counter()
-        self._told = (0.0, 0, 0.0)
+        self._last_live = (0.0, 0, 0.0)
         psutil.cpu_percent()
         if self._monitor is not None:
             self._monitor.start()
@@ -178,17 +173,17 @@ class SpeedMeter:
         return batch
 
     def live(self) -> dict[str, float]:
-        """What goes on since the last call, or since `begin`; empty before `LIVE_S` have passed.
+        """Return speed and load since the last call, or since `begin`; nothing before `LIVE_S` have passed.
 
         Images per second are those of all processes, if the others are as fast. Waiting for data (per cent of the time)
         is this process's, what starts with gpu its GPU's (per cent, bytes, W, degrees Celsius), as far as NVML knows
         them, and CPU (per cent) and memory (bytes) are this machine's.
         """
         now = (time.perf_counter() - self._began, self._num_images, self._waits.seconds)
-        seconds, num_images, waited_s = (one - before for one, before in zip(now, self._told, strict=True))
+        seconds, num_images, waited_s = (one - before for one, before in zip(now, self._last_live, strict=True))
         if seconds < LIVE_S:
             return {}
-        self._told = now
+        self._last_live = now
         values = {
             "images_per_s": self._world.world_size * num_images / seconds,
             "data_wait_pct": 100 * waited_s / seconds,

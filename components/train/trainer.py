@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,16 +120,18 @@ class MlLog:
             file.write(f":::MLLOG {json.dumps({**entry, 'value': value, 'metadata': metadata})}\n")
 
 
-# What a person sees of `SpeedMeter.live`, in this order.
+# Live metrics as the terminal shows them, in this order.
 _SHOWN: dict[str, Callable[[float], str]] = {
+    "learning_rate": "learning rate {:.3g}".format,
     "images_per_s": "{:,.0f} images/s".format,
     "data_wait_pct": "{:.1f} % waiting for data".format,
     "gpu_utilization_pct": "GPU {:.0f} % busy".format,
-    "gpu_memory_bytes": lambda value: f"{value / 1e9:.1f} GB",
+    "gpu_memory_bytes": lambda value: f"{value / 1e9:.1f} GB of its memory",
     "gpu_power_w": "{:,.0f} W".format,
     "gpu_temperature_c": "{:.0f} °C".format,
     "cpu_pct": "CPU {:.0f} %".format,
-    "seconds_left": lambda value: f"{math.ceil(value / 60)} min left",
+    "memory_bytes": lambda value: f"{value / 1e9:.1f} GB of memory",
+    "seconds_left": lambda value: f"{timedelta(seconds=round(value))} left",
 }
 
 # Outcomes of the consensus after a step; the largest one that a process asks for counts.
@@ -178,7 +181,7 @@ class Trainer:
         folder = None if checkpoints is None else checkpoints.folder
         self.profiler = StepProfiler(config.profile_steps if world.is_main else 0, world.device, folder)
         self.mllog = MlLog(folder)
-        self._live: dict[str, float] = {}  # what went on some seconds ago
+        self._live: dict[str, float] = {}  # metrics, some seconds old
         self._began = self._epoch_began = time.perf_counter()
         self._saved_at = time.monotonic()
         self._epoch_ended: float | None = None  # its training; validation may be under way
@@ -392,7 +395,7 @@ class Trainer:
                 self.num_steps_done += 1
                 self._stop.has_work = True  # not before: compiling for the first step may take minutes
                 self._watch.put(self.num_steps_done, loss)
-                self._tell(epoch)
+                self._report(epoch)
                 self._after_step()
             loss_sum = all_reduce_sum(self.loss_sum.clone(), self.world).item() / self.world.world_size
             self._epoch_ended = time.perf_counter()
@@ -402,8 +405,8 @@ class Trainer:
         self.profiler.finish()  # where the epoch has fewer steps
         return loss_sum / self.steps_per_epoch, speed
 
-    def _tell(self, epoch: int) -> None:
-        """Tell a person, and every some seconds MLflow, what goes on."""
+    def _report(self, epoch: int) -> None:
+        """Show the progress, and every `LIVE_S` log live metrics."""
         if live := self._meter.live():
             num_images = (self.num_steps - self.num_steps_done) * self.plan.global_batch_size
             live |= {

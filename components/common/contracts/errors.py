@@ -3,7 +3,7 @@
 import re
 from urllib.parse import parse_qsl, urlsplit
 
-from components.common.registry.store import split_scheme, without_credentials
+from components.common.registry.store import FEW_SLASHES, split_scheme, without_credentials
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -59,9 +59,8 @@ _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}://"
 # Without a scheme, or with too few slashes behind it, only those with a user are looked for: others are paths.
 _ADDRESS = re.compile(
     rf"{_SCHEME}(?:(?:(?!{_SCHEME})\S)*@)?(?:(?!{_SCHEME})[^\s'\"<>])*|(?<![\w.:/])//[^\s'\"<>/@]+@[^\s'\"<>]*"
-    r"|(?i:(?:https?|s3|gs|ftp):/?)[^\s'\"<>/@]{1,500}@[^\s'\"<>]*"
+    rf"|{FEW_SLASHES}[^\s'\"<>/@]{{1,500}}@[^\s'\"<>]*"
 )
-_FEW_SLASHES = re.compile(r"^((?:https?|s3|gs|ftp):)/?(?=[^/])", re.IGNORECASE)
 _PATH_SECRET = re.compile(r";([^;/?#=]*)=([^;/?#]*)")  # a parameter behind a ; of a path, such as ;token=...
 # Terminals obey the first two; the rest puts text into another order, takes no room, or is no UTF-8. Joiners of letters
 # (U+200C, U+200D) stay: languages and emoji need them.
@@ -89,7 +88,7 @@ def _hidden(address: str) -> str:
     """An address without its secrets, if it has any."""
     if not _is_secret(address):
         return address
-    bare, mark, fragment = without_credentials(_FEW_SLASHES.sub(r"\1//", address)).partition("#")
+    bare, mark, fragment = without_credentials(address).partition("#")
     bare = _PATH_SECRET.sub(r";\1=***", bare)
     return f"{bare}{mark}{'***' if '=' in fragment else fragment}"  # others are places of a page
 
@@ -107,7 +106,7 @@ def holds_secret(text: str) -> bool:
 
 
 def _is_secret(uri: str) -> bool:
-    scheme, rest = split_scheme(_FEW_SLASHES.sub(r"\1//", uri))
+    scheme, rest = split_scheme(uri)
     if rest is None:
         return False
     if not scheme:

@@ -13,6 +13,8 @@ from pathlib import Path
 for _way in ("UPLOAD", "DOWNLOAD"):
     os.environ.setdefault(f"MLFLOW_ENABLE_PROXY_MULTIPART_{_way}", "false")
 
+# How an address begins that was typed with too few slashes: what follows may be a user all the same.
+FEW_SLASHES = r"(?i:(?:https?|s3|gs|ftp):/?)(?=[^/])"
 _CONNECT_S = 15  # a database server may take to answer
 _OF_FILES = ("file:", "sqlite", "hdfs:", "unix:")  # how addresses begin, behind whose third slash a path begins
 # How drivers name a connection that failed or was cut, as against a transaction that was refused: those have classes
@@ -41,6 +43,8 @@ def without_credentials(uri: str) -> str:
 
 def split_scheme(uri: str) -> tuple[str, str | None]:
     """Scheme of an address, empty where it begins with //, and what follows the slashes; None of a path."""
+    if found := re.match(FEW_SLASHES, uri):
+        return found[0].rstrip(":/"), uri[found.end() :]
     scheme, mark, rest = uri.partition("//")
     is_path = not mark or (scheme and not scheme.endswith(":")) or (not scheme and rest.startswith("/"))
     # The path of a file, which may have an @. Others have no third slash, but somebody may have typed it.

@@ -138,9 +138,6 @@ def watch(nvml: Nvml, monkeypatch: pytest.MonkeyPatch, seconds: float) -> GpuRea
     asked = len(nvml.asked)
     time.sleep(0.05)
     assert len(nvml.asked) == asked  # nobody watches any more
-    latest = monitor.reading(0.3)
-    assert latest.temperature_c == monitor.reading().temperature_c
-    assert monitor.reading(0.01).power_w is None  # too short to tell
     return monitor.reading()
 
 
@@ -165,6 +162,17 @@ def test_power_is_that_between_the_steps_of_the_counter(monkeypatch: pytest.Monk
 )
 def test_power_of_known_steps(energy: list[tuple[float, int]], power_w: float | None) -> None:
     assert gpu_monitor._power_w(energy) == (None if power_w is None else pytest.approx(power_w))
+
+
+def test_a_reading_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_monitor.time, "perf_counter", lambda: 20.0)
+    monitor = GpuMonitor("handle", interval_s=0.1)  # two states a second
+    monitor._span.energy = [(s, 100_000 * s + 200_000 * max(0, s - 14)) for s in range(20)]  # 100 W, then 300
+    for values in monitor._span.state.values():
+        values += [10] * 30 + [50] * 10
+    assert (monitor.reading(5.0).power_w, monitor.reading(5.0).utilization_pct) == (300, 50)
+    assert monitor.reading().utilization_pct == 20
+    assert monitor.reading().power_w == pytest.approx(155.6, abs=0.1)
 
 
 def test_what_nvml_refuses_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The export step from weights to a bundle, on real digits: samples, cache, what is left out, and bad input."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import nn
 from components.common.contracts.errors import UserError
 from components.common.contracts.instruction_sets import SATURATING, instruction_set
 from components.common.contracts.manifests import BundleManifest, load
+from components.common.contracts.records import CpuTrial
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.process.steplog import StepLog
@@ -205,6 +206,19 @@ def test_attention_scores_are_in_int8_where_that_is_faster(export, tmp_path, mon
     own, others = (dequantized_reads(onnx.load(bundle.file(file)), "MatMul") for file in (chosen.file, "int8.onnx"))
     assert sum(own[name] != others[name] for name in own) == (len(products) if faster == "int8" else 0)
     assert len(products) == 2
+
+
+@pytest.mark.parametrize(("error", "chosen"), [(1.2, "int8"), (1.3, "float")])
+def test_the_faster_way_is_taken_where_errors_are_near(monkeypatch, error, chosen):
+    ways, errors = [Arithmetic(), Arithmetic(scores="int8")], [1.0, error]
+    common = {"instruction_set": "AVX2", "simulated_error": 1.0, "saturates": False}
+    trials = [
+        CpuTrial(**asdict(way), **common, logits_error=value, images_per_s=10 * value)
+        for way, value in zip(ways, errors, strict=True)
+    ]
+    search = quantization.ArithmeticSearch(fp32=None, scales={}, batches=[], candidates=None, trials=trials)
+    monkeypatch.setattr(search, "_time", lambda *_: trials)
+    assert search._better(*ways).scores == chosen
 
 
 def test_without_fallback_or_choice_nothing_is_measured(plain):
