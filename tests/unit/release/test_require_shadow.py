@@ -133,7 +133,10 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "too few": (made(9, 999), "shadow-too-few"),
     "too different": (made(45), "shadow-differs"),  # 4.5 %, up to 5.7 %
     "worse by labels": (made(30, num_lost=28), "shadow-worse"),
-    "edited manifest": (changed(replace_text("manifest.json", "45", "9")), "broken-seal"),
+    "edited manifest": (
+        changed(replace_text("manifest.json", '"num_differing":45', '"num_differing":9')),
+        "broken-seal",
+    ),
     "edited answers": (changed(replace_text(ANSWERS, '"b"', '"a"')), "damaged-artifact"),
     "edited answers, sealed again": (
         changed(lambda folder: edit(lambda lines: [line.update(challenger="a") for line in lines], folder)),
