@@ -34,7 +34,9 @@ from components.export.mixed import Compiled
 
 _EVERYWHERE = "everywhere.plan"
 _EXPORT = "from benchmarks.networks import export; export()"
-_BATCHES, _TURNS = (1, 128), 9
+_TURNS = 9
+# By batch size and what the keys of a row end with. Without copies: the images lie on the GPU, as behind DALI.
+_LOADS: dict[tuple[int, str], Any] = {(1, ""): {}, (128, ""): {}, (128, "_no_copies"): {"with_transfers": False}}
 _TIMES: dict[str, Any] = {"warmup_s": 0.2, "duration_s": 0.3, "min_iterations": 10}
 
 
@@ -108,8 +110,8 @@ def main(
             measures=_measures(list(rows.values())),
             runs=[rows[name] for name in NETWORKS if name in rows],
             notes=f"TensorRT at optimization level 1 unless a row says otherwise, kernels tuned for batch 128. Speeds "
-            f"are medians of {_TURNS} turns after the choice, all engines of a network in each turn, copies included. "
-            "Each row names its commit.",
+            f"are medians of {_TURNS} turns after the choice, all engines of a network in each turn, copies "
+            "included but where a name ends in no_copies. Each row names its commit.",
             directory=results,
         )
 
@@ -209,15 +211,16 @@ def _speeds(bundle: Artifact[BundleManifest], chosen: str) -> dict[str, Any]:
     runners["int8_everywhere"] = TensorRTRunner(bundle.path.with_name(_EVERYWHERE), shapes)
     found: dict[str, Any] = {}
     ratios = {}
-    for batch in _BATCHES:
+    for (batch, suffix), options in _LOADS.items():
         turns = [
-            {name: runner.measure(batch, **_TIMES).images_per_s for name, runner in runners.items()}
+            {name: runner.measure(batch, **_TIMES, **options).images_per_s for name, runner in runners.items()}
             for _ in range(_TURNS)
         ]
+        end = f"b{batch}{suffix}"
         for name in runners:
-            found[f"images_per_s_{name}_b{batch}"] = statistics.median(turn[name] for turn in turns)
+            found[f"images_per_s_{name}_{end}"] = statistics.median(turn[name] for turn in turns)
         for other in ("fp16", "int8_everywhere"):
-            ratios[f"chosen_over_{other}_b{batch}"] = statistics.median(turn[chosen] / turn[other] for turn in turns)
+            ratios[f"chosen_over_{other}_{end}"] = statistics.median(turn[chosen] / turn[other] for turn in turns)
     for runner in runners.values():
         runner.close()
     return found | ratios
