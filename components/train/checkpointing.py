@@ -46,9 +46,13 @@ class Saved:
         ranks = self.state["ranks"]
         return ranks[world.rank] if len(ranks) == world.world_size else None
 
-    def fits(self, world: World) -> bool:
-        """True if these processes can resume here: as many as wrote it anywhere, another number between two epochs."""
-        return self.of_rank(world) is not None or self.state["num_epochs"].is_integer()
+    def loader_states(self) -> list[dict[str, Any]]:
+        """Return the states of the loaders of all parts in which the split is read, in their order."""
+        found: dict[int, dict[str, Any]] = {}
+        for rank in self.state["ranks"]:
+            states = rank["loader"] if isinstance(rank["loader"], list) else [rank["loader"]]
+            found |= {state["identity"]["shard_id"]: state for state in states}
+        return [found[number] for number in sorted(found)]
 
 
 class CheckpointFolder:
@@ -59,21 +63,17 @@ class CheckpointFolder:
         self.folder = folder
         self._keep_last = keep_last
 
-    def save(self, saved: Saved, *, best_num_steps: int | None, steps_per_epoch: int) -> None:
+    def save(self, saved: Saved, *, best_num_steps: int | None) -> None:
         """Write a checkpoint and remove those that are no longer needed.
 
         Args:
             saved: what to write; its state must fit into JSON.
             best_num_steps: of the checkpoint to keep though it is old, if any.
-            steps_per_epoch: the last one between two epochs is kept, too: any number of processes can resume there.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(self._path(saved.num_steps), saved.tensors, {_STATE: json.dumps(saved.state)})
         steps = self.steps()
-        # Later ones are of another number of processes, which were in an epoch that these have begun again.
-        done = [num_steps for num_steps in steps if num_steps <= saved.num_steps]
-        between = [num_steps for num_steps in done if num_steps % steps_per_epoch == 0]
-        for num_steps in {*steps} - {*done[-self._keep_last :], *between[-1:], best_num_steps}:
+        for num_steps in {*steps} - {*steps[-self._keep_last :], best_num_steps}:
             self._path(num_steps).unlink()
 
     def tidy(self) -> None:
@@ -85,29 +85,22 @@ class CheckpointFolder:
         """Return the number of steps done of each checkpoint, in their order."""
         return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.safetensors"))
 
-    def newest(self, world: World, log: StepLog) -> bytes | None:
-        """Return the content of the newest checkpoint that these processes can resume from; None where there is none.
+    def newest(self, log: StepLog) -> bytes | None:
+        """Return the content of the newest checkpoint that can be read; None where there is none.
 
         Raises:
             EngineryError: there are some, and none can be read.
         """
-        steps, is_damaged = self.steps(), True
+        steps = self.steps()
         for num_steps in reversed(steps):
             path = self._path(num_steps)
             try:
                 content = path.read_bytes()
-                saved = parse(content)
+                parse(content)
+                return content
             except (OSError, EngineryError) as error:
                 log.warning(f"the checkpoint {path} can't be read ({error}); trying the one before")
-                continue
-            if saved.fits(world):
-                return content
-            is_damaged = False
-            log.note(
-                f"the checkpoint after step {num_steps} is of {len(saved.state['ranks'])} training processes within an "
-                f"epoch, and now there are {world.world_size}: they begin that epoch again"
-            )
-        if steps and is_damaged:
+        if steps:
             raise EngineryError(
                 f"none of the {len(steps)} checkpoints in {self.folder} can be read; see whether its disk is sound, "
                 "or remove the folder to start again",

@@ -40,6 +40,7 @@ from components.train.distributed import (
 )
 from components.train.divergence import LossWatch
 from components.train.fine_tuning import keep_frozen_statistics
+from components.train.resharding import ReshardedLoader
 from components.train.speed import EpochSpeed, SpeedMeter, StepProfiler
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class Trainer:
         model: nn.Module,
         config: TrainConfig,
         plan: BatchPlan,
-        train: Loader,
+        train: Loader | ReshardedLoader,
         val: Loader,
         *,
         world: World,
@@ -260,10 +261,10 @@ class Trainer:
             UserError: another number of processes wrote it, and their epochs had more steps or fewer.
         """
         state, own, ranks = saved.state, saved.of_rank(self.world), saved.state["ranks"]
-        if own is None and saved.num_steps != state["num_epochs"] * self.steps_per_epoch:
+        if self.steps_per_epoch != (before := round(saved.num_steps / state["num_epochs"])):
             raise UserError(
                 f"an epoch has {self.steps_per_epoch} steps with {self.world.world_size} processes, and had "
-                f"{saved.num_steps / state['num_epochs']:g} with {len(ranks)}, so the training can't resume with this "
+                f"{before} with {len(ranks)}, so the training can't resume with this "
                 "number; take the earlier one, or another that accumulates as many batches",
                 code="other-steps-per-epoch",
                 setting="train.num_processes",
@@ -482,7 +483,7 @@ class Trainer:
         saved, best = self.capture(), self.best_epoch
         if saved is not None and self.checkpoints is not None:
             best_num_steps = None if best is None else self.num_steps_of(best)
-            self.checkpoints.save(saved, best_num_steps=best_num_steps, steps_per_epoch=self.steps_per_epoch)
+            self.checkpoints.save(saved, best_num_steps=best_num_steps)
         self._saved_at = time.monotonic()
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from components.common.contracts.manifests import (
 )
 from components.common.contracts.records import EpochRecord, Split
 from components.common.contracts.transforms import TransformSpec, transform_for
-from components.common.data.loader import Loader
+from components.common.data.loader import Loader, plan_training
 from components.common.process.partial_output import open_partial
 from components.common.process.steplog import StepLog
 from components.train.arithmetic import pick_precision, set_arithmetic, threads_per_process
@@ -33,6 +34,7 @@ from components.train.distributed import StopRequest, World, broadcast, describe
 from components.train.fine_tuning import starting_model
 from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.nodes import abandoned, stop_when_silent
+from components.train.resharding import ReshardedLoader
 from components.train.speed import NUM_SKIPPED, TRACE
 from components.train.trainer import MLLOG, Trainer
 
@@ -67,7 +69,7 @@ def _train(
     """Build everything, resume from a checkpoint if there is one, and train. The folder is of rank 0 alone."""
     checkpoints = None if partial_output is None else choose_folder(config, data, world, partial_output, log)
     # Rank 0 reads it for all, so that no other machine needs the output directory.
-    content = broadcast(None if checkpoints is None else checkpoints.newest(world, log), world)
+    content = broadcast(None if checkpoints is None else checkpoints.newest(log), world)
     saved = None if content is None else parse(content)
     torch.manual_seed(config.seed)  # the same weights in all processes
     splits, num_classes = data.manifest.splits, len(data.manifest.classes)
@@ -166,32 +168,50 @@ def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> Transfor
 
 def _loaders(
     config: TrainConfig, data: Artifact[DatasetManifest], plan: BatchPlan, world: World, saved: Saved | None
-) -> tuple[Loader, Loader]:
+) -> tuple[Loader | ReshardedLoader, Loader]:
     """Return the loaders of training, where `saved` left it, and of validation: this process's part of both splits."""
-    spec = _transform(config, data)
+    spec, num_threads = _transform(config, data), threads_per_process(world.local_world_size)
+    place: dict[str, Any] = {"device_id": world.device_id, "read_timeout_s": config.read_timeout_s}
     own: dict[str, Any] = {
         "batch_size": plan.per_gpu_batch_size,
         "shard_id": world.rank,
         "num_shards": world.world_size,
-        "device_id": world.device_id,
-        "num_threads": threads_per_process(world.local_world_size),
-        "read_timeout_s": config.read_timeout_s,
     }
-    own_state = None if saved is None else saved.of_rank(world)
-    train = Loader(
+    train = partial(
+        Loader,
         data,
         "train",
         spec,
-        batches_per_step=plan.num_accumulated,
         augmentation=config.augmentation,
         image_sizes=config.image_sizes,
         fp16=pick_precision(config, world.device) != torch.float32,
         seed=config.seed,
-        first_epoch=0 if saved is None else int(saved.state["num_epochs"]),
-        state=None if own_state is None else own_state["loader"],
-        **own,
+        **place,
     )
-    return train, Loader(data, "val", spec, **own)
+    own_train = partial(train, batches_per_step=plan.num_accumulated, num_threads=num_threads, **own)
+    val = Loader(data, "val", spec, num_threads=num_threads, **own, **place)
+    states = [] if saved is None else saved.loader_states()
+    if saved is None or len(states) == world.world_size:
+        return own_train(state=states[world.rank] if states else None), val
+    num_epochs = saved.state["num_epochs"]
+    if num_epochs.is_integer():
+        return own_train(first_epoch=int(num_epochs)), val
+    epoch = plan_training(
+        data.manifest.splits["train"].num_images,
+        *own.values(),
+        batches_per_step=plan.num_accumulated,
+        num_pipelines=0,
+        on_gpu=world.device_id is not None,
+    )
+    resharded = ReshardedLoader(
+        states,
+        plan,
+        world.rank,
+        num_batches=epoch.num_batches,
+        part=lambda number_of_parts, **of_part: train(num_threads=max(1, num_threads // number_of_parts), **of_part),
+        own=partial(own_train, first_epoch=int(num_epochs) + 1),
+    )
+    return resharded, val
 
 
 def _log_start(trainer: Trainer, data: Artifact[DatasetManifest]) -> None:
