@@ -264,11 +264,12 @@ def read_labels(file: Path) -> dict[str, str]:
         UserError: it can't be read or is empty, or a line is something else.
     """
     try:
-        with file.open(encoding="utf-8", newline="") as opened:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
             rows = [row for row in csv.reader(opened) if row]
     except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"can't read --labels {file}: {reason}", code="labels-unreadable", setting="--labels") from None
+        message = f"can't read --labels {file}: {reason}; name a CSV file in UTF-8 with lines `ID,CLASS`"
+        raise UserError(message, code="labels-unreadable", setting="--labels") from None
     if wrong := [row for row in rows or [[]] if len(row) != 2 or not all(row)]:
         raise UserError(
             f"--labels {file}: {','.join(wrong[0])!r} is no line `ID,CLASS`, where ID is a request's id or the digest "

@@ -177,10 +177,11 @@ def test_what_differs_is_said_and_nothing_else_is_kept(champion, challenger, ima
         f"{name if index % 2 else digest},{label}\n"
         for index, (name, (label, _, digest)) in enumerate(expected.items())
     ]
-    (tmp_path / "labels.csv").write_text("".join(rows))
+    (tmp_path / "labels.csv").write_text("".join(rows), encoding="utf-8-sig")  # as spreadsheets do
     done = enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "judged", "--json")
     judged = json.loads(done.stdout)
     assert (judged["ended"], judged["champion"]) == (record["ended"], record["champion"])
+    assert judged["comparison"]["num_labelled"] == len(expected)
     right = judged["comparison"]["labelled"]
     assert (right["num_lost"], right["num_gained"]) == (len(swapped), 0)
     assert right["high_points"] < 0
@@ -355,8 +356,9 @@ def test_another_account_gets_no_images(
 def test_mistakes(challenger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refuses("no-artifact"):
         enginery("shadow", tmp_path / "nothing", "--output", tmp_path / "out")
-    with refuses("labels-unreadable", "--labels"):
+    with refuses("labels-unreadable", "--labels") as caught:
         enginery("shadow", challenger, "--labels", tmp_path / "none.csv", "--output", tmp_path / "out")
+    assert "name a CSV file" in str(caught.value)
     monkeypatch.setenv(SHADOW_VARIABLE, str(tmp_path / ("s" * 120)))
     assert shadow_socket() == tmp_path / ("s" * 120)
     with refuses("cannot-listen", SHADOW_VARIABLE):
