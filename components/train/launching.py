@@ -274,6 +274,10 @@ class _ForwardingLog(StepLog):
         """See StepLog."""
         self._forward("metrics", values=values, position=position)
 
+    def live(self, values: dict[str, float], *, position: int) -> None:
+        """See StepLog."""
+        self._forward("live", values=values, position=position)
+
     def params(self, values: dict[str, Any]) -> None:
         """See StepLog."""
         self._forward("params", values=values)

@@ -417,7 +417,7 @@ class Trainer:
             if self._watch.mean is not None:
                 live["loss"] = self._watch.mean
             self._live = live
-            self.log.metrics({f"live/{name}": value for name, value in live.items()}, position=self.num_steps_done)
+            self.log.live({f"live/{name}": value for name, value in live.items()}, position=self.num_steps_done)
         parts = [f"epoch {epoch + 1}/{self.config.epochs}"]
         if self._watch.mean is not None:
             parts.append(f"loss {self._watch.mean:.2f}")

@@ -113,6 +113,10 @@ class StepLog:
         """Log metrics to MLflow; `position` is the epoch, or whatever the x axis of the metric is."""
         self._track("log_metrics", values, position)
 
+    def live(self, values: dict[str, float], *, position: int) -> None:
+        """Log metrics of this moment to MLflow. Nobody waits for it: those that it has no time for are left out."""
+        self._track("log_live", values, position)
+
     def params(self, values: dict[str, Any]) -> None:
         """Log parameters to MLflow, nested mappings flattened with dots."""
         self._track("log_params", values)

@@ -9,6 +9,7 @@ import getpass
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -104,6 +105,7 @@ class StepRun:
         self.experiment_id = experiment_id
         self._prefix = prefix
         self._pipeline = pipeline
+        self._live: threading.Thread | None = None
 
     @classmethod
     def nowhere(cls) -> "StepRun":
@@ -128,6 +130,16 @@ class StepRun:
         """Log metrics at one position of their x axis."""
         now = get_current_time_millis()
         self.client.log_batch(self.run_id, metrics=[Metric(key, value, now, position) for key, value in values.items()])
+
+    def log_live(self, values: Mapping[str, float], position: int) -> None:
+        """Log metrics of this moment without waiting; while earlier ones are under way, these are left out."""
+        if self._live is None or not self._live.is_alive():
+            self._live = threading.Thread(target=self._send_live, args=(values, position), daemon=True)
+            self._live.start()
+
+    def _send_live(self, values: Mapping[str, float], position: int) -> None:
+        with suppress(Exception):  # whatever it is, the next request that somebody waits for has it, too
+            self.log_metrics(values, position)
 
     def set_tags(self, values: Mapping[str, str]) -> None:
         """Set tags of the run."""
@@ -329,6 +341,7 @@ def _relayed_model(run: StepRun, accuracy: Any, benchmark: Any, tags: Mapping[st
 _RELAYED: Mapping[str, Callable[..., Any]] = {
     "log_params": StepRun.log_params,
     "log_metrics": StepRun.log_metrics,
+    "log_live": StepRun.log_metrics,  # nobody waits for the parent
     "set_tags": StepRun.set_tags,
     "log_artifact": lambda run, path, directory: run.log_artifact(Path(path), directory),
     "log_dataset": StepRun.log_dataset,

@@ -3,6 +3,7 @@
 import runpy
 import socket
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -252,3 +253,23 @@ def test_two_log_the_same_dataset_at_the_same_moment(registry: Registry, monkeyp
         run.log_dataset("val", "sha256:1", 100, "validation")
         assert len(client.get_run(run.run_id).inputs.dataset_inputs) == 1
     assert refused
+
+
+def test_nobody_waits_for_live_metrics(tmp_path: Path) -> None:
+    """A server that never answers gets one request, and holds up no step; one that does has the values."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as deaf:
+        run = StepRun(MlflowClient(f"http://127.0.0.1:{deaf.getsockname()[1]}"), "r", "0")
+        began = time.monotonic()
+        for position in range(100):
+            run.log_live({"live/loss": 1.0}, position)
+        assert time.monotonic() - began < 5
+        deaf.settimeout(20)
+        deaf.accept()[0].close()
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    info = client.create_run("0").info
+    run = StepRun(client, info.run_id, "0")
+    run.log_live({"live/loss": 2.0}, 7)
+    deadline = time.monotonic() + 20
+    while not (found := client.get_metric_history(info.run_id, "live/loss")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [(entry.value, entry.step) for entry in found] == [(2.0, 7)]

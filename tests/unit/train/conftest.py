@@ -52,16 +52,16 @@ class Log(StepLog):
         super().__init__("train")
         self.said: list[str] = []
         self.epochs: list[dict[str, float]] = []
-        self.live: dict[int, dict[str, float]] = {}  # by step
+        self.now: dict[int, dict[str, float]] = {}  # live metrics by step
         self.details: list[str] = []
         self.sigterm_after = sigterm_after
 
     def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
-        if all(name.startswith("live/") for name in values):
-            self.live[position] = values
-            return
         assert position >= len(self.epochs)
         self.epochs.append(values)
+
+    def live(self, values: dict[str, float], *, position: int) -> None:
+        self.now[position] = values
 
     def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
         self.details.append(detail)

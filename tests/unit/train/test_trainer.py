@@ -266,8 +266,8 @@ def test_the_reports_of_an_epoch(train: Train, monkeypatch: pytest.MonkeyPatch) 
     assert (second.gpu_power_w, second.peak_pct) == (None, None)  # there is no GPU to ask
     assert set(log.epochs[1]) == {*log.epochs[0]} >= {"data_wait_pct", "tflops_per_s", "train_images_per_s"}
     assert all(word in log.details[0] for word in ("loss", "images/s", "% waiting for data", "0:00:", "left"))
-    assert list(log.live) == list(range(1, 13))
-    rows = [{name.removeprefix("live/"): value for name, value in row.items()} for row in log.live.values()]
+    assert list(log.now) == list(range(1, 13))
+    rows = [{name.removeprefix("live/"): value for name, value in row.items()} for row in log.now.values()]
     assert all(0 <= row["data_wait_pct"] <= 100 and row["memory_bytes"] > 0 and "cpu_pct" in row for row in rows)
     lefts = [row["seconds_left"] * row["images_per_s"] for row in rows]
     assert lefts == pytest.approx([16 * (12 - step) for step in range(1, 13)])
