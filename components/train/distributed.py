@@ -136,16 +136,28 @@ def diagnose(message: str, rank: int, world_size: int) -> str:
 class StopRequest:
     """While it is entered, SIGTERM ends the work in order: at once where there is nothing to save, else on request."""
 
-    def __init__(self) -> None:
-        """Nobody has asked yet, and there is nothing to save."""
+    def __init__(self, *, waits: bool = False) -> None:
+        """Nobody has asked yet, and there is nothing to save.
+
+        Args:
+            waits: the first step needs processes of other machines, and nobody asks how this one ended. While it waits
+                for them in a library no handler of Python's runs, so SIGTERM has none until there is something to save.
+        """
         self.requested = False
         self.has_work = False  # there is something to save, and the loop looks at `requested`
+        self._waits = waits
         self._before: object = None
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._on_signal)
+            self._before = signal.signal(signal.SIGTERM, signal.SIG_DFL if self._waits else self._on_signal)
         return self
+
+    def begin(self) -> None:
+        """There is something to save from now on, and the loop looks at `requested`."""
+        if not self.has_work and self._before is not None:
+            signal.signal(signal.SIGTERM, self._on_signal)
+        self.has_work = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

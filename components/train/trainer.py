@@ -394,7 +394,7 @@ class Trainer:
                 self.profiler.after_step()
                 self.loss_sum += loss
                 self.num_steps_done += 1
-                self._stop.has_work = True  # not before: compiling for the first step may take minutes
+                self._stop.begin()  # not before: compiling for the first step may take minutes
                 self._watch.put(self.num_steps_done, loss)
                 self._report(epoch)
                 self._after_step()

@@ -1,6 +1,7 @@
 """One process of a training, from its Dataset to the Checkpoint that rank 0 writes."""
 
 import math
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from components.train.config import TrainConfig
 from components.train.distributed import StopRequest, World, broadcast, describe_links, find_world, process_group
 from components.train.fine_tuning import starting_model
 from components.train.memory import explain_out_of_memory, is_out_of_memory
-from components.train.nodes import abandoned, stop_when_silent
+from components.train.nodes import VARIABLE, abandoned, stop_when_silent
 from components.train.resharding import ReshardedLoader
 from components.train.speed import NUM_SKIPPED, TRACE
 from components.train.trainer import MLLOG, Trainer
@@ -41,7 +42,7 @@ from components.train.trainer import MLLOG, Trainer
 
 def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
     """Train in this process, alone or with others; rank 0 writes. Returns the outcome."""
-    with StopRequest() as stop:
+    with StopRequest(waits=VARIABLE in os.environ) as stop:
         world = find_world()
         if world.is_main:
             stop_when_silent(log)

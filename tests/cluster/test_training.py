@@ -8,9 +8,12 @@ import base64
 import io
 import json
 import os
+import re
 import shlex
 import tarfile
 import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -40,6 +43,14 @@ pytestmark = [
 SHARED = "/mnt/shared"
 RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 STEP = "step"
+PATH = "/opt/enginery/code:/opt/enginery/own:/opt/enginery/common"  # the image's
+# sitecustomize.py, which Python imports before anything else.
+BLIND = (
+    f"import os, sys; sys.argv = [word.replace('{SHARED}/dataset', '/nowhere') for word in sys.argv] "
+    "if os.environ.get('JOB_COMPLETION_INDEX') == '1' else sys.argv"
+)
+# torchrun is the child of the container's first process.
+KILL = "kill -9 $(cat /proc/1/task/*/children)"
 LONG = 60  # epochs, in which there is time for something to happen
 
 
@@ -53,15 +64,15 @@ class Step:
         """Exit code and output of a shell's command."""
         return run_in_pod(self.core, self.namespace, STEP, ["sh", "-c", command], line, 900)
 
-    def train(self, output: str, nodes: int, **settings: Any) -> tuple[int, str]:
-        """Train in this pod, or on nodes."""
+    def train(self, output: str, nodes: int, env: Mapping[str, str] | None = None, **settings: Any) -> tuple[int, str]:
+        """Train in this pod, or on nodes with further variables."""
         request = TrainJobRequest(
             num_nodes=max(2, nodes),
             num_gpus=0,
             gpu_resource="nvidia.com/gpu",
             image=image("train"),
             runtime="torch-distributed",
-            env={"OMP_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1", **(env or {})},
             volumes=(("shared", SHARED, ""),),
             shared=SHARED,
         )
@@ -69,8 +80,8 @@ class Step:
         variable = f"{JOB_VARIABLE}={shlex.quote(request.model_dump_json())}" if nodes > 1 else ""
         command = f"python -m components.train --dataset {SHARED}/dataset --output /tmp/{output}"
         return self.run(
-            f'read -r settings; echo "$settings" > /tmp/{output}.yaml; '
-            f"OMP_NUM_THREADS=1 {variable} {command} --config /tmp/{output}.yaml < /dev/null",
+            f'read -r settings; echo "$settings" > /tmp/{output}.yaml; echo $$ > /tmp/{output}.pid; '
+            f"export OMP_NUM_THREADS=1 {variable}; exec {command} --config /tmp/{output}.yaml < /dev/null",
             json.dumps(config),
         )
 
@@ -84,6 +95,15 @@ class Step:
         code, text = self.run(f"cat /tmp/{output}/manifest.json")
         assert code == 0, text
         return list(json.loads(text)["history"])
+
+    def pods_left(self) -> list[str]:
+        """Names of the nodes' pods."""
+        found = self.core.list_namespaced_pod(self.namespace, label_selector=JOBSET_LABEL)
+        return [pod.metadata.name for pod in found.items]
+
+    def has_checkpoint(self) -> bool:
+        """True once a training has written one."""
+        return "step-" in self.run(f"find {SHARED}/enginery/runs -name 'step-*'")[1]
 
     def pod_of(self, node: int) -> str:
         """Name of a node's running pod; "" if there is none."""
@@ -143,21 +163,83 @@ def test_nodes_train_as_one_does(step: Step) -> None:
     assert runs.strip() == ""
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_pod_is_lost(step: Step, node: int) -> None:
-    killed: list[str] = []
+def delete(step: Step, pod: str) -> None:
+    step.core.delete_namespaced_pod(pod, step.namespace, grace_period_seconds=0)
 
-    def kill() -> None:
-        wait_for(lambda: "step-" in step.run(f"find {SHARED}/enginery/runs -name 'step-*'")[1], "a checkpoint")
-        killed.append(step.pod_of(node))
-        step.core.delete_namespaced_pod(killed[0], step.namespace, grace_period_seconds=0)
 
-    threading.Thread(target=kill, daemon=True).start()
+def kill(step: Step, pod: str) -> None:
+    """As the kernel does where memory is short: torchrun itself."""
+    code, said = run_in_pod(step.core, step.namespace, pod, ["sh", "-c", KILL], "", 60)
+    assert code == 0, said
+
+
+def evict(step: Step, pod: str) -> None:
+    """As the kubelet does: the pod writes more than its limit."""
+    fill = ["sh", "-c", "head -c 200M /dev/zero > /tmp/fill; sleep 1"]
+    run_in_pod(step.core, step.namespace, pod, fill, "", 60)
+
+
+def limit_disk(step: Step) -> None:
+    """Of containers that name no limit of their own."""
+    limit = {"type": "Container", "default": {"ephemeral-storage": "100Mi"}}
+    step.core.create_namespaced_limit_range(step.namespace, {"metadata": {"name": "disk"}, "spec": {"limits": [limit]}})
+
+
+@pytest.mark.parametrize(
+    ("lose", "node", "why"),
+    [
+        (delete, 0, ""),
+        (delete, 1, ""),
+        (kill, 0, "node 0, Error (exit code 137)"),
+        (kill, 1, "node 1, Error (exit code 137)"),
+        (evict, 1, ""),
+    ],
+)
+def test_a_pod_is_lost(step: Step, lose: Callable[[Step, str], None], node: int, why: str) -> None:
+    limit_disk(step)
+    lost: list[str] = []
+
+    def do() -> None:
+        wait_for(step.has_checkpoint, "a checkpoint")
+        pod = step.pod_of(node)
+        lose(step, pod)
+        lost.append(pod)
+
+    threading.Thread(target=do, daemon=True).start()
     code, said = step.train("lost", 2, epochs=LONG)
     assert code == 0, said
-    assert killed
+    assert lost
+    assert why in said
     assert "resuming after step" in said
     assert len(step.history("lost")) == LONG
+
+
+def test_an_error_of_another_node_ends_the_job(step: Step) -> None:
+    """Node 1 does not see the dataset, as where a volume is not shared."""
+    step.run(f'read -r line; echo "$line" > {SHARED}/sitecustomize.py', BLIND)
+    began = time.monotonic()
+    code, said = step.train("blind", 2, env={"PYTHONPATH": f"{PATH}:{SHARED}"})
+    assert code == 2, said
+    assert re.search(r"nowhere.* \(on node 1\)(.|\n)*would fail again", said), said
+    assert time.monotonic() - began < 120
+    assert step.jobs_left() == []
+    wait_for(lambda: step.pods_left() == [], "the pods are gone", 100)
+
+
+def test_sigterm_leaves_nothing_and_another_try_resumes(step: Step) -> None:
+    def terminate(once: Callable[[], bool]) -> None:
+        wait_for(once, "a moment to stop")
+        step.run("kill -TERM $(cat /tmp/stopped.pid)")
+
+    def resumed() -> bool:
+        pod = step.pod_of(0)
+        return bool(pod) and "resuming after step" in step.core.read_namespaced_pod_log(pod, step.namespace)
+
+    for once in (step.has_checkpoint, resumed):
+        threading.Thread(target=terminate, args=(once,), daemon=True).start()
+        code, said = step.train("stopped", 2, epochs=1000)
+        assert code == 75, said
+        wait_for(lambda: step.jobs_left() == [] and step.pods_left() == [], "job and pods are gone", 100)
 
 
 def test_settings_that_can_not_be_are_refused_once(step: Step) -> None:

@@ -193,6 +193,7 @@ def test_an_error_of_another_node_that_would_come_again_ends_the_job(
         train()
     assert caught.value.exit_code == 2
     assert started.count("1") <= 2
+    assert cluster.stopping_s < 10  # node 0 waits for node 1, and does not stop for that
 
 
 def test_a_job_that_ends_without_a_checkpoint(

@@ -4,11 +4,13 @@ Answers are built from the models of Kubernetes' client. A TrainJob is checked a
 API, and then really runs: its command and arguments, with the variables that the Trainer's torch runtime sets.
 """
 
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -82,6 +84,7 @@ class TrainerCluster(Served):
     backoff_limit: int = 6  # Kubernetes' own, of restarts of a job's pods; JobSet's pods have restartPolicy OnFailure
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     nodes: dict[str, list[Node]] = field(default_factory=dict)
+    stopping_s: float = math.inf  # what the nodes took to end when their job was deleted
     env: list[Any] = field(default_factory=list)  # of the step's own pod
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -154,10 +157,12 @@ class TrainerCluster(Served):
                 node.restart()
         codes = [node.code for node in nodes]
         if method == "DELETE":
+            began = time.monotonic()
             for node in self.nodes.pop(name, ()):
                 with suppress(ProcessLookupError):
                     node.process.terminate()
                 node.process.wait(timeout=600)
+            self.stopping_s = time.monotonic() - began
             return 200, self.jobs.pop(name)
         if codes and all(code == 0 for code in codes):
             self._set(name, "Complete", "JobsCompleted", "jobset completed successfully")
