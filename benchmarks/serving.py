@@ -28,7 +28,7 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, BundleManifest, load, write_atomically
 from components.common.runtimes.openvino import OpenVINORunner
 from enginery.serving.client.client import AsyncClient, Client
-from enginery.serving.client.transport import RetryPolicy
+from enginery.serving.client.transport import RetryPolicy, ServingError
 from enginery.serving.loading import loading_key
 from enginery.serving.loadtest import generator
 from enginery.serving.loadtest.generator import bind
@@ -113,7 +113,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
             try:
                 if client.is_ready():
                     return
-            except EngineryError:
+            except ServingError:
                 time.sleep(0.05)
     raise SystemExit("the server did not start")
 
