@@ -175,7 +175,7 @@ def main(
         from benchmarks.loader import make_data
 
         make_data(folder, num_images)
-    if "shards" in parts:
+    if "shards" in parts and "scaling" not in parts:
         session.measure(best.model_copy(update={"kind": "shards", "profile": profile}))
     if "torchvision" in parts:
         reference = base.model_copy(update={"kind": "torchvision", "batch_size": reference_batch_size})
@@ -184,8 +184,9 @@ def main(
             num_workers = max(trials["trials"], key=lambda number: trials["trials"][number])
             session.measure(reference.model_copy(update={"num_workers": int(num_workers)}))
     if "scaling" in parts:
+        read = best.model_copy(update={"kind": "shards"}) if "shards" in parts else best
         for number in map(int, scaling.split(",")):
-            for cell in scaled(best, number, ddp):
+            for cell in scaled(read, number, ddp):
                 session.measure(cell)
     session.write()
     print(json.dumps(measures_of([cell for cell in session.cells.values() if "failed" not in cell]), indent=1))
@@ -293,23 +294,31 @@ def measures_of(cells: list[dict[str, Any]]) -> dict[str, float]:
         pair = [measures.get(f"train_synthetic_images_per_s_{precision}") for precision in ("bf16", "fp16")]
         if pair[0] and pair[1]:
             measures["train_bf16_over_fp16"] = pair[0] / pair[1]
-    shards = next((cell for cell in cells if cell["cell"]["kind"] == "shards"), None)
+    read = {cell["cell"]["num_processes"]: cell for cell in cells if cell["cell"]["kind"] == "shards"}
+    shards = read.get(1)
     if shards is not None:
         measures["train_jpeg_images_per_s"] = shards["shards"]["images_per_s"]
         measures["train_jpeg_over_synthetic"] = shards["shards"]["images_per_s"] / shards["synthetic"]["images_per_s"]
         measures["train_data_wait_share"] = shards["shards"]["data_wait_share"]
+        for number, cell in read.items():
+            if number > 1:
+                measures[f"train_jpeg_images_per_s_x{number}"] = rate = cell["shards"]["images_per_s"]
+                measures[f"train_jpeg_scaling_x{number}"] = rate / number / measures["train_jpeg_images_per_s"]
+                measures[f"train_data_wait_share_x{number}"] = cell["shards"]["data_wait_share"]
     reference = next((cell for cell in cells if cell["cell"]["kind"] == "torchvision"), None)
     if reference is not None:
         measures["train_reference_script_images_per_s"] = reference["images_per_s"]
         if shards is not None:
             measures["train_over_reference_script"] = shards["shards"]["images_per_s"] / reference["images_per_s"]
     several = [cell for cell in cells if cell["cell"]["num_processes"] > 1]
+    alone_too = [*single, *read.values()]
     for number in sorted({cell["cell"]["num_processes"] for cell in several}):
         own = [cell for cell in several if cell["cell"]["num_processes"] == number]
         best = max(own, key=lambda cell: cell["synthetic"]["images_per_s"])
         measures[f"train_images_per_s_x{number}"] = best["synthetic"]["images_per_s"]
         same = ("variant", "precision", "batch_size")
-        alone = [cell for cell in single if all(cell["cell"][name] == best["cell"][name] for name in same)]
+        alone = [cell for cell in alone_too if all(cell["cell"][name] == best["cell"][name] for name in same)]
+        alone = [cell for cell in alone if cell["cell"]["num_processes"] == 1]
         if alone:
             measures[f"train_scaling_x{number}"] = (
                 best["synthetic"]["images_per_s"] / number / alone[0]["synthetic"]["images_per_s"]

@@ -94,16 +94,19 @@ def apply_variant(variant: str) -> str:
 
     `default+coordinate_descent_tuning=true+triton.cudagraphs=true` sets torch._inductor.config;
     `dynamo.optimize_ddp=false` torch._dynamo.config, `functorch.NAME` torch._functorch.config, and
-    `cudnn.benchmark_limit=0` torch.backends.cudnn.
+    `cudnn.benchmark_limit=0` torch.backends.cudnn. `fused_norm.IS_ON=false` leaves out kernels of our own.
     """
     import torch._dynamo
     import torch._functorch.config
     import torch._inductor.config
 
+    from components.train import fused_norm
+
     places: dict[str, Any] = {
         "dynamo": torch._dynamo.config,
         "functorch": torch._functorch.config,
         "cudnn": torch.backends.cudnn,
+        "fused_norm": fused_norm,
     }
     mode, *changes = variant.split("+")
     for change in changes:

@@ -27,6 +27,10 @@ for _name in (
 ):
     os.environ.pop(_name, None)
 
+# Triton asks when it is imported; without a GPU (see the Makefile) its kernels run in its interpreter.
+if not os.environ.get("CUDA_VISIBLE_DEVICES", shutil.which("nvidia-smi")):
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_xdist_auto_num_workers() -> int:
     """Two for each core: a quarter of the time they wait for processes, files and servers."""

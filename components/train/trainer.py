@@ -66,7 +66,12 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: torch.device)
 
         return Lamb(groups, lr=learning_rate, betas=betas)  # no fused one without Apex; timm's runs in a few kernels
     nesterov = config.nesterov and config.momentum > 0
-    return torch.optim.SGD(groups, lr=learning_rate, momentum=config.momentum, nesterov=nesterov, fused=fused)
+    optimizer = torch.optim.SGD(groups, lr=learning_rate, momentum=config.momentum, nesterov=nesterov, fused=fused)
+    # Where GradScaler skips the first step, as FP16 often makes it, the fused one would leave its memory as it found it
+    # and take that for gradients in the second step.
+    for parameter in trained if config.momentum else ():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def build_schedule(
@@ -157,9 +162,14 @@ class Trainer:
     ) -> None:
         """`train` and `val` deliver batches on `world.device`; without `checkpoints` none is written."""
         self.model = model.to(world.device).to(memory_format=torch.channels_last)
+        self.config, self.plan, self.world, self.log = config, plan, world, log
+        self._compile_mode = pick_compile_mode(config, world.device, log)
         if world.device.type == "cpu":
             speed_up_small_convolutions(self.model)
-        self.config, self.plan, self.world, self.log = config, plan, world, log
+        elif self._compile_mode:
+            from components.train.fused_norm import fuse_norms  # Triton is not where there are no GPUs
+
+            fuse_norms(self.model)
         self.train, self.val = train, val
         self.dtype = pick_precision(config, world.device)
         self.steps_per_epoch = len(train) // plan.num_accumulated
@@ -373,7 +383,7 @@ class Trainer:
         torch._dynamo.config.recompile_limit = 8 + 2 * len(set(self.config.image_sizes))
         torch._dynamo.config.optimize_ddp = self.config.split_graph
         # Model and loss together: as one graph they take fewer kernels.
-        return compiled(objective, pick_compile_mode(self.config, self.world.device, self.log))
+        return compiled(objective, self._compile_mode)
 
     def train_epoch(self) -> tuple[float, EpochSpeed]:
         """Train the steps that are left of this epoch. Returns the mean loss over all processes, and the speed."""

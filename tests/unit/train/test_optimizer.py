@@ -70,3 +70,22 @@ def test_biases_and_batchnorm_are_not_decayed() -> None:
     assert {parameter.ndim for parameter in decayed["params"]} == {2, 4}
     assert {parameter.ndim for parameter in plain["params"]} == {1}
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+def test_a_skipped_first_step_leaves_no_trace() -> None:
+    """GradScaler skips a step whose gradients overflow; torch's fused SGD then keeps what its memory held."""
+    layer = torch.nn.Linear(2, 2)
+    optimizer = build_optimizer(layer, config(momentum=0.9), torch.device("cpu"))
+    scaler = torch.amp.GradScaler("cpu")
+    before = layer.weight.detach().clone()
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        for value in (torch.inf, 1.0):
+            scaler.scale(value * layer.weight.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert layer.weight.isfinite().all()
+    assert (layer.weight < before).all()
