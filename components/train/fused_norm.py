@@ -194,9 +194,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return means, squares
 
 
-@_statistics.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _partial_sums(x)
+_statistics.register_fake(_partial_sums)
 
 
 @custom_op("enginery::batch_norm_gradient_sums", mutates_args=())
@@ -223,19 +221,9 @@ def _gradient_sums(
 
 
 @_gradient_sums.register_fake
-def _(
-    first: Tensor,
-    second: Tensor,
-    gate: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    mean: Tensor,
-    mode: int,
-    has_second: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    like_x = torch.empty_like(x, memory_format=torch.channels_last)
-    return like_x if mode == _SHORTCUT else torch.empty_like(mean), *_partial_sums(x)
+def _(first, second, gate, x, scale, shift, mean, mode, has_second):
+    out = torch.empty_like(x, memory_format=torch.channels_last) if mode == _SHORTCUT else torch.empty_like(mean)
+    return out, *_partial_sums(x)
 
 
 def _empty_pooled(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,9 +243,7 @@ def _pool(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tens
     return y, raw, place
 
 
-@_pool.register_fake
-def _(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_pooled(x)
+_pool.register_fake(lambda x, scale, shift: _empty_pooled(x))
 
 
 @custom_op("enginery::affine_relu_pool_backward", mutates_args=())
@@ -274,7 +260,7 @@ def _pool_backward(
 
 
 @_pool_backward.register_fake
-def _(grad: Tensor, place: Tensor, x: Tensor, scale: Tensor, mean: Tensor, constant: Tensor, slope: Tensor) -> Tensor:
+def _(grad, place, x, scale, mean, constant, slope):
     return torch.empty_like(x, memory_format=torch.channels_last)
 
 
