@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from onnx import helper, numpy_helper
@@ -21,7 +20,7 @@ from components.export.qdq import Arithmetic, insert_qdq, scales_below_fp16
 from tests.unit.refusals import refuses
 
 from ..networks import onnx_model, random_images
-from ..onnx_outputs import relative
+from ..onnx_outputs import relative, run_ort
 
 # name, Conv nodes, Gemm nodes, residual Adds, poolings
 SLOW = ("resnet50", "vgg19")  # their kinds of layers are resnet18's and alexnet's
@@ -159,8 +158,7 @@ def test_downsampling_convs_are_the_only_ones_quantized_at_once(quantized):
 
 
 def run(model, images):
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {session.get_inputs()[0].name: images})[0]
+    return run_ort(model, images)[model.graph.output[0].name]
 
 
 def test_int8_agrees_with_fp32_and_weight_storage_changes_size_alone(resnet18):
