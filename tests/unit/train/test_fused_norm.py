@@ -9,6 +9,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from components.common.runtimes.architectures import build_model
 from components.train.fused_norm import PooledBatchNorm2d, fuse_norms
+from components.train.speed import flops_per_image
 
 
 def networks(block: type[BasicBlock | Bottleneck]) -> tuple[ResNet, ResNet]:
@@ -30,6 +31,7 @@ def train_step(model: nn.Module, images: torch.Tensor) -> None:
 @pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
 def test_gradients_and_statistics_are_those_of_torch(block: type[BasicBlock | Bottleneck]) -> None:
     model, fused = networks(block)
+    assert flops_per_image(fused, 64, 64) == flops_per_image(model, 64, 64)
     images = torch.randn(3, 3, 37, 50)  # odd sides and even ones
     for network in (model, fused):
         train_step(network, images)
