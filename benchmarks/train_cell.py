@@ -29,6 +29,7 @@ from components.common.contracts.transforms import Augmentation, transform_for
 from components.common.data.loader import Batch, Loader
 from components.common.process.steplog import QuietLog
 from components.common.runtimes.architectures import build_model
+from components.train import speed
 from components.train.arithmetic import set_arithmetic
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
@@ -37,6 +38,7 @@ from components.train.speed import EpochSpeed, StepProfiler
 from components.train.trainer import Trainer
 
 PREFIX = "@cell "
+_LIVE_S = speed.LIVE_S
 _NUM_CLASSES = 1000  # ImageNet's, whatever the images are
 _ENOUGH = 1 << 30  # images that a dataset without an end has
 
@@ -46,7 +48,7 @@ class Cell(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: str  # synthetic, shards, workers or torchvision
+    kind: str  # synthetic, shards, live, workers or torchvision
     architecture: str = "resnet50"
     image_size: int = 224
     precision: str = "fp16"
@@ -171,11 +173,14 @@ def train(cell: Cell, world: World) -> dict[str, Any]:
         num_steps = broadcast(max(3, math.ceil(cell.seconds * probe / config.global_batch_size)), world)
         if cell.kind == "shards":
             streams["shards"] = Stream(shard_batches(cell, world))
+        if cell.kind == "live":
+            streams["live"] = first
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
         seen: dict[str, list[EpochSpeed]] = {name: [] for name in streams}
         for _ in range(cell.turns):
             for name, stream in streams.items():
+                speed.LIVE_S = _LIVE_S if name == "live" else math.inf
                 turn(trainer, stream, min(8, num_steps))  # what was prepared ahead is no gain
                 seen[name].append(turn(trainer, stream, num_steps))
         result: dict[str, Any] = {name: summary(turns) for name, turns in seen.items()}
