@@ -5,12 +5,20 @@
         --recipe progressive=pipelines/configs/textures.yaml,image_sizes=[128,160,192,224],epochs=14
 
 Recipes take turns, seed by seed, each training a process of its own. Before, each trains an epoch on images of each of
-its sizes, which fills torch.compile's cache: compiling is not to decide short trainings.
+its sizes, which fills torch.compile's cache: compiling is not to decide short trainings. To find recipes many are
+trained --at-once, spread over the GPUs: with more than one on a GPU their accuracy counts, and their seconds do not.
+`fused_norm=false` in a recipe leaves out kernels of our own.
 """
 
+import itertools
+import os
+import queue
 import statistics
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +26,26 @@ import click
 import yaml
 
 from benchmarks.results import RESULTS, write_result
-from components.common.contracts.manifests import CheckpointManifest, load, write_atomically
+from components.common.contracts.environment import gpus
+from components.common.contracts.manifests import CheckpointManifest, DatasetManifest, load, write_atomically
 from components.common.contracts.settings import resolve
 from components.train.config import TrainConfig
 
+_WITHOUT_FUSED_NORM = (
+    "from components.train import fused_norm; fused_norm.IS_ON = False; "
+    "from components.train.__main__ import STEP; STEP.command()()"
+)
+
 
 def settings_of(recipe: str) -> dict[str, Any]:
-    """Settings of train from FILE[,KEY=VALUE...], the file being one of pipelines/configs."""
+    """Settings of train from FILE[,KEY=VALUE...], the file being one of pipelines/configs, and fused_norm."""
     path, *changes = _split(recipe)
     given = yaml.safe_load(Path(path).read_text())
     own = {key: value for key, value in given.items() if key in TrainConfig.model_fields and key != "train"}
     own |= given.get("train", {})
     own |= {key: yaml.safe_load(value) for key, _, value in (change.partition("=") for change in changes)}
-    resolve(TrainConfig, "train", own)  # an error now, not after the first recipe's hour
+    # An error now, not after the first recipe's hour.
+    resolve(TrainConfig, "train", {key: value for key, value in own.items() if key != "fused_norm"})
     return own
 
 
@@ -46,63 +61,166 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def trained(settings: dict[str, Any], dataset: Path, output: Path) -> dict[str, Any]:
+def trained(
+    settings: dict[str, Any], dataset: Path, output: Path, *, gpu: str | None, cores: set[int], limit_s: float
+) -> dict[str, Any]:
     """Train in a process of its own. Returns seconds and epochs to the target, None where it was missed."""
     config = output.with_suffix(".yaml")
-    write_atomically(config, yaml.safe_dump(settings).encode())
-    command = [sys.executable, "-m", "components.train", "--dataset", str(dataset), "--output", str(output)]
-    subprocess.run([*command, "--config", str(config)], check=True)
+    given = {key: value for key, value in settings.items() if key != "fused_norm"}
+    write_atomically(config, yaml.safe_dump(given).encode())
+    program = ["-m", "components.train"] if settings.get("fused_norm", True) else ["-c", _WITHOUT_FUSED_NORM]
+    command = [sys.executable, *program, "--dataset", str(dataset), "--output", str(output), "--config", str(config)]
+    environment = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    began = time.monotonic()
+    with output.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        os.sched_setaffinity(process.pid, cores)  # before it counts them
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done within {limit_s:.0f} s"}
+        finally:
+            process.kill()
+            process.wait()
+    if code:
+        return {"failed": (output.with_suffix(".log").read_text(errors="replace").strip().splitlines() or [""])[-1]}
     manifest = load(output, CheckpointManifest).manifest
-    best = max(epoch.val_top1_pct or 0.0 for epoch in manifest.history)
-    reached = {name: manifest.metrics.get(name) for name in ("seconds_to_target", "epochs_to_target")}
+    top1 = [epoch.val_top1_pct or 0.0 for epoch in manifest.history]
+    found = {name: manifest.metrics.get(name) for name in ("seconds_to_target", "epochs_to_target")}
     rates = [epoch.train_images_per_s for epoch in manifest.history]
-    return {**reached, "best_top1_pct": best, "num_epochs": len(rates), "images_per_s": rates}
+    elapsed = [epoch.elapsed_s for epoch in manifest.history]
+    compiling = compile_seconds(settings, dataset, rates)
+    if found["epochs_to_target"]:
+        found["compile_seconds_to_target"] = sum(compiling[: int(found["epochs_to_target"])])
+    found |= {"best_top1_pct": max(top1), "last_top1_pct": top1[-1], "num_epochs": len(top1)}
+    found |= {"images_per_s": rates, "top1_pct": top1, "elapsed_s": elapsed, "gpu": gpu}
+    return found | {"wall_s": round(time.monotonic() - began, 1)}
+
+
+def compile_seconds(settings: dict[str, Any], dataset: Path, rates: list[float]) -> list[float]:
+    """Seconds that the first epoch of each image size took longer than the fastest with that size; 0 for others."""
+    num_images = load(dataset, DatasetManifest).manifest.splits["train"].num_images
+    sizes = settings.get("image_sizes") or [settings["image_size"]]
+    sizes = [sizes[min(epoch, len(sizes) - 1)] for epoch in range(len(rates))]
+    best = {size: max(rate for own, rate in zip(sizes, rates, strict=True) if own == size) for size in sizes}
+    return [
+        0.0 if size in sizes[:epoch] else num_images / rate - num_images / best[size]
+        for epoch, (size, rate) in enumerate(zip(sizes, rates, strict=True))
+    ]
 
 
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="What preprocess wrote.")
-@click.option("--target", required=True, type=float, help="Top-1 on validation images, in per cent.")
+@click.option("--target", required=True, type=float, help="Top-1 on validation images, in per cent; 0 for none.")
 @click.option(
     "--recipe", "recipes", required=True, multiple=True, help="NAME=FILE[,KEY=VALUE...]; first, the baseline."
 )
 @click.option("--seeds", default="0,1,2", show_default=True)
+@click.option("--at-once", default=1, show_default=True, help="Trainings at a time, spread over the GPUs.")
+@click.option("--warm/--no-warm", default=True, help="Fill torch.compile's cache first.")
+@click.option("--minutes", default=600.0, help="Limit of all: what is under way then is ended.")
+@click.option("--name", default="time_to_quality", show_default=True, help="Of the result.")
 @click.option("--work", default=Path("/tmp/enginery-quality"), type=click.Path(path_type=Path), help="For checkpoints.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(
-    machine: str, dataset: Path, target: float, recipes: tuple[str, ...], seeds: str, work: Path, results: Path
+    machine: str,
+    dataset: Path,
+    target: float,
+    recipes: tuple[str, ...],
+    seeds: str,
+    at_once: int,
+    warm: bool,
+    minutes: float,
+    name: str,
+    work: Path,
+    results: Path,
 ) -> None:
     settings = {name: settings_of(recipe) for name, _, recipe in (text.partition("=") for text in recipes)}
     work.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + 60 * minutes
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(number) for number in range(len(gpus())))
+    places = visible.split(",") if gpus() else [None]
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // len(places)
+    free: queue.Queue[tuple[str | None, set[int]]] = queue.Queue()
+    for slot in range(at_once):
+        number = slot % len(places)
+        free.put((places[number], set(cores[number * share : (number + 1) * share])))
     runs: list[dict[str, Any]] = []
-    for name, own in settings.items():
-        sizes = sorted(set(own.get("image_sizes", [])))
-        trained({**own, "image_sizes": sizes, "epochs": max(1, len(sizes))}, dataset, work / f"{name}-warm")
-    for seed in map(int, seeds.split(",")):
-        for name, own in settings.items():
-            given = {**own, "seed": seed, "target_top1_pct": target, "validation_epochs": 1}
-            runs.append({"recipe": name, "seed": seed, **trained(given, dataset, work / f"{name}-{seed}")})
-            print(runs[-1], flush=True)
-    measures: dict[str, float] = {"target_top1_pct": target}
-    for name in settings:
-        own_runs = [run for run in runs if run["recipe"] == name]
-        measures[f"best_top1_pct_{name}"] = statistics.median(run["best_top1_pct"] for run in own_runs)
-        reached = [run for run in own_runs if run["seconds_to_target"] is not None]
-        measures[f"reached_{name}"] = len(reached)
-        if len(reached) == len(own_runs):
-            for kind in ("seconds_to_target", "epochs_to_target"):
-                measures[f"{kind}_{name}"] = statistics.median(run[kind] for run in reached)
-    baseline, *others = settings
-    for name in others:
-        pair = [measures.get(f"seconds_to_target_{one}") for one in (baseline, name)]
+    writing = threading.Lock()
+
+    def train(given: dict[str, Any], output: str) -> dict[str, Any]:
+        gpu, own_cores = free.get()
+        try:
+            left = ends - time.monotonic()
+            if left <= 0:
+                return {"failed": "no time left"}
+            return trained(given, dataset, work / output, gpu=gpu, cores=own_cores, limit_s=left)
+        finally:
+            free.put((gpu, own_cores))
+
+    def measure(seed: int, recipe: str) -> None:
+        given = {**settings[recipe], "seed": seed, "target_top1_pct": target, "validation_epochs": 1}
+        run = {"recipe": recipe, "seed": seed, **train(given, f"{recipe}-{seed}")}
+        with writing:
+            runs.append(run)
+            print(run, flush=True)
+            write(machine, name, target, recipes, list(settings), seeds, at_once / len(places), runs, results)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        if warm:
+            epochs = []
+            for own in settings.values():
+                sizes = sorted(set(own.get("image_sizes", [])))
+                epochs.append({**own, "image_sizes": sizes, "epochs": max(1, len(sizes))})
+            list(pool.map(train, epochs, [f"{recipe}-warm" for recipe in settings]))
+        each = list(itertools.product(map(int, seeds.split(",")), settings))
+        list(pool.map(measure, *zip(*each, strict=True)))
+
+
+def write(
+    machine: str,
+    name: str,
+    target: float,
+    recipes: tuple[str, ...],
+    names: list[str],
+    seeds: str,
+    per_gpu: float,
+    runs: list[dict[str, Any]],
+    results: Path,
+) -> None:
+    """Write what is known so far."""
+    measures: dict[str, float] = {"target_top1_pct": target} if target else {}
+    for recipe in names:
+        own = [run for run in runs if run["recipe"] == recipe and "failed" not in run]
+        for key in ("best_top1_pct", "last_top1_pct"):
+            if own:
+                measures[f"{key}_{recipe}"] = statistics.median(run[key] for run in own)
+        reached = [run for run in own if run["seconds_to_target"] is not None]
+        if target:
+            measures[f"reached_{recipe}"] = len(reached)
+        if reached and len(reached) == len(own):
+            for key in ("seconds_to_target", "epochs_to_target"):
+                measures[f"{key}_{recipe}"] = statistics.median(run[key] for run in reached)
+            compiled = [run["seconds_to_target"] - run["compile_seconds_to_target"] for run in reached]
+            measures[f"seconds_to_target_compiled_{recipe}"] = statistics.median(compiled)
+    baseline, *others = names
+    for recipe, kind in itertools.product(others, ("", "_compiled")):
+        pair = [measures.get(f"seconds_to_target{kind}_{one}") for one in (baseline, recipe)]
         if pair[0] and pair[1]:
-            measures[f"{name}_over_{baseline}"] = pair[0] / pair[1]
+            measures[f"{recipe}_over_{baseline}{kind}"] = pair[0] / pair[1]
+            if len(others) == 1 and not kind:
+                measures["time_to_quality_speedup"] = pair[0] / pair[1]
     notes = (
         f"Medians over seeds {seeds}, one training each; reached_NAME counts those that reached it. Seconds are "
-        "those of training and validation since the training began, compiling from a filled cache. A_over_B: how many "
-        f"times faster A is there. Recipes: {'; '.join(recipes)}."
+        "those of training and validation since the training began, compiling from a filled cache; those that are "
+        "called compiled are without what the first epoch of each size took longer than the fastest one. A_over_B: "
+        f"how many times faster A is there. Recipes: {'; '.join(recipes)}."
     )
-    write_result(machine, "time_to_quality", measures=measures, runs=runs, notes=notes, directory=results)
+    if per_gpu > 1:
+        notes += f" {per_gpu:g} trainings at a time on a GPU: seconds and rates are no measurements of speed."
+    write_result(machine, name, measures=measures, runs=runs, notes=notes, directory=results)
 
 
 if __name__ == "__main__":
