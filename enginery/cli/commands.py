@@ -21,6 +21,7 @@ _COMMANDS = {
     "approve": "Sign that a version may run in an environment.",
     "audit": "Show why the champion is it, and every change of an alias.",
     "inspect": "Show what each precision predicts for an image, and where it looks.",
+    "video": "Label the frames of videos and live streams: events, timeline, annotated videos.",
     "serve": "Serve a promoted model by Triton, or export its model repository.",
     "release": "Write a registered version into a folder to ship.",
     "verify": "Check a folder that release wrote, offline.",

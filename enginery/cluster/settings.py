@@ -13,7 +13,7 @@ from components.common.contracts.errors import UserError, holds_secret
 from components.common.contracts.settings import format_errors, inner_model, load_yaml, show_value
 from components.common.process.dataset_volume import VARIABLE as DATASETS_VARIABLE
 
-GPU_STEPS = ("train", "export", "validate")
+GPU_STEPS = ("train", "export", "validate", "analyze")
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 SHARED_MEMORY = "8Gi"  # DALI and torchrun share batches through /dev/shm; a pod's default of 64 MB is too small
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -251,6 +251,7 @@ class ClusterSettings(_Part):
     validate_: GpuPlacement = Field(GpuPlacement(), alias="validate", description="What validate gets.")
     gate: Placement = Field(Placement(), description="What gate gets.")
     promote: Placement = Field(Placement(), description="What promote gets.")
+    analyze: GpuPlacement = Field(GpuPlacement(), description="What analyze gets, which labels videos.")
     train_job: TrainJobSettings = Field(
         TrainJobSettings(), description="Where training keeps checkpoints, and how several nodes train."
     )
@@ -315,7 +316,7 @@ class ClusterSettings(_Part):
                 merged[name] = mine if name in own.model_fields_set else common
         if step == "gate" and "retries" not in own.model_fields_set:
             merged["retries"] = Retries(times=0)  # a verdict stays what it is
-        if self.dataset_volume is not None and step != "gate":  # which reads no images
+        if self.dataset_volume is not None and step not in ("gate", "analyze"):  # which read no dataset
             merged["volumes"] = tuple(dict.fromkeys((*merged["volumes"], self.dataset_volume)))
             merged["env"] = {**merged["env"], DATASETS_VARIABLE: self.dataset_volume.mount_path}
         if step in GPU_STEPS and not merged["shm"]:

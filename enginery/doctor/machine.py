@@ -308,6 +308,16 @@ def openvino(probes: Probes) -> Finding:
     return ok(f"{version} on the CPU, INT8 in integer arithmetic")
 
 
+def video(probes: Probes) -> Finding:
+    """The decoder of videos, and where it decodes."""
+    try:
+        version, codecs, nvdec = (probes.ask("video", key) for key in ("version", "codecs", "nvdec"))
+    except ProbeError as error:
+        return missing(f"does not work: {error}", _REINSTALL)
+    where = "on the CPU, and on the GPU by NVDEC what that has" if nvdec else "on the CPU"
+    return ok(f"PyAV {version} decodes {', '.join(codecs)} {where}")
+
+
 _LIMIT_S = 3.0
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _OR_LOCAL = "or unset MLFLOW_TRACKING_URI to track in a local SQLite file"
@@ -433,6 +443,7 @@ def all_checks(probes: Probes, bundle: BundleManifest | None = None) -> list[Pla
         Planned("software", "PyTorch", partial(torch, probes), required=True),
         Planned("software", "DALI", partial(dali, probes), required=True),
         Planned("software", "OpenVINO", partial(openvino, probes)),
+        Planned("software", "video", partial(video, probes)),
         Planned("GPU", "GPU", gpu.gpus),
         Planned("GPU", "driver", gpu.driver),
         Planned("GPU", "PyTorch on GPU", partial(gpu.guard, gpu.torch_sees_cuda)),

@@ -150,10 +150,27 @@ def _probe_openvino() -> None:
     _say(version=version, devices=devices)
 
 
+def _probe_video() -> None:
+    import av
+    from av.codec.codec import UnknownCodecError
+
+    from components.analyze.videos import has_nvdec
+
+    def decodes(name: str) -> bool:
+        try:
+            return bool(av.Codec(name, "r"))
+        except UnknownCodecError:
+            return False
+
+    codecs = {"H.264": "h264", "HEVC": "hevc", "VP9": "vp9", "AV1": "libdav1d"}
+    _say(version=av.__version__, codecs=[shown for shown, name in codecs.items() if decodes(name)], nvdec=has_nvdec())
+
+
 PROBES: Mapping[str, Callable[[], None]] = {
     "torch": _probe_torch,
     "dali": _probe_dali,
     "openvino": _probe_openvino,
+    "video": _probe_video,
 }
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STEPS = ("preprocess", "merge", "train", "export", "validate", "gate", "promote")
+STEPS = ("preprocess", "merge", "train", "export", "validate", "gate", "promote", "analyze")
 FLOORS = ("pipelines", "enginery", "components")  # imports only lead to the right, and into the same one
 BUILDS_ON = {"merge": "preprocess"}  # the second half of a step that runs in parts
 LIGHT = [

@@ -11,6 +11,7 @@ IMAGE_OF = {
     "train": "train",
     "export": "export",
     "validate": "validate",
+    "analyze": "validate",
     "gate": "promote",
     "promote": "promote",
 }

@@ -36,6 +36,7 @@ from components.common.contracts.records import (
     Recommendation,
     Record,
     Split,
+    StreamRecord,
     TrainingRecord,
 )
 from components.common.contracts.settings import fingerprinted
@@ -235,6 +236,17 @@ class RepositoryManifest(Manifest):
         yield from (entry.file for entry in self.engines)
 
 
+class AnalysisManifest(Manifest):
+    """Labels of the frames of videos."""
+
+    kind: Literal["analysis"] = "analysis"
+    architecture: str
+    precision: Precision
+    classes: tuple[str, ...]
+    streams: tuple[StreamRecord, ...]
+    frames_per_s: float = Field(description="Labelled frames of all streams over the wall time.")
+
+
 AnyManifest = TypeVar("AnyManifest", bound=Manifest)
 
 ALL_FILES = ("",)  # for `load(verify=...)`: every name ends in nothing
@@ -381,6 +393,7 @@ _STEPS = {
     "report": "validate",
     "verdict": "gate",
     "promotion": "promote",
+    "analysis": "analyze",
 }
 
 

@@ -701,3 +701,24 @@ class Batching(Record):
     max_queue_size: int = Field(ge=1, description="Requests that may wait; what is more is refused.")
     num_instances: int = Field(ge=1, description="Batches that run at the same time.")
     reason: str = Field(description="Where the values come from, for a person.")
+
+
+class StreamRecord(Record):
+    """One video or live stream whose frames were labelled."""
+
+    name: str
+    codec: str = Field("", description="FFmpeg's name; empty where it was never opened.")
+    decoder: Literal["cpu", "cuda"] = Field("cpu", description='"cuda": NVDEC.')
+    width: int = Field(0, description="Of the last frame, in pixels.")
+    height: int = 0
+    seconds: float = Field(0.0, description="Time of the last labelled frame, by the video's own clock.")
+    num_decoded: int = Field(0, description="Frames.")
+    num_labelled: int = 0
+    num_dropped: int = Field(0, description="Frames of a live stream that came faster than they could be labelled.")
+    num_corrupt: int = Field(0, description="Packets and frames that the decoder refused.")
+    num_lost: int = Field(0, description="Times that a live source broke off.")
+    num_events: int = 0
+    shares_pct: dict[str, float] = Field({}, description="Share of the labelled frames by class, the ten largest.")
+    latency_p50_ms: float | None = Field(None, description="From the decoded frame to its label; None of files.")
+    latency_p99_ms: float | None = None
+    problem: str = Field("", description="Why it was not read to its end; empty where it was.")

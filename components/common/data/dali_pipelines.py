@@ -88,15 +88,30 @@ def _memory_pipeline(spec: TransformSpec) -> Any:
     return _evaluated(raw, spec, {"device": "cpu"})
 
 
+@pipeline_def(enable_conditionals=False)
+def _frame_pipeline(spec: TransformSpec, on_gpu: bool) -> Any:
+    """The same of decoded images, [H, W, 3] uint8 RGB, that are fed to the input "frames"."""
+    frames = fn.external_source(name="frames", dtype=types.UINT8, ndim=3, layout="HWC")
+    shape = frames.shape()
+    return _transformed(frames.gpu() if on_gpu else frames, shape, spec)
+
+
 def _evaluated(
     raw: Any, spec: TransformSpec, decoder: dict[str, Any], corrupt: Callable[[Any], Sequence[Any]] | None = None
 ) -> Any:
     """Decode and transform images as TransformSpec says, and no more. Returns HWC float32."""
     # Without fancy upsampling a GPU decodes the colours of most JPEG files otherwise than CPUs and torchvision do.
     images = fn.decoders.image(raw, output_type=types.RGB, jpeg_fancy_upsampling=True, **decoder)
+    # [H, W, C] int64 on the host, EXIF orientation applied
+    return _transformed(images, fn.peek_image_shape(raw), spec, corrupt)
+
+
+def _transformed(
+    images: Any, shape: Any, spec: TransformSpec, corrupt: Callable[[Any], Sequence[Any]] | None = None
+) -> Any:
+    """Resize, crop and normalize decoded images, of `shape` [H, W, C] on the host. Returns HWC float32."""
     # Sizes and positions are computed here because DALI rounds both in its own way: one pixel off the transforms
     # that published models were trained with (torchvision's Resize and CenterCrop) on most aspect ratios.
-    shape = fn.peek_image_shape(raw)  # [H, W, C] int64 on the host, EXIF orientation applied
     height, width = shape[0], shape[1]
     shorter = math_ops.min(height, width)
     height, width = (side * spec.resize_size // shorter for side in (height, width))
@@ -290,3 +305,37 @@ class ImageBatches:
         self._pipe.feed_input("encoded", [np.frombuffer(data, np.uint8) for data in encoded])
         (images,) = self._pipe.run()
         return np.ascontiguousarray(images.as_array().transpose(0, 3, 1, 2))
+
+
+class FrameBatches:
+    """Transforms decoded images, such as frames of videos, by the operators of evaluation. Not for several threads."""
+
+    def __init__(self, spec: TransformSpec, batch_size: int, device_id: int | None = None) -> None:
+        """`batch_size` is the most images that one call takes; `device_id` is a GPU, or None for the CPU."""
+        self._on_gpu = device_id is not None
+        self._pipe = _frame_pipeline(
+            spec,
+            self._on_gpu,
+            batch_size=batch_size,
+            num_threads=num_cores(),
+            device_id=device_id,
+            prefetch_queue_depth=1,
+            exec_async=False,
+            exec_pipelined=False,
+        )
+        self._pipe.build()
+
+    def transform(self, frames: Sequence[np.ndarray]) -> Any:
+        """[B, 3, crop_size, crop_size] float32, normalized: an array, on a GPU a tensor there.
+
+        Args:
+            frames: [H, W, 3] uint8 RGB each, of any sizes.
+        """
+        self._pipe.feed_input("frames", list(frames))
+        (images,) = self._pipe.run()
+        if not self._on_gpu:
+            return np.ascontiguousarray(images.as_array().transpose(0, 3, 1, 2))
+        from torch.utils.dlpack import from_dlpack
+
+        # A copy: the pipeline's own memory is written again by the next batch.
+        return from_dlpack(images.as_tensor()).permute(0, 3, 1, 2).contiguous()

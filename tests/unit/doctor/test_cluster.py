@@ -57,7 +57,7 @@ def test_a_cluster_where_all_is_well(api: ClusterApi) -> None:
     assert {check.name: (check.status, check.found) for check in diagnosis.checks if check.status != "ok"} == {}
     assert (diagnosis.conclusion, diagnosis.exit_code) == ("Nothing is in the way of a run here.", 0)
     found = {check.name: check.found for check in diagnosis.checks}
-    assert found["GPU nodes"] == "2 nodes with 16 x NVIDIA-H200; train, export, validate fit"
+    assert found["GPU nodes"] == "2 nodes with 16 x NVIDIA-H200; train, export, validate, analyze fit"
     assert found["MLflow"] == "http://enginery-mlflow.mlflow:5000 answers in the cluster"
 
 

@@ -1,0 +1,66 @@
+"""A stream with its labels drawn in, as an MP4 file."""
+
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+_CODECS = ("libx264", "mpeg4")  # the first that this FFmpeg has
+_CLOCK = 90_000  # ticks of a second
+
+
+class AnnotatedVideo:
+    """Written frame by frame; whole at any time, since MP4 fragments stand by themselves."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._partial = path, path.with_name(f".{path.name}.part")
+        self._container = av.open(
+            str(self._partial), "w", format="mp4", options={"movflags": "frag_keyframe+empty_moov"}
+        )
+        self._stream: av.VideoStream | None = None
+        self._last_pts = -1
+
+    def write(self, pixels: np.ndarray, time_s: float, text: str) -> None:
+        """Add a frame. [H, W, 3] uint8 RGB; one of another size than the first is scaled to it."""
+        if self._stream is None:
+            self._stream = self._begin(*pixels.shape[1::-1])
+        frame = av.VideoFrame.from_ndarray(_drawn(pixels, text), format="rgb24")
+        frame = frame.reformat(self._stream.width, self._stream.height, "yuv420p")
+        self._last_pts = max(self._last_pts + 1, round(time_s * _CLOCK))
+        frame.pts, frame.time_base = self._last_pts, Fraction(1, _CLOCK)
+        for packet in self._stream.encode(frame):
+            self._container.mux(packet)
+
+    def close(self) -> None:
+        """Complete the file, if there was a frame."""
+        if self._stream is not None:
+            for packet in self._stream.encode(None):
+                self._container.mux(packet)
+        self._container.close()
+        if self._stream is None:
+            self._partial.unlink(missing_ok=True)
+        else:
+            os.replace(self._partial, self._path)
+
+    def _begin(self, width: int, height: int) -> "av.VideoStream":
+        codec = next(name for name in _CODECS if name in av.codecs_available)
+        stream = cast(av.VideoStream, self._container.add_stream(codec, rate=30))
+        stream.width, stream.height = max(2, width // 2 * 2), max(2, height // 2 * 2)
+        stream.pix_fmt = "yuv420p"
+        stream.time_base = stream.codec_context.time_base = Fraction(1, _CLOCK)
+        return stream
+
+
+def _drawn(pixels: np.ndarray, text: str) -> np.ndarray:
+    """The frame with a line of text on a dark bar at its top."""
+    image = Image.fromarray(pixels)
+    size = max(10, image.height // 24)
+    font = ImageFont.load_default(size)
+    draw = ImageDraw.Draw(image, "RGBA")
+    draw.rectangle((0, 0, image.width, round(1.6 * size)), fill=(0, 0, 0, 160))
+    draw.text((size // 2, size // 5), text, fill=(255, 255, 255, 255), font=font)
+    return np.asarray(image)

@@ -1,0 +1,306 @@
+"""analyze: videos and a bundle -> labels of their frames."""
+
+import json
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from components.analyze.annotation import AnnotatedVideo
+from components.analyze.config import AnalyzeConfig
+from components.analyze.page import page
+from components.analyze.results import StreamResult
+from components.analyze.streams import Streams, StreamState
+from components.analyze.videos import VideoFrame, find_videos
+from components.common.contracts.environment import num_cores
+from components.common.contracts.errors import RuntimeUnavailable, UserError
+from components.common.contracts.manifests import (
+    AnalysisManifest,
+    Artifact,
+    BundleManifest,
+    load,
+    prepare_directory,
+    seal,
+    write_atomically,
+)
+from components.common.contracts.records import StreamRecord
+from components.common.data.dali_pipelines import FrameBatches
+from components.common.data.evaluation import most_likely
+from components.common.process.steplog import StepLog
+from components.common.runtimes import runs_plans
+from components.common.runtimes.runner import Runner
+from components.common.runtimes.selection import select_runtime
+
+_MOST_FRAMES = 32  # of a batch, unless it is set
+_AHEAD = 2  # batches that are transformed while one is labelled
+_FLUSH_S = 1.0
+_Batch = list[tuple[StreamState, VideoFrame]]
+
+
+def run(config: AnalyzeConfig, log: StepLog, *, bundle: Path, output: Path) -> str:
+    """Label every frame. See the package's docstring."""
+    models = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
+    analysis = analyze(config, models, output, log)
+    manifest = analysis.manifest
+    log.metrics(
+        {
+            "frames_labelled": sum(stream.num_labelled for stream in manifest.streams),
+            "frames_dropped": sum(stream.num_dropped for stream in manifest.streams),
+            "packets_corrupt": sum(stream.num_corrupt for stream in manifest.streams),
+            "frames_per_s": manifest.frames_per_s,
+        }
+    )
+    for name in ("index.html", "events.jsonl", "summary.json"):
+        log.artifact(analysis.file(name))
+    log.result(artifacts=[analysis.file("index.html")])
+    return outcome(analysis)
+
+
+def analyze(
+    config: AnalyzeConfig, bundle: Artifact[BundleManifest], output: Path, log: StepLog
+) -> Artifact[AnalysisManifest]:
+    """Label the frames of all videos, and write the analysis.
+
+    Ctrl-C ends it as the end of all videos does.
+
+    Raises:
+        UserError: a source can't be named so, or no video could be read.
+        RuntimeUnavailable: nothing here runs the precision.
+    """
+    sources = find_videos(config.sources)
+    selected = select_runtime(bundle, config.precision, config.runtime)
+    if selected.runner is None:
+        raise RuntimeUnavailable(selected.note, code="precision-missing")
+    prepare_directory(output)
+    max_batch = bundle.manifest.shapes.max_batch
+    batch_size = min(config.batch_size or min(_MOST_FRAMES, max_batch), max_batch)
+    device_id = 0 if runs_plans(selected.runner.runtime) else None
+    began = time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(selected.runner.close)
+        writer = stack.enter_context(_Writer(config, bundle.manifest.classes, output, [s.name for s in sources]))
+        # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
+        streams = stack.enter_context(Streams(sources, config, num_cores(), writer.say))
+        transform = FrameBatches(bundle.manifest.transform, batch_size, device_id)
+        _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds)
+    records = writer.records(streams.states)
+    if not any(record.num_labelled for record in records):
+        problems = "; ".join(dict.fromkeys(record.problem for record in records if record.problem))
+        message = f"no frame could be read: {problems or 'the videos are empty'}"
+        raise UserError(message, code="no-frames", setting="sources")
+    seconds = time.monotonic() - began
+    frames_per_s = sum(record.num_labelled for record in records) / max(seconds, 1e-9)
+    summary = {
+        "architecture": bundle.manifest.architecture,
+        "precision": config.precision,
+        "runtime": selected.runner.runtime,
+        "device": selected.runner.device,
+        "seconds": round(seconds, 3),
+        "frames_per_s": round(frames_per_s, 2),
+        "streams": [record.model_dump(mode="json") for record in records],
+    }
+    write_atomically(output / "summary.json", json.dumps(summary, indent=1).encode())
+    write_atomically(output / "index.html", page(summary, records, writer.results, bundle.manifest.classes).encode())
+    return seal(
+        output,
+        AnalysisManifest,
+        inputs={"bundle": bundle.digest},
+        config=config,
+        architecture=bundle.manifest.architecture,
+        precision=config.precision,
+        classes=bundle.manifest.classes,
+        streams=records,
+        frames_per_s=frames_per_s,
+    )
+
+
+def outcome(analysis: Artifact[AnalysisManifest]) -> str:
+    """One line about an analysis."""
+    streams = analysis.manifest.streams
+    parts = [
+        f"{sum(stream.num_labelled for stream in streams):,} frames of "
+        f"{'1 stream' if len(streams) == 1 else f'{len(streams):,} streams'} labelled, "
+        f"{analysis.manifest.frames_per_s:,.0f} frames/s"
+    ]
+    for name, number in (
+        ("frames dropped", sum(stream.num_dropped for stream in streams)),
+        ("broken packets", sum(stream.num_corrupt for stream in streams)),
+        ("streams not read to their end", sum(bool(stream.problem) for stream in streams)),
+    ):
+        parts += [f"{number:,} {name}"] if number else []
+    return ", ".join(parts)
+
+
+def _label_all(
+    streams: Streams,
+    transform: FrameBatches,
+    runner: Runner,
+    batch_size: int,
+    writer: "_Writer",
+    log: StepLog,
+    max_seconds: float,
+) -> None:
+    """Take batches over all streams until they end. While the model runs, the next frames are transformed."""
+    deadline = time.monotonic() + max_seconds if max_seconds else None
+    waiting: deque[tuple[_Batch, Future[np.ndarray]]] = deque()
+    done = 0
+    with ThreadPoolExecutor(1) as worker:
+
+        def write_first() -> None:
+            nonlocal done
+            batch, logits = waiting.popleft()
+            writer.write(batch, logits.result())
+            done += len(batch)
+            log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
+
+        try:
+            while True:
+                if deadline is not None and time.monotonic() >= deadline:
+                    streams.stop()
+                batch = streams.take(batch_size)
+                if not batch:
+                    break
+                images = transform.transform([frame.pixels for _, frame in batch])
+                waiting.append((batch, worker.submit(runner.infer, images)))
+                # A full batch leaves others waiting, so that the next is transformed meanwhile; what comes slowly is
+                # answered at once.
+                while len(waiting) > (_AHEAD if len(batch) == batch_size else 0):
+                    write_first()
+        except KeyboardInterrupt:
+            streams.stop()
+            writer.interrupted = True
+        while waiting:
+            write_first()
+
+
+class _Writer:
+    """Writes what is seen, line by line, and keeps what the page needs. A context: at its end the files are whole."""
+
+    def __init__(self, config: AnalyzeConfig, classes: tuple[str, ...], output: Path, names: Sequence[str]) -> None:
+        self.config, self.classes = config, classes
+        self.results = [StreamResult(config.hold_frames) for _ in names]
+        self.interrupted = False
+        self._names, self._output = names, output
+        self._lock = threading.Lock()  # of events, which readers write, too
+        self._frames: TextIO = (output / "frames.jsonl").open("w", encoding="utf-8")
+        self._events: TextIO = (output / "events.jsonl").open("w", encoding="utf-8")
+        self._videos: dict[int, AnnotatedVideo] = {}
+        self._flushed_s = time.monotonic()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for video in self._videos.values():
+            video.close()
+        for file in (self._frames, self._events):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+    def say(self, kind: str, state: StreamState, frame: VideoFrame | None, **fields: Any) -> None:
+        """Write an event of a stream: opened, size, stalled, resumed, lost, back, ended. From any thread."""
+        time_s, number = (state.time_s, state.num_decoded) if frame is None else (frame.time_s, frame.number)
+        self._event(state.index, {"event": kind, "frame": number, "time_s": round(time_s, 3), **fields})
+
+    def write(self, batch: _Batch, logits: np.ndarray) -> None:
+        """Write the labels of a batch. `logits`: [B, classes] float32."""
+        now = time.monotonic()
+        for (state, frame), row in zip(batch, logits, strict=True):
+            self._write_one(state, frame, row, 1e3 * (now - frame.received_s))
+        if now - self._flushed_s > _FLUSH_S:  # who follows the file sees it grow
+            self._frames.flush()
+            with self._lock:
+                self._events.flush()
+            self._flushed_s = now
+
+    def _write_one(self, state: StreamState, frame: VideoFrame, logits: np.ndarray, latency_ms: float) -> None:
+        result, time_s = self.results[state.index], round(frame.time_s, 3)
+        labels, shares = (np.zeros(0, int), np.zeros(0))
+        if np.isfinite(logits).all():
+            labels, shares = most_likely(logits, self.config.top_k)
+        line: dict[str, Any] = {
+            "stream": self._names[state.index],
+            "frame": frame.number,
+            "time_s": time_s,
+            "labels": [self.classes[index] for index in labels],
+            "probabilities": [round(float(share), 6) for share in shares],
+        }
+        if state.drops:
+            line["latency_ms"] = round(latency_ms, 1)
+            result.latencies.add(latency_ms)
+        self._frames.write(json.dumps(line, ensure_ascii=False) + "\n")
+        share = float(shares[0]) if len(shares) else 0.0
+        label = int(labels[0]) if len(labels) and share >= self.config.min_probability else -1
+        is_first = not result.num_labelled
+        result.counts[label] += 1
+        result.timeline.add(label, frame.time_s)
+        result.last_s = frame.time_s
+        event = result.held.update(label, frame.number, frame.time_s)
+        if event is not None:
+            named: dict[str, Any] = {"frame": frame.number, "time_s": time_s, **event}
+            for key in ("label", "before"):
+                if key in event:
+                    named[key] = self.classes[event[key]]
+            for key in ("since_s", "before_s"):
+                if key in event:
+                    named[key] = round(event[key], 3)
+            self._event(state.index, {"event": "changed" if "before" in event else "held", **named})
+        if event is not None or is_first:
+            result.thumbnails.offer(frame.pixels, frame.time_s, label, share)
+        if self.config.annotate:
+            name = "no class" if label < 0 else f"{self.classes[label]} {100 * share:.1f} %"
+            self._video(state.index).write(frame.pixels, frame.time_s, name)
+
+    def _event(self, index: int, event: dict[str, Any]) -> None:
+        with self._lock:
+            self.results[index].keep_event(event)
+            if not self._events.closed:
+                self._events.write(json.dumps({"stream": self._names[index], **event}, ensure_ascii=False) + "\n")
+
+    def _video(self, index: int) -> AnnotatedVideo:
+        if index not in self._videos:
+            self._videos[index] = AnnotatedVideo(self._output / annotated_name(index, self._names[index]))
+        return self._videos[index]
+
+    def records(self, states: Sequence[StreamState]) -> tuple[StreamRecord, ...]:
+        """Return what was seen of each stream."""
+        return tuple(self._record(state, self.results[state.index]) for state in states)
+
+    def _record(self, state: StreamState, result: StreamResult) -> StreamRecord:
+        total = max(result.num_labelled, 1)
+        return StreamRecord(
+            name=state.source.name,
+            codec=state.codec,
+            decoder="cuda" if state.on_gpu else "cpu",
+            width=state.size[0],
+            height=state.size[1],
+            seconds=result.last_s,
+            num_decoded=state.num_decoded,
+            num_labelled=result.num_labelled,
+            num_dropped=state.num_dropped,
+            num_corrupt=state.num_corrupt,
+            num_lost=state.num_lost,
+            num_events=result.num_events,
+            shares_pct={
+                self.classes[label] if label >= 0 else "(none)": round(100 * count / total, 3)
+                for label, count in result.counts.most_common(10)
+            },
+            latency_p50_ms=result.latencies.percentile_ms(50),
+            latency_p99_ms=result.latencies.percentile_ms(99),
+            problem=state.problem,
+        )
+
+
+def annotated_name(index: int, name: str) -> str:
+    """The file of an annotated stream, such as "0003_entrance.mp4"."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(name).stem).strip("_")[:60]
+    return f"{index:04}_{plain or 'stream'}.mp4"

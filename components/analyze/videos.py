@@ -1,0 +1,274 @@
+"""Videos and live streams, decoded by FFmpeg (PyAV): on the CPU, or by NVDEC.
+
+Everything that FFmpeg opens may be hostile: of its protocols and formats only those stand open that hold one video,
+since playlists and the like name other files and addresses.
+"""
+
+import ctypes
+import netrc
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+import av
+import numpy as np
+from av.codec.hwaccel import HWAccel, hwdevices_available
+
+from components.common.contracts.errors import EngineryError, UserError, shortened, shown
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+
+STDIN = "-"
+VIDEO_EXTENSIONS = (
+    ".avi", ".flv", ".h264", ".264", ".h265", ".hevc", ".ivf", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg",
+    ".mpg", ".mts", ".obu", ".ogv", ".ts", ".webm", ".wmv",
+)  # fmt: skip
+_FORMATS = "asf,avi,av1,flv,h264,hevc,ivf,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,obu,ogg,rtsp,webm"
+# By scheme the protocols that FFmpeg may use, and whether the source is live.
+_LIVE = {
+    "rtsp": "rtsp,rtp,udp,tcp",
+    "rtsps": "rtsps,rtsp,rtp,udp,tcp,tls",
+    "srt": "srt,udp",
+    "tcp": "tcp",
+    "udp": "udp",
+}
+_OPEN_TIMEOUT_S = 10.0
+_MAX_FOUND = 10_000  # videos of one folder
+_MAX_PIXELS = 8192 * 4352  # of a frame: 8K
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSource:
+    """A video before it was opened."""
+
+    name: str  # for people: the path below the folder that was named, or the address
+    address: str  # a path, an address, or -
+    scheme: str = ""  # of a live address
+
+    @property
+    def is_live(self) -> bool:
+        """True for what goes on whether or not somebody reads it."""
+        return bool(self.scheme)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoFrame:
+    """A decoded frame."""
+
+    number: int  # in its video, from 0, frames that were dropped included
+    time_s: float  # since the video's begin, by its own clock; of a raw stream by the frame rate
+    pixels: np.ndarray  # [H, W, 3] uint8 RGB, upright
+    received_s: float  # on time.monotonic's clock, once it was decoded
+
+
+def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
+    """Return the videos that `sources` name, files of a folder in the order of their names.
+
+    Raises:
+        UserError: there is no such file, a folder holds no video, or an address is of another kind.
+    """
+    found: list[VideoSource] = []
+    for source in sources:
+        scheme = source.partition("://")[0].lower() if "://" in source else ""
+        path = Path(source).expanduser()
+        if source == STDIN:
+            found.append(VideoSource(name="standard input", address=STDIN))
+        elif scheme:
+            if scheme not in _LIVE:
+                raise UserError(
+                    f"{shown(source)} is of no kind that is read live; take one of {', '.join(_LIVE)}, or fetch the "
+                    "file first",
+                    code="unknown-video-address",
+                    setting="sources",
+                )
+            found.append(VideoSource(name=shown(source), address=source, scheme=scheme))
+        elif path.is_dir():
+            found += _in_folder(path)
+        elif path.exists():  # a named pipe, too
+            found.append(VideoSource(name=path.name, address=str(path.resolve())))
+        else:
+            raise UserError(
+                f"there is no video {source}; name a file, a folder, or an address such as rtsp://HOST/PATH",
+                code="no-video",
+                setting="sources",
+            )
+    return found
+
+
+def _in_folder(folder: Path) -> list[VideoSource]:
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() in VIDEO_EXTENSIONS and file.is_file() and not file.name.startswith(".")
+    )
+    if not files or len(files) > _MAX_FOUND:
+        many = f"{len(files):,} videos, more than {_MAX_FOUND:,}" if files else "no video"
+        raise UserError(
+            f"the folder {folder} holds {many}; videos are files that end in {', '.join(VIDEO_EXTENSIONS)}",
+            code="no-video",
+            setting="sources",
+        )
+    return [VideoSource(name=file.relative_to(folder).as_posix(), address=str(file.resolve())) for file in files]
+
+
+class OpenVideo:
+    """A video that is being read. Not for several threads at once."""
+
+    def __init__(self, source: VideoSource, *, decoder: str, read_timeout_s: float) -> None:
+        """Open it.
+
+        Args:
+            source: which one.
+            decoder: "auto", "cpu" or "cuda".
+            read_timeout_s: of a live source, the longest wait for data.
+
+        Raises:
+            UserError: it is no video, or NVDEC was asked for and is not there.
+            EngineryError: a live source does not answer.
+        """
+        self.source = source
+        self.num_corrupt = 0  # packets that the decoder refused
+        self._container = _open(source, decoder, read_timeout_s)
+        try:
+            self._stream = self._container.streams.video[0]
+        except IndexError:
+            self.close()
+            raise UserError(f"{source.name} holds no video stream", code="no-video", setting="sources") from None
+        self._stream.thread_type = "SLICE" if source.is_live else "AUTO"  # frames in parallel come late
+        with suppress(Exception):  # of libraries that have no such option
+            self._stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}
+        rate = self._stream.average_rate or self._stream.guessed_rate
+        self._rate = float(rate) if rate else 25.0
+
+    @property
+    def codec(self) -> str:
+        """FFmpeg's name of the codec, such as h264."""
+        return str(self._stream.codec_context.codec.canonical_name)
+
+    @property
+    def decodes_on_gpu(self) -> bool:
+        """True where NVDEC decodes."""
+        return bool(getattr(self._stream.codec_context, "is_hwaccel", False))
+
+    def frames(self) -> Iterator[VideoFrame]:
+        """Decode until the end. Packets that are broken are counted and left out.
+
+        Raises:
+            EngineryError: a live source broke off.
+        """
+        number, first_s = 0, None
+        packets = self._container.demux(self._stream)
+        while True:
+            try:
+                packet = next(packets)
+            except (StopIteration, av.error.EOFError):
+                return
+            except av.error.InvalidDataError:
+                self.num_corrupt += 1
+                continue
+            except (av.error.FFmpegError, OSError) as error:
+                raise _lost(self.source, error) from None
+            try:
+                decoded = packet.decode()
+            except av.error.FFmpegError:
+                self.num_corrupt += 1
+                continue
+            if packet.is_corrupt:
+                self.num_corrupt += 1
+            for frame in decoded:
+                if frame.width * frame.height > _MAX_PIXELS:
+                    self.num_corrupt += 1
+                    continue
+                time_s = frame.time if frame.time is not None else number / self._rate
+                first_s = time_s if first_s is None else first_s
+                yield VideoFrame(
+                    number=number,
+                    time_s=max(0.0, time_s - first_s),
+                    pixels=_upright(frame),
+                    received_s=time.monotonic(),
+                )
+                number += 1
+
+    def close(self) -> None:
+        """Let go of file, connection and decoder."""
+        self._container.close()
+
+
+def has_nvdec() -> bool:
+    """True if NVIDIA's decoder can be loaded here: a GPU, and the driver's libnvcuvid."""
+    if "cuda" not in hwdevices_available():
+        return False
+    for name in ("libcuda.so.1", "libnvcuvid.so.1"):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            return False
+    return True
+
+
+def _open(source: VideoSource, decoder: str, read_timeout_s: float) -> "InputContainer":
+    options = {"format_whitelist": _FORMATS, "protocol_whitelist": _LIVE.get(source.scheme, "file,pipe,fd")}
+    if source.scheme in ("rtsp", "rtsps"):
+        options |= {"rtsp_transport": "tcp", "fflags": "nobuffer"}
+    timeout = (_OPEN_TIMEOUT_S, read_timeout_s) if source.is_live else None
+    how: dict[str, Any] = {}
+    if decoder == "cuda" and not has_nvdec():
+        raise UserError(
+            "decoder cuda was asked for, and NVIDIA's decoder can't be loaded here: it needs a GPU and the driver's "
+            "libnvcuvid (in a container: NVIDIA_DRIVER_CAPABILITIES with video). Take decoder auto or cpu",
+            code="no-nvdec",
+            setting="decoder",
+        )
+    if decoder == "cuda" or (decoder == "auto" and has_nvdec()):
+        how["hwaccel"] = HWAccel(device_type="cuda", allow_software_fallback=decoder == "auto")
+    address: Any = sys.stdin.buffer if source.address == STDIN else _with_login(source)
+    try:
+        return av.open(address, "r", options=options, timeout=timeout, **how)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        if source.is_live:
+            raise _lost(source, error) from None
+        raise UserError(
+            f"{source.name} is no video that can be read: {shortened(_reason(error))}; take a file in a usual "
+            "container (MP4, Matroska, WebM, AVI, MPEG-TS) with H.264, HEVC, VP9 or AV1",
+            code="unreadable-video",
+            setting="sources",
+        ) from None
+
+
+def _with_login(source: VideoSource) -> str:
+    """The address with user and password from ~/.netrc, where that names its host."""
+    if not source.is_live:
+        return source.address
+    parts = urlsplit(source.address)
+    file = os.environ.get("NETRC") or str(Path("~/.netrc").expanduser())
+    try:
+        login = netrc.netrc(file).authenticators(parts.hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        login = None
+    if login is None:
+        return source.address
+    user, password = quote(login[0], safe=""), quote(login[2] or "", safe="")
+    return parts._replace(netloc=f"{user}:{password}@{parts.netloc}").geturl()
+
+
+def _lost(source: VideoSource, error: Exception) -> EngineryError:
+    return EngineryError(f"{source.name} does not answer: {shortened(_reason(error))}", code="stream-lost")
+
+
+def _reason(error: Exception) -> str:
+    """FFmpeg's reason, without the address, which may hold a password."""
+    return str(getattr(error, "strerror", None) or type(error).__name__)
+
+
+def _upright(frame: av.VideoFrame) -> np.ndarray:
+    """[H, W, 3] uint8 RGB, turned as the container says."""
+    pixels = frame.to_ndarray(format="rgb24")
+    turns = round(getattr(frame, "rotation", 0) / 90) % 4
+    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels

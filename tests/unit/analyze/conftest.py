@@ -1,0 +1,63 @@
+"""Videos of digits, and a way to analyze them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from components.analyze.config import AnalyzeConfig
+from components.analyze.run import analyze
+from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from tests.unit.conftest import Proved
+
+SHOWN = (3, 7, 1, 8)
+PER_DIGIT = 12
+
+
+def digit_frames(size: tuple[int, int] = (96, 128), per_digit: int = PER_DIGIT) -> list[np.ndarray]:
+    """[H, W, 3] uint8 each: `per_digit` frames of each digit in SHOWN."""
+    digits = load_digits()
+    images = [image for shown in SHOWN for image in digits.images[digits.target == shown][:per_digit]]
+    scaled = [Image.fromarray(np.uint8(image * 255 / 16)).resize(size[::-1]).convert("RGB") for image in images]
+    return [np.asarray(image) for image in scaled]
+
+
+def write_video(path: Path, frames: list[np.ndarray], codec: str = "libx264", **options: str) -> Path:
+    form = {".264": "h264"}.get(path.suffix)
+    with av.open(str(path), "w", format=form) as container:
+        stream = container.add_stream(codec, rate=30)
+        stream.height, stream.width = frames[0].shape[:2]
+        stream.pix_fmt, stream.options = "yuv420p", options
+        for pixels in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    return path
+
+
+@pytest.fixture(scope="session")
+def bundle(proved: Proved) -> Artifact[BundleManifest]:
+    return load(proved.folder / "bundle", BundleManifest)
+
+
+Analyze = Callable[..., Artifact[AnalysisManifest]]
+
+
+@pytest.fixture
+def run_analysis(bundle: Artifact[BundleManifest], tmp_path: Path) -> Analyze:
+    def run(*sources: Path | str, **settings: Any) -> Artifact[AnalysisManifest]:
+        config = resolve(AnalyzeConfig, "analyze", {"sources": [str(source) for source in sources], **settings})
+        return analyze(config, bundle, tmp_path / "analysis", StepLog("analyze"))
+
+    return run
+
+
+def lines(analysis: Artifact[AnalysisManifest], name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in analysis.file(name).read_text().splitlines()]
