@@ -1,0 +1,36 @@
+"""What `enginery advise` is fitted on and what judges it are apart."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import advise
+
+
+def test_the_fit_sees_nothing_that_is_held_out() -> None:
+    held_out = json.loads((Path(advise.__file__).parent / "advise_heldout.json").read_text())
+    fitted = advise.fit_rows()
+    assert len(fitted) > 80
+    assert {row.workload for row in fitted} == {"serve", "train"}
+    assert not {row.device for row in fitted} & set(held_out["devices"])
+    assert not {row.network for row in fitted} & set(held_out["networks"])
+    assert not {row.batch for row in fitted} & set(held_out["batch_sizes"])
+    assert not any(row.published for row in fitted)
+    assert not set(fitted) & set(advise.held_out_rows())
+
+
+def test_every_kind_of_held_out_row_has_some() -> None:
+    reasons = [advise.why_held_out(row) for row in advise.held_out_rows()]
+    assert min(reasons.count(reason) for reason in ("device", "network", "batch")) >= 10
+    assert {row.device for row in advise.held_out_rows()} >= {"A100", "H100", "P4", "V100"}
+
+
+def test_rows_are_what_was_measured() -> None:
+    """One of each file: a figure that a reader finds there."""
+    speeds = {(row.source, row.precision, row.network, row.batch): row.images_per_s for row in advise.measured_rows()}
+    assert speeds["h200/engines_resnet50.json", "int8", "resnet50", 128] == 62467.2588
+    assert round(speeds["h200/networks.json", "fp16", "convnext_tiny", 1]) == 1271
+    assert speeds["h200/train_resnet50_8_queues.json", "bf16", "resnet50", 1024] == 7114.3
+    row = advise.fit_rows()[0]
+    assert advise.why_held_out(replace(row, device="T4")) == "device"
+    assert advise.why_held_out(replace(row, published=True)) == "device"
