@@ -291,7 +291,9 @@ class _Normalize(torch.autograd.Function):
         y = x * _per_channel(scale) + _per_channel(shift)
         if mode == _SHORTCUT:
             y = y + shortcut
-        y = (y if mode == _PLAIN else y.relu()).to(x.dtype)
+        y = y if mode == _PLAIN else y.relu()
+        # A `to` that changes nothing would cut the gradient off when torch.compile traces it (seen in torch 2.11).
+        y = y if y.dtype == x.dtype else y.to(x.dtype)
         ctx.mode = mode
         ctx.save_for_backward(x, y if mode == _SHORTCUT else x, weight, mean, inverse, shift)
         return (y, y.clone()) if mode == _SHORTCUT else y

@@ -43,6 +43,17 @@ def test_gradients_and_statistics_are_those_of_torch(block: type[BasicBlock | Bo
     torch.testing.assert_close(fused.eval()(images), model.eval()(images), rtol=1e-3, atol=1e-4)
 
 
+def test_gradients_reach_every_layer_when_compiled_in_fp32() -> None:
+    model, fused = networks(BasicBlock)
+    images = torch.randn(3, 3, 37, 50)
+    train_step(model, images)
+    fused.train()
+    forward = torch.compile(lambda: nn.functional.cross_entropy(fused(images), torch.arange(3)), backend="aot_eager")
+    forward().backward()
+    for (name, one), other in zip(model.named_parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, atol=1e-3 * float(one.grad.abs().max()), rtol=0, msg=name)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("shape", [(2, 64, 8, 8), (3, 64, 9, 7), (1, 128, 1, 5)])
 def test_pooling_has_torchs_gradients(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
