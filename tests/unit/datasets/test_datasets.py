@@ -201,7 +201,9 @@ def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> N
     assert "1,797 images in 10 classes are in" in digits.stdout
 
 
-@pytest.mark.parametrize("arguments", [("digits",), ("textures", "--num-classes", "2", "--num-train", "2")])
+@pytest.mark.parametrize(
+    "arguments", [("digits",), ("textures", "--num-classes", "2", "--num-train", "2"), ("shapes",)]
+)
 def test_a_place_that_may_not_be_written(arguments: tuple[str, ...]) -> None:
     name, *options = arguments
     with refuses("unwritable-directory"):
