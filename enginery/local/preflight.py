@@ -1,11 +1,12 @@
 """Checks before anything runs: data or a model that can't be used, too few images, too little memory."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -36,23 +37,12 @@ from components.validate.config import ValidateConfig
 from enginery.doctor.machine import memory_limit
 from enginery.formats import size_text
 
-# Activations that backward needs from forward in FP32, in bytes per image and pixel of image_size squared. Counted with
-# torch.autograd.graph.saved_tensors_hooks on meta tensors; ResNet-50: 86 MB per image at 224 px.
-_ACTIVATION_BYTES_PER_PIXEL = {
-    "resnet18": 443,
-    "resnet34": 643,
-    "resnet50": 1716,
-    "resnet101": 2537,
-    "resnet152": 3548,
-    "resnext50_32x4d": 2242,
-    "wide_resnet50_2": 2242,
-    "mobilenet_v2": 1562,
-    "mobilenet_v3_large": 881,
-    "efficientnet_b0": 1761,
-    "convnext_tiny": 2176,
-    "densenet121": 2605,
-}
-_REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers, weights with gradients and momentum
+if TYPE_CHECKING:
+    from components.common.runtimes.counting import TrainingMemory
+
+# More than the activations of usual networks take in FP32, per image and pixel: below it nothing need be counted.
+_MOST_BYTES_PER_PIXEL = 6_000
+_REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 _MAX_OPENED = 256  # files that are opened to see whether any is an image
 _MAX_UNPACKED_BYTES = 1 << 26  # of a compressed archive that is unpacked to list it
@@ -298,53 +288,96 @@ def check_paths(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def training_bytes(arguments: Mapping[str, Any]) -> int | None:
-    """Memory that the activations of one training step take on a CPU; None where the model is not in the table."""
-    settings = arguments.get("train", {})
-    per_pixel = _ACTIVATION_BYTES_PER_PIXEL.get(str(arguments.get("architecture")))
-    if per_pixel is None or "global_batch_size" not in arguments:
+def training_memory(arguments: Mapping[str, Any]) -> "TrainingMemory | None":
+    """Memory of a training step; None where nothing is trained, or the model is one that can't be counted."""
+    settings, architecture = arguments.get("train", {}), str(arguments.get("architecture") or "")
+    if not architecture or "global_batch_size" not in arguments:
         return None
-    factor = 0.5 if settings.get("precision") in ("bf16", "fp16") else 1.0
-    return round(factor * per_pixel * arguments["image_size"] ** 2 * _images_at_once(arguments))
+    precision = settings.get("precision", "auto")
+    half = precision in ("bf16", "fp16") or (precision == "auto" and bool(gpus()))
+    try:
+        return _count(architecture, _image_size(arguments), half, bool(settings.get("freeze_backbone")))
+    except UserError:  # the step says it, of an architecture that there is not
+        return None
 
 
-def _images_at_once(arguments: Mapping[str, Any]) -> int:
-    """Images whose activations are in memory together: a step's, or a part of them where gradients are accumulated."""
+@functools.cache
+def _count(architecture: str, image_size: int, half: bool, frozen: bool) -> "TrainingMemory":
+    from components.common.runtimes import counting
+    from components.train.fine_tuning import freeze_backbone
+
+    def prepare(model: Any) -> None:
+        if frozen:
+            freeze_backbone(model, architecture)
+
+    return counting.training_memory(architecture, image_size, half=half, prepare=prepare)
+
+
+def _image_size(arguments: Mapping[str, Any]) -> int:
+    return max((arguments["image_size"], *arguments.get("train", {}).get("image_sizes", ())))
+
+
+def _images_at_once(arguments: Mapping[str, Any], num_gpus: int) -> int:
+    """Images whose activations are in one memory together: of a step, or of a part of it where gradients accumulate.
+
+    Processes on a CPU share its memory; each GPU has its own.
+    """
     settings, whole = arguments.get("train", {}), int(arguments["global_batch_size"])
     each = settings.get("per_gpu_batch_size", 0)
-    return min(whole, each * (settings.get("num_processes", 0) or 1)) if each else whole
+    num_processes = settings.get("num_processes", 0) or num_gpus or 1
+    if num_gpus:
+        return int(min(each or whole, max(1, whole // num_processes)))
+    return min(whole, each * num_processes) if each else whole
 
 
 def check_memory(arguments: Mapping[str, Any]) -> str:
-    """Compare what training on this machine's CPU takes with what there is.
+    """Compare what training takes with the memory of this machine's GPUs, or without one of its CPU.
 
     Returns:
-        A warning where it is likely not enough; empty where it is, where a GPU trains, or where it is not known.
+        A warning where it is likely not enough; empty where it is, or where it is not known.
 
     Raises:
-        UserError: more than the machine has at all, so that the run would end by being killed.
+        UserError: more than the machine has at all, so that a run on its CPU would end by being killed.
     """
-    needed_bytes = None if gpus() else training_bytes(arguments)
-    if needed_bytes is None:
+    if "global_batch_size" not in arguments or not arguments.get("architecture"):
         return ""
+    devices, image_size = gpus(), _image_size(arguments)
+    batch_size = _images_at_once(arguments, len(devices))
+    memory_bytes = min(gpu.memory_bytes for gpu in devices) if devices else _memory()[1]
+    if batch_size * image_size**2 * _MOST_BYTES_PER_PIXEL + _REST_BYTES <= memory_bytes:
+        return ""
+    memory = training_memory(arguments)
+    if memory is None:
+        return ""
+    start = f"training {arguments['architecture']} at {image_size} px with batch {batch_size} on a"
+    if devices:
+        return _check_gpu_memory(arguments, memory, batch_size, f"{start} GPU")
+    needed_bytes = memory.needed_bytes(batch_size) + _REST_BYTES
     total_bytes, available_bytes = _memory()
-    if needed_bytes + _REST_BYTES <= available_bytes:
+    if needed_bytes <= available_bytes:
         return ""
-    batch_size, image_size = _images_at_once(arguments), arguments["image_size"]
-    per_image = needed_bytes / batch_size
-    needs = (
-        f"training {arguments['architecture']} at {image_size} px with batch {batch_size} on a CPU takes about "
-        f"{size_text(needed_bytes + _REST_BYTES)} of memory"
-    )
-    fitting = 1
-    while 2 * fitting * per_image + _REST_BYTES <= available_bytes and 2 * fitting < batch_size:
-        fitting *= 2
-    smaller = f"--global-batch-size {fitting}, " if fitting >= _MIN_BATCH else ""
+    needs = f"{start} CPU takes about {size_text(needed_bytes)} of memory"
+    fitting = memory.largest_batch(available_bytes - _REST_BYTES) // _MIN_BATCH * _MIN_BATCH
+    smaller = f"--global-batch-size {fitting}, " if fitting else ""
     fix = f"Try {smaller}a smaller --image-size than {image_size}, or a machine with an NVIDIA GPU"
     if needed_bytes > total_bytes:
         text = f"{needs}, and this machine has {size_text(total_bytes)}. {fix}"
         raise UserError(text, code="too-little-memory", setting="--global-batch-size")
     return f"{needs}, and {size_text(available_bytes)} are available: it may be killed. {fix}"
+
+
+def _check_gpu_memory(arguments: Mapping[str, Any], memory: "TrainingMemory", batch_size: int, start: str) -> str:
+    """Only warn: a compiled model may keep less than what autograd would."""
+    gpu, needed_bytes = min(gpus(), key=lambda each: each.memory_bytes), memory.needed_bytes(batch_size)
+    if needed_bytes <= gpu.memory_bytes:
+        return ""
+    # Gradients accumulate over equal parts.
+    fitting = next((n for n in range(memory.largest_batch(gpu.memory_bytes), 0, -1) if batch_size % n == 0), 0)
+    smaller = f"--set train.per_gpu_batch_size={fitting}, " if fitting else ""
+    return (
+        f"{start} takes about {size_text(needed_bytes)} of memory, and {gpu.name} has {size_text(gpu.memory_bytes)}. "
+        f"Try {smaller}or a smaller --image-size than {_image_size(arguments)}"
+    )
 
 
 def _memory() -> tuple[int, int]:

@@ -14,7 +14,6 @@ import torch
 import torchvision
 from onnx import helper
 from safetensors.torch import save_file
-from torch.autograd.graph import saved_tensors_hooks
 
 import enginery
 from components.common.contracts.environment import Gpu
@@ -36,7 +35,7 @@ from enginery.local.preflight import (
     check_paths,
     check_validation,
     images_to_prove,
-    training_bytes,
+    training_memory,
 )
 from tests.pipelines.running import ROOT, load_once
 from tests.unit import registered
@@ -60,7 +59,7 @@ WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "re
         ("resnet50", (), "missing-input", "--data is required: Labelled images: a folder with one sub-folder per"),
         ("resnet50", ("--data", "{digits}", "--summary", "absent/s.json"), "no-folder", "--summary"),
         ("resnet50", ("--data", "{digits}", "--summary", "."), "is-folder", "--summary"),
-        ("resnet50", ("--data", "{digits}", "--global-batch-size", "1000000"), "too-little-memory", "86.1 TB"),
+        ("resnet50", ("--data", "{digits}", "--global-batch-size", "1000000"), "too-little-memory", "86.0 TB"),
         ("quantize", ("--data", "{digits}", "--model", "{tmp}/absent"), "no-model", "{tmp}/absent"),
         ("quantize", ("--data", "{digits}", "--model", "{tmp}"), "no-model", "{tmp}"),
         ("quantize", ("--data", "{digits}"), "missing-input", "--model is required"),
@@ -366,35 +365,26 @@ def test_a_model_whose_reading_kills_the_process_is_refused(
         check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
 
 
-@pytest.mark.parametrize("architecture", sorted(preflight._ACTIVATION_BYTES_PER_PIXEL))
-def test_the_table_holds_what_autograd_keeps(architecture: str) -> None:
-    with torch.device("meta"):  # shapes without memory
-        model = torchvision.models.get_model(architecture, weights=None)
-        images, labels = torch.empty(2, 3, 160, 160), torch.zeros(2, dtype=torch.long)
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        torch.nn.functional.cross_entropy(model.train()(images), labels)
-    for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage()._cdata, None)
-    measured = sum(storage.nbytes() for storage in kept.values()) / 2 / 160**2
-    assert preflight._ACTIVATION_BYTES_PER_PIXEL[architecture] == pytest.approx(measured, rel=0.02)
+def test_memory_grows_with_batch_and_pixels() -> None:
+    needed = training_memory(LARGE)
+    assert needed.needed_bytes(256) == pytest.approx(22.3 * GB, rel=0.01)
+    small, half = (
+        training_memory({**LARGE, "image_size": 112}),
+        training_memory({**LARGE, "train": {"precision": "bf16"}}),
+    )
+    assert small.per_image_bytes == pytest.approx(needed.per_image_bytes / 4, rel=0.02)
+    assert half.per_image_bytes == pytest.approx(needed.per_image_bytes / 2, rel=0.03)
+    frozen = training_memory({**LARGE, "train": {"freeze_backbone": True}})
+    assert frozen.per_image_bytes < 0.02 * needed.per_image_bytes
+    assert training_memory({**LARGE, "architecture": "timm/unknown"}) is None
+    assert training_memory({"architecture": "resnet50", "image_size": 224}) is None  # a pipeline that does not train
 
 
-def test_memory_grows_with_batch_and_pixels_and_halves_with_the_width_of_numbers() -> None:
-    needed = training_bytes(LARGE)
-    assert needed == pytest.approx(22 * GB, rel=0.01)
-    assert training_bytes({**LARGE, "global_batch_size": 128}) == needed // 2
-    assert training_bytes({**LARGE, "image_size": 112}) == needed // 4
-    assert training_bytes({**LARGE, "train": {"precision": "bf16"}}) == needed // 2
-    assert training_bytes({**LARGE, "train": {"per_gpu_batch_size": 64}}) == needed // 4
-    assert training_bytes({**LARGE, "train": {"per_gpu_batch_size": 64, "num_processes": 2}}) == needed // 2
-    assert training_bytes({**LARGE, "architecture": "timm/unknown"}) is None
-    assert training_bytes({"architecture": "resnet50", "image_size": 224}) is None  # a pipeline that does not train
+def test_images_at_once() -> None:
+    """Processes share the memory of a CPU, and each has a GPU of its own."""
+    parts = {**LARGE, "train": {"per_gpu_batch_size": 32, "num_processes": 2}}
+    assert [preflight._images_at_once(LARGE, num_gpus) for num_gpus in (0, 1, 4)] == [256, 256, 64]
+    assert [preflight._images_at_once(parts, num_gpus) for num_gpus in (0, 2)] == [64, 32]
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, total_bytes: int, available_bytes: int, gpus: tuple[Gpu, ...] = ()) -> None:
@@ -408,16 +398,20 @@ def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest
         memory(monkeypatch, total_gb * GB, available_gb * GB)
         with refuses("too-little-memory", "--global-batch-size") as caught:
             check_memory(LARGE)
-        assert "takes about 24.0 GB of memory" in str(caught.value)
+        assert "takes about 24.3 GB of memory" in str(caught.value)
         assert fix in str(caught.value)
     memory(monkeypatch, 32 * GB, 12 * GB)
-    assert "12.0 GB are available: it may be killed. Try --global-batch-size 64, " in check_memory(LARGE)
+    assert "12.0 GB are available: it may be killed. Try --global-batch-size 112, " in check_memory(LARGE)
     memory(monkeypatch, 32 * GB, 30 * GB)
     assert check_memory(LARGE) == ""
     memory(monkeypatch, 4 * GB, 3 * GB)
     assert check_memory({**LARGE, "image_size": 32, "global_batch_size": 128}) == ""  # the quickstart
     memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="H100", memory_bytes=80 * GB, driver="580"),))
     assert check_memory(LARGE) == ""
+    too_many = {**LARGE, "global_batch_size": 2048}
+    assert "train.per_gpu_batch_size=1024, " in check_memory(too_many)
+    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="H100", memory_bytes=80 * GB, driver="580"),) * 2)
+    assert check_memory(too_many) == ""
 
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,318 @@
+"""Operations, parameters, bytes and memory of a network, counted from its graph: nothing is computed.
+
+PyTorch models run once on fake tensors, which have shapes and no numbers; of ONNX files the shapes are inferred.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from onnx import NodeProto, shape_inference
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from components.common.contracts.errors import UserError, shortened
+from components.common.runtimes.architectures import build_model
+from components.common.runtimes.onnx_files import read_onnx
+
+_ATEN = torch.ops.aten
+_PRODUCTS = {
+    _ATEN.convolution.default: "Conv",
+    _ATEN.addmm.default: "MatMul",
+    _ATEN.mm.default: "MatMul",
+    _ATEN.bmm.default: "MatMul",
+    _ATEN.baddbmm.default: "MatMul",
+}
+_MIN_TRACED = 2  # BatchNorm can't train on a single number per channel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One operation of the graph, for one image."""
+
+    name: str
+    operator: str
+    """Conv or MatMul for products; else the operation as its graph names it."""
+    macs: int
+    """Multiply-accumulates; half of the FLOPs. 0 for what is no product."""
+    groups: int
+    """Of a convolution; 1 for others."""
+    num_parameters: int
+    input_values: int
+    """Numbers read that are no parameters."""
+    output_values: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """All of a network, for one image of its size."""
+
+    layers: tuple[Layer, ...]
+    num_parameters: int
+    live_values: int
+    """Most numbers that one operation reads and writes, without parameters: what an engine needs at least."""
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one image."""
+        return sum(layer.macs for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingMemory:
+    """Memory of a training step on one device, in bytes: what backward needs of forward, weights, and the optimizer."""
+
+    per_image_bytes: int
+    fixed_bytes: int
+
+    def needed_bytes(self, batch_size: int) -> int:
+        """Peak of a step on `batch_size` images, without what the allocator, libraries and other steps hold."""
+        return self.fixed_bytes + batch_size * self.per_image_bytes
+
+    def largest_batch(self, memory_bytes: int) -> int:
+        """Most images at once that fit; 0 if none does."""
+        return max(0, (memory_bytes - self.fixed_bytes) // self.per_image_bytes)
+
+
+def count_model(architecture: str, image_size: int, num_classes: int = 1000) -> Count:
+    """Count inference of a PyTorch model, for one image.
+
+    Raises:
+        UserError: no such architecture, or it takes no images of this size.
+    """
+    model = build_model(architecture, num_classes).eval()
+    recorder = _Recorder()
+    with (
+        _translate_errors(architecture, image_size),
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        FakeTensorMode() as mode,
+    ):
+        state = _fake_state(model, mode)
+        recorder.parameters = {_storage(tensor) for tensor in state.values()}
+        with recorder:
+            functional_call(model, state, (torch.empty(1, 3, image_size, image_size),))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Count(layers=tuple(recorder.layers), num_parameters=num_parameters, live_values=recorder.most_alive)
+
+
+def training_memory(
+    architecture: str,
+    image_size: int,
+    *,
+    num_classes: int = 1000,
+    half: bool = False,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> TrainingMemory:
+    """Memory of training with SGD and momentum, counted with the tensors that autograd keeps.
+
+    Args:
+        architecture: see `build_model`.
+        image_size: side, in pixels.
+        num_classes: outputs of the last layer.
+        half: autocast to 16 bits; weights stay FP32.
+        prepare: called with the model, to freeze parameters.
+
+    Raises:
+        UserError: no such architecture, or it takes no images of this size.
+    """
+    model = build_model(architecture, num_classes).train()
+    prepare(model)
+    with _translate_errors(architecture, image_size):
+        kept = _kept_bytes(model, image_size, _MIN_TRACED, half)
+        # Beside what grows with the batch there are 16-bit copies of weights, so that takes a second look.
+        more = _kept_bytes(model, image_size, 2 * _MIN_TRACED, half) if half else 2 * kept
+    per_image = (more - kept) // _MIN_TRACED
+    all_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    trained_bytes = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
+    fixed = kept - _MIN_TRACED * per_image + all_bytes + 2 * trained_bytes
+    return TrainingMemory(per_image_bytes=max(per_image, 1), fixed_bytes=fixed)
+
+
+def _kept_bytes(model: nn.Module, image_size: int, batch_size: int, half: bool) -> int:
+    """Bytes of what autograd keeps of a forward pass and the images, each storage once, without weights."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FakeTensorMode() as mode:
+        state = _fake_state(model, mode)
+        dtype = torch.bfloat16 if half else torch.float32
+        images = torch.empty(batch_size, 3, image_size, image_size, dtype=dtype)
+        labels = torch.zeros(batch_size, dtype=torch.int64)
+        kept[_storage(images)] = images.untyped_storage().nbytes()
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = nn.functional.cross_entropy(functional_call(model, state, (images,)), labels)
+        weights = {_storage(tensor) for tensor in state.values()}
+        del loss
+    return sum(num_bytes for storage, num_bytes in kept.items() if storage not in weights)
+
+
+def _fake_state(model: nn.Module, mode: FakeTensorMode) -> dict[str, Tensor]:
+    return {name: mode.from_tensor(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _translate_errors(architecture: str, image_size: int) -> Iterator[None]:
+    """Turn whatever a model raises on images of a wrong size into an error that says so."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operation that hides its products
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{architecture} can't be counted at {image_size} px ({shortened(error)}); give the image size that it "
+            "takes, or its ONNX file",
+            code="not-countable",
+            setting="image_size",
+        ) from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operation of one image, and the most numbers that one of them reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layers: list[Layer] = []
+        self.parameters: set[int] = set()
+        self.most_alive = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        outputs = [each for each in _tensors(result) if each.is_floating_point()]
+        inputs = [each for each in _tensors(args) if each.is_floating_point()]
+        read = {_storage(each) for each in inputs}
+        fresh = [each for each in outputs if _storage(each) not in read]
+        if not fresh and function not in _PRODUCTS and function._opname[-1:] != "_":  # a view
+            return result
+        weights = [each for each in inputs if _storage(each) in self.parameters]
+        values = sum(each.numel() for each in inputs if _storage(each) not in self.parameters)
+        written = sum(each.numel() for each in outputs[:1])
+        self.most_alive = max(self.most_alive, values + written)
+        operator = _PRODUCTS.get(function, str(function._opname).removeprefix("_"))
+        self.layers.append(
+            Layer(
+                name=f"{operator}_{len(self.layers)}",
+                operator=operator,
+                macs=_macs(function, args, outputs[0]) if function in _PRODUCTS else 0,
+                groups=args[8] if operator == "Conv" else 1,
+                num_parameters=sum(each.numel() for each in weights),
+                input_values=values,
+                output_values=written,
+            )
+        )
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for item in value for each in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _macs(function: Any, args: Sequence[Any], output: Tensor) -> int:
+    if function is _ATEN.convolution.default:
+        weight = args[1]  # [out, in / groups, height, width]; [in, out / groups, ...] where it is transposed
+        if args[6]:
+            return int(args[0].numel() * prod(weight.shape[1:]))
+        return int(output.numel() * prod(weight.shape[1:]))
+    first = args[1] if function in (_ATEN.addmm.default, _ATEN.baddbmm.default) else args[0]
+    return int(output.numel() * first.shape[-1])
+
+
+def count_onnx(path: Path) -> Count:
+    """Count inference of an ONNX file, for one image: Q/DQ pairs count as nothing.
+
+    Raises:
+        UserError: it can't be read, or its shapes can't be inferred.
+    """
+    graph = _with_shapes(read_onnx(path), path)
+    shapes = {
+        value.name: tuple(dimension.dim_value for dimension in value.type.tensor_type.shape.dim)
+        for value in (*graph.value_info, *graph.input, *graph.output)
+    }
+    constants = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for node in graph.node:  # weights behind Q/DQ, or as constants
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+            constants[node.output[0]] = tuple(node.attribute[0].t.dims)
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast", "Identity") and node.input[0] in constants:
+            constants[node.output[0]] = constants[node.input[0]]
+    layers, sizes = [], {name: prod(shape) for name, shape in (shapes | constants).items()}
+    for node in graph.node:
+        if node.op_type in _FREE or all(name in constants for name in node.output):
+            continue
+        unknown = [name for name in node.output if name and name not in shapes]
+        if unknown and node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
+            raise UserError(
+                f"{path}: the shape of {unknown[0]!r} can't be inferred; export the model with fixed height and width",
+                code="shapes-unknown",
+            )
+        weights = [name for name in node.input if name in constants]
+        values = [name for name in node.input if name and name not in constants]
+        operator = "MatMul" if node.op_type == "Gemm" else node.op_type
+        layers.append(
+            Layer(
+                name=node.name or node.output[0],
+                operator=operator,
+                macs=_onnx_macs(node, shapes | constants),
+                groups=_attribute(node, "group", 1) if operator == "Conv" else 1,
+                num_parameters=sum(sizes[name] for name in weights),
+                input_values=sum(sizes.get(name, 0) for name in values),
+                output_values=sum(sizes.get(name, 0) for name in node.output),
+            )
+        )
+    num_parameters = sum(prod(tensor.dims) for tensor in graph.initializer)
+    most = max((layer.input_values + layer.output_values for layer in layers), default=0)
+    return Count(layers=tuple(layers), num_parameters=num_parameters, live_values=most)
+
+
+# What an engine does while it reads or writes, or what is no work at all.
+_FREE = {"Cast", "Constant", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape", "Shape"}
+_FREE |= {"Squeeze", "Unsqueeze"}
+
+
+def _with_shapes(model: onnx.ModelProto, path: Path) -> onnx.GraphProto:
+    for value in model.graph.input:
+        for dimension in value.type.tensor_type.shape.dim[:1]:
+            dimension.dim_value = 1  # one image, whatever the batch is called
+    del model.graph.value_info[:]  # of another batch, maybe
+    try:
+        return shape_inference.infer_shapes(model, strict_mode=False, data_prop=True).graph
+    except Exception as error:  # whatever the C++ code raises on a hostile file
+        raise UserError(f"{path}: its shapes can't be inferred ({shortened(error)})", code="shapes-unknown") from None
+
+
+def _onnx_macs(node: NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    if node.op_type in ("Conv", "ConvTranspose"):
+        counted = shapes.get(node.output[0] if node.op_type == "Conv" else node.input[0], ())
+        return prod(counted) * prod(shapes.get(node.input[1], (0,))[1:])
+    if node.op_type in ("Gemm", "MatMul"):
+        first = shapes.get(node.input[0], (0,))
+        inner = first[0] if node.op_type == "Gemm" and _attribute(node, "transA", 0) else first[-1]
+        return prod(shapes.get(node.output[0], (0,))) * inner
+    return 0
+
+
+def _attribute(node: NodeProto, name: str, default: int) -> int:
+    return next((attribute.i for attribute in node.attribute if attribute.name == name), default)
