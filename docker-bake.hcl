@@ -35,7 +35,7 @@ target "_shared" {
 target "steps" {
   inherits = ["_shared"]
   matrix = {
-    step = ["preprocess", "train", "export", "validate"]
+    step = ["preprocess", "train", "export", "validate", "analyze"]
   }
   name = step
   dockerfile = "containers/steps/Dockerfile"

@@ -166,7 +166,7 @@ def main(
         with writing:
             runs.append(run)
             print(run, flush=True)
-            write(machine, name, target, recipes, list(settings), seeds, at_once / len(places), runs, results)
+            write(machine, name, target, recipes, list(settings), seeds, at_once / len(places), warm, runs, results)
 
     with ThreadPoolExecutor(at_once) as pool:
         if warm:
@@ -187,6 +187,7 @@ def write(
     names: list[str],
     seeds: str,
     per_gpu: float,
+    warm: bool,
     runs: list[dict[str, Any]],
     results: Path,
 ) -> None:
@@ -206,6 +207,7 @@ def write(
             compiled = [run["seconds_to_target"] - run["compile_seconds_to_target"] for run in reached]
             measures[f"seconds_to_target_compiled_{recipe}"] = statistics.median(compiled)
     baseline, *others = names
+    cache = "from a filled cache" if warm else "included"
     for recipe, kind in itertools.product(others, ("", "_compiled")):
         pair = [measures.get(f"seconds_to_target{kind}_{one}") for one in (baseline, recipe)]
         if pair[0] and pair[1]:
@@ -213,8 +215,8 @@ def write(
             if len(others) == 1 and not kind:
                 measures["time_to_quality_speedup"] = pair[0] / pair[1]
     notes = (
-        f"Medians over seeds {seeds}, one training each; reached_NAME counts those that reached it. Seconds are "
-        "those of training and validation since the training began, compiling from a filled cache; those that are "
+        f"Medians over the trainings of seeds {seeds} that ended; reached_NAME counts those that reached the target. "
+        f"Seconds are those of training and validation since the training began, compiling {cache}; those that are "
         "called compiled are without what the first epoch of each size took longer than the fastest one. A_over_B: "
         f"how many times faster A is there. Recipes: {'; '.join(recipes)}."
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STAND_IN = "stand-in"  # the bases of the smoke tests
-IMAGES = ("preprocess", "train", "export", "validate", "promote", "serve", "mlflow", "cli")
+IMAGES = ("preprocess", "train", "export", "validate", "analyze", "promote", "serve", "mlflow", "cli")
 # CUDA's major version -> oldest driver that runs it (NVIDIA, CUDA Toolkit release notes, minor version compatibility).
 OLDEST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
 TENSORRT, DALI = "tensorrt-cu13", "nvidia-dali-cuda130"

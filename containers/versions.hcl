@@ -22,6 +22,7 @@ variable "PREPROCESS_BUDGET_MB" { default = "450" }
 variable "TRAIN_BUDGET_MB" { default = "330" }
 variable "EXPORT_BUDGET_MB" { default = "550" }
 variable "VALIDATE_BUDGET_MB" { default = "580" }
+variable "ANALYZE_BUDGET_MB" { default = "600" }
 variable "PROMOTE_BUDGET_MB" { default = "360" }
 variable "SERVE_BUDGET_MB" { default = "1000" }
 variable "MLFLOW_BUDGET_MB" { default = "920" }

@@ -1,10 +1,10 @@
 """The analysis for people: one HTML file with a timeline and thumbnails by stream."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import components
 from components.analyze.results import StreamResult
 from components.common.contracts.records import StreamRecord
 from components.common.data.pages import data_uri, templates
@@ -33,10 +33,7 @@ def page(
         results: likewise, in the same order.
         classes: names, by number.
     """
-    totals: dict[int, int] = {}
-    for result in results:
-        for label, count in result.counts.items():
-            totals[label] = totals.get(label, 0) + count
+    totals = sum((result.counts for result in results), Counter[int]())
     frequent = sorted((label for label in totals if label >= 0), key=lambda label: -totals[label])[:_MAX_COLOURS]
     colour = {label: f"c{index}" for index, label in enumerate(frequent)}
 
@@ -70,15 +67,11 @@ def page(
         }
         for record, result in list(zip(records, results, strict=True))[:_MAX_SHOWN]
     ]
-    report = Path(next(iter(components.__path__))) / "validate" / "templates"  # its style sheet
-    return (
-        templates(Path(__file__).with_name("templates"), report, filters={"clock": clock})
-        .get_template("analysis.html.j2")
-        .render(
-            summary=summary,
-            streams=streams,
-            num_hidden=len(records) - len(streams),
-            legend=[(colour[label], classes[label], 100 * totals[label] / sum(totals.values())) for label in frequent],
-            has_others=any(label >= 0 and label not in colour for label in totals),
-        )
+    found = templates(Path(__file__).with_name("templates"), filters={"clock": clock})
+    return found.get_template("analysis.html.j2").render(
+        summary=summary,
+        streams=streams,
+        num_hidden=len(records) - len(streams),
+        legend=[(colour[label], classes[label], 100 * totals[label] / totals.total()) for label in frequent],
+        has_others=any(label >= 0 and label not in colour for label in totals),
     )

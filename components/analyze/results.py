@@ -1,4 +1,4 @@
-"""What is kept of a stream, however long it is: events, a timeline, thumbnails, latencies. Memory stays flat."""
+"""Events, timeline, thumbnails and latencies of a stream, in memory that stays flat however long it is."""
 
 import io
 from collections import Counter

@@ -176,18 +176,16 @@ def _label_all(
                     write_first()
         except KeyboardInterrupt:
             streams.stop()
-            writer.interrupted = True
         while waiting:
             write_first()
 
 
 class _Writer:
-    """Writes what is seen, line by line, and keeps what the page needs. A context: at its end the files are whole."""
+    """Writes frames and events line by line, and keeps what the page needs. A context: in the end files are whole."""
 
     def __init__(self, config: AnalyzeConfig, classes: tuple[str, ...], output: Path, names: Sequence[str]) -> None:
         self.config, self.classes = config, classes
         self.results = [StreamResult(config.hold_frames) for _ in names]
-        self.interrupted = False
         self._names, self._output = names, output
         self._lock = threading.Lock()  # of events, which readers write, too
         self._frames: TextIO = (output / "frames.jsonl").open("w", encoding="utf-8")
@@ -272,7 +270,7 @@ class _Writer:
         return self._videos[index]
 
     def records(self, states: Sequence[StreamState]) -> tuple[StreamRecord, ...]:
-        """Return what was seen of each stream."""
+        """Return a record of each stream."""
         return tuple(self._record(state, self.results[state.index]) for state in states)
 
     def _record(self, state: StreamState, result: StreamResult) -> StreamRecord:

@@ -13,6 +13,7 @@ from components.common.contracts.errors import EngineryError
 
 _RETRY_S = 1.0  # between two tries to reach a lost source
 _POLL_S = 0.2
+_JOIN_S = 2.0  # that readers get to end, all together
 
 
 @dataclass(kw_only=True)
@@ -60,10 +61,11 @@ class Streams:
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._files = deque(state for state in self.states if not state.source.is_live)
-        self._turn = 0
-        lives = [state for state in self.states if state.source.is_live]
+        self._num_left = len(self.states)  # streams that have not ended
+        self._waiting: deque[StreamState] = deque()  # streams with frames, the next in turn first
+        self._lives = [state for state in self.states if state.source.is_live]
         num_readers = min(len(self._files), num_threads)
-        self._threads = [threading.Thread(target=self._read_live, args=(state,), daemon=True) for state in lives]
+        self._threads = [threading.Thread(target=self._read_live, args=(state,), daemon=True) for state in self._lives]
         self._threads += [threading.Thread(target=self._read_files, daemon=True) for _ in range(num_readers)]
 
     def __enter__(self) -> "Streams":
@@ -73,8 +75,9 @@ class Streams:
 
     def __exit__(self, *_: Any) -> None:
         self.stop()
+        ends = time.monotonic() + _JOIN_S
         for thread in self._threads:  # one that waits for a source that is silent is left to end by itself
-            thread.join(timeout=2.0)
+            thread.join(timeout=max(0.0, ends - time.monotonic()))
 
     def stop(self) -> None:
         """Read no more."""
@@ -87,31 +90,33 @@ class Streams:
 
         The streams have turns, so that none waits for another; the frames of each come in order.
         """
-        config, deadline = self.config, None
+        deadline = None
         with self._changed:
             while True:
-                num_waiting = sum(len(state.queue) for state in self.states)
-                is_over = self._stop.is_set() or all(state.is_done for state in self.states)
-                now = time.monotonic()
-                if num_waiting and deadline is None:
-                    deadline = now + config.max_wait_ms / 1e3
-                if is_over or num_waiting >= max_frames or (deadline is not None and now >= deadline):
+                num_frames, now = sum(len(state.queue) for state in self._waiting), time.monotonic()
+                if num_frames and deadline is None:
+                    deadline = now + self.config.max_wait_ms / 1e3
+                is_over = self._stop.is_set() or not self._num_left
+                if is_over or num_frames >= max_frames or (deadline is not None and now >= deadline):
                     break
                 self._find_stalls(now)
                 self._changed.wait(_POLL_S if deadline is None else min(_POLL_S, deadline - now))
             taken: list[tuple[StreamState, VideoFrame]] = []
-            while len(taken) < max_frames and any(state.queue for state in self.states):
-                state = self.states[self._turn % len(self.states)]
-                self._turn += 1
+            while len(taken) < max_frames and self._waiting:
+                state = self._waiting.popleft()
+                taken.append((state, state.queue.popleft()))
                 if state.queue:
-                    taken.append((state, state.queue.popleft()))
+                    self._waiting.append(state)
             self._changed.notify_all()
         return taken
 
     def _find_stalls(self, now: float) -> None:
-        for state in self.states:
-            waits = not state.is_done and state.source.is_live and not state.is_stalled and state.num_decoded
-            if waits and now - state.last_frame_s > self.config.stall_seconds:
+        for state in self._lives:
+            if (
+                not (state.is_done or state.is_stalled)
+                and state.num_decoded
+                and now - state.last_frame_s > self.config.stall_seconds
+            ):
                 state.is_stalled = True
                 self._say("stalled", state, None)
 
@@ -129,14 +134,15 @@ class Streams:
         if frame.number % self.config.every:
             return
         with self._changed:
-            while len(state.queue) >= self.config.queue_frames:
-                if state.drops:
-                    state.queue.popleft()
-                    state.num_dropped += 1
-                elif self._stop.is_set():
+            while not state.drops and len(state.queue) >= self.config.queue_frames:
+                if self._stop.is_set():
                     return
-                else:
-                    self._changed.wait(_POLL_S)
+                self._changed.wait(_POLL_S)
+            if not state.queue:
+                self._waiting.append(state)
+            elif len(state.queue) >= self.config.queue_frames:
+                state.queue.popleft()
+                state.num_dropped += 1
             state.queue.append(frame)
             self._changed.notify_all()
 
@@ -145,6 +151,7 @@ class Streams:
         self._say("ended", state, None, **({"problem": problem} if problem else {}))
         with self._changed:
             state.is_done = True
+            self._num_left -= 1
             self._changed.notify_all()
 
     def _read_files(self) -> None:
@@ -163,7 +170,7 @@ class Streams:
             self._end(state, problem)
 
     def _read_live(self, state: StreamState) -> None:
-        """Read a live source, and try again while it does not answer. One that comes back goes on in its numbers."""
+        """Read a live source, and try again while it does not answer. Numbers of frames continue."""
         problem, lost_at = "", None
         while not self._stop.is_set():
             before = state.num_decoded
@@ -194,7 +201,7 @@ class Streams:
         try:
             state.codec, state.on_gpu = video.codec, video.decodes_on_gpu
             self._say("back" if num_before else "opened", state, None, codec=state.codec)
-            if num_before:  # a source that comes back begins at 0: its time goes on by this machine's clock
+            if num_before:  # a source that comes back begins at 0: its time continues by this machine's clock
                 base_s = time.monotonic() - state.began_s
             for frame in video.frames():
                 state.began_s = state.began_s or frame.received_s

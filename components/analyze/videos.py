@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ class VideoSource:
 
     @property
     def is_live(self) -> bool:
-        """True for what goes on whether or not somebody reads it."""
+        """True for a source that sends whether or not somebody reads it."""
         return bool(self.scheme)
 
 
@@ -142,8 +141,7 @@ class OpenVideo:
             self.close()
             raise UserError(f"{source.name} holds no video stream", code="no-video", setting="sources") from None
         self._stream.thread_type = "SLICE" if source.is_live else "AUTO"  # frames in parallel come late
-        with suppress(Exception):  # of libraries that have no such option
-            self._stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}
+        self._stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}
         rate = self._stream.average_rate or self._stream.guessed_rate
         self._rate = float(rate) if rate else 25.0
 
@@ -155,7 +153,7 @@ class OpenVideo:
     @property
     def decodes_on_gpu(self) -> bool:
         """True where NVDEC decodes."""
-        return bool(getattr(self._stream.codec_context, "is_hwaccel", False))
+        return bool(self._stream.codec_context.is_hwaccel)
 
     def frames(self) -> Iterator[VideoFrame]:
         """Decode until the end. Packets that are broken are counted and left out.
@@ -270,5 +268,5 @@ def _reason(error: Exception) -> str:
 def _upright(frame: av.VideoFrame) -> np.ndarray:
     """[H, W, 3] uint8 RGB, turned as the container says."""
     pixels = frame.to_ndarray(format="rgb24")
-    turns = round(getattr(frame, "rotation", 0) / 90) % 4
+    turns = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels

@@ -15,6 +15,8 @@ from enginery.datasets import DatasetSummary
 from enginery.formats import new_console
 
 DIRECTORY = click.argument("directory", type=PATH)
+_SEED = click.option("--seed", default=0, show_default=True, help="Another seed: other images of the same classes.")
+_NUM_WORKERS = click.option("--num-workers", default=0, show_default=True, help="Processes; 0 = one per usable core.")
 
 
 @click.group()
@@ -41,9 +43,9 @@ def digits(directory: Path) -> None:
 @click.option("--num-classes", default=50, show_default=True, help="Classes; more are harder to tell apart.")
 @click.option("--num-train", default=40000, show_default=True, help="Training images, all classes together.")
 @click.option("--num-val", default=10000, show_default=True, help="Validation images, all classes together.")
-@click.option("--seed", default=0, show_default=True, help="Another seed: other images of the same classes.")
+@_SEED
 @click.option("--image-size", default=224, show_default=True, help="Width and height of an image, px.")
-@click.option("--num-workers", default=0, show_default=True, help="Processes; 0 = one per usable core.")
+@_NUM_WORKERS
 def textures(
     directory: Path,
     num_classes: int,
@@ -80,9 +82,9 @@ def textures(
 @DIRECTORY
 @click.option("--num-train", default=2000, show_default=True, help="Training images.")
 @click.option("--num-val", default=500, show_default=True, help="Validation images.")
-@click.option("--seed", default=0, show_default=True, help="Another seed: other images.")
+@_SEED
 @click.option("--image-size", default=128, show_default=True, help="Width and height of an image, px.")
-@click.option("--num-workers", default=0, show_default=True, help="Processes; 0 = one per usable core.")
+@_NUM_WORKERS
 def shapes(directory: Path, num_train: int, num_val: int, seed: int, image_size: int, num_workers: int) -> None:
     """Circles, squares, triangles, stars and rings, with exact boxes and masks.
 

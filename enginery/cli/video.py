@@ -93,3 +93,6 @@ def video(
     console.print(table)
     console.print(escape(outcome(analysis)))
     console.print(f"page: {escape(str(out / 'index.html'))}")
+    if unread := [stream.name for stream in analysis.manifest.streams if not stream.num_labelled]:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        raise UserError(f"no frame of {unread[0]}{more} could be read; the page says why", code="unread-videos")

@@ -78,7 +78,7 @@ class Images(_Part):
         description="Registry and namespace, such as registry.example.com/team.",
     )
     tag: str = Field(TAG, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$", description="Tag of the images.")
-    digests: dict[Literal["preprocess", "train", "export", "validate", "promote"], Digest] = Field(
+    digests: dict[Literal["preprocess", "train", "export", "validate", "analyze", "promote"], Digest] = Field(
         {}, description="Digests (sha256:...) by image, which count instead of the tag."
     )
 

@@ -6,17 +6,23 @@ final name only when whole, so a killed run continues where it stopped.
 """
 
 import json
-from collections.abc import Mapping
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import write_atomically
+from components.common.process.lifetime import end_with_creator
 
 COMPLETE = "dataset.json"
 PARTIAL = "dataset.partial.json"
 
 Arguments = Mapping[str, str | int]
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,33 @@ def write_whole(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(content)
     temporary.replace(path)
+
+
+def check_least(*arguments: tuple[str, int, int, str]) -> None:
+    """See that each option has a value that is allowed: its name, the value, the least one, and why that, or "".
+
+    Raises:
+        UserError: one has not.
+    """
+    for option, value, least, why in arguments:
+        if value < least:
+            reason = f" ({why})" if why else ""
+            message = f"{option} is {value}, and must be at least {least}{reason}. Change {option}."
+            raise UserError(message, code="invalid-setting", setting=option)
+
+
+def run_tasks(function: Callable[[_Task], _Result], tasks: Sequence[_Task], num_workers: int) -> Iterator[_Result]:
+    """Run a module's function on each task in so many processes. Yields the results in the order of the tasks."""
+    if num_workers == 1 or len(tasks) == 1:
+        yield from map(function, tasks)
+        return
+    # spawn: forking a process that has threads (a progress bar's) can deadlock the child
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(num_workers, len(tasks)), mp_context=context, initializer=end_with_creator)
+    try:
+        yield from pool.map(function, tasks)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _read(path: Path) -> dict[str, str | int]:

@@ -3,10 +3,8 @@
 import io
 import json
 import math
-import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +15,8 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw
 
 from components.common.contracts.environment import num_cores
-from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import write_atomically
-from components.common.process.lifetime import end_with_creator
-from enginery.datasets import DatasetSummary, begin, finish, is_written, write_whole
+from enginery.datasets import DatasetSummary, begin, check_least, finish, is_written, run_tasks, write_whole
 from enginery.datasets.textures import value_noise
 
 SYNTHESIS_VERSION = 1
@@ -195,16 +191,13 @@ def write_shapes(
         UserError: an argument is out of range, or the directory holds something else.
     """
     started = time.perf_counter()
-    for name, value, least in (
-        ("--num-train", num_train, 1),
-        ("--num-val", num_val, 1),
-        ("--seed", seed, 0),
-        ("--image-size", image_size, MIN_IMAGE_SIZE),
-        ("--num-workers", num_workers, 0),
-    ):
-        if value < least:
-            message = f"{name} is {value}, and must be at least {least}. Change {name}."
-            raise UserError(message, code="invalid-setting", setting=name)
+    check_least(
+        ("--num-train", num_train, 1, ""),
+        ("--num-val", num_val, 1, ""),
+        ("--seed", seed, 0, ""),
+        ("--image-size", image_size, MIN_IMAGE_SIZE, ""),
+        ("--num-workers", num_workers, 0, ""),
+    )
     arguments: dict[str, str | int] = {
         "dataset": "shapes",
         "num_train": num_train,
@@ -231,7 +224,12 @@ def write_shapes(
                 )
                 for start in starts
             ]
-            _write_annotations(folder / "annotations.json", _run(tasks, num_workers or num_cores(), on_progress))
+            entries: list[Entry] = []
+            for part in run_tasks(_write_task, tasks, num_workers or num_cores()):
+                entries += part
+                if on_progress:
+                    on_progress(len(part))
+            _write_annotations(folder / "annotations.json", entries)
         write_atomically(directory / "classes.txt", "".join(f"{name}\n" for name in CLASSES).encode())
         finish(directory)
     return DatasetSummary(
@@ -245,25 +243,6 @@ def write_shapes(
 
 Entry = tuple[dict[str, Any], list[dict[str, Any]]]
 """An image and its objects as COCO lists them, but for the objects' numbers."""
-
-
-def _run(tasks: list[_Task], num_workers: int, on_progress: Callable[[int], None] | None) -> Iterator[Entry]:
-    def finished(parts: Iterable[list[Entry]]) -> Iterator[Entry]:
-        for part in parts:
-            if on_progress:
-                on_progress(len(part))
-            yield from part
-
-    if num_workers == 1 or len(tasks) == 1:
-        yield from finished(map(_write_task, tasks))
-        return
-    # spawn: forking a process that has threads (a progress bar's) can deadlock the child
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(num_workers, len(tasks)), mp_context=context, initializer=end_with_creator)
-    try:
-        yield from finished(pool.map(_write_task, tasks))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _write_task(task: _Task) -> list[Entry]:

@@ -2,10 +2,8 @@
 
 import io
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +13,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFilter
 
 from components.common.contracts.environment import num_cores
-from components.common.contracts.errors import UserError
-from components.common.process.lifetime import end_with_creator
-from enginery.datasets import DatasetSummary, begin, finish, is_written, write_whole
+from enginery.datasets import DatasetSummary, begin, check_least, finish, is_written, run_tasks, write_whole
 
 Array = npt.NDArray[np.float32]
 
@@ -335,7 +331,14 @@ def write_textures(
         UserError: an argument is out of range, or the directory holds something else.
     """
     started = time.perf_counter()
-    _check(num_classes, num_train, num_val, seed, image_size, num_workers)
+    check_least(
+        ("--num-classes", num_classes, 1, ""),
+        ("--num-train", num_train, num_classes, "one image per class"),
+        ("--num-val", num_val, num_classes, "one image per class"),
+        ("--seed", seed, 0, ""),
+        ("--image-size", image_size, MIN_IMAGE_SIZE, ""),
+        ("--num-workers", num_workers, 0, ""),
+    )
     arguments: dict[str, str | int] = {
         "dataset": "textures",
         "num_classes": num_classes,
@@ -351,7 +354,9 @@ def write_textures(
         tasks = list(_tasks(directory, num_classes, (num_train, num_val), seed, image_size))
         for folder in {task.folder for task in tasks}:
             folder.mkdir(parents=True, exist_ok=True)
-        _run(tasks, num_workers or num_cores(), on_progress or (lambda num_images: None))
+        for num_ready in run_tasks(_write_task, tasks, num_workers or num_cores()):
+            if on_progress:
+                on_progress(num_ready)
         finish(directory)
     return DatasetSummary(
         directory=directory,
@@ -360,25 +365,6 @@ def write_textures(
         seconds=time.perf_counter() - started,
         already_complete=already_complete,
     )
-
-
-def _check(num_classes: int, num_train: int, num_val: int, seed: int, image_size: int, num_workers: int) -> None:
-    for name, value, least in (
-        ("num_classes", num_classes, 1),
-        ("num_train", num_train, num_classes),
-        ("num_val", num_val, num_classes),
-        ("seed", seed, 0),
-        ("image_size", image_size, MIN_IMAGE_SIZE),
-        ("num_workers", num_workers, 0),
-    ):
-        if value < least:
-            reason = " (one image per class)" if name in ("num_train", "num_val") else ""
-            option = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{name} is {value}, and must be at least {least}{reason}. Change {option}.",
-                code="invalid-setting",
-                setting=option,
-            )
 
 
 def _tasks(
@@ -398,24 +384,6 @@ def _tasks(
                     indices=range(first, min(first + IMAGES_PER_TASK, count)),
                     image_size=image_size,
                 )
-
-
-def _run(tasks: list[_Task], num_workers: int, on_progress: Callable[[int], None]) -> None:
-    if num_workers == 1:
-        for task in tasks:
-            on_progress(_write_task(task))
-        return
-    # spawn: forking a process that has threads (a progress bar's) can deadlock the child
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(num_workers, len(tasks)), mp_context=context, initializer=end_with_creator)
-    try:
-        pending: set[Future[int]] = {pool.submit(_write_task, task) for task in tasks}
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                on_progress(future.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _write_task(task: _Task) -> int:

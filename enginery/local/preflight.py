@@ -40,8 +40,9 @@ from enginery.formats import size_text
 if TYPE_CHECKING:
     from components.common.runtimes.counting import TrainingMemory
 
-# More than the activations of usual networks take in FP32, per image and pixel: below it nothing need be counted.
-_MOST_BYTES_PER_PIXEL = 6_000
+# What the activations of the largest of torchvision's classifiers, vit_h_14, take in FP32, per image and pixel: where
+# as much fits, nothing need be counted.
+_MOST_BYTES_PER_PIXEL = 14_000
 _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 _MAX_OPENED = 256  # files that are opened to see whether any is an image
@@ -296,13 +297,17 @@ def training_memory(arguments: Mapping[str, Any]) -> "TrainingMemory | None":
     precision = settings.get("precision", "auto")
     half = precision in ("bf16", "fp16") or (precision == "auto" and bool(gpus()))
     try:
-        return _count(architecture, _image_size(arguments), half, bool(settings.get("freeze_backbone")))
+        frozen, num_moments = (
+            bool(settings.get("freeze_backbone")),
+            1 if settings.get("optimizer", "sgd") == "sgd" else 2,
+        )
+        return _count(architecture, _image_size(arguments), half, frozen, num_moments)
     except UserError:  # the step says it, of an architecture that there is not
         return None
 
 
 @functools.cache
-def _count(architecture: str, image_size: int, half: bool, frozen: bool) -> "TrainingMemory":
+def _count(architecture: str, image_size: int, half: bool, frozen: bool, num_moments: int) -> "TrainingMemory":
     from components.common.runtimes import counting
     from components.train.fine_tuning import freeze_backbone
 
@@ -310,7 +315,7 @@ def _count(architecture: str, image_size: int, half: bool, frozen: bool) -> "Tra
         if frozen:
             freeze_backbone(model, architecture)
 
-    return counting.training_memory(architecture, image_size, half=half, prepare=prepare)
+    return counting.training_memory(architecture, image_size, half=half, num_moments=num_moments, prepare=prepare)
 
 
 def _image_size(arguments: Mapping[str, Any]) -> int:

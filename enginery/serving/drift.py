@@ -13,7 +13,6 @@ import numpy as np
 from markupsafe import Markup
 from pydantic import Field
 
-import components.validate
 from components.common.contracts.environment import utc_now
 from components.common.contracts.errors import EngineryError, UserError, shortened
 from components.common.contracts.manifests import MANIFEST, RepositoryManifest, file_problem, load
@@ -320,11 +319,7 @@ def page(drift: Drift, examples: Path | None = None) -> str:
         examples: the folder in which the server keeps images; None for none.
     """
     shown = [(each, Markup(_chart(each)), _examples(each, examples)) for each in drift.statistics]  # noqa: S704  # drawn here, text escaped
-    found = templates(
-        Path(__file__).with_name("templates"),
-        Path(components.validate.__path__[0]) / "templates",
-        filters={"number": number},
-    )
+    found = templates(Path(__file__).with_name("templates"), filters={"number": number})
     return found.get_template("drift.html.j2").render(drift=drift, statistics=shown, has_examples=examples is not None)
 
 

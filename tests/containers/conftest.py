@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STEPS = ("preprocess", "train", "export", "validate", "promote")
+STEPS = ("preprocess", "train", "export", "validate", "analyze", "promote")
 IMAGES = (*STEPS, "serve", "mlflow", "cli")
 UID = 54_321  # of nobody
 HARDENED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")

@@ -161,7 +161,9 @@ def added_layers(reference: str, base: str) -> list[str]:
 
 
 def test_the_steps_share_the_layer_common() -> None:
-    first = {added_layers(image(step), base_of(step))[0] for step in ("preprocess", "train", "export", "validate")}
+    first = {
+        added_layers(image(step), base_of(step))[0] for step in ("preprocess", "train", "export", "validate", "analyze")
+    }
     assert len(first) == 1
 
 

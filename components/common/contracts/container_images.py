@@ -11,7 +11,7 @@ IMAGE_OF = {
     "train": "train",
     "export": "export",
     "validate": "validate",
-    "analyze": "validate",
+    "analyze": "analyze",
     "gate": "promote",
     "promote": "promote",
 }

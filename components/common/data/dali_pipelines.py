@@ -23,6 +23,7 @@ from components.common.data.image_files import check_encoded, undecodable
 
 _INTERPOLATION = {"bilinear": types.DALIInterpType.INTERP_LINEAR, "bicubic": types.DALIInterpType.INTERP_CUBIC}
 _MAX_PREALLOCATION_BYTES = 4 << 30
+_ONE_BATCH = {"prefetch_queue_depth": 1, "exec_async": False, "exec_pipelined": False}  # at a time, as it is fed
 _MOST_PIXELS = 1 << 27  # decoded at once, of 3 bytes each
 
 
@@ -297,9 +298,7 @@ class ImageBatches:
                 batch_size=self._batch_size,
                 num_threads=num_cores(),
                 device_id=None,
-                prefetch_queue_depth=1,
-                exec_async=False,
-                exec_pipelined=False,
+                **_ONE_BATCH,
             )
             self._pipe.build()
         self._pipe.feed_input("encoded", [np.frombuffer(data, np.uint8) for data in encoded])
@@ -319,9 +318,7 @@ class FrameBatches:
             batch_size=batch_size,
             num_threads=num_cores(),
             device_id=device_id,
-            prefetch_queue_depth=1,
-            exec_async=False,
-            exec_pipelined=False,
+            **_ONE_BATCH,
         )
         self._pipe.build()
 

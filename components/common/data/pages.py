@@ -7,11 +7,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+_SHARED = Path(__file__).parents[1] / "templates"  # the style sheet
+
 
 def templates(*folders: Path, filters: dict[str, Callable[..., Any]]) -> Environment:
-    """Templates of these folders, which escape what is put into them and refuse what is missing."""
+    """Templates of these folders and the shared ones, which escape what is put into them and refuse what is missing."""
     found = Environment(
-        loader=FileSystemLoader(folders),
+        loader=FileSystemLoader([*folders, _SHARED]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -110,15 +110,17 @@ def training_memory(
     *,
     num_classes: int = 1000,
     half: bool = False,
+    num_moments: int = 1,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> TrainingMemory:
-    """Memory of training with SGD and momentum, counted with the tensors that autograd keeps.
+    """Memory of a training step, counted with the tensors that autograd keeps.
 
     Args:
         architecture: see `build_model`.
         image_size: side, in pixels.
         num_classes: outputs of the last layer.
         half: autocast to 16 bits; weights stay FP32.
+        num_moments: numbers that the optimizer keeps for each weight: SGD with momentum 1, AdamW and LAMB 2.
         prepare: called with the model, to freeze parameters.
 
     Raises:
@@ -133,7 +135,7 @@ def training_memory(
     per_image = (more - kept) // _MIN_TRACED
     all_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     trained_bytes = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
-    fixed = kept - _MIN_TRACED * per_image + all_bytes + 2 * trained_bytes
+    fixed = kept - _MIN_TRACED * per_image + all_bytes + (1 + num_moments) * trained_bytes
     return TrainingMemory(per_image_bytes=max(per_image, 1), fixed_bytes=fixed)
 
 

@@ -9,7 +9,6 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-import components.validate
 from components.common.data.pages import templates
 from components.validate.charts import MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
 from enginery.formats import number
@@ -145,7 +144,6 @@ def _lines(axes: Axes, result: LoadTest, loop: str) -> int:
 
 
 _OWN = Path(__file__).with_name("templates")
-_REPORT = Path(components.validate.__path__[0]) / "templates"  # its style sheet
 
 
 def page(result: LoadTest) -> str:
@@ -156,7 +154,7 @@ def page(result: LoadTest) -> str:
         "throughput": throughput_chart(result),
         "batches": batches_chart([level for _, level in busiest], [name for name, _ in busiest]) if busiest else "",
     }
-    found = templates(_OWN, _REPORT, filters={"number": number})
+    found = templates(_OWN, filters={"number": number})
     return found.get_template("loadtest.html.j2").render(
         result=result,
         **{function.__name__: function for function in (load_text, knee_text, gain_text, caution_text)},

@@ -1,5 +1,6 @@
 """Videos in, labels out: what frames are called, what hostile files can do, and how live streams are kept up with."""
 
+import io
 import json
 import os
 import signal
@@ -12,14 +13,20 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from PIL import Image
 
 from components.analyze.results import HeldLabel, Latencies, StreamResult, Thumbnails, Timeline
 from components.analyze.videos import has_nvdec
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
+from components.common.contracts.transforms import TransformSpec
+from components.common.data.dali_pipelines import FrameBatches, ImageBatches
 from components.promote.pyfunc import BundleModel
+from enginery.cli.video import video as video_command
 from tests.unit.analyze.conftest import PER_DIGIT, SHOWN, Analyze, digit_frames, lines, write_video
 from tests.unit.analyze.rtsp import RtspServer
+from tests.unit.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -254,3 +261,36 @@ def test_the_command_reads_the_standard_input(bundle: Artifact[BundleManifest], 
         )
     assert done.returncode == 0, done.stderr
     assert f"{len(SHOWN) * PER_DIGIT} frames of 1 stream labelled" in done.stdout
+
+
+def test_frames_are_transformed_as_images_are_to_the_bit() -> None:
+    """Of sizes whose scaling and cropping round in every way."""
+    spec, random = TransformSpec(resize_size=72, crop_size=64), np.random.default_rng(0)
+    frames = [random.integers(0, 256, (*size, 3), np.uint8) for size in ((120, 200), (321, 77), (64, 64), (135, 91))]
+    files = [io.BytesIO() for _ in frames]
+    for frame, file in zip(frames, files, strict=True):
+        Image.fromarray(frame).save(file, "PNG")
+    expected = ImageBatches(spec, 4).load([file.getvalue() for file in files], ["image"] * 4)
+    np.testing.assert_array_equal(FrameBatches(spec, 4).transform(frames), expected)
+
+
+def test_a_queue_of_one_frame_keeps_the_newest(run_analysis: Analyze, tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4", digit_frames())
+    analysis = run_analysis(video, live="always", queue_frames=1, batch_size=1, max_wait_ms=0)
+    (stream,) = analysis.manifest.streams
+    assert stream.num_labelled + stream.num_dropped == stream.num_decoded == len(SHOWN) * PER_DIGIT
+    assert lines(analysis, "frames.jsonl")[-1]["frame"] == stream.num_decoded - 1
+
+
+def test_the_command_ends_with_2_where_a_video_could_not_be_read(
+    bundle: Artifact[BundleManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    good = write_video(tmp_path / "good.mp4", digit_frames(per_digit=1))
+    (tmp_path / "bad.mp4").write_text("no video")
+    arguments = [str(good), str(tmp_path / "bad.mp4"), "--model", str(bundle.path), "--out", str(tmp_path / "out")]
+    with refuses("unread-videos"):
+        CliRunner().invoke(video_command, arguments, catch_exceptions=False)
+    assert (tmp_path / "out" / "index.html").is_file()
+    with refuses("no-frames"):
+        CliRunner().invoke(video_command, [*arguments[1:4], "--out", str(tmp_path / "none")], catch_exceptions=False)
