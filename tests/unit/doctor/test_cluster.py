@@ -242,7 +242,7 @@ def test_the_table(api: ClusterApi) -> None:
 
 def test_a_registry_that_asks_for_a_login(api: ClusterApi) -> None:
     api.wants_login = True
-    assert check_of(api, "image pull").found.startswith("5 images of 127.0.0.1")
+    assert check_of(api, "image pull").found.startswith("6 images of 127.0.0.1")
     basic = base64.b64encode(b"puller:right").decode()
     assert f"Basic {basic}" in api.tokens  # to the one who gives tokens
     assert "Bearer of-the-registry" in api.tokens
