@@ -29,6 +29,7 @@ from components.common.contracts.transforms import Augmentation, transform_for
 from components.common.data.loader import Batch, Loader
 from components.common.process.steplog import QuietLog
 from components.common.runtimes.architectures import build_model
+from components.common.tasks import load_task
 from components.train import speed
 from components.train.arithmetic import set_arithmetic
 from components.train.batches import plan_batches
@@ -165,7 +166,9 @@ def train(cell: Cell, world: World) -> dict[str, Any]:
     with process_group(world, 120):
         streams = {"synthetic": Stream(itertools.repeat(fixed_batch(cell, world)))}
         first = streams["synthetic"]
-        trainer = Trainer(model, config, plan, first, first, world=world, log=QuietLog("train"))  # type: ignore[arg-type]
+        trainer = Trainer(
+            model, config, plan, first, first, world=world, log=QuietLog("train"), task=load_task("classification")
+        )  # type: ignore[arg-type]
         started = time.perf_counter()
         turn(trainer, first, 4)
         compile_s = time.perf_counter() - started

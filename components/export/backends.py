@@ -15,7 +15,6 @@ import torch
 from components.common.contracts.environment import cpu_name, num_cores
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.records import EngineEntry, PlacementEntry
-from components.common.contracts.statistics import paired_difference
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import predict
 from components.common.process.steplog import StepLog
@@ -309,7 +308,7 @@ class Int8Plans:
         fp32 = found.pop("fp32")
         return {
             name: {
-                "delta_top1_points": paired_difference(fp32.right, own.right).delta_points,
+                "delta_top1_points": own.difference(fp32).delta_points,
                 "agreement_pct": own.agreement_pct(fp32),
                 "within_budget": self.budget.holds(fp32, own),
             }

@@ -78,6 +78,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     bundle = seal(
         output,
         BundleManifest,
+        task=data.manifest.task,
         inputs={"model": source.input_digest, "dataset": data.digest},
         config=config,
         architecture=source.architecture,

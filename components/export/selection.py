@@ -16,7 +16,6 @@ import torch
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.records import LayerCost, Trial
-from components.common.contracts.statistics import PairedDifference, drop_upper, paired_difference
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import Predictions, predict
 from components.common.data.loader import Batch
@@ -30,7 +29,6 @@ from components.export.qdq import Arithmetic, insert_qdq
 
 _MAX_STAGES = 4  # after which candidates are compared: an eighth of the images, a quarter, a half, all
 _MAX_GROUPS, _MAX_ROUNDS = 8, 2  # of layers that go back into INT8
-_Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up each time
 
 Advance = Callable[[Collection[str], int], dict[str, Predictions]]
 """Predictions of models, by name, on the next images: so many, filled up to whole batches, or all that are left."""
@@ -264,27 +262,12 @@ class Budget:
             num_images: where these are the first of more images, the number of all: then True unless it has become
                 improbable that the budget holds on all.
         """
-        found = paired_difference(fp32.right, own.right)
-        lost, gained = _at_best(found, max(num_images, found.num_images))
-        total = max(num_images, found.num_images)
-        drop = 100 * (lost - gained) / total
-        allowed = min(self.max_top1_drop_points, (1 - self.min_relative_top1_pct / 100) * fp32.top1_pct)
-        count, times = self.num_validation_images, self.num_validation_images / total
-        if count and drop_upper(count, 0, 0) <= allowed:  # with fewer images no layer in float makes a proof
-            drop = max(drop, drop_upper(count, round(times * lost), round(times * gained)))
-        return round(drop - allowed, 9) <= 0  # percentages carry rounding noise; a value of exactly the limit holds
-
-
-def _at_best(found: PairedDifference, num_images: int) -> tuple[float, float]:
-    """Images lost and gained, of `num_images`, when the rest turns out as well as one in 44 times."""
-    times = num_images / found.num_images
-    differing = times * (found.num_lost + found.num_gained)
-    # Of what is left and of the rates seen, each image lost or gained being as likely to be the other.
-    spread = math.sqrt(
-        times * (num_images - found.num_images) * (found.num_lost + found.num_gained + 1) / found.num_images
-    )
-    difference = times * (found.num_lost - found.num_gained) - _Z_HOPELESS * spread
-    return max((differing + difference) / 2, 0.0), max((differing - difference) / 2, 0.0)
+        drop = own.drop(fp32, num_images)
+        allowed = min(self.max_top1_drop_points, (1 - self.min_relative_top1_pct / 100) * fp32.score_pct)
+        points = drop.points
+        if self.num_validation_images:  # with fewer images no layer in float makes a proof
+            points = max(points, drop.proved(self.num_validation_images, allowed))
+        return round(points - allowed, 9) <= 0  # percentages carry rounding noise; a value of exactly the limit holds
 
 
 @dataclass(kw_only=True)
@@ -405,12 +388,12 @@ class Selection:
     @property
     def fp32_top1_pct(self) -> float:
         """top-1 of FP32 on the selection images."""
-        return self._fp32_on(self.num_images).top1_pct
+        return self._fp32_on(self.num_images).score_pct
 
     def _fp32_on(self, num_images: int) -> Predictions:
         """FP32's predictions of the first images."""
         assert self._fp32 is not None  # choose_method comes first
-        return Predictions(top=self._fp32.top[:num_images], labels=self._fp32.labels[:num_images])
+        return self._fp32.select(slice(num_images))
 
     def _measure_fp32(self) -> None:
         """Run FP32 on all images; where that takes more than a third of the time, on a half, a quarter, an eighth."""
@@ -469,13 +452,13 @@ class Selection:
 
     def _remember(self, method: str, excluded: tuple[str, ...], own: Predictions) -> Trial:
         fp32 = self._fp32_on(own.num_images)
-        difference = paired_difference(fp32.right, own.right)
+        difference = own.difference(fp32)
         self.trials.append(
             Trial(
                 method=method,
                 excluded=excluded,
                 num_images=own.num_images,
-                top1_pct=own.top1_pct,
+                top1_pct=own.score_pct,
                 delta_top1_points=difference.delta_points,
                 low_points=difference.low_points,
                 high_points=difference.high_points,

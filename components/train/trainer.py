@@ -18,6 +18,7 @@ from components.common.contracts.records import EpochRecord
 from components.common.data.loader import Batch, Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import load_weights
+from components.common.tasks.task import Task
 from components.train.arithmetic import compiled, pick_compile_mode, pick_precision, speed_up_small_convolutions
 from components.train.batches import BatchPlan
 from components.train.checkpointing import (
@@ -157,10 +158,11 @@ class Trainer:
         *,
         world: World,
         log: StepLog,
+        task: Task,
         checkpoints: CheckpointFolder | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        """`train` and `val` deliver batches on `world.device`; without `checkpoints` none is written."""
+        """`train` and `val` deliver batches of `task` on `world.device`; without `checkpoints` none is written."""
         self.model = model.to(world.device).to(memory_format=torch.channels_last)
         self.config, self.plan, self.world, self.log = config, plan, world, log
         self._compile_mode = pick_compile_mode(config, world.device, log)
@@ -183,11 +185,13 @@ class Trainer:
         self.history: list[EpochRecord] = []
         self.num_steps_done = 0
         self.loss_sum = torch.zeros((), device=world.device)  # of this epoch's steps on this process
-        self._loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        self._task = task
+        self._loss = task.loss(config.label_smoothing)
         self._objective = self._compiled()
         self.checkpoints, self._stop = checkpoints, stop or StopRequest()
         self._consensus = Consensus(world)
         self._meter = SpeedMeter(self.model, world, self.dtype, tf32=config.tf32)
+        self._num_classes = train.num_classes
         self._watch = LossWatch(world.device, train.num_classes)
         folder = None if checkpoints is None else checkpoints.folder
         self.profiler = StepProfiler(config.profile_steps if world.is_main else 0, world.device, folder)
@@ -498,11 +502,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """Loss and top-1 in per cent over the validation split, in the precision of training."""
+        """Loss and score in per cent over the validation split, in the precision of training."""
         model = self.published()
         broadcast_buffers(model, self.world)
         model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, correct images
+        totals = self._task.new_totals(self._num_classes, self.world.device)
         batches, done = iter(self.val), 0
         largest_part = math.ceil(self.plan.num_val_images / self.world.world_size)
         num_rounds = math.ceil(largest_part / self.plan.per_gpu_batch_size)
@@ -511,9 +515,7 @@ class Trainer:
             if batch is not None:
                 with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
                     logits = model(batch.images)
-                totals[0] += nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum")
-                totals[1] += (logits.argmax(dim=1) == batch.labels).sum()
+                self._task.count(totals, logits, batch.labels)
             done += 1
             self._agree(_SAVE_AND_STOP if self._stop.requested else _CONTINUE)
-        loss_sum, correct = (total / self.plan.num_val_images for total in all_reduce_sum(totals, self.world).tolist())
-        return loss_sum, 100 * correct
+        return self._task.result(all_reduce_sum(totals, self.world), self.plan.num_val_images)

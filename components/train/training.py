@@ -27,6 +27,7 @@ from components.common.contracts.transforms import TransformSpec, transform_for
 from components.common.data.loader import Loader, plan_training
 from components.common.process.partial_output import open_partial
 from components.common.process.steplog import StepLog
+from components.common.tasks import load_task
 from components.train.arithmetic import pick_precision, set_arithmetic, threads_per_process
 from components.train.batches import BatchPlan, check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS, Saved, choose_folder, parse, write_safetensors
@@ -86,7 +87,17 @@ def _train(
     check_sizes(model, config, plan)
     try:
         loaders = _loaders(config, data, plan, world, saved)
-        trainer = Trainer(model, config, plan, *loaders, world=world, log=log, checkpoints=checkpoints, stop=stop)
+        trainer = Trainer(
+            model,
+            config,
+            plan,
+            *loaders,
+            world=world,
+            log=log,
+            task=load_task(data.manifest.task),
+            checkpoints=checkpoints,
+            stop=stop,
+        )
         if saved is not None:
             trainer.restore(saved)
     except (RuntimeError, MemoryError) as error:
@@ -292,6 +303,7 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
         CheckpointManifest,
         inputs={"dataset": data.digest},
         config=config,
+        task=data.manifest.task,
         architecture=config.architecture,
         classes=data.manifest.classes,
         transform=_transform(config, data),

@@ -42,6 +42,7 @@ from components.common.contracts.records import (
 from components.common.contracts.settings import fingerprinted
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.registry.promotions import ChampionComparison
+from components.common.tasks import TaskName
 
 MANIFEST = "manifest.json"
 FAILURE = "failure.json"  # what a failed step leaves in its output directory
@@ -91,6 +92,7 @@ class DatasetManifest(Manifest):
     """Labelled images in WebDataset shards."""
 
     kind: Literal["dataset"] = "dataset"
+    task: TaskName = "classification"
     classes: tuple[str, ...]
     splits: dict[Literal["train", "val"], Split]
     statistics: DatasetStatistics
@@ -117,6 +119,7 @@ class CheckpointManifest(Manifest):
     """Trained weights and everything needed to use them."""
 
     kind: Literal["checkpoint"] = "checkpoint"
+    task: TaskName = "classification"
     architecture: str
     classes: tuple[str, ...]
     transform: TransformSpec
@@ -129,6 +132,7 @@ class BundleManifest(Manifest):
     """One model in several precisions, ready to be measured."""
 
     kind: Literal["bundle"] = "bundle"
+    task: TaskName = "classification"
     architecture: str
     classes: tuple[str, ...]
     transform: TransformSpec

@@ -1,6 +1,7 @@
 """Predictions of runners over one split: every runner sees exactly the same decoded images."""
 
 import functools
+import math
 import operator
 import threading
 from collections import deque
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from components.common.contracts.statistics import PairedDifference, drop_upper, paired_difference
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.baseline import image_statistics
 from components.common.runtimes.runner import Runner, to_numpy
@@ -62,6 +64,11 @@ class Predictions:
         return right
 
     @property
+    def score_pct(self) -> float:
+        """top1_pct: the score of this task."""
+        return self.top1_pct
+
+    @property
     def top1_pct(self) -> float:
         """Share of images whose most likely class is the label, in per cent."""
         return 100.0 * float(self.right.mean())
@@ -89,6 +96,21 @@ class Predictions:
         """Share of images on which both predict the same class, in per cent."""
         return 100.0 * float((self.top[:, 0] == other.top[:, 0]).mean())
 
+    def select(self, which: "slice | np.ndarray") -> "Predictions":
+        """The classes that were predicted of some images, and their labels."""
+        return Predictions(top=self.top[which], labels=self.labels[which])
+
+    def difference(self, fp32: "Predictions") -> PairedDifference:
+        """The difference in top-1 to FP32 on the same images."""
+        return paired_difference(fp32.right, self.right)
+
+    def drop(self, fp32: "Predictions", num_images: int) -> "Top1Drop":
+        """The drop in top-1 against FP32, on so many images at best; on these where they are as many."""
+        found = self.difference(fp32)
+        total = max(num_images, found.num_images)
+        num_lost, num_gained = _at_best(found, total)
+        return Top1Drop(num_images=total, num_lost=num_lost, num_gained=num_gained)
+
     def __add__(self, other: "Predictions") -> "Predictions":
         """The predictions of these images, then the other's."""
         return Predictions(
@@ -98,6 +120,45 @@ class Predictions:
             entropies=np.concatenate([self.entropies, other.entropies]),
             image_statistics=np.concatenate([self.image_statistics, other.image_statistics]),
         )
+
+
+_Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up each time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top1Drop:
+    """Images lost and gained against FP32, which need not be whole numbers."""
+
+    num_images: int
+    num_lost: float
+    num_gained: float
+
+    @property
+    def points(self) -> float:
+        """The drop in percentage points; negative for a gain."""
+        return 100 * (self.num_lost - self.num_gained) / self.num_images
+
+    def proved(self, num_images: int, allowed_points: float) -> float:
+        """The upper end of the one-sided 95 % interval of the drop on so many images, with the same shares of them.
+
+        The drop itself where so few images can't prove any drop to be within `allowed_points`.
+        """
+        if drop_upper(num_images, 0, 0) > allowed_points:
+            return self.points
+        times = num_images / self.num_images
+        return drop_upper(num_images, round(times * self.num_lost), round(times * self.num_gained))
+
+
+def _at_best(found: PairedDifference, num_images: int) -> tuple[float, float]:
+    """Images lost and gained, of `num_images`, when the rest turns out as well as one in 44 times."""
+    times = num_images / found.num_images
+    differing = times * (found.num_lost + found.num_gained)
+    # Of what is left and of the rates seen, each image lost or gained being as likely to be the other.
+    spread = math.sqrt(
+        times * (num_images - found.num_images) * (found.num_lost + found.num_gained + 1) / found.num_images
+    )
+    difference = times * (found.num_lost - found.num_gained) - _Z_HOPELESS * spread
+    return max((differing + difference) / 2, 0.0), max((differing - difference) / 2, 0.0)
 
 
 def predict(

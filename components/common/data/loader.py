@@ -33,6 +33,7 @@ from components.common.contracts.transforms import Augmentation, TransformSpec
 from components.common.data.corruptions import Corruption, corrupted
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason
+from components.common.tasks import TASKS, load_task
 
 # On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other works. The
 # second one leaves out up to a batch more, so up to a step: only where an epoch has many.
@@ -317,6 +318,7 @@ class Loader:
         num_shards, num_pipelines = plan.num_shards, plan.num_pipelines
         self.num_images, self.num_batches, self._num_dropped = plan.num_images, plan.num_batches, plan.num_dropped
         self.num_classes = len(dataset.manifest.classes)
+        self._task = load_task(dataset.manifest.task)
         self._owned = OwnedOutputs()
         self._mixer = Mixer(augmentation or Augmentation(), self.num_classes)
         self._identity = {
@@ -339,7 +341,7 @@ class Loader:
         # Batches of training that were delivered, since its first epoch began.
         self.num_delivered = first_epoch * self.num_batches if saved is None else saved.num_delivered
         readers = [
-            _reader(dataset.path, info, self._training, shard_id * num_pipelines + share, num_shards * num_pipelines)
+            _reader(dataset, info, self._training, shard_id * num_pipelines + share, num_shards * num_pipelines)
             for share in range(num_pipelines)
         ]
         statistics = dataset.manifest.statistics
@@ -447,7 +449,7 @@ class Loader:
         if stream is not None:
             images = self._owned.copied(images)
         # DALI reads labels on the host; images may already be on the GPU.
-        labels = _labels(batch["labels"]).repeat_interleave(self._num_versions)
+        labels = self._task.labels(batch["labels"]).repeat_interleave(self._num_versions)
         return Batch(images=images, labels=labels.to(images.device, non_blocking=True))
 
     def _watched(self, function: Callable[[], _Result]) -> _Result:
@@ -463,13 +465,16 @@ class Loader:
             ) from error
 
 
-def _reader(folder: Path, split: Split, training: bool, shard_id: int, num_shards: int) -> dict[str, Any]:
+def _reader(
+    dataset: Artifact[DatasetManifest], split: Split, training: bool, shard_id: int, num_shards: int
+) -> dict[str, Any]:
     """Arguments of DALI's reader for this process's part of a split."""
+    folder, task = dataset.path, dataset.manifest.task
     return {
         "name": "reader",
         "paths": [str(folder / shard) for shard in split.shards],
         "index_paths": [str((folder / shard).with_suffix(".idx")) for shard in split.shards],
-        "ext": [";".join(IMAGE_EXTENSIONS), "cls"],
+        "ext": [";".join(IMAGE_EXTENSIONS), TASKS[task].label_member],
         "missing_component_behavior": "error",
         "random_shuffle": training,
         "initial_fill": min(8192, split.num_images),
@@ -506,13 +511,6 @@ def _evaluation_iterator(pipe: Any) -> DALIGenericIterator:
         auto_reset=True,
         prepare_first_batch=False,
     )
-
-
-def _labels(encoded: torch.Tensor) -> torch.Tensor:
-    """Decimal text of fixed width to numbers. encoded: [B, width] uint8, ASCII digits."""
-    digits = encoded.to(torch.int64) - ord("0")
-    powers = 10 ** torch.arange(digits.shape[1] - 1, -1, -1, dtype=torch.int64, device=digits.device)
-    return (digits * powers).sum(dim=1)
 
 
 class Watchdog:

@@ -15,6 +15,7 @@ from torch import nn
 from components.common.contracts.settings import resolve
 from components.common.data.loader import Batch
 from components.common.process.steplog import StepLog
+from components.common.tasks import load_task
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.distributed import World, find_world, process_group
@@ -69,7 +70,9 @@ def build(world: World = WORLD, **changed: Any) -> Trainer:
     config = resolve(TrainConfig, "train", SETTINGS, changed)
     plan = plan_batches(config, world.world_size, num_train_images=NUM_IMAGES, num_val_images=NUM_IMAGES)
     loaders: Any = [Images(plan.per_gpu_batch_size, world.rank, world.world_size) for _ in range(2)]
-    return Trainer(network(world.rank), config, plan, *loaders, world=world, log=StepLog("train"))
+    return Trainer(
+        network(world.rank), config, plan, *loaders, world=world, log=StepLog("train"), task=load_task("classification")
+    )
 
 
 def train(world: World = WORLD, **changed: Any) -> tuple[dict[str, torch.Tensor], list[float]]:

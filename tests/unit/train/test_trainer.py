@@ -21,6 +21,7 @@ from components.common.contracts.settings import resolve
 from components.common.data.loader import Batch, translate_errors
 from components.common.process.gpu_monitor import GpuReading
 from components.common.runtimes.architectures import build_model
+from components.common.tasks import load_task
 from components.train import memory, speed
 from components.train.arithmetic import pick_compile_mode, pick_precision, speed_up_small_convolutions
 from components.train.batches import plan_batches
@@ -68,7 +69,7 @@ def small_trainer(batches: Batches, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(784, 4))
     loaders: Any = (batches, Batches(1))
-    return Trainer(model, config, plan, *loaders, world=World(device=CPU), log=Log())
+    return Trainer(model, config, plan, *loaders, world=World(device=CPU), log=Log(), task=load_task("classification"))
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
