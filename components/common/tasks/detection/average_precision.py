@@ -1,0 +1,174 @@
+"""Average precision of detections as COCO defines it, for any weights of the images: the paired bootstrap needs many.
+
+Equal to pycocotools 2.0 at area "all" and 100 detections per image.
+
+Source: Lin et al., "Microsoft COCO: Common Objects in Context", 2014, and the COCO API's cocoeval.py.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from components.common.tasks.detection.boxes import Detections, overlap
+
+THRESHOLDS = np.linspace(0.5, 0.95, 10)
+"""Overlaps (IoU) from which a detection finds an object."""
+
+RECALLS = np.linspace(0, 1, 101)
+_MOST_VALUES = 1 << 22  # of weights at once: 32 MB
+_EPSILON = np.spacing(1)
+
+FOUND, WRONG, IGNORED = 1, 0, -1
+
+
+def match(detections: Detections, objects: np.ndarray) -> np.ndarray:
+    """Tell which detections of an image find an object of their class, at each threshold.
+
+    The surest detection takes the object that it overlaps most; an object is found once. Detections within an ignored
+    object of their class (a crowd, a difficult one) don't count.
+
+    Args:
+        detections: of the image.
+        objects: [G, 6] float: x1, y1, x2, y2, class, ignored.
+
+    Returns:
+        [D, 10] int8: FOUND, WRONG or IGNORED.
+    """
+    found = np.zeros((len(detections), len(THRESHOLDS)), np.int8)
+    if not len(detections) or not len(objects):
+        return found
+    # pycocotools takes the last of equals among those that count, and those that are ignored only after them
+    objects = objects[np.argsort(objects[:, 5], kind="stable")]
+    ignored = objects[:, 5] > 0
+    shares = overlap(detections.boxes, objects[:, :4], ignored)
+    shares[detections.classes[:, None] != objects[None, :, 4]] = -1  # [D, G]
+    limits = np.minimum(THRESHOLDS, 1 - 1e-10)
+    taken = np.zeros((len(THRESHOLDS), len(objects)), bool)
+    rows = np.arange(len(THRESHOLDS))
+    num_counted = int((~ignored).sum())
+    for place in np.flatnonzero(shares.max(axis=1) >= limits[0]):
+        matched = np.zeros(len(THRESHOLDS), bool)
+        if num_counted:
+            free = np.where(taken[:, :num_counted], -1, shares[place, :num_counted])  # [T, G]
+            best = num_counted - 1 - free[:, ::-1].argmax(axis=1)
+            matched = free[rows, best] >= limits
+            taken[rows[matched], best[matched]] = True
+            found[place, matched] = FOUND
+        if num_counted < len(objects):
+            within = shares[place, num_counted:].max() >= limits
+            found[place, within & ~matched] = IGNORED
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matches:
+    """Detections of images, in the images' order, and which of them are right."""
+
+    counts: np.ndarray  # [N] int32: detections of each image
+    scores: np.ndarray  # [D] float32, 0..1
+    classes: np.ndarray  # [D] int16
+    found: np.ndarray  # [D, 10] int8: see `match`
+    num_objects: np.ndarray  # [N, classes] int32: of each image and class, without ignored ones
+
+    def __add__(self, other: "Matches") -> "Matches":
+        names = ("counts", "scores", "classes", "found", "num_objects")
+        return Matches(**{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names})
+
+    @property
+    def num_images(self) -> int:
+        """Images, those without detections included."""
+        return len(self.counts)
+
+    @cached_property
+    def images(self) -> np.ndarray:
+        """[D]: the image of each detection."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def select(self, which: "slice | np.ndarray") -> "Matches":
+        """Those of some images, by a slice, a mask or indices."""
+        chosen = np.arange(self.num_images)[which]
+        starts = np.concatenate([[0], np.cumsum(self.counts)])
+        rows = np.concatenate([np.arange(starts[image], starts[image + 1]) for image in chosen] or [np.zeros(0, int)])
+        return Matches(
+            counts=self.counts[chosen],
+            scores=self.scores[rows],
+            classes=self.classes[rows],
+            found=self.found[rows],
+            num_objects=self.num_objects[chosen],
+        )
+
+    def average_precisions(self, weights: np.ndarray | None = None) -> np.ndarray:
+        """[R, 10, classes] float64 in 0..1: of each threshold and class, NaN for a class without objects.
+
+        Args:
+            weights: [R, N] float, how often each image counts in each of R draws; None for once.
+        """
+        if weights is None:
+            weights = np.ones((1, self.num_images))
+        num_classes = self.num_objects.shape[1]
+        result = np.full((len(weights), len(THRESHOLDS), num_classes), np.nan)
+        order = np.argsort(-self.scores.astype(np.float64), kind="stable")
+        for index in range(num_classes):
+            rows = order[self.classes[order] == index]
+            images, found = self.images[rows], self.found[rows]
+            draws = max(1, _MOST_VALUES // max(len(rows), 1))
+            for start in range(0, len(weights), draws):
+                part = slice(start, start + draws)
+                totals = weights[part] @ self.num_objects[:, index]  # [R]
+                own = weights[part][:, images].astype(np.float64)  # [R, D]
+                for threshold in range(len(THRESHOLDS)):
+                    result[part, threshold, index] = _precision(own, found[:, threshold], totals)
+        return result
+
+    def curve(self, threshold: int = 0) -> np.ndarray:
+        """[classes, 101]: the precision at each of RECALLS, NaN for a class without objects."""
+        order = np.argsort(-self.scores.astype(np.float64), kind="stable")
+        totals = self.num_objects.sum(axis=0)
+        curves = np.full((len(totals), len(RECALLS)), np.nan)
+        for index in np.flatnonzero(totals):
+            found = self.found[order[self.classes[order] == index], threshold]
+            right, wrong = np.cumsum(found == FOUND), np.cumsum(found == WRONG)
+            best = np.maximum.accumulate((right / (right + wrong + _EPSILON))[::-1])[::-1]
+            places = np.searchsorted(right / totals[index], RECALLS, side="left")
+            curves[index] = np.append(best, 0)[places]
+        return curves
+
+
+def _precision(weights: np.ndarray, found: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Average precision of a class at a threshold.
+
+    Recall rises, and the best precision at some recall is reached, only at detections that find an object: only these
+    are looked at, and each counts for the recalls that it is the first to reach.
+
+    Args:
+        weights: [R, D] float64, the surest first.
+        found: [D] int8.
+        totals: [R], weights of all objects.
+
+    Returns:
+        [R] float64; NaN where there are no objects.
+    """
+    right = np.flatnonzero(found == FOUND)
+    if not len(right):
+        return np.where(totals > 0, 0.0, np.nan)
+    # the weights of wrong ones before each right one
+    wrong = np.concatenate([np.zeros((len(weights), 1)), np.cumsum(weights * (found == WRONG), axis=1)], axis=1)
+    above = wrong[:, right]
+    reached = np.cumsum(weights[:, right], axis=1)  # [R, right]
+    precision = reached / (reached + above + _EPSILON)
+    best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        recall = reached / totals[:, None]
+    ends = np.searchsorted(RECALLS, np.nan_to_num(recall, nan=0.0), side="right")  # recalls reached so far
+    # a detection of weight zero reaches nothing, and the first one does not reach recall 0 for it
+    steps = np.diff(np.where(reached > 0, ends, 0), axis=1, prepend=0)
+    return np.where(totals > 0, (steps * best).sum(axis=1) / len(RECALLS), np.nan)
+
+
+def mean_precision(precisions: np.ndarray) -> np.ndarray:
+    """[R]: the mean over thresholds and classes with objects of [R, T, classes]; 0 without any."""
+    known = ~np.isnan(precisions)
+    total = np.where(known, precisions, 0).sum(axis=(1, 2))
+    mean: np.ndarray = total / np.maximum(known.sum(axis=(1, 2)), 1)
+    return mean

@@ -1,0 +1,118 @@
+"""Boxes of a detector's outputs: decoding, non-maximum suppression, overlaps. On CPUs, with numpy.
+
+A detector's output describes itself: [A, 8 + classes] float for an image and its A anchors. Of each anchor: its corners
+x1, y1, x2, y2 in pixels of the input; the distances of the object's left, top, right and bottom edge from the anchor's
+centre, in units of the anchor's sides; and a logit for each class, each of them a sigmoid's.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+NUM_BOX_VALUES = 8
+"""Values of an anchor before its logits."""
+
+MIN_SCORE = 0.05
+NMS_IOU = 0.6
+MAX_CANDIDATES = 1000  # per image, before suppression
+MAX_DETECTIONS = 100  # per image, as COCO counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detections:
+    """Objects found in an image, the surest first."""
+
+    boxes: np.ndarray  # [D, 4] float32: x1, y1, x2, y2 in pixels of the model's input
+    scores: np.ndarray  # [D] float32, 0..1
+    classes: np.ndarray  # [D] int16
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+
+def decode(output: np.ndarray) -> np.ndarray:
+    """Corners of the objects. [..., 8 or more] float -> [..., 4] float32, pixels."""
+    anchors, distances = output[..., :4].astype(np.float32), output[..., 4:8].astype(np.float32)
+    centres = (anchors[..., :2] + anchors[..., 2:]) / 2
+    sides = anchors[..., 2:] - anchors[..., :2]
+    return np.concatenate([centres - distances[..., :2] * sides, centres + distances[..., 2:] * sides], axis=-1)
+
+
+def detect(
+    output: np.ndarray,
+    size: tuple[int, int] | None = None,
+    *,
+    min_score: float = MIN_SCORE,
+    nms_iou: float = NMS_IOU,
+    max_detections: int = MAX_DETECTIONS,
+) -> Detections:
+    """Objects in an image, by class-wise non-maximum suppression.
+
+    Args:
+        output: [A, 8 + classes] float; anchors with NaN or infinity find nothing.
+        size: height and width, which boxes are clipped to; None for not.
+        min_score: less sure ones are left out.
+        nms_iou: of two of a class that overlap by more, the surer one stays.
+        max_detections: that are kept.
+    """
+    logits = output[:, NUM_BOX_VALUES:]
+    least = np.log(min_score / (1 - min_score))
+    with np.errstate(invalid="ignore"):
+        anchors, classes = np.nonzero(logits > least)
+    values = logits[anchors, classes].astype(np.float32)
+    if len(values) > MAX_CANDIDATES:
+        # of equals those of the first anchors, so that the result does not depend on how a sort breaks ties
+        best = np.sort(np.argsort(-values, kind="stable")[:MAX_CANDIDATES])
+        anchors, classes, values = anchors[best], classes[best], values[best]
+    boxes = decode(output[anchors])
+    known = np.isfinite(boxes).all(axis=1)
+    if size is not None:
+        height, width = size
+        boxes = np.clip(boxes, 0, np.array([width, height, width, height], np.float32))
+    known &= (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+    order = np.argsort(-values, kind="stable")
+    order = order[known[order]]
+    boxes, classes, values = boxes[order], classes[order], values[order]
+    kept = suppress(boxes, classes, nms_iou, max_detections)
+    scores = (1 / (1 + np.exp(-values[kept]))).astype(np.float32)
+    return Detections(boxes=boxes[kept], scores=scores, classes=classes[kept].astype(np.int16))
+
+
+def suppress(boxes: np.ndarray, classes: np.ndarray, iou: float, max_kept: int) -> np.ndarray:
+    """Indices of the boxes that no earlier one of their class overlaps by more than `iou`.
+
+    Args:
+        boxes: [D, 4] float32, the surest first.
+        classes: [D] integers.
+        iou: 0..1.
+        max_kept: ends when so many are found.
+    """
+    kept: list[int] = []
+    left = np.ones(len(boxes), bool)
+    place = 0
+    while len(kept) < max_kept and place < len(boxes):
+        kept.append(place)
+        rest = place + 1 + np.flatnonzero(left[place + 1 :] & (classes[place + 1 :] == classes[place]))
+        if len(rest):
+            overlaps = overlap(boxes[place : place + 1], boxes[rest])[0]
+            left[rest[overlaps > iou]] = False
+        following = np.flatnonzero(left[place + 1 :])
+        place = len(boxes) if not len(following) else place + 1 + int(following[0])
+    return np.array(kept, np.int64)
+
+
+def overlap(first: np.ndarray, second: np.ndarray, of_first: np.ndarray | None = None) -> np.ndarray:
+    """Intersection over union of boxes: [D, 4] and [G, 4] -> [D, G] float64.
+
+    Where `of_first` ([G] bool) is set, the intersection over the first one's area instead: how much of it lies within a
+    region.
+    """
+    one, other = first.astype(np.float64)[:, None], second.astype(np.float64)[None]
+    sides = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
+    inside = np.prod(np.maximum(sides, 0), axis=-1)
+    areas = np.prod(one[..., 2:] - one[..., :2], axis=-1), np.prod(other[..., 2:] - other[..., :2], axis=-1)
+    united = areas[0] + areas[1] - inside
+    if of_first is not None:
+        united = np.where(of_first[None], areas[0], united)
+    shares: np.ndarray = np.divide(inside, united, out=np.zeros_like(inside), where=united > 0)
+    return shares

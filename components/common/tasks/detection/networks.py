@@ -1,0 +1,264 @@
+"""Detectors: fcos_small, and three of torchvision. Each returns what `boxes` describes: [B, A, 8 + classes].
+
+Every class has a sigmoid of its own, and there is no background class, no centerness and nothing after the heads:
+non-maximum suppression is outside, so that shapes are static.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from components.common.contracts.errors import UserError
+
+_PRIOR = 0.01  # of a class at an anchor before training (Lin et al., "Focal Loss", 2017)
+_MAX_EXPONENT = 4.0  # of distances and sides, in units of the anchor
+
+
+def build_detector(architecture: str, num_classes: int) -> nn.Module:
+    """A detector with fresh weights.
+
+    Raises:
+        UserError: no such network.
+    """
+    if architecture not in ARCHITECTURES:
+        raise UserError(
+            f"no detector {architecture!r}; take one of {', '.join(ARCHITECTURES)}",
+            code="unknown-architecture",
+            setting="architecture",
+        )
+    return ARCHITECTURES[architecture](num_classes)
+
+
+class Anchors(nn.Module):
+    """Anchors about the cells of feature maps."""
+
+    shapes: torch.Tensor
+
+    def __init__(
+        self, shapes: torch.Tensor, *, offset: float, relative: bool = False, whole_strides: bool = False
+    ) -> None:
+        """Keep the shapes.
+
+        Args:
+            shapes: [levels, K, 2], width and height of the K anchors of a cell, in pixels.
+            offset: of an anchor's centre in its cell, in cells: 0.5 for the middle.
+            relative: the shapes are shares of the image instead.
+            whole_strides: pixels of a cell are rounded down where the image has no whole number of them.
+        """
+        super().__init__()
+        self.register_buffer("shapes", shapes.float(), persistent=False)
+        self.offset, self.relative, self.whole_strides = offset, relative, whole_strides
+
+    def forward(self, images: torch.Tensor, features: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Lay out anchors; only sizes of the arguments count.
+
+        Args:
+            images: [B, 3, H, W].
+            features: [B, C, rows, columns] each.
+
+        Returns:
+            [A, 4] x1, y1, x2, y2 in pixels, float32: by level, row, column, and K.
+        """
+        levels = []
+        size = [int(side) for side in images.shape[-2:]]  # int: the exporter's tracer makes them tensors otherwise
+        for feature, shapes in zip(features, self.shapes.unbind(), strict=True):
+            ticks = []
+            for side, cells in zip(size, feature.shape[-2:], strict=True):
+                stride = side // int(cells) if self.whole_strides else side / int(cells)
+                ticks.append((torch.arange(int(cells), device=images.device) + self.offset) * stride)
+            y, x = torch.meshgrid(*ticks, indexing="ij")
+            centres = torch.stack([x, y], dim=-1).reshape(-1, 1, 2)  # [rows * columns, 1, 2]
+            # Half sides are whole numbers, so that FP16 holds the corners exactly.
+            halves = (shapes * (images.new_tensor(size[::-1]).float() if self.relative else 1) / 2).round()
+            levels.append(torch.cat([centres - halves, centres + halves], dim=-1).reshape(-1, 4))
+        return torch.cat(levels)
+
+
+def _assembled(anchors: torch.Tensor, distances: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """[A, 4], [B, A, 4], [B, A, classes] -> [B, A, 8 + classes]."""
+    # Added to zeros and not expanded: in ONNX the shape of an expansion depends on that of the batch.
+    return torch.cat([anchors.to(logits.dtype) + 0 * distances, distances, logits], dim=-1)
+
+
+def _cells(feature: torch.Tensor) -> torch.Tensor:
+    """[B, C, H, W] -> [B, H * W, C]."""
+    channels, rows, columns = (int(side) for side in feature.shape[1:])
+    return feature.permute(0, 2, 3, 1).reshape(-1, rows * columns, channels)
+
+
+class _ConvBlock(nn.Sequential):
+    """Convolution, BatchNorm, ReLU."""
+
+    def __init__(self, num_in: int, num_out: int, kernel: int = 3, stride: int = 1) -> None:
+        super().__init__(
+            nn.Conv2d(num_in, num_out, kernel, stride, kernel // 2, bias=False),
+            nn.BatchNorm2d(num_out),
+            nn.ReLU(inplace=True),
+        )
+
+
+class _Residual(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = _ConvBlock(width, width)
+        self.second = nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, width, H, W] -> the same."""
+        return nn.functional.relu(x + self.second(self.first(x)))
+
+
+class _Head(nn.Module):
+    """Distances and classes of the cells of one feature map."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.box_branch, self.class_branch = _ConvBlock(width, width), _ConvBlock(width, width)
+        self.distances = nn.Conv2d(width, 4, 3, padding=1)
+        self.logits = nn.Conv2d(width, num_classes, 3, padding=1)
+        nn.init.normal_(self.distances.weight, std=0.01)
+        nn.init.zeros_(self.distances.bias)  # type: ignore[arg-type]
+        nn.init.normal_(self.logits.weight, std=0.01)
+        nn.init.constant_(self.logits.bias, -math.log((1 - _PRIOR) / _PRIOR))  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, width, H, W] -> [B, H * W, 4] logarithms of distances over half an anchor, [B, H * W, classes]."""
+        return _cells(self.distances(self.box_branch(x))), _cells(self.logits(self.class_branch(x)))
+
+
+class FcosSmall(nn.Module):
+    """A small detector without shapes of anchors to choose (after FCOS, Tian et al., 2019), for images of some 100 px.
+
+    Strided convolutions, a feature pyramid (Lin et al., 2017) at strides 8, 16 and 32, and heads of two convolutions:
+    1.1 million weights.
+    """
+
+    STRIDES = (8, 16, 32)
+
+    def __init__(self, num_classes: int, width: int = 64) -> None:
+        super().__init__()
+        widths = (width // 2, width * 3 // 4, width * 3 // 2, width * 3 // 2, width * 3 // 2)
+        self.stem = _ConvBlock(3, widths[0], stride=2)
+        self.stages = nn.ModuleList(
+            nn.Sequential(_ConvBlock(before, after, stride=2), _Residual(after)) for before, after in pairwise(widths)
+        )
+        self.laterals = nn.ModuleList(_ConvBlock(each, width, kernel=1) for each in widths[2:])
+        self.smooth = nn.ModuleList(_ConvBlock(width, width) for _ in self.STRIDES)
+        self.heads = nn.ModuleList(_Head(width, num_classes) for _ in self.STRIDES)
+        self.anchors = Anchors(_squares(self.STRIDES) * 4, offset=0.5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[B, 3, H, W] -> [B, A, 8 + classes]; H and W are multiples of 32."""
+        x = self.stem(images)
+        pyramid: list[torch.Tensor] = []
+        for stage in self.stages:
+            x = stage(x)
+            pyramid.append(x)
+        laterals = [layer(each) for layer, each in zip(self.laterals, pyramid[1:], strict=True)]
+        for level in (1, 0):
+            laterals[level] = laterals[level] + nn.functional.interpolate(laterals[level + 1], scale_factor=2.0)
+        features = [layer(each) for layer, each in zip(self.smooth, laterals, strict=True)]
+        found = [head(each) for head, each in zip(self.heads, features, strict=True)]
+        distances, logits = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        anchors = self.anchors(images, features)
+        return _assembled(anchors, distances.clamp(max=_MAX_EXPONENT).exp() / 2, logits)
+
+
+class _Torchvision(nn.Module):
+    """The backbone and heads of a detector of torchvision, under its names, for its weights."""
+
+    def __init__(self, network: Any, anchors: Anchors) -> None:
+        super().__init__()
+        self.backbone, self.head, self.anchors = network.backbone, network.head, anchors
+
+
+class _AnchorBased(_Torchvision):
+    """RetinaNet and SSDlite: offsets of the centre, and logarithms of the sides, over those of an anchor."""
+
+    def __init__(self, network: Any, anchors: Anchors) -> None:
+        super().__init__(network, anchors)
+        self.weights = tuple(float(each) for each in network.box_coder.weights)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[B, 3, H, W] -> [B, A, 8 + classes]."""
+        features = list(self.backbone(images).values())
+        offsets, logits = self.head.regression_head(features), self.head.classification_head(features)
+        x, y, width, height = self.weights
+        centres = offsets[..., :2] / offsets.new_tensor([x, y])
+        halves = (offsets[..., 2:] / offsets.new_tensor([width, height])).clamp(max=_MAX_EXPONENT).exp() / 2
+        distances = torch.cat([halves - centres, halves + centres], dim=-1)
+        return _assembled(self.anchors(images, features), distances, logits)
+
+
+class _AnchorFree(_Torchvision):
+    """FCOS: distances to the edges, in strides."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[B, 3, H, W] -> [B, A, 8 + classes]."""
+        features = list(self.backbone(images).values())
+        distances, _ = self.head.regression_head(features)
+        return _assembled(self.anchors(images, features), distances, self.head.classification_head(features))
+
+
+class _BoxHead(nn.Module):
+    """Distances of FCOS without its centerness, which a score that knows the overlap has no use for."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.conv, self.bbox_reg = head.conv, head.bbox_reg
+        # A box of 8 strides: at 0, torchvision's choice, no anchor would overlap any object before training.
+        nn.init.constant_(self.bbox_reg.bias, 4.0)
+
+    def forward(self, features: Sequence[torch.Tensor]) -> tuple[torch.Tensor, None]:
+        """[B, C, H, W] each -> [B, A, 4]."""
+        found = [_cells(nn.functional.relu(self.bbox_reg(self.conv(each)))) for each in features]
+        return torch.cat(found, dim=1), None
+
+
+_PYRAMID = (8, 16, 32, 64, 128)  # strides of torchvision's
+
+
+def _squares(sides: Sequence[float]) -> torch.Tensor:
+    """[levels, 1, 2]."""
+    return torch.tensor(sides).float().reshape(-1, 1, 1).repeat(1, 1, 2)
+
+
+def _torchvision(name: str, num_classes: int) -> Any:
+    from torchvision.models import detection
+
+    return getattr(detection, name)(weights=None, weights_backbone=None, num_classes=num_classes)
+
+
+def _retinanet(num_classes: int) -> nn.Module:
+    network = _torchvision("retinanet_resnet50_fpn", num_classes)
+    corners = torch.stack(network.anchor_generator.cell_anchors)  # [levels, 9, 4]
+    return _AnchorBased(network, Anchors(corners[..., 2:] - corners[..., :2], offset=0, whole_strides=True))
+
+
+def _fcos(num_classes: int) -> nn.Module:
+    network = _torchvision("fcos_resnet50_fpn", num_classes)
+    network.head.regression_head = _BoxHead(network.head.regression_head)
+    return _AnchorFree(network, Anchors(_squares(_PYRAMID), offset=0, whole_strides=True))
+
+
+def _ssdlite(num_classes: int) -> nn.Module:
+    network = _torchvision("ssdlite320_mobilenet_v3_large", num_classes)
+    for block in network.head.classification_head.module_list:
+        nn.init.constant_(block[-1].bias, -math.log((1 - _PRIOR) / _PRIOR))
+    shapes = torch.stack(network.anchor_generator._wh_pairs).clamp(max=1)
+    return _AnchorBased(network, Anchors(shapes, offset=0.5, relative=True))
+
+
+ARCHITECTURES = {
+    "fcos_small": FcosSmall,
+    "fcos_resnet50_fpn": _fcos,
+    "retinanet_resnet50_fpn": _retinanet,
+    "ssdlite320_mobilenet_v3_large": _ssdlite,
+}
+"""By name: from the number of classes to a network."""
