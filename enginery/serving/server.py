@@ -17,7 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -31,11 +33,15 @@ from enginery.serving.loading import HEADER
 
 DRAIN_S = 30  # time for requests in progress when the server is told to stop
 _POLL_S = 0.1
+_MAX_STARTS = 3
 _MODELS_END_S = 2.0  # for the Python models, once Triton is gone
 _SHARED = "enginery_"  # how the Python backend's files in /dev/shm begin; then comes the number of our process
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # A failed model's reason in Triton's log: an exception of its Python, without the frames, or words of Triton.
 _REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n\\nAt:|"$|$)""")
+# Other lines that say why it ended, the last two of the C++ runtime, and one that is in every log without a GPU.
+_ERRORS = ("E", "error", "terminate called", "  what():")
+_HARMLESS = "CudaDriverHelper"
 # Of each thread, reserved and not used. Triton 2.51 puts the body of an HTTP request on the stack where it is said to
 # be a form, which is what curl says of any --data; with the usual 8 MiB a body of 7 ended the server.
 _STACK_BYTES = 1 << 30
@@ -132,6 +138,7 @@ class Server:
 
     ports: Ports
     process: subprocess.Popen[str]
+    launch: Callable[[], subprocess.Popen[str]]
     log: deque[str] = field(default_factory=lambda: deque(maxlen=400))
     echo: Callable[[str], None] | None = None  # for lines of the log, once the server is ready
 
@@ -167,7 +174,8 @@ class Server:
             *_closed_to_clients(loading_key),
             *(("--model-control-mode=explicit", "--load-model=*") if loading_key else ()),
         ]
-        process = subprocess.Popen(
+        launch = partial(
+            subprocess.Popen,
             command,
             env={
                 **triton.environment(Path(components.__file__).absolute().parents[1]),
@@ -183,13 +191,15 @@ class Server:
             process_group=0,  # Ctrl-C in a terminal is ours to hand on
             preexec_fn=_prepare,
         )
-        server = cls(ports=ports, process=process)
-        threading.Thread(target=server._read, name="triton-log", daemon=True).start()
+        server = cls(ports=ports, process=launch(), launch=launch)
+        server._follow_log()
         return server
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+    def _follow_log(self) -> None:
+        threading.Thread(target=self._read, args=(self.process.stdout,), name="triton-log", daemon=True).start()
+
+    def _read(self, output: IO[str]) -> None:
+        for line in output:
             self.log.append(line.rstrip("\n"))
             if self.echo is not None:
                 self.echo(line.rstrip("\n"))
@@ -197,18 +207,33 @@ class Server:
     def wait_until_ready(self) -> None:
         """Return when the server takes requests.
 
+        Triton gives its Python processes 5 seconds to answer, and aborts where a busy machine needs longer: it is
+        started again then.
+
         Raises:
             EngineryError: it ended before.
         """
+        for left in reversed(range(_MAX_STARTS)):
+            if self._becomes_ready():
+                return
+            time.sleep(_POLL_S)  # the log's last lines
+            if self.process.returncode != -signal.SIGABRT or not left:
+                raise EngineryError(f"the server did not start: {self.reason()}", code="server-not-started")
+            self._tidy()
+            self.log.clear()
+            self.process = self.launch()
+            self._follow_log()
+
+    def _becomes_ready(self) -> bool:
+        """True when it takes requests, False when it ended."""
         url = f"{self.ports.urls()['HTTP']}/v2/health/ready"
         while self.process.poll() is None:
             try:
                 with _DIRECT.open(url, timeout=2):
-                    return
+                    return True
             except (urllib.error.URLError, OSError):
                 time.sleep(_POLL_S)
-        time.sleep(_POLL_S)  # the log's last lines
-        raise EngineryError(f"the server did not start: {self.reason()}", code="server-not-started")
+        return False
 
     def reason(self) -> str:
         """Return the reason why it ended, from its log."""
@@ -217,7 +242,7 @@ class Server:
             if found := _REASON.search(line):
                 message = re.sub(r"^(EngineryError|UserError|RuntimeError|RuntimeUnavailable): ", "", found[1])
                 return " ".join(message.replace("\\n", " ").replace('\\"', '"').split())
-        errors = [line for line in lines if line.startswith(("E", "error"))]
+        errors = [line for line in lines if line.startswith(_ERRORS) and _HARMLESS not in line]
         return (errors or lines or [f"it ended with {self.process.returncode}"])[-1]
 
     def stop(self) -> None:

@@ -24,7 +24,10 @@ from components.common.registry.keys import signing_key
 from components.common.registry.trust import VERDICT, sign_verdict
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
+from enginery.serving.installation import find_triton
 from enginery.serving.repository import RepositoryConfig, write_repository
+from enginery.serving.server import Ports, Server
+from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses, write_keys
 
 from .conftest import (
@@ -188,6 +191,18 @@ def test_overload_is_refused_at_once_and_nothing_is_left_of_a_killed_triton(trit
             pool.shutdown(cancel_futures=True)
         assert psutil.wait_procs(processes, timeout=60)[1] == []
         assert running.process.wait(600) == 1
+
+
+def test_a_server_that_aborts_while_it_starts_is_started_again(triton, exported) -> None:
+    """As it does where a busy machine gives its Python models no processor for 5 seconds."""
+    server = Server.start(find_triton(), exported.path, Ports(http=free_port(), grpc=free_port(), metrics=free_port()))
+    try:
+        aborted = server.process
+        aborted.send_signal(signal.SIGABRT)
+        server.wait_until_ready()
+        assert (aborted.returncode, server.process.poll()) == (-signal.SIGABRT, None)
+    finally:
+        server.kill()
 
 
 @pytest.mark.slow
