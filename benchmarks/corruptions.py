@@ -45,7 +45,7 @@ def main(bundle: Path, dataset: Path, machine: str, turns: int, results: Path) -
     for precision in rows:
         drops = [row.comparison for row in rows[precision] if row.comparison]
         if drops:
-            measures[f"{precision}_corrupted_drop_points"] = -min(pair.delta_top1_points for pair in drops)
+            measures[f"{precision}_corrupted_drop_points"] = -min(pair.delta_points for pair in drops)
             measures[f"{precision}_corrupted_drop_upper_points"] = max(pair.drop_upper_points for pair in drops)
     write_result(
         machine,

@@ -266,7 +266,7 @@ def main(folder: Path, model: Path, machine: str, results: Path) -> None:
             changes = {name: live_changes(live, images, own.labels, other, name, random) for name in (*CHANGES, "mix")}
     measures = {
         "num_validation_images": own.num_images,
-        "top1_pct": own.top1_pct,
+        "top1_pct": own.score_pct,
         "alarms_in_100_draws": sum(map(bool, draws)),
         "offline_alarms_pct": 100 * sum(offline) / (NUM_DRAWS * NUM_SPLITS),
         **{f"requests_until_alarm_{name}": max(each["requests"] for each in found) for name, found in changes.items()},

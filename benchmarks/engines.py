@@ -240,7 +240,7 @@ def _accuracy(work: Path, shapes: ShapeSpec, transform: TransformSpec, dataset: 
     runners: dict[str, Runner] = {name: TensorRTRunner(work / f"{name}.plan", shapes) for name in PRECISIONS}
     loader = Loader(data, "val", transform, batch_size=shapes.max_batch, device_id=0)
     predictions = predict(runners, loader, loader.num_images, lambda done, total: None)
-    measures = {f"top1_pct_{name}": entry.top1_pct for name, entry in predictions.items()}
+    measures = {f"top1_pct_{name}": entry.score_pct for name, entry in predictions.items()}
     for name in ("fp16", "int8"):
         difference = paired_difference(predictions["fp32"].right, predictions[name].right)
         measures[f"{name}_delta_points"] = difference.delta_points

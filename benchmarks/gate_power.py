@@ -28,12 +28,10 @@ def verdict_of(num_images: int, lost: int, gained: int, budget_points: float) ->
     """The gate's verdict on a drop."""
     comparison = PairedComparison.of(num_images, lost, gained)
     facts: dict[str, Any] = {"runtime": "openvino", "num_images": num_images}
-    fp32 = AccuracyRow(precision="fp32", top1_pct=FP32_PCT, **facts)
-    own = AccuracyRow(
-        precision="int8", top1_pct=FP32_PCT + comparison.delta_top1_points, comparison=comparison, **facts
-    )
+    fp32 = AccuracyRow(precision="fp32", score_pct=FP32_PCT, **facts)
+    own = AccuracyRow(precision="int8", score_pct=FP32_PCT + comparison.delta_points, comparison=comparison, **facts)
     accuracy = AccuracyReport(dataset_digest="", split_digest="", bundle_digest="", rows=(fp32, own))
-    thresholds = Thresholds(max_top1_drop_points=budget_points)
+    thresholds = Thresholds(max_drop_points=budget_points)
     return next(check.verdict for check in accuracy_checks(thresholds, accuracy, own))
 
 

@@ -86,7 +86,7 @@ def _write(machine: str, runs: list[dict[str, Any]], seconds: float) -> None:
             if "int8_over" in peer:
                 suffix = f"{name}_{run['model']}_{run['instruction_set'].lower()}"
                 measures[f"int8_over_{suffix}"] = peer["int8_over"]
-                measures[f"delta_top1_points_over_{suffix}"] = peer["comparison"]["delta_top1_points"]
+                measures[f"delta_top1_points_over_{suffix}"] = peer["comparison"]["delta_points"]
     ends = [peer for run in runs for peer in run["peers"].values() if "int8_over" in peer]
     first = {
         "int8_over_peers_min": min((peer["int8_over"] for peer in ends), default=0.0),
@@ -158,7 +158,7 @@ def _measure(
         labels = np.concatenate([np.asarray(batch.labels) for batch in samples["selection"] or ()])
         np.savez(Path(folder, "images.npz"), labels=labels, input_name=record.shapes.input_name, **arrays)
         del arrays
-        budget = config.gate.max_top1_drop_points
+        budget = config.gate.max_drop_points
         found = {
             peer: _quantized_by(peer, python, files["fp32"], Path(folder), budget, peer_seconds)
             for peer, python in peers.items()
@@ -193,7 +193,7 @@ def _measure(
         "int8_layers": record.num_quantized_layers,
         "layers": record.num_quantizable_layers,
         "search_seconds": own_seconds,
-        **{f"top1_{key}_pct": entry.top1_pct for key, entry in top.items()},
+        **{f"top1_{key}_pct": entry.score_pct for key, entry in top.items()},
         **{f"agreement_{key}_pct": entry.agreement_pct(top["fp32"]) for key, entry in top.items()},
         **{f"images_per_s_{key}": statistics.median(turn[key] for turn in turns) for key in files},
         "int8_over_fp32": _ratios(turns, "int8", "fp32")["int8_over"],

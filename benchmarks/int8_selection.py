@@ -57,18 +57,18 @@ def main(
         bundles[variant] = load(work / variant, BundleManifest)
     predictions = _predict(bundles, load(dataset, DatasetManifest), runtime)
     fp32 = predictions["fp32"]
-    measures = {"top1_pct_fp32": fp32.top1_pct, "num_images": float(fp32.num_images)}
+    measures = {"top1_pct_fp32": fp32.score_pct, "num_images": float(fp32.num_images)}
     runs: list[dict[str, Any]] = []
     for variant, bundle in bundles.items():
         difference = paired_difference(fp32.right, predictions[variant].right)
         layers = _convolutions(bundle)
-        measures[f"top1_pct_int8_{variant}"] = predictions[variant].top1_pct
+        measures[f"top1_pct_int8_{variant}"] = predictions[variant].score_pct
         measures[f"int8_delta_points_{variant}"] = difference.delta_points
         runs.append(
             {
                 "variant": variant,
                 "export_seconds": seconds[variant],
-                "top1_pct": predictions[variant].top1_pct,
+                "top1_pct": predictions[variant].score_pct,
                 "low_points": difference.low_points,
                 "high_points": difference.high_points,
                 "num_lost": difference.num_lost,

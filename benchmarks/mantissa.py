@@ -161,7 +161,7 @@ def _accuracy(
     full = next(iter(predictions.values()))
     measures = {"num_images": float(loader.num_images)}
     for bits, entry in predictions.items():
-        measures[f"top1_pct_{bits}_bits"] = entry.top1_pct
+        measures[f"top1_pct_{bits}_bits"] = entry.score_pct
         if entry is not full:
             difference = paired_difference(full.right, entry.right)
             measures[f"delta_points_{bits}_bits"] = difference.delta_points

@@ -180,9 +180,9 @@ def _accuracy(report: ReportManifest, *precisions: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for precision in precisions:
         row = report.accuracy.row(precision)
-        found[f"top1_pct_{precision}"] = row.top1_pct
+        found[f"top1_pct_{precision}"] = row.score_pct
         if row.comparison is not None:
-            found[f"delta_points_{precision}"] = row.comparison.delta_top1_points
+            found[f"delta_points_{precision}"] = row.comparison.delta_points
             found[f"drop_upper_points_{precision}"] = row.comparison.drop_upper_points
         found["num_images"] = row.num_images
     return found

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @click.option("--limit", multiple=True, help="Instruction sets that oneDNN is limited to; the CPU's own without it.")
 def main(machine: str, repeat: int, limit: tuple[str, ...]) -> None:
     runs = [_run(seed, own) for own in limit or ("",) for seed in range(repeat)]
-    top1 = [run["rows"][0]["top1_pct"] for run in runs]
+    top1 = [run["rows"][0]["score_pct"] for run in runs]
     measures = {
         "quickstart_seconds": _median(run["seconds_wall"] for run in runs),
         "quickstart_seconds_worst": max(run["seconds_wall"] for run in runs),
@@ -39,7 +39,7 @@ def main(machine: str, repeat: int, limit: tuple[str, ...]) -> None:
         ),
         "quickstart_top1_pct": _median(top1),
         "quickstart_top1_pct_worst": min(top1),
-        "int8_delta_points": _median(run["rows"][2]["delta_top1_points"] for run in runs),
+        "int8_delta_points": _median(run["rows"][2]["delta_points"] for run in runs),
     }
     for index, step in enumerate(runs[0]["steps"]):
         measures[f"{step['name']}_seconds"] = _median(run["steps"][index]["seconds_total"] for run in runs)

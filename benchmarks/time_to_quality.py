@@ -161,7 +161,7 @@ def main(
             free.put((gpu, own_cores))
 
     def measure(seed: int, recipe: str) -> None:
-        given = {**settings[recipe], "seed": seed, "target_top1_pct": target, "validation_epochs": 1}
+        given = {**settings[recipe], "seed": seed, "target_score_pct": target, "validation_epochs": 1}
         run = {"recipe": recipe, "seed": seed, **train(given, f"{recipe}-{seed}")}
         with writing:
             runs.append(run)

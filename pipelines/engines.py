@@ -18,7 +18,7 @@ from pipelines import graph
 def engines(
     model: str,
     data: str,
-    max_top1_drop_points: float = 0.5,
+    max_drop_points: float = 0.5,
     latency_budget: str = "",
     registered_model: str = "",
     seed: int = 0,
@@ -35,7 +35,7 @@ def engines(
     graph.prove_and_promote(
         bundle,
         dataset,
-        max_top1_drop_points=max_top1_drop_points,
+        max_drop_points=max_drop_points,
         latency_budget=latency_budget,
         registered_model=registered_model,
         validate_settings=validate,

@@ -32,7 +32,7 @@ def prove_and_promote(
     bundle: dsl.PipelineTask,
     dataset: dsl.PipelineTask,
     *,
-    max_top1_drop_points: float,
+    max_drop_points: float,
     latency_budget: str,
     registered_model: str,
     validate_settings: Settings,
@@ -44,13 +44,13 @@ def prove_and_promote(
     measured = validate(
         bundle=bundle.outputs["bundle"],
         dataset=dataset.outputs["dataset"],
-        max_top1_drop_points=max_top1_drop_points,
+        max_drop_points=max_drop_points,
         latency_budget=latency_budget,
         settings=validate_settings,
         gate_settings=gate_settings,
     )
     apply_resources(measured, "validate")
-    decided = gate(report=measured.outputs["report"], max_top1_drop_points=max_top1_drop_points, settings=gate_settings)
+    decided = gate(report=measured.outputs["report"], max_drop_points=max_drop_points, settings=gate_settings)
     apply_resources(decided, "gate")
     promoted = promote(
         bundle=bundle.outputs["bundle"],

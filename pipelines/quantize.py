@@ -22,7 +22,7 @@ def quantize(
     image_size: int = 224,
     calibration_method: str = "auto",
     num_calibration_images: int = 512,
-    max_top1_drop_points: float = 0.5,
+    max_drop_points: float = 0.5,
     latency_budget: str = "",
     registered_model: str = "",
     seed: int = 0,
@@ -41,7 +41,7 @@ def quantize(
         image_size=image_size,
         calibration_method=calibration_method,
         num_calibration_images=num_calibration_images,
-        max_top1_drop_points=max_top1_drop_points,
+        max_drop_points=max_drop_points,
         settings=export,
         gate_settings=gate,
     )
@@ -49,7 +49,7 @@ def quantize(
     graph.prove_and_promote(
         bundle,
         dataset,
-        max_top1_drop_points=max_top1_drop_points,
+        max_drop_points=max_drop_points,
         latency_budget=latency_budget,
         registered_model=registered_model,
         validate_settings=validate,

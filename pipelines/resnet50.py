@@ -27,7 +27,7 @@ def classifier(name: str, description: str, *, in_parts: bool = False) -> GraphC
         learning_rate: float = 0.2,
         calibration_method: str = "auto",
         num_calibration_images: int = 512,
-        max_top1_drop_points: float = 0.5,
+        max_drop_points: float = 0.5,
         latency_budget: str = "",
         registered_model: str = "",
         seed: int = 0,
@@ -60,7 +60,7 @@ def classifier(name: str, description: str, *, in_parts: bool = False) -> GraphC
             dataset=dataset.outputs["dataset"],
             calibration_method=calibration_method,
             num_calibration_images=num_calibration_images,
-            max_top1_drop_points=max_top1_drop_points,
+            max_drop_points=max_drop_points,
             settings=export,
             gate_settings=gate,
         )
@@ -68,7 +68,7 @@ def classifier(name: str, description: str, *, in_parts: bool = False) -> GraphC
         graph.prove_and_promote(
             bundle,
             dataset,
-            max_top1_drop_points=max_top1_drop_points,
+            max_drop_points=max_drop_points,
             latency_budget=latency_budget,
             registered_model=registered_model,
             validate_settings=validate,

@@ -11,7 +11,7 @@ def export(
     dataset: dsl.Input[dsl.Dataset],
     calibration_method: str,
     num_calibration_images: int,
-    max_top1_drop_points: float,
+    max_drop_points: float,
     settings: dict,  # type: ignore[type-arg]
     gate_settings: dict,  # type: ignore[type-arg]
     bundle: dsl.Output[dsl.Model],
@@ -23,7 +23,7 @@ def export(
         "calibration_method": calibration_method,
         "num_calibration_images": num_calibration_images,
         # What INT8 may cost is what the gate will accept.
-        "gate": {**gate_settings, "max_top1_drop_points": max_top1_drop_points},
+        "gate": {**gate_settings, "max_drop_points": max_drop_points},
     }
     STEP.execute({**settings, **values}, model=checkpoint.path, dataset=dataset.path, output=bundle.path)
 
@@ -36,7 +36,7 @@ def export_own(
     image_size: int,
     calibration_method: str,
     num_calibration_images: int,
-    max_top1_drop_points: float,
+    max_drop_points: float,
     settings: dict,  # type: ignore[type-arg]
     gate_settings: dict,  # type: ignore[type-arg]
     bundle: dsl.Output[dsl.Model],
@@ -50,7 +50,7 @@ def export_own(
         "calibration_method": calibration_method,
         "num_calibration_images": num_calibration_images,
         # What INT8 may cost is what the gate will accept.
-        "gate": {**gate_settings, "max_top1_drop_points": max_top1_drop_points},
+        "gate": {**gate_settings, "max_drop_points": max_drop_points},
     }
     STEP.execute({**settings, **values}, model=model, dataset=dataset.path, output=bundle.path)
 

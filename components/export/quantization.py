@@ -372,9 +372,9 @@ def _select(
     entry = SelectionEntry(
         runtime=chooser.candidates.runtime,
         num_images=search.num_images,
-        fp32_top1_pct=search.fp32_top1_pct,
-        max_top1_drop_points=budget.max_top1_drop_points,
-        min_relative_top1_pct=budget.min_relative_top1_pct,
+        fp32_score_pct=search.fp32_score_pct,
+        max_drop_points=budget.max_drop_points,
+        min_relative_score_pct=budget.min_relative_score_pct,
         trials=tuple(search.trials),
         ranking=ranking.measured,
         num_ranking_images=ranking.num_images,
@@ -420,11 +420,11 @@ class _Chooser:
             return None
 
         def accuracy(compiled: Sequence[Compiled], _: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
-            known = {compiled[0].name: {"delta_top1_points": 0.0, "agreement_pct": 100.0, "within_budget": True}}
+            known = {compiled[0].name: {"delta_points": 0.0, "agreement_pct": 100.0, "within_budget": True}}
             for entry in compiled[1:]:
                 search.holds(method, entry.excluded)
                 trial = search.trial(method, entry.excluded)
-                fields = {"delta_top1_points", "agreement_pct", "within_budget"}
+                fields = {"delta_points", "agreement_pct", "within_budget"}
                 known[entry.name] = trial.model_dump(include=fields) if trial is not None else {}
             return known
 

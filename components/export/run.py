@@ -149,7 +149,7 @@ def _track(bundle: Artifact[BundleManifest], data: Artifact[DatasetManifest], lo
     if calibration.selection is not None:
         for trial in calibration.selection.trials:
             if not trial.excluded:
-                values[f"selection_delta_top1_points_{trial.method}"] = trial.delta_top1_points
+                values[f"selection_delta_points_{trial.method}"] = trial.delta_points
         values["selection_seconds"] = calibration.selection.seconds
     log.metrics(values)
     log.artifact(bundle.file("scales.json"))

@@ -240,16 +240,16 @@ Measure = Callable[[Mapping[str, onnx.ModelProto], str, Callable[[], str]], Abst
 class Budget:
     """The most that INT8 may cost."""
 
-    max_top1_drop_points: float
-    min_relative_top1_pct: float
+    max_drop_points: float
+    min_relative_score_pct: float
     num_validation_images: int = 0  # that the gate's proof will rest on; 0 where it judges the measured drop alone
 
     @classmethod
     def of(cls, config: ExportConfig, dataset: Artifact[DatasetManifest]) -> Self:
         """The gate's limits of top-1, and the images that it will judge by."""
         return cls(
-            max_top1_drop_points=config.gate.max_top1_drop_points,
-            min_relative_top1_pct=config.gate.min_relative_top1_pct,
+            max_drop_points=config.gate.max_drop_points,
+            min_relative_score_pct=config.gate.min_relative_score_pct,
             num_validation_images=dataset.manifest.splits["val"].num_images if config.gate.confident else 0,
         )
 
@@ -263,7 +263,7 @@ class Budget:
                 improbable that the budget holds on all.
         """
         drop = own.drop(fp32, num_images)
-        allowed = min(self.max_top1_drop_points, (1 - self.min_relative_top1_pct / 100) * fp32.score_pct)
+        allowed = min(self.max_drop_points, (1 - self.min_relative_score_pct / 100) * fp32.score_pct)
         points = drop.points
         if self.num_validation_images:  # with fewer images no layer in float makes a proof
             points = max(points, drop.proved(self.num_validation_images, allowed))
@@ -386,7 +386,7 @@ class Selection:
         return f"at most {max(self.deadline - time.monotonic(), 0):.0f} s left"
 
     @property
-    def fp32_top1_pct(self) -> float:
+    def fp32_score_pct(self) -> float:
         """top-1 of FP32 on the selection images."""
         return self._fp32_on(self.num_images).score_pct
 
@@ -458,8 +458,8 @@ class Selection:
                 method=method,
                 excluded=excluded,
                 num_images=own.num_images,
-                top1_pct=own.score_pct,
-                delta_top1_points=difference.delta_points,
+                score_pct=own.score_pct,
+                delta_points=difference.delta_points,
                 low_points=difference.low_points,
                 high_points=difference.high_points,
                 agreement_pct=own.agreement_pct(fp32),

@@ -104,7 +104,7 @@ def _measure(
         found = predict({precision: runner}, loader, num_images, progress)[precision]
     finally:
         runner.close()
-    return Measured(precision=precision, top1_pct=found.top1_pct, correct=found.right, runtime=runner.runtime)
+    return Measured(precision=precision, score_pct=found.score_pct, correct=found.right, runtime=runner.runtime)
 
 
 _MAX_LENGTH = 1500  # of a reason; what MLflow takes of a record must hold it

@@ -59,12 +59,12 @@ class TrainConfig(StepConfig):
         False, description="Train the last layer alone: all others keep their weights and BatchNorm statistics."
     )
     epochs: int = Field(90, ge=1, description="Passes over the training split.")
-    target_top1_pct: float = Field(
+    target_score_pct: float = Field(
         0,
         ge=0,
         le=100,
-        description="Top-1 on validation images in per cent that ends the training once an epoch reaches it; 0 for "
-        "none. The learning rate falls as for all epochs.",
+        description="Score on validation images (top-1, mIoU) in per cent that ends the training once an epoch reaches "
+        "it; 0 for none. The learning rate falls as for all epochs.",
     )
     global_batch_size: int = Field(256, ge=2, description="Images per optimizer step, over all processes.")
     per_gpu_batch_size: int = Field(
@@ -105,7 +105,7 @@ class TrainConfig(StepConfig):
     )
     publish: Literal["last", "best"] = Field(
         "last",
-        description="Which epoch's weights are the result: the last's, or those with the highest top-1 on validation "
+        description="Which epoch's weights are the result: the last's, or those with the highest score on validation "
         "images, which flatters that number.",
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(

@@ -161,8 +161,8 @@ def train_on_nodes(
             _remove(job, log)
     manifest = _copy_result(checkpoint, own, output)
     return (
-        f"{manifest.architecture} at {manifest.metrics['val_top1_pct']:.2f} % top-1 after {len(manifest.history)} "
-        f"epochs on {request.num_nodes} nodes"
+        f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after "
+        f"{len(manifest.history)} epochs on {request.num_nodes} nodes"
     )
 
 

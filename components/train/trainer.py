@@ -215,13 +215,13 @@ class Trainer:
             train_loss, speed = self.train_epoch()
             self.mllog.event("epoch_stop", **number)
             self.mllog.event("tracked_stats", {"throughput": speed.train_images_per_s}, **number)
-            val_loss = val_top1_pct = None
+            val_loss = val_score_pct = None
             if done == self.config.epochs or done % self.config.validation_epochs == 0:
                 self.mllog.event("eval_start", **number)
-                val_loss, val_top1_pct = self.evaluate()
-                self.mllog.event("eval_accuracy", val_top1_pct / 100, **number)
+                val_loss, val_score_pct = self.evaluate()
+                self.mllog.event("eval_accuracy", val_score_pct / 100, **number)
                 self.mllog.event("eval_stop", **number)
-            measured = {"val_loss": val_loss, "val_top1_pct": val_top1_pct, "elapsed_s": self._elapsed_s()}
+            measured = {"val_loss": val_loss, "val_score_pct": val_score_pct, "elapsed_s": self._elapsed_s()}
             self.history.append(EpochRecord(train_loss=train_loss, **measured, **vars(speed)))
             self.log.metrics(self.metrics_of(done - 1), position=done - 1)
             if not math.isfinite(train_loss):
@@ -313,9 +313,9 @@ class Trainer:
 
     @property
     def epochs_to_target(self) -> int | None:
-        """The number of epochs after which validation reached target_top1_pct; None before, and without a target."""
-        top1 = [epoch.val_top1_pct or 0.0 for epoch in self.history if self.config.target_top1_pct]
-        return next((done for done, value in enumerate(top1, 1) if value >= self.config.target_top1_pct), None)
+        """The number of epochs after which validation reached target_score_pct; None before, and without a target."""
+        scores = [epoch.val_score_pct or 0.0 for epoch in self.history if self.config.target_score_pct]
+        return next((done for done, value in enumerate(scores, 1) if value >= self.config.target_score_pct), None)
 
     @property
     def is_done(self) -> bool:
@@ -331,11 +331,13 @@ class Trainer:
 
     @property
     def best_epoch(self) -> int | None:
-        """The epoch, from 0, with the highest top-1 on validation images, the first of equals; None before any."""
-        top1 = {
-            number: epoch.val_top1_pct or 0.0 for number, epoch in enumerate(self.history) if epoch.val_loss is not None
+        """The epoch, from 0, with the highest score on validation images, the first of equals; None before any."""
+        scores = {
+            number: epoch.val_score_pct or 0.0
+            for number, epoch in enumerate(self.history)
+            if epoch.val_loss is not None
         }
-        return max(top1, key=top1.__getitem__) if top1 else None
+        return max(scores, key=scores.__getitem__) if scores else None
 
     @property
     def published_epoch(self) -> int:

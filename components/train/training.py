@@ -27,7 +27,7 @@ from components.common.contracts.transforms import TransformSpec, transform_for
 from components.common.data.loader import Loader, plan_training
 from components.common.process.partial_output import open_partial
 from components.common.process.steplog import StepLog
-from components.common.tasks import load_task
+from components.common.tasks import TASKS, load_task
 from components.train.arithmetic import pick_precision, set_arithmetic, threads_per_process
 from components.train.batches import BatchPlan, check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS, Saved, choose_folder, parse, write_safetensors
@@ -116,15 +116,16 @@ def _train(
         log.note(f"resuming after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped{others}")
     del model, saved, content  # they would stay in memory
     _fit(trainer, num_classes)
-    target, done = config.target_top1_pct, trainer.epochs_to_target
+    score_name = TASKS[data.manifest.task].score_name
+    target, done = config.target_score_pct, trainer.epochs_to_target
     trainer.mllog.event("run_stop", status="aborted" if target and not done else "success")
     if done:
         seconds = trainer.history[done - 1].elapsed_s
-        log.note(f"{target:g} % top-1 on validation images after {done} epochs and {seconds:,.1f} seconds")
+        log.note(f"{target:g} % {score_name} on validation images after {done} epochs and {seconds:,.1f} seconds")
     elif target:
         log.warning(
-            f"validation never reached train.target_top1_pct, which is {target:g}: the best of {config.epochs} epochs "
-            f"has {trainer.history[trainer.best_epoch or 0].val_top1_pct:.2f} %"
+            f"validation never reached train.target_score_pct, which is {target:g}: the best of {config.epochs} epochs "
+            f"has {trainer.history[trainer.best_epoch or 0].val_score_pct:.2f} %"
         )
     if world.is_main and config.profile_steps and trainer.profiler.record is None:
         log.warning(
@@ -297,7 +298,7 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
         else:
             (output / name).unlink(missing_ok=True)  # of a run that was killed while it published
     metrics = trainer.metrics_of(number)
-    warn_of_chance_level(trainer.log, config, data.manifest.splits["val"], metrics["val_top1_pct"])
+    warn_of_chance_level(trainer.log, config, data.manifest.splits["val"], metrics["val_score_pct"])
     sealed = seal(
         output,
         CheckpointManifest,
@@ -315,14 +316,14 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
     return _outcome(sealed, trainer.world.world_size)
 
 
-def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, top1_pct: float) -> None:
+def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, score_pct: float) -> None:
     """Warn where the model is no better than one that always names the most frequent class of a split."""
     share = max(split.class_counts) / split.num_images
     std = math.sqrt(share * (1 - share) / split.num_images)
-    if share < 1 and top1_pct / 100 <= share + 2 * std:
+    if share < 1 and score_pct / 100 <= share + 2 * std:
         rate = config.learning_rate
         log.warning(
-            f"the model learned nothing that shows: {top1_pct:.2f} % top-1, and naming the most frequent class each "
+            f"the model learned nothing that shows: {score_pct:.2f} % top-1, and naming the most frequent class each "
             f"time has {100 * share:.2f} %. Lower train.learning_rate, which is {rate:g}, to {rate / 4:g}, raise "
             f"train.epochs, which is {config.epochs}, or see in the data card whether the labels are sound"
         )
@@ -357,6 +358,7 @@ def _machine(world_size: int) -> str:
 def _outcome(checkpoint: Artifact[CheckpointManifest], world_size: int) -> str:
     manifest = checkpoint.manifest
     return (
-        f"{manifest.architecture} at {manifest.metrics['val_top1_pct']:.2f} % top-1 after {len(manifest.history)} "
-        f"epochs, {manifest.history[-1].train_images_per_s:,.0f} images/s on {_machine(world_size)}"
+        f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after "
+        f"{len(manifest.history)} epochs, {manifest.history[-1].train_images_per_s:,.0f} images/s on "
+        f"{_machine(world_size)}"
     )

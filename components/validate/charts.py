@@ -196,19 +196,19 @@ def _named_batches(batch_sizes: Sequence[int]) -> set[int]:
     return {sizes[index] for index in np.linspace(0, len(sizes) - 1, _MAX_BATCHES).round().astype(int).tolist()}
 
 
-def training_chart(history: Sequence[EpochRecord]) -> str:
-    """Loss of training and validation by epoch, and beside it top-1 on the validation split."""
+def training_chart(history: Sequence[EpochRecord], score_name: str) -> str:
+    """Loss of training and validation by epoch, and beside it the score on the validation split."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "training"}):
         figure = Figure(figsize=(_WIDTH_INCHES, 3.2), layout="constrained")
-        loss, top1 = figure.subplots(1, 2)
+        loss, score = figure.subplots(1, 2)
         loss.set(xlabel="epoch", ylabel="loss")
-        top1.set(xlabel="epoch", ylabel="top-1 in %")
+        score.set(xlabel="epoch", ylabel=f"{score_name} in %")
         _curve(loss, [entry.train_loss for entry in history], "fp32", "training", "{:.3f}")
         _curve(loss, [entry.val_loss for entry in history], "int8", "validation", "{:.3f}")
-        _curve(top1, [entry.val_top1_pct for entry in history], "int8", "validation", "{:.2f}")
+        _curve(score, [entry.val_score_pct for entry in history], "int8", "validation", "{:.2f}")
         loss.set_ylim(0, 1.12 * max(max(entry.train_loss, entry.val_loss or 0.0) for entry in history))
         if len(history) == 1:
-            top1.set_ylim(0, 108)
+            score.set_ylim(0, 108)
         figure.legend(*loss.get_legend_handles_labels(), loc="outside upper center", ncols=2)
         return as_svg(figure)
 
@@ -232,17 +232,17 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
         return as_svg(figure)
 
 
-def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
-    """Draw the cost of each candidate in top-1, with its interval and the budget: a row each, in the order of trying.
+def trials_chart(selection: SelectionEntry, chosen: Trial | None, score_name: str) -> str:
+    """Draw the cost of each candidate in score, with its interval and the budget: a row each, in the order of trying.
 
     The axis spans what lies near the chosen one. A candidate far below it, which would press all others into one
     line, is written at the edge instead.
     """
     trials = selection.trials
-    nearest = chosen or max(trials, key=lambda trial: trial.delta_top1_points)
+    nearest = chosen or max(trials, key=lambda trial: trial.delta_points)
     low, high = min(nearest.low_points, 0.0), max(nearest.high_points, 0.0)
     reach = low - 2 * (high - low)
-    near = [trial for trial in trials if trial.delta_top1_points >= reach]
+    near = [trial for trial in trials if trial.delta_points >= reach]
     budget = _budget_points(selection)
     low = min(low, *(trial.low_points for trial in near), *([-budget] if -budget >= reach else []))
     high = max(high, *(trial.high_points for trial in near))
@@ -250,7 +250,7 @@ def trials_chart(selection: SelectionEntry, chosen: Trial | None) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "trials"}):
         excluded = [f", {len(trial.excluded):,} in float" if trial.excluded else "" for trial in trials]
         names = [trial.method + text for trial, text in zip(trials, excluded, strict=True)]
-        figure, (axes,) = _rows(names, "top-1 against FP32, in points")
+        figure, (axes,) = _rows(names, f"{score_name} against FP32, in points")
         axes.set_xlim(low - margin, high + margin)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 1 if high - low > 1 else 2)))
@@ -296,7 +296,7 @@ def layers_chart(ranking: Sequence[LayerCost], excluded: Sequence[str], max_laye
 
 
 def corruption_chart(accuracy: AccuracyReport, precision: Precision, limit_points: float) -> str:
-    """Draw top-1 on degraded images, and beside it the change against FP32 with its interval: a row for each way.
+    """Draw the score on degraded images, and beside it the change against FP32 with its interval: a row for each way.
 
     The first row is of the images as they are. With a limit above 0 the drop that it allows is a line. SVG, or ""
     without measurements.
@@ -309,27 +309,27 @@ def corruption_chart(accuracy: AccuracyReport, precision: Precision, limit_point
         return ""
     rows = range(len(names))
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "corruptions"}):
-        figure, (top1, change) = _rows(names, "top-1 in %", "change against FP32, in points")
+        figure, (score, change) = _rows(names, f"{accuracy.score_name} in %", "change against FP32, in points")
         for series, measured in (("fp32", fp32), (precision, own)):
-            values = [measured.top1_pct or 0.0, *(one.top1_pct for one in measured.corrupted)]
+            values = [measured.score_pct or 0.0, *(one.score_pct for one in measured.corrupted)]
             style: dict[str, Any] = (
                 {"markersize": 9, "markerfacecolor": GROUND} if series == "fp32" else {"markersize": 4}
             )
             color, marker = SERIES[series], MARKERS[series]
-            top1.plot(values, rows, color=color, marker=marker, linestyle="", label=series.upper(), **style)
-        top1.set_xlim(0, 104)
+            score.plot(values, rows, color=color, marker=marker, linestyle="", label=series.upper(), **style)
+        score.set_xlim(0, 104)
         change.axvline(0, color=SERIES["fp32"], linewidth=1, zorder=1.5)
         if limit_points:
             dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 1.5}
             change.axvline(-limit_points, color=TEXT, label=f"allowed: {signed(-limit_points)} points", **dashes)
         for row, (before, after) in enumerate(pairwise(["", *(one.kind for one in own.corrupted)])):
             if before != after:
-                for axes in (top1, change):
+                for axes in (score, change):
                     axes.axhline(row + 0.5, color=LINE, linewidth=0.5)
         for row, pair in enumerate(compared):
             ends = (-pair.drop_upper_points, -pair.drop_lower_points)
             change.plot(ends, (row, row), color=SERIES[precision], marker="|", markersize=5, linewidth=1.4)
-            change.plot(pair.delta_top1_points, row, color=SERIES[precision], marker=MARKERS[precision], markersize=5)
+            change.plot(pair.delta_points, row, color=SERIES[precision], marker=MARKERS[precision], markersize=5)
         change.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
         change.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 1)))
         figure.legend(loc="outside upper center", ncols=3, fontsize=9)
@@ -376,9 +376,9 @@ def _curve(axes: Axes, values: Sequence[float | None], series: str, label: str, 
 
 
 def _budget_points(selection: SelectionEntry) -> float:
-    """The largest drop in top-1 that both limits allow."""
-    relative = (1 - selection.min_relative_top1_pct / 100) * selection.fp32_top1_pct
-    return min(selection.max_top1_drop_points, relative)
+    """The largest drop that both limits allow."""
+    relative = (1 - selection.min_relative_score_pct / 100) * selection.fp32_score_pct
+    return min(selection.max_drop_points, relative)
 
 
 def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near: bool) -> None:
@@ -392,11 +392,11 @@ def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near:
         color = SERIES["int8" if is_chosen else "fp32"]
         ends = (trial.low_points, trial.high_points)
         axes.plot(ends, (row, row), color=color, marker="|", markersize=5, linewidth=1.4)
-        _point(axes, (trial.delta_top1_points, row), style)
+        _point(axes, (trial.delta_points, row), style)
         return
     interval = f"{signed(trial.low_points)} to {signed(trial.high_points)}"
     left = axes.get_xlim()[0]
-    text = f"\N{BLACK LEFT-POINTING TRIANGLE} {signed(trial.delta_top1_points)} ({interval})"
+    text = f"\N{BLACK LEFT-POINTING TRIANGLE} {signed(trial.delta_points)} ({interval})"
     axes.annotate(text, (left, row), textcoords="offset points", xytext=(3, 0), va="center", fontsize=9)
 
 

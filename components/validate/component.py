@@ -9,7 +9,7 @@ from components.common.contracts.container_images import image_for
 def validate(
     bundle: dsl.Input[dsl.Model],
     dataset: dsl.Input[dsl.Dataset],
-    max_top1_drop_points: float,
+    max_drop_points: float,
     latency_budget: str,
     settings: dict,  # type: ignore[type-arg]
     gate_settings: dict,  # type: ignore[type-arg]
@@ -19,6 +19,6 @@ def validate(
     from components.validate.__main__ import STEP
 
     # The report starts with the verdict, so it needs the thresholds that the gate will apply.
-    gate = {**gate_settings, "max_top1_drop_points": max_top1_drop_points}
+    gate = {**gate_settings, "max_drop_points": max_drop_points}
     values = {"latency_budget": latency_budget, "gate": gate}
     STEP.execute({**settings, **values}, bundle=bundle.path, dataset=dataset.path, output=report.path)

@@ -61,7 +61,7 @@ from components.validate.schema import (
 
 
 def compare(fp32: Predictions, own: Predictions) -> PairedComparison:
-    """Lost and gained images, the difference in top-1 with its one-sided 95 % intervals, and McNemar's test."""
+    """Lost and gained images, the difference in score with its one-sided 95 % intervals, and McNemar's test."""
     difference = paired_difference(fp32.right, own.right)
     return PairedComparison.of(difference.num_images, difference.num_lost, difference.num_gained)
 
@@ -231,7 +231,7 @@ def _layers(bundle: Artifact[BundleManifest], precision: str) -> tuple[EngineLay
 
 
 def change(fp32: Predictions, own: Predictions) -> PredictionChange:
-    """Lost, gained and differing images, and how certain the difference in top-1 is."""
+    """Lost, gained and differing images, and how certain the difference in score is."""
     differing = int((fp32.top[:, 0] != own.top[:, 0]).sum())
     return PredictionChange(**compare(fp32, own).model_dump(), num_differing=differing)
 
@@ -368,8 +368,10 @@ def _charts(report: Report) -> dict[str, str]:
         "corruptions": corruption_chart(
             report.accuracy, precision, report.verdict.thresholds.max_corrupted_drop_points
         ),
-        "training": training_chart(history) if history else "",
-        "trials": trials_chart(selection, calibration.chosen) if selection and selection.trials else "",
+        "training": training_chart(history, report.accuracy.score_name) if history else "",
+        "trials": trials_chart(selection, calibration.chosen, report.accuracy.score_name)
+        if selection and selection.trials
+        else "",
         "placement": placement_chart(report.placement) if report.placement else "",
         "layers": layers_chart(ranking, calibration.excluded, _MAX_LAYERS) if ranking else "",
         **{f"confusion {name}": confusion_picture(entry, classes, name) for name, entry in matrices.items()},

@@ -17,7 +17,7 @@ from components.common.contracts.records import (
     ProfileRecord,
 )
 from components.common.contracts.statistics import SIGNIFICANCE
-from components.common.contracts.verdict import CHECKS, deciding_images, drops_allowed, largest_batch, reaches_top1
+from components.common.contracts.verdict import CHECKS, deciding_images, drops_allowed, largest_batch, reaches_score
 from components.validate.schema import Report
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -57,9 +57,9 @@ def next_steps(report: Report) -> list[str]:
     """Remedies, the one that helps most first; nothing after a pass."""
     accuracy, judged = report.accuracy, report.verdict.precision
     for row in (accuracy.row(judged), accuracy.row("fp32")):
-        if row.top1_pct is None and "saturate" in row.note:
+        if row.score_pct is None and "saturate" in row.note:
             return ["Export again: it writes a file with 7-bit weights for CPUs without VNNI, such as this one."]
-        if row.top1_pct is None:
+        if row.score_pct is None:
             return [f"Validate on a machine that runs {row.precision.upper()}, or judge another one (gate.precision)."]
     open_checks = {check.name: check for check in report.verdict.checks if check.verdict != "pass"}
     steps = [remedy(report, open_checks[name]) for name, remedy in _REMEDIES.items() if name in open_checks]
@@ -74,9 +74,9 @@ def _has_open(report: Report, kind: str, verdict: str = "") -> bool:
 
 def _train_for_longer(report: Report, _: GateCheck) -> list[str]:
     fp32 = report.accuracy.row("fp32")
-    if reaches_top1(report.verdict.thresholds, fp32):
+    if reaches_score(report.verdict.thresholds, fp32):
         return []
-    return [f"Train for longer or on more images: FP32 itself reaches {number(fp32.top1_pct)} %."]
+    return [f"Train for longer or on more images: FP32 itself reaches {number(fp32.score_pct)} %."]
 
 
 def _after_a_drop(report: Report, _: GateCheck) -> list[str]:
@@ -85,15 +85,15 @@ def _after_a_drop(report: Report, _: GateCheck) -> list[str]:
     compared = own.comparison
     if compared is None:
         return ["Validate again: this report has no interval of the drop."]
-    allowed = min(drops_allowed(thresholds, report.accuracy.row("fp32").top1_pct or 0.0))
+    allowed = min(drops_allowed(thresholds, report.accuracy.row("fp32").score_pct or 0.0))
     needed = deciding_images(thresholds, report.accuracy, own)
-    if -compared.delta_top1_points > allowed or needed is None:
+    if -compared.delta_points > allowed or needed is None:
         return _against_a_loss(report, own)
     return [
         f"Validate on about {needed:,} images instead of {compared.num_images:,} "
         "(preprocess.val_fraction, or a larger validation folder): they decide, if the share of lost and gained images "
         "stays as it is.",
-        "Or allow a larger drop (gate.max_top1_drop_points), or take the measured drop without a proof "
+        "Or allow a larger drop (gate.max_drop_points), or take the measured drop without a proof "
         "(gate.confident=false).",
     ]
 
@@ -146,8 +146,8 @@ def _against_a_loss(report: Report, own: AccuracyRow) -> list[str]:
     if own.precision == "int8":
         steps.append(_about_calibration(report))
     fp16 = next((row for row in report.accuracy.rows if row.precision == "fp16"), None)
-    if own.precision == "int8" and fp16 is not None and fp16.delta_top1_points is not None:
-        steps.append(f"Or ship FP16 (gate.precision=fp16): {signed(fp16.delta_top1_points)} points against FP32.")
+    if own.precision == "int8" and fp16 is not None and fp16.delta_points is not None:
+        steps.append(f"Or ship FP16 (gate.precision=fp16): {signed(fp16.delta_points)} points against FP32.")
     return steps
 
 
@@ -185,7 +185,7 @@ def _about_calibration(report: Report) -> str:
         return "INT8 of this architecture loses too much, with every calibration and fallback tried: train another one."
     return (
         f"Choose on more images (export.num_selection_images): there INT8 was within the budget, at "
-        f"{signed(chosen.delta_top1_points)} points."
+        f"{signed(chosen.delta_points)} points."
     )
 
 
@@ -196,9 +196,9 @@ _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
         else "Train again, and check that the model's classes are those of the data, in the same order: top-1 is "
         "hardly above that of always answering the most frequent class."
     ],
-    "top1_pct": _train_for_longer,
-    "top1_drop_points": _after_a_drop,
-    "relative_top1_pct": _after_a_drop,
+    "score_pct": _train_for_longer,
+    "drop_points": _after_a_drop,
+    "relative_score_pct": _after_a_drop,
     "class_drop_points": _after_a_class_drop,
     "corrupted_drop_points": _after_a_corrupted_drop,
     "validation_images": lambda report, _: [
@@ -237,7 +237,7 @@ def key_figures(report: Report) -> Facts:
     """Cost and gain of the judged precision in a few numbers; nothing where it was not measured."""
     precision = report.verdict.precision
     fp32, own = report.accuracy.row("fp32"), report.accuracy.row(precision)
-    if own.top1_pct is None or fp32.top1_pct is None:
+    if own.score_pct is None or fp32.score_pct is None:
         return []
     bound = (
         f"; the drop is at most {number(report.change.drop_upper_points)}, with 95 % confidence"
@@ -245,8 +245,8 @@ def key_figures(report: Report) -> Facts:
         else ""
     )
     figures = [
-        (f"{number(own.top1_pct)} %", f"top-1; FP32 {number(fp32.top1_pct)} %"),
-        (f"{signed(own.delta_top1_points)} points", f"top-1 against FP32{bound}"),
+        (f"{number(own.score_pct)} %", f"{report.accuracy.score_name}; FP32 {number(fp32.score_pct)} %"),
+        (f"{signed(own.delta_points)} points", f"{report.accuracy.score_name} against FP32{bound}"),
     ]
     largest = largest_batch(report.benchmark)
     if ratio := report.benchmark.speedup(precision, "fp32", largest):
@@ -277,20 +277,20 @@ def change_sentences(report: Report) -> list[str]:
 
 def accuracy_sentences(report: Report) -> list[str]:
     """Notes on the rows, the precisions that were not measured, and where the others were."""
-    rows = [row for row in report.accuracy.rows if row.top1_pct is not None]
+    rows = [row for row in report.accuracy.rows if row.score_pct is not None]
     devices = sorted({row.device for row in rows if row.device})
     num_images = max((row.num_images for row in rows), default=0)
     where = f", on {' and '.join(devices)}" if devices else ""
     known = report.verdict.note  # which says it already
     notes = [f"{row.precision.upper()}: {row.note}." for row in rows if row.note and row.note not in known]
-    missing = [row for row in report.accuracy.rows if row.top1_pct is None]
+    missing = [row for row in report.accuracy.rows if row.score_pct is None]
     notes += [f"{row.precision.upper()} was not measured: {row.note}." for row in missing]
     near = []
     if report.accuracy.num_near_duplicates:
-        without = [f"{row.precision.upper()} {number(row.top1_distinct_pct)} %" for row in rows]
+        without = [f"{row.precision.upper()} {number(row.distinct_score_pct)} %" for row in rows]
         near.append(
             f"{report.accuracy.num_near_duplicates:,} of these images are training images but for size, compression, "
-            f"brightness, a mirror or a crop. Without them, top-1 is {', '.join(without)}."
+            f"brightness, a mirror or a crop. Without them, {report.accuracy.score_name} is {', '.join(without)}."
         )
     return [
         *notes,
@@ -502,12 +502,13 @@ def selection_facts(report: Report) -> Facts:
     entry = report.calibration.selection
     if entry is None:
         return []
-    budget = f"{entry.max_top1_drop_points:g} points of top-1, at least {entry.min_relative_top1_pct:g} % of FP32's"
+    score, share = report.accuracy.score_name, entry.min_relative_score_pct
+    budget = f"{entry.max_drop_points:g} points of {score}, at least {share:g} % of FP32's"
     end = "; the time limit ended the search" if entry.out_of_time else ""
     return [
         ("measured on", f"{entry.num_images:,} training images that nothing was calibrated with"),
         ("by", entry.runtime),
-        ("FP32 there", f"{number(entry.fp32_top1_pct)} %"),
+        ("FP32 there", f"{number(entry.fp32_score_pct)} %"),
         ("budget", budget),
         ("time", f"{number(entry.seconds, 1)} s{end}"),
     ]
@@ -529,12 +530,12 @@ def selection_sentences(report: Report) -> list[str]:
         layers = f" with {_of(len(chosen.excluded), 'layer')} in float" if chosen.excluded else ""
         sentences.append(
             f"Chosen: {chosen.method}{layers}, the same class as FP32 on {number(chosen.agreement_pct)} % of the "
-            f"images; {signed(chosen.delta_top1_points)} points of top-1 against FP32, one-sided 95 % bounds "
-            f"{signed(chosen.low_points)} and {signed(chosen.high_points)}; "
+            f"images; {signed(chosen.delta_points)} points of {report.accuracy.score_name} against FP32, one-sided "
+            f"95 % bounds {signed(chosen.low_points)} and {signed(chosen.high_points)}; "
             f"{'within' if chosen.within_budget else 'outside'} the budget."
         )
     sentences.append(
-        "These are training images, which the model has learned, so its top-1 and losses differ from those on the "
+        "These are training images, which the model has learned, so its score and losses differ from those on the "
         "validation images, which alone count for the verdict."
     )
     return sentences
@@ -603,7 +604,7 @@ def _metric(key: str, value: float) -> tuple[str, str]:
         "train_loss": ("training loss", number(value, 3)),
         "train_images_per_s": ("training speed", f"{number(value, 0)} images/s"),
         "val_loss": ("validation loss", number(value, 3)),
-        "val_top1_pct": ("validation top-1", f"{number(value)} %"),
+        "val_score_pct": ("validation score", f"{number(value)} %"),
         "elapsed_s": ("time of training and validation", f"{number(value, 1)} s"),
         "epochs_to_target": ("epochs to the target", number(value, 0)),
         "seconds_to_target": ("time to the target", f"{number(value, 1)} s"),
@@ -656,7 +657,8 @@ def headline(report: Report) -> str:
     """Model, classes, size and time of the measurement."""
     shapes = report.model.shapes
     size = f"{shapes.height} {TIMES} {shapes.width} px"
-    return f"{report.model.architecture}, {len(report.model.classes):,} classes, {size}, measured {_when(report)}"
+    model = f"{report.accuracy.task}, {report.model.architecture}, {len(report.model.classes):,} classes"
+    return f"{model}, {size}, measured {_when(report)}"
 
 
 def libraries(report: Report) -> list[tuple[str, list[str]]]:

@@ -81,6 +81,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         dataset_digest=data.digest,
         split_digest=data.manifest.splits["val"].digest,
         bundle_digest=models.digest,
+        task=models.manifest.task,
         rows=tuple(
             _accuracy_row(selection, predictions, corrupted, models.manifest.classes, distinct)
             for selection in selections
@@ -258,10 +259,10 @@ def _accuracy_row(
         file=selection.file.name,
         size_bytes=selection.file.stat().st_size,
         num_images=own.num_images,
-        top1_pct=own.top1_pct,
+        score_pct=own.score_pct,
         top5_pct=own.top5_pct,
-        top1_distinct_pct=100 * float(own.right[distinct].mean()) if distinct is not None and distinct.any() else None,
-        delta_top1_points=own.top1_pct - fp32.top1_pct if fp32 else None,
+        distinct_score_pct=100 * float(own.right[distinct].mean()) if distinct is not None and distinct.any() else None,
+        delta_points=own.score_pct - fp32.score_pct if fp32 else None,
         agreement_pct=own.agreement_pct(fp32) if fp32 else None,
         ece_pct=own.ece_pct,
         comparison=compare(compared, own) if compared else None,
@@ -294,7 +295,7 @@ def corrupted_rows(predictions: Mapping[str, Predictions], precision: str) -> tu
         CorruptedRow(
             kind=CORRUPTIONS[place].kind,
             strength=CORRUPTIONS[place].strength,
-            top1_pct=own[place].top1_pct,
+            score_pct=own[place].score_pct,
             comparison=pairs[place],
             p_corrected=corrected[place] if corrected else None,
         )
@@ -356,10 +357,10 @@ def _track(
         log.tags({"enginery.latency_budget": budget_text(benchmark.latency_budget)})
         log.metrics(budget_metrics(benchmark.latency_budget))
     for row in accuracy.rows:
-        if row.top1_pct is None:
+        if row.score_pct is None:
             continue  # nothing here runs it: a model without a number can't be compared
-        degraded = {f"{row.precision}_{one.name.replace(' ', '_')}_top1_pct": one.top1_pct for one in row.corrupted}
-        log.metrics({f"{row.precision}_top1_pct": row.top1_pct, **degraded})
+        degraded = {f"{row.precision}_{one.name.replace(' ', '_')}_score_pct": one.score_pct for one in row.corrupted}
+        log.metrics({f"{row.precision}_score_pct": row.score_pct, **degraded})
         own = (entry for entry in benchmark.rows if entry.precision == row.precision)
         rows = [entry for entry in own if benchmark.sure_images_per_s(entry) is not None]
         tags = {"architecture": bundle.manifest.architecture, "bundle_digest": bundle.digest}
@@ -370,6 +371,6 @@ def _track(
 
 
 def _outcome(accuracy: AccuracyReport) -> str:
-    parts = [f"{row.precision.upper()} {row.top1_pct:.2f} %" for row in accuracy.rows if row.top1_pct is not None]
+    parts = [f"{row.precision.upper()} {row.score_pct:.2f} %" for row in accuracy.rows if row.score_pct is not None]
     num_images = max(row.num_images for row in accuracy.rows)
-    return f"top-1 on {num_images:,} images: {', '.join(parts)}"
+    return f"{accuracy.score_name} on {num_images:,} images: {', '.join(parts)}"

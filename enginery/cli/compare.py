@@ -72,7 +72,7 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
 def _print_measures(console: Console, result: Comparison) -> None:
     if not result.precisions:
         return
-    table = new_table("precision", "", ">top-1 %", ">delta", ">p50 ms", ">images/s", ">size", "verdict")
+    table = new_table("precision", "", ">score %", ">delta", ">p50 ms", ">images/s", ">size", "verdict")
     for precision in result.precisions:
         for position, run in enumerate(result.runs):
             row = run.rows.get(precision)
@@ -80,8 +80,8 @@ def _print_measures(console: Console, result: Comparison) -> None:
             table.add_row(
                 precision.upper() if position == 0 else "",
                 run.label,
-                number(row.top1_pct if row else None, ".2f"),
-                "" if precision == "fp32" else number(row.delta_top1_points if row else None, "+.2f"),
+                number(row.score_pct if row else None, ".2f"),
+                "" if precision == "fp32" else number(row.delta_points if row else None, "+.2f"),
                 number(row.p50_ms if row else None, ".2f"),
                 number(row.images_per_s if row else None, ",.0f"),
                 size_text(row.size_bytes) if row and row.size_bytes else "n/a",

@@ -34,7 +34,7 @@ def models(name: str | None, as_json: bool) -> None:
 
 
 def _show(rows: "list[VersionRow]") -> None:
-    table = new_table("model", ">version", "aliases", "verdict", "precision", ">top-1 %", "GPU", ">when")
+    table = new_table("model", ">version", "aliases", "verdict", "precision", ">score %", "GPU", ">when")
     now, last = time.time(), ""
     for row in rows:
         table.add_row(
@@ -43,12 +43,14 @@ def _show(rows: "list[VersionRow]") -> None:
             escape(" ".join(f"@{alias}" for alias in row.aliases)),
             verdict_text(row.verdict) or "[dim]unknown[/]",
             row.precision.upper(),
-            number(row.top1_pct, ".2f"),
+            number(row.score_pct, ".2f"),
             escape(row.gpu) or "[dim]none[/]",
             age_text(now - row.created),
         )
         last = row.model
     console = new_console()
     console.print(table)
-    console.print("top-1: of the recommended precision; GPU: what the TensorRT plans run on", style="dim")
+    console.print(
+        "score: of the recommended precision, such as top-1; GPU: what the TensorRT plans run on", style="dim"
+    )
     console.print("why the champion is it: enginery audit NAME", style="dim")

@@ -34,14 +34,14 @@ def runs(as_json: bool) -> None:
             entry["run"],
             *(entry[name] for name in wide),
             {"done": "done", "going": "[cyan]going[/]"}.get(entry["status"], f"[red]{entry['status']}[/]"),
-            number(entry["int8_top1_pct"], ".2f"),
-            number(entry["int8_delta_top1_points"], "+.2f"),
+            number(entry["int8_score_pct"], ".2f"),
+            number(entry["int8_delta_points"], "+.2f"),
             verdict_text(entry["verdict"]),
             age_text(now - entry["started"]),
             size_text(entry["size_bytes"]),
         )
     console.print(table)
-    console.print("INT8 %: its top-1; delta to FP32 in percentage points", style="dim")
+    console.print("INT8 %: its score, such as top-1; delta to FP32 in percentage points", style="dim")
     console.print("side by side: enginery compare RUN RUN", style="dim")
 
 
@@ -52,8 +52,8 @@ def _entry(run: PastRun, now: float) -> dict[str, Any]:
         "run": run.name,
         "pipeline": run.summary.pipeline if run.summary else run.pipeline,
         "status": run.status(now),
-        "int8_top1_pct": int8.top1_pct if int8 else None,
-        "int8_delta_top1_points": int8.delta_top1_points if int8 else None,
+        "int8_score_pct": int8.score_pct if int8 else None,
+        "int8_delta_points": int8.delta_points if int8 else None,
         "verdict": int8.verdict if int8 else "",
         "registered": run.summary.registered if run.summary else "",
         "started": run.started,

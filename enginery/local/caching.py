@@ -48,7 +48,7 @@ _STEPS: dict[str, tuple[type[Manifest], tuple[str, ...], bool]] = {
 }
 # Settings that say where something is, not what it is; their content is in the key instead.
 _PATH_SETTINGS = ("data", "class_names_file", "cache")
-_BUDGET = ("max_top1_drop_points", "min_relative_top1_pct")  # of the gate's thresholds, what export keeps to
+_BUDGET = ("max_drop_points", "min_relative_score_pct")  # of the gate's thresholds, what export keeps to
 _BEGUN = ".begun"  # ending of a note in a run's cache directory
 _RESUMABLE = ("preprocess", "train")  # steps that resume what a killed run has left of them
 _HASHED_BYTES = 4 << 30  # larger datasets are known by the names, sizes and times of their files

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from components.common.contracts.errors import UserError, without_secrets
+from components.common.contracts.records import RENAMED
 from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
 from components.export.config import WEIGHT_SUFFIXES, ExportConfig
 from components.gate.config import GateConfig
@@ -45,7 +46,7 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "calibration_method": ("export",),
     "num_calibration_images": ("export",),
     "num_selection_images": ("export",),
-    "max_top1_drop_points": ("gate",),
+    "max_drop_points": ("gate",),
     "latency_budget": ("validate",),
     "registered_model": ("promote",),
     "seed": ("preprocess", "train"),
@@ -240,11 +241,13 @@ def _assign(
     file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]], key: str, value: Any, *, source: str
 ) -> None:
     """Sort one entry of a config file or --set into the plain inputs and the steps' settings."""
+    key = RENAMED.get(key, key)
     if key in steps:
         if not isinstance(value, Mapping):
             text = f"{source}: {key} must be a mapping of settings, got {value!r}"
             raise UserError(text, code="not-a-mapping", setting=key)
-        for name, entry in value.items():
+        for given, entry in value.items():
+            name = str(RENAMED.get(given, given))
             if (key, name) in _FROM_GATE:
                 text = f"{source}: {key} takes its thresholds from the gate; set gate.KEY instead"
                 raise UserError(text, code="set-the-gate", setting=f"{key}.{name}")

@@ -198,7 +198,7 @@ def _no_tensorrt(in_containers: bool) -> str:
 
 
 def _thresholds(arguments: Mapping[str, Any]) -> GateConfig:
-    own = {name: arguments[name] for name in ("max_top1_drop_points",) if name in arguments}
+    own = {name: arguments[name] for name in ("max_drop_points",) if name in arguments}
     return resolve(GateConfig, "gate", arguments["gate"], own)
 
 
@@ -219,16 +219,14 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, class_counts:
     needed: float = thresholds.min_validation_images
     why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_images}"
     if thresholds.confident:
-        budget = thresholds.max_top1_drop_points
-        if thresholds.min_relative_top1_pct > 0:
-            budget = min(budget, 100 - thresholds.min_relative_top1_pct)
+        budget = thresholds.max_drop_points
+        if thresholds.min_relative_score_pct > 0:
+            budget = min(budget, 100 - thresholds.min_relative_score_pct)
         proving = images_to_prove(budget)
         if proving > max(needed, num_images):
             needed = proving
             why = f"a drop of at most {budget:g} points can't be proved by fewer, even if INT8 answers all as FP32"
-            allow = (
-                "a larger --max-top1-drop-points, or --set gate.confident=false, which judges the measured drop alone"
-            )
+            allow = "a larger --max-drop-points, or --set gate.confident=false, which judges the measured drop alone"
     if num_images >= needed:
         _check_chance(thresholds, class_counts)
         return

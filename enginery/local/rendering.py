@@ -173,16 +173,16 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     """The table that a run ends with, of the precisions that something here runs."""
     if not summary.rows:
         return
-    numbers = (">top-1 %", ">delta", ">p50 ms", ">images/s", ">over FP32", ">size")
+    numbers = (f">{summary.score_name} %", ">delta", ">p50 ms", ">images/s", ">over FP32", ">size")
     table = new_table("precision", *numbers, "verdict")
     for row in summary.rows:
-        if row.top1_pct is None:
+        if row.score_pct is None:
             continue
         is_reference = row.precision == "fp32"
         table.add_row(
             row.precision.upper(),
-            number(row.top1_pct, ".2f"),
-            "" if is_reference else number(row.delta_top1_points, "+.2f"),
+            number(row.score_pct, ".2f"),
+            "" if is_reference else number(row.delta_points, "+.2f"),
             "unsure" if row.latency_doubt else number(row.p50_ms, ".2f"),
             "unsure" if row.images_per_s is None and row.throughput_batch_size else number(row.images_per_s, ",.0f"),
             "" if is_reference else _speedup(row.speedup),
@@ -206,12 +206,12 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
     batch_size = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
     speed = "no speed was measured" if batch_size is None else f"p50 latency at batch 1, images/s at batch {batch_size}"
     lines = [
-        f"top-1 on {num_images:,} validation images; delta to FP32 in percentage points",
+        f"{summary.score_name} on {num_images:,} validation images; delta to FP32 in percentage points",
         f"{speed}, on {where}",
     ]
     for row in summary.rows:
         name, ratio = row.precision.upper(), row.speedup
-        if row.top1_pct is None:
+        if row.score_pct is None:
             lines.append(f"{name} was not measured: {row.note}")
         elif row.note:
             lines.append(f"{name}: {row.note}")

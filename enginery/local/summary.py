@@ -2,21 +2,24 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from components.common.contracts.environment import Environment
 from components.common.contracts.manifests import ReportManifest, VerdictManifest
-from components.common.contracts.records import AccuracyReport, BenchmarkReport, GateCheck, Recommendation, Speedup
+from components.common.contracts.records import (
+    AccuracyReport,
+    BenchmarkReport,
+    GateCheck,
+    Recommendation,
+    Record,
+    Speedup,
+)
 
 if TYPE_CHECKING:  # it imports KFP
     from enginery.local.caching import CachedStep
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class StepSummary(_Record):
+class StepSummary(Record):
     """One step of the run. The four parts of `seconds_total` say where the time went."""
 
     name: str
@@ -33,16 +36,16 @@ class StepSummary(_Record):
         return self.seconds_total - self.seconds_work - self.seconds_imports - self.seconds_tracking
 
 
-class PrecisionRow(_Record):
+class PrecisionRow(Record):
     """One line of the table."""
 
     precision: str
     runtime: str
     device: str
     num_images: int
-    top1_pct: float | None
+    score_pct: float | None
     top5_pct: float | None
-    delta_top1_points: float | None
+    delta_points: float | None
     p50_ms: float | None = Field(description="Median latency at batch 1, in milliseconds; None where it is unsure.")
     latency_doubt: str = Field("", description="Why it is unsure; empty where it is not.")
     images_per_s: float | None = Field(description="Throughput at the largest measured batch; None where it is unsure.")
@@ -56,7 +59,7 @@ class PrecisionRow(_Record):
     note: str
 
 
-class RunSummary(_Record):
+class RunSummary(Record):
     """Everything about one run of a pipeline."""
 
     schema_version: Literal[1] = 1
@@ -68,6 +71,7 @@ class RunSummary(_Record):
     seconds_total: float
     arguments: dict[str, Any]
     steps: list[StepSummary]
+    score_name: str = "top-1"
     rows: list[PrecisionRow]
     checks: list[GateCheck]
     recommendation: Recommendation | None = Field(None, description="What to ship; None where nothing leads to it.")
@@ -93,10 +97,10 @@ class RunSummary(_Record):
         """The rows as MLflow metrics, named PRECISION_MEASURE, by which runs compare in a list."""
         metrics: dict[str, float | None] = {}
         for row in self.rows:
-            for name in ("top1_pct", "p50_ms", "images_per_s"):
+            for name in ("score_pct", "p50_ms", "images_per_s"):
                 metrics[f"{row.precision}_{name}"] = getattr(row, name)
             if row.precision != "fp32":
-                metrics[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
+                metrics[f"{row.precision}_delta_points"] = row.delta_points
             if row.speedup is not None and not row.speedup.doubt:
                 metrics[f"{row.precision}_speedup"] = row.speedup.median
         return {name: value for name, value in metrics.items() if value is not None}
@@ -161,6 +165,8 @@ class SummaryBuilder:
         }
         for name in ("dataset_digest", "split_digest", "bundle_digest"):
             seen[name] = getattr(self._accuracy, name, "")
+        if self._accuracy is not None:
+            seen["score_name"] = self._accuracy.score_name
         return RunSummary(**{**seen, "rows": self.rows(), **fields})
 
     def _close_step(self, event: dict[str, Any]) -> None:
@@ -197,9 +203,9 @@ class SummaryBuilder:
                     runtime=accuracy.runtime,
                     device=accuracy.device,
                     num_images=accuracy.num_images,
-                    top1_pct=accuracy.top1_pct,
+                    score_pct=accuracy.score_pct,
                     top5_pct=accuracy.top5_pct,
-                    delta_top1_points=accuracy.delta_top1_points,
+                    delta_points=accuracy.delta_points,
                     p50_ms=single.sure_p50_ms if single else None,
                     latency_doubt=single.busy if single else "",
                     images_per_s=self._benchmark.sure_images_per_s(batched) if batched else None,

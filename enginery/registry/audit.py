@@ -14,7 +14,7 @@ from components.common.contracts.manifests import (
     VerdictManifest,
     load_manifest,
 )
-from components.common.contracts.records import Record
+from components.common.contracts.records import AccuracyReport, Record
 from components.common.registry.audit_log import AuditLog, champions, entry_json, expected_aliases
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION
@@ -136,7 +136,7 @@ def _chain(registry: Registry, version: RegisteredVersion, problems: list[str]) 
         split,
         checkpoint,
         Link(name="bundle", digest=bundle.digest, note=_engines(bundle.manifest)),
-        Link(name="report", digest=report.digest, note=_top1(report.manifest)),
+        Link(name="report", digest=report.digest, note=_scores(report.manifest.accuracy)),
         Link(name="verdict", digest=verdict.digest, note=judged),
         Link(name="version", digest=version.number, note=f"registered by run {version.run_id}"),
     )
@@ -147,6 +147,6 @@ def _engines(bundle: BundleManifest) -> str:
     return f"plans for {engine.gpu_name}, TensorRT {engine.tensorrt_version}" if engine else "no plans"
 
 
-def _top1(report: ReportManifest) -> str:
-    measured = [row for row in report.accuracy.rows if row.top1_pct is not None]
-    return "top-1 " + ", ".join(f"{row.precision.upper()} {row.top1_pct:.2f} %" for row in measured)
+def _scores(accuracy: AccuracyReport) -> str:
+    measured = [row for row in accuracy.rows if row.score_pct is not None]
+    return f"{accuracy.score_name} " + ", ".join(f"{row.precision.upper()} {row.score_pct:.2f} %" for row in measured)

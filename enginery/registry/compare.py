@@ -135,7 +135,7 @@ def _warnings(runs: Sequence[ComparedRun], splits: Sequence[str]) -> list[str]:
             groups.setdefault(split, []).append(run.label)
     if len(groups) > 1:
         text = " and ".join("/".join(names) for names in groups.values())
-        warnings.append(f"the validation images differ between {text}: top-1 can't be compared")
+        warnings.append(f"the validation images differ between {text}: their scores can't be compared")
     if unknown := [run.label for run, split in measured if not split]:
         warnings.append(f"the validation images of {', '.join(unknown)} are not known: their report is gone")
     for precision in PRECISIONS:

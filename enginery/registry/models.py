@@ -27,7 +27,7 @@ class VersionRow(Record):
     aliases: tuple[str, ...]
     verdict: str
     precision: str = Field(description="What the verdict recommends.")
-    top1_pct: float | None = Field(description="Of that precision, on the validation split below.")
+    score_pct: float | None = Field(description="Of that precision, on the validation split below.")
     validation_split_digest: str
     bundle_digest: str
     gpu: str = Field(description="What the TensorRT plans run on; empty where there are none.")
@@ -79,9 +79,9 @@ def list_versions(registry: "Registry", name: str | None) -> list[VersionRow]:
 def _row(version: "RegisteredVersion") -> VersionRow:
     tags = version.tags
     try:
-        top1_pct = float(tags["top1_pct"])
+        score_pct = float(tags.get("score_pct") or tags["top1_pct"])
     except (KeyError, ValueError):  # registered by an older enginery, or by something else
-        top1_pct = None
+        score_pct = None
     order = {CHAMPION: 0}
     return VersionRow(
         model=version.name,
@@ -89,7 +89,7 @@ def _row(version: "RegisteredVersion") -> VersionRow:
         aliases=tuple(sorted(version.aliases, key=lambda alias: (order.get(alias, 1), alias))),
         verdict=tags.get("verdict", ""),
         precision=tags.get("precision", ""),
-        top1_pct=top1_pct,
+        score_pct=score_pct,
         validation_split_digest=tags.get("validation_split_digest", ""),
         bundle_digest=tags.get("bundle_digest", ""),
         gpu=tags.get("gpu", ""),

@@ -51,7 +51,7 @@ def bill_of_materials(
 
 def _subject(record: ReleaseRecord, bundle: Artifact[BundleManifest], report: Artifact[ReportManifest]) -> _Json:
     row = report.manifest.accuracy.row(record.precision)
-    measured = {"top1_pct": row.top1_pct, "top5_pct": row.top5_pct, "delta_top1_points": row.delta_top1_points}
+    measured = {"score_pct": row.score_pct, "top5_pct": row.top5_pct, "delta_points": row.delta_points}
     metrics = [{"type": name, "value": f"{value:.4f}"} for name, value in measured.items() if value is not None]
     files = sorted(bundle.manifest.files.items())
     return _component(

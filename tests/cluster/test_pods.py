@@ -45,13 +45,13 @@ client = mlflow.MlflowClient()
 """
 WRITE = """
 run = client.create_run(client.create_experiment("kept")).info.run_id
-client.log_metric(run, "top1_pct", 98.6)
+client.log_metric(run, "score_pct", 98.6)
 client.log_text(run, "an artifact", "note.txt")
 """
 READ = """
 (run,) = client.search_runs([client.get_experiment_by_name("kept").experiment_id])
 text = mlflow.artifacts.load_text(run.info.artifact_uri + "/note.txt")
-print("READ", run.data.metrics["top1_pct"], text)
+print("READ", run.data.metrics["score_pct"], text)
 """
 UNPACK = "import base64, io, sys, tarfile; data = io.BytesIO(base64.b64decode(sys.stdin.readline())); "
 UNPACK += "tarfile.open(fileobj=data).extractall('/store'); print('unpacked')"

@@ -35,7 +35,7 @@ def test_digits_from_images_to_a_registered_version(home: Path, digits: Path, tm
     quick = ["--architecture", "resnet18", "--epochs", "1", "--num-calibration-images", "64"]
     quick += ["--set", "validate.benchmark_seconds=0.2", "--set", "validate.benchmark_repeats=1"]
     # Trained so briefly it may lose more than a point; what it loses is not what is tested here.
-    quick += ["--max-top1-drop-points", "30"]
+    quick += ["--max-drop-points", "30"]
     done = subprocess.run(
         [*RUN, *SETTINGS, *quick, "--data", str(digits), "--summary", str(summary)],
         cwd=REPOSITORY,

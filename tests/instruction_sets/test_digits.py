@@ -43,7 +43,7 @@ def step(name: str, limit: str, **options: object) -> str:
 @pytest.mark.parametrize("limit", LIMITS)
 def test_the_digits_pass_their_gate(quickstart: tuple[Path, Path], tmp_path: Path, limit: str) -> None:
     (checkpoint, dataset), bundle, report = quickstart, tmp_path / "bundle", tmp_path / "report"
-    gate = "{max_top1_drop_points: 1.0}"
+    gate = "{max_drop_points: 1.0}"
     step(
         "export", limit, model=checkpoint, dataset=dataset, output=bundle,
         num_calibration_images=256, gate=gate,
@@ -58,5 +58,5 @@ def test_the_digits_pass_their_gate(quickstart: tuple[Path, Path], tmp_path: Pat
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(VARIABLE, limit)
         assert row.file == fit_model(record.cpu_models).file
-    step("gate", limit, report=report, output=tmp_path / "verdict", max_top1_drop_points=1.0)
+    step("gate", limit, report=report, output=tmp_path / "verdict", max_drop_points=1.0)
     assert load(tmp_path / "verdict", VerdictManifest).manifest.passed

@@ -25,8 +25,8 @@ load_once = functools.cache(load_pipeline)  # KFP takes seconds to inspect a pip
 STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
 SETTINGS = [
     *("--architecture", "mobilenet_v3_small", "--image-size", "32", "--epochs", "1", "--global-batch-size", "32"),
-    *("--num-calibration-images", "16", "--max-top1-drop-points", "100", "--set", "export.mixed_engines=0"),
-    *("--set", "gate.min_relative_top1_pct=0", "--set", "gate.require_above_chance=false"),
+    *("--num-calibration-images", "16", "--max-drop-points", "100", "--set", "export.mixed_engines=0"),
+    *("--set", "gate.min_relative_score_pct=0", "--set", "gate.require_above_chance=false"),
     *("--set", "gate.min_validation_images=0", "--set", "validate.benchmark_seconds=0.1"),
     *("--set", "train.warmup_fraction=0"),
 ]

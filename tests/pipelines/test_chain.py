@@ -25,10 +25,10 @@ from tests.unit.refusals import refuses
 
 ENGINERY = [sys.executable, "-m", "enginery.cli.main"]
 SMALL = [
-    *("--image-size", "32", "--num-calibration-images", "16", "--max-top1-drop-points", "100"),
+    *("--image-size", "32", "--num-calibration-images", "16", "--max-drop-points", "100"),
     *("--set", "export.calibration_method=max", "--set", "export.num_ranking_images=0"),
     *("--set", "export.mixed_engines=0"),
-    *("--set", "gate.min_relative_top1_pct=0", "--set", "gate.require_above_chance=false"),
+    *("--set", "gate.min_relative_score_pct=0", "--set", "gate.require_above_chance=false"),
     *("--set", "validate.benchmark_seconds=0.02"),
 ]
 NAME = "timm/resnet10t"
@@ -122,7 +122,7 @@ def failed(chain: Chain, home: Path, few_digits: Path, tmp_path_factory: pytest.
         warnings.simplefilter("ignore")
         images = torch.randn(3, 3, 32, 32)
         torch.onnx.export(own_model(), (images,), folder / "mine.onnx", dynamo=False, opset_version=17, **names)
-    options = ["--data", str(few_digits), *SMALL, "--set", "gate.min_top1_pct=100"]
+    options = ["--data", str(few_digits), *SMALL, "--set", "gate.min_score_pct=100"]
     return run_pipeline("quantize", "--model", "mine.onnx", *options, home=home, cwd=folder)
 
 
@@ -146,8 +146,8 @@ def test_it_ends_well_and_says_what_came_out(chain: Chain) -> None:
         assert re.search(rf"^ *{step} done +\d+\.\d s  \S", text, re.MULTILINE), step
     assert "480 training and 120 validation images, 10 classes, 0 rejected" in text
     int8, fp32 = chain.row("int8"), chain.row("fp32")
-    assert re.search(rf"FP32 +{fp32['top1_pct']:.2f} .*reference", text)
-    assert re.search(rf"INT8 +{int8['top1_pct']:.2f} .*pass", text)
+    assert re.search(rf"FP32 +{fp32['score_pct']:.2f} .*reference", text)
+    assert re.search(rf"INT8 +{int8['score_pct']:.2f} .*pass", text)
     assert re.search(r"images/s at batch \d+, on .* \(openvino\)$", text, re.MULTILINE)
     assert "FP16 was not measured: " in text
     assert f"{REGISTERED} version 1" in text
@@ -176,19 +176,19 @@ def test_rows_are_measured_on_the_same_images_and_fit_together(chain: Chain) -> 
     assert [row["precision"] for row in chain.summary["rows"]] == ["fp32", "fp16", "int8"]
     for row in (fp32, int8):
         assert (row["runtime"], row["num_images"]) == ("openvino", 120)
-        assert 0 <= row["top1_pct"] <= row["top5_pct"] <= 100
+        assert 0 <= row["score_pct"] <= row["top5_pct"] <= 100
         for speed in ("p50_ms", "images_per_s"):
             assert row[speed] is None or row[speed] > 0  # None: it was unsure, on a busy machine
         assert row["throughput_batch_size"] == 16
-    assert int8["delta_top1_points"] == pytest.approx(int8["top1_pct"] - fp32["top1_pct"])
-    assert fp32["delta_top1_points"] == 0
+    assert int8["delta_points"] == pytest.approx(int8["score_pct"] - fp32["score_pct"])
+    assert fp32["delta_points"] == 0
     assert int8["size_bytes"] < 0.3 * fp32["size_bytes"]
-    assert (fp16["runtime"], fp16["top1_pct"]) == ("n/a", None)
+    assert (fp16["runtime"], fp16["score_pct"]) == ("n/a", None)
     assert "FP16 arithmetic" in fp16["note"]
     assert (fp32["verdict"], fp16["verdict"], int8["verdict"]) == ("reference", "", "pass")
     # PyTorch and OpenVINO on the same images by the same transform: two images of 120 at most differ.
-    trained = chain.nested["train"].data.metrics["val_top1_pct"]
-    assert fp32["top1_pct"] == pytest.approx(trained, abs=1.7)
+    trained = chain.nested["train"].data.metrics["val_score_pct"]
+    assert fp32["score_pct"] == pytest.approx(trained, abs=1.7)
 
 
 # MLflow
@@ -212,8 +212,8 @@ def test_accuracy_and_verdict_are_columns_of_the_list_of_runs(chain: Chain) -> N
     assert set(columns) <= known | {f"tags.`{name}`" for name in chain.parent.data.tags}
     assert chain.parent.data.tags["enginery.verdict"] == f"INT8 {chain.row('int8')['verdict']}"
     for precision in ("fp32", "int8"):
-        assert chain.parent.data.metrics[f"{precision}_top1_pct"] == chain.row(precision)["top1_pct"]
-    assert chain.parent.data.metrics["int8_delta_top1_points"] == chain.row("int8")["delta_top1_points"]
+        assert chain.parent.data.metrics[f"{precision}_score_pct"] == chain.row(precision)["score_pct"]
+    assert chain.parent.data.metrics["int8_delta_points"] == chain.row("int8")["delta_points"]
 
 
 def test_parameters_are_the_resolved_configuration_and_metrics_have_one_value_per_epoch(chain: Chain) -> None:
@@ -221,10 +221,10 @@ def test_parameters_are_the_resolved_configuration_and_metrics_have_one_value_pe
     params = chain.nested["train"].data.params
     assert (params["architecture"], params["epochs"], params["resize_ratio"]) == (NAME, "2", "1.0")
     assert params["augmentation.flip_probability"] == "0.5"
-    assert chain.nested["gate"].data.params["min_relative_top1_pct"] == "0.0"
+    assert chain.nested["gate"].data.params["min_relative_score_pct"] == "0.0"
 
     run_id = chain.nested["train"].info.run_id
-    for name in ("train_loss", "val_loss", "val_top1_pct", "train_images_per_s"):
+    for name in ("train_loss", "val_loss", "val_score_pct", "train_images_per_s"):
         history = chain.client.get_metric_history(run_id, name)
         assert [entry.step for entry in history] == [0, 1], name
     assert chain.nested["preprocess"].data.metrics["num_train_images"] == 480
@@ -245,7 +245,7 @@ def test_a_failed_gate_ends_with_3_after_its_verdict(failed: Chain) -> None:
     assert "at least 100 %" in failed.summary["message"]
     verdict = load(failed.artifact("gate", "verdict"), VerdictManifest).manifest
     assert (verdict.passed, verdict.precision) == (False, "int8")
-    assert {check.name: check.verdict for check in verdict.checks}["top1_pct"] == "fail"
+    assert {check.name: check.verdict for check in verdict.checks}["score_pct"] == "fail"
     assert (failed.row("fp32")["verdict"], failed.row("int8")["verdict"]) == ("reference", "fail")
     assert "Traceback" not in failed.done.stdout + failed.done.stderr
 

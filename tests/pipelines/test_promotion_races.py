@@ -73,7 +73,7 @@ def watched(registry: Registry) -> Iterator[list[str]]:
 
 def check(registry: Registry, seen: Sequence[str], *, best_of: Sequence[str] | None = None) -> None:
     """No decision made the champion worse, the log explains every alias, and the best that was promoted is champion."""
-    top1 = {version.number: float(version.tags["top1_pct"]) for version in registry.versions(MODEL)}
+    top1 = {version.number: float(version.tags["score_pct"]) for version in registry.versions(MODEL)}
     entries = AuditLog(registry.client, MODEL).read()
     assert expected_aliases(entries, registry.run_ids(MODEL)) == registry.aliases(MODEL)
     assert trace(registry, MODEL).problems == ()
@@ -87,7 +87,7 @@ def check(registry: Registry, seen: Sequence[str], *, best_of: Sequence[str] | N
             before = entry.change.changes[CHAMPION].before
             assert before == comparison.champion_version  # it was decided against the one that it replaced
             assert before is not None
-            assert comparison.champion_top1_pct == top1[before]
+            assert comparison.champion_score_pct == top1[before]
     if best_of is not None:
         assert top1[registry.aliases(MODEL)[CHAMPION]] == max(float(name[-3:]) for name in best_of)
 

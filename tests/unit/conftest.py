@@ -39,8 +39,8 @@ from .registered import (
 # Fixtures of registered models.
 __all__ = ["checkout", "machine", "made_once", "registry", "signed_once", "three", "trusted"]
 
-LENIENT = {"max_top1_drop_points": 100.0, "min_relative_top1_pct": 0.0, "require_above_chance": False}
-IMPOSSIBLE = {"min_top1_pct": 100.0, **LENIENT}
+LENIENT = {"max_drop_points": 100.0, "min_relative_score_pct": 0.0, "require_above_chance": False}
+IMPOSSIBLE = {"min_score_pct": 100.0, **LENIENT}
 
 
 @pytest.fixture(autouse=True)

@@ -20,19 +20,19 @@ from components.common.data.evaluation import Predictions
 SIZE_BYTES = {"fp32": 108_000_000, "fp16": 48_000_000, "int8": 26_500_000}
 
 
-def accuracy_row(precision: Precision, top1_pct: float | None, **fields: Any) -> AccuracyRow:
+def accuracy_row(precision: Precision, score_pct: float | None, **fields: Any) -> AccuracyRow:
     """Of 1,000 images; None is a top-1 that was not measured."""
-    if top1_pct is None:
+    if score_pct is None:
         return AccuracyRow(precision=precision, runtime="n/a", note="needs TensorRT", **fields)
     known = {"runtime": "tensorrt", "num_images": 1000, "size_bytes": SIZE_BYTES[precision]}
-    return AccuracyRow(precision=precision, top1_pct=top1_pct, **{**known, **fields})
+    return AccuracyRow(precision=precision, score_pct=score_pct, **{**known, **fields})
 
 
 def compared_row(lost: int, gained: int = 0, *, precision: Precision = "int8", **fields: Any) -> AccuracyRow:
     """Of a precision that loses and gains so many images of FP32, which is right on all of them or on `fp32_pct`."""
     num_images, fp32_pct = fields.setdefault("num_images", 1000), fields.pop("fp32_pct", 100.0)
     comparison = PairedComparison.of(num_images, lost, gained)
-    return accuracy_row(precision, fp32_pct + comparison.delta_top1_points, comparison=comparison, **fields)
+    return accuracy_row(precision, fp32_pct + comparison.delta_points, comparison=comparison, **fields)
 
 
 def accuracy_report(*rows: AccuracyRow, **fields: Any) -> AccuracyReport:

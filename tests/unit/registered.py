@@ -137,7 +137,7 @@ def constant_model(favourite: int, num_classes: int) -> bytes:
 
 def make_chain(
     folder: Path,
-    top1_pct: float,
+    score_pct: float,
     *,
     split: str = "",
     passed: bool = True,
@@ -151,7 +151,7 @@ def make_chain(
 
     Args:
         folder: that they are written into.
-        top1_pct: of INT8, in the report.
+        score_pct: of INT8, in the report.
         split: of the report; that of the data where it is empty.
         passed: the verdict.
         data: real images; without, a dataset of no shards is made.
@@ -194,17 +194,17 @@ def make_chain(
     if favourite is None:
         labels = np.zeros(num_images, np.int32)
         top = np.ones((num_images, 2), np.int16)
-        top[: int(top1_pct)] = 0  # correct
+        top[: int(score_pct)] = 0  # correct
     else:
         labels = np.repeat(np.arange(len(classes)), num_images // len(classes)).astype(np.int32)
         top = np.full((num_images, 5), favourite, np.int16)
     np.savez_compressed(paths["report"] / "predictions.npz", int8=top, labels=labels)
     (paths["report"] / "report.html").write_text("<p>the report</p>")
     facts: dict[str, Any] = {"device": "a CPU", "num_images": num_images}
-    own = {"top1_pct": top1_pct, "delta_top1_points": top1_pct - 90.0, **facts}
+    own = {"score_pct": score_pct, "delta_points": score_pct - 90.0, **facts}
     runtimes = {"int8.onnx": "openvino"} if measured is None else measured
     int8 = [AccuracyRow(precision="int8", runtime=name, file=file, **own) for file, name in runtimes.items()]
-    fp32 = AccuracyRow(precision="fp32", runtime="openvino", top1_pct=90.0, delta_top1_points=0.0, **facts)
+    fp32 = AccuracyRow(precision="fp32", runtime="openvino", score_pct=90.0, delta_points=0.0, **facts)
     speed = benchmark_row("int8", 9, runtime="openvino", p99_ms=3)
     digests = {"dataset_digest": data.digest, "bundle_digest": bundle.digest}
     split_digest = f"val-{split}" if split else data.manifest.splits["val"].digest
@@ -219,10 +219,10 @@ def make_chain(
     # The right thresholds for any chain, so that the verdict follows from the report, as everybody checks.
     thresholds = GateConfig(
         confident=False,
-        max_top1_drop_points=100,
-        min_relative_top1_pct=0,
+        max_drop_points=100,
+        min_relative_score_pct=0,
         require_above_chance=False,
-        min_top1_pct=0 if passed else 100,
+        min_score_pct=0 if passed else 100,
     )
     checks = run_checks(thresholds, report.manifest.accuracy, report.manifest.benchmark) if int8 else []
     seal(

@@ -7,16 +7,16 @@ from components.common.contracts.environment import environment
 from enginery.local.summary import PrecisionRow, RunSummary
 
 
-def precision_row(precision: str, top1_pct: float, **values: Any) -> PrecisionRow:
+def precision_row(precision: str, score_pct: float, **values: Any) -> PrecisionRow:
     """A line of a run's table, against FP32 with 90 %."""
     measured: dict[str, Any] = {
         "precision": precision,
         "runtime": "openvino",
         "device": "CPU, 2 cores",
         "num_images": 100,
-        "top1_pct": top1_pct,
+        "score_pct": score_pct,
         "top5_pct": 100.0,
-        "delta_top1_points": top1_pct - 90,
+        "delta_points": score_pct - 90,
         "p50_ms": 2.5,
         "images_per_s": 1234.0,
         "throughput_batch_size": 16,

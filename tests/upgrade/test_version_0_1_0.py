@@ -71,7 +71,7 @@ def test_the_chain_of_artifacts(old: Path) -> None:
     assert checkpoint.manifest.inputs["dataset"] == bundle.manifest.inputs["dataset"] == dataset.digest
     assert report.manifest.inputs["bundle"] == promotion.manifest.bundle_digest == bundle.digest
     assert verdict.manifest.inputs["report"] == report.digest
-    assert [epoch.val_top1_pct for epoch in checkpoint.manifest.history] == [40.0, 60.0]
+    assert [epoch.val_score_pct for epoch in checkpoint.manifest.history] == [40.0, 60.0]
 
     loader = Loader(dataset, "val", bundle.manifest.transform, batch_size=10, num_threads=1)
     assert sum(len(batch.labels) for batch in loader) == dataset.manifest.splits["val"].num_images == 20
@@ -85,7 +85,7 @@ def test_a_state_folder_with_a_run(old: Path) -> None:
     assert (run["status"], run["registered"]) == ("done", "digits/1")
     found = json.loads(enginery("compare", run["run"], "digits/1", "--json").output)
     first, second = (entry["rows"]["int8"] for entry in found["runs"])
-    assert (first["top1_pct"], first["verdict"]) == (second["top1_pct"], second["verdict"])
+    assert (first["score_pct"], first["verdict"]) == (second["score_pct"], second["verdict"])
     assert not [warning for warning in found["warnings"] if "images" in warning], "both were measured on the same ones"
 
 

@@ -29,6 +29,7 @@ from components.common.contracts.records import (
     FileEntry,
     FileName,
     GateCheck,
+    Metrics,
     NearDuplicates,
     PlacementEntry,
     Precision,
@@ -42,7 +43,7 @@ from components.common.contracts.records import (
 from components.common.contracts.settings import fingerprinted
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.registry.promotions import ChampionComparison
-from components.common.tasks import TaskName
+from components.common.tasks import TASKS, TaskName
 
 MANIFEST = "manifest.json"
 FAILURE = "failure.json"  # what a failed step leaves in its output directory
@@ -123,9 +124,14 @@ class CheckpointManifest(Manifest):
     architecture: str
     classes: tuple[str, ...]
     transform: TransformSpec
-    metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
+    metrics: Metrics = Field(description="What training measured at its end, by metric name.")
     history: tuple[EpochRecord, ...] = Field((), description="One entry per epoch, the first epoch first.")
     profile: ProfileRecord | None = Field(None, description="None where no steps were recorded (train.profile_steps).")
+
+    @property
+    def score_name(self) -> str:
+        """Of the task's score: top-1, mIoU."""
+        return TASKS[self.task].score_name
 
 
 class BundleManifest(Manifest):

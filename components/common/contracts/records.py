@@ -1,12 +1,14 @@
 """Parts of manifests: records of measurements, engines, calibrations and data."""
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from components.common.contracts.environment import Environment
 from components.common.contracts.statistics import drop_lower, drop_upper, mcnemar
+from components.common.tasks import TASKS, TaskName
 
 Precision = Literal["fp32", "fp16", "int8"]
 _MAX_BUSY_PCT = 10.0  # of the cores' time that others take while a speed is measured
@@ -19,10 +21,45 @@ VERSION_COMPATIBLE = "VERSION_COMPATIBLE"  # carries TensorRT's lean runtime
 HARDWARE_COMPATIBLE = "AMPERE_PLUS"
 
 
+# Names of versions when classification was the only task, and what they have become.
+RENAMED = {
+    "max_top1_drop_points": "max_drop_points",
+    "min_relative_top1_pct": "min_relative_score_pct",
+    "min_top1_pct": "min_score_pct",
+    "target_top1_pct": "target_score_pct",
+    "fp32_top1_pct": "fp32_score_pct",
+    "champion_top1_pct": "champion_score_pct",
+    "top1_distinct_pct": "distinct_score_pct",
+    "delta_top1_points": "delta_points",
+    "val_top1_pct": "val_score_pct",
+    "top1_pct": "score_pct",
+}
+_RENAMED_CHECKS = {
+    "top1_drop_points": "drop_points",
+    "relative_top1_pct": "relative_score_pct",
+    "top1_pct": "score_pct",
+}
+
+
+def with_new_names(value: Any, fields: Collection[str]) -> Any:
+    """A mapping with the names that its fields have now; anything else as it is."""
+    if not isinstance(value, dict) or not RENAMED.keys() & value:
+        return value
+    return {new if (new := RENAMED.get(name, name)) in fields else name: entry for name, entry in value.items()}
+
+
+Metrics = Annotated[dict[str, float], BeforeValidator(lambda value: with_new_names(value, RENAMED.values()))]
+
+
 class Record(BaseModel):
     """Part of a manifest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, value: Any) -> Any:
+        return with_new_names(value, cls.model_fields)
 
 
 class FileEntry(Record):
@@ -72,7 +109,7 @@ class EpochRecord(Record):
     train_loss: float
     train_images_per_s: float
     val_loss: float | None = Field(None, description="Over the validation split; None if not finite or not measured.")
-    val_top1_pct: float | None = Field(None, description="None where the epoch was not validated.")
+    val_score_pct: float | None = Field(None, description="None where the epoch was not validated.")
     elapsed_s: float | None = Field(
         None,
         description="Since the training began, validations included, without the time between two processes; None in "
@@ -116,7 +153,7 @@ class TrainingRecord(Record):
 
     history: tuple[EpochRecord, ...]
     config: dict[str, Any] = Field(description="The resolved config of the train step.")
-    metrics: dict[str, float] = Field(description="What training measured at its end, by metric name.")
+    metrics: Metrics = Field(description="What training measured at its end, by metric name.")
     environment: Environment
     profile: ProfileRecord | None = Field(None, description="None where no steps were recorded (train.profile_steps).")
 
@@ -239,7 +276,7 @@ class PlacementTrial(Record):
     latency_ms: float = Field(description="Of a batch, at that rate.")
     turns_images_per_s: tuple[float, ...]
     build_seconds: float = 0.0
-    delta_top1_points: float | None = Field(None, description="On the selection images; None where not measured.")
+    delta_points: float | None = Field(None, description="On the selection images; None where not measured.")
     agreement_pct: float | None = Field(None, description="Images on which FP32 predicts the same class, in per cent.")
     within_budget: bool | None = None
     chosen: bool = False
@@ -316,8 +353,8 @@ class Trial(Int8Form):
     num_images: int | None = Field(
         None, description="The first of the selection images, or all: measured no longer than it had a chance."
     )
-    top1_pct: float = Field(description="On these images, which are training images.")
-    delta_top1_points: float = Field(description="top-1 minus that of FP32 on the same images, in percentage points.")
+    score_pct: float = Field(description="On these images, which are training images.")
+    delta_points: float = Field(description="Score minus that of FP32 on the same images, in percentage points.")
     low_points: float = Field(
         description="Lower end of the one-sided 95 % interval of that difference (Tango, 1998); up to version 0.1 of "
         "the two-sided one."
@@ -342,9 +379,9 @@ class SelectionEntry(Record):
 
     runtime: str = Field(description="What ran the candidates: openvino, or torch, which simulates INT8 on a GPU.")
     num_images: int = Field(description="Training images, none of them calibrated with, that candidates ran on.")
-    fp32_top1_pct: float
-    max_top1_drop_points: float = Field(description="The budget, in percentage points of top-1.")
-    min_relative_top1_pct: float = Field(description="The budget, as the least share of FP32's top-1, in per cent.")
+    fp32_score_pct: float
+    max_drop_points: float = Field(description="The budget, in points of the score.")
+    min_relative_score_pct: float = Field(description="The budget, as the least share of FP32's score, in per cent.")
     trials: tuple[Trial, ...] = Field(description="In the order in which they were measured.")
     ranking: tuple[LayerCost, ...] = Field(
         description="Nodes that were measured alone in INT8, the costliest first; groups of others cost less."
@@ -371,12 +408,12 @@ class CalibrationEntry(Record):
 
 
 class PairedComparison(Record):
-    """How often a precision is right where FP32 is wrong, and how certain the difference in top-1 is."""
+    """How often a precision is right where FP32 is wrong, and how certain the difference in score is."""
 
     num_images: int
     num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
     num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
-    delta_top1_points: float = Field(description="top-1 of the precision minus that of FP32, in percentage points.")
+    delta_points: float = Field(description="Score of the precision minus that of FP32, in percentage points.")
     drop_lower_points: float = Field(
         description="Lower end of the one-sided 95 % interval of the drop: the difference with the sign changed."
     )
@@ -397,7 +434,7 @@ class PairedComparison(Record):
             num_images=num_images,
             num_lost=num_lost,
             num_gained=num_gained,
-            delta_top1_points=100 * (num_gained - num_lost) / max(num_images, 1),
+            delta_points=100 * (num_gained - num_lost) / max(num_images, 1),
             drop_lower_points=drop_lower(*counts),
             drop_upper_points=drop_upper(*counts),
             mcnemar_p=p_value,
@@ -435,7 +472,7 @@ class CorruptedRow(Record):
         description="Standard deviation of the noise, in units of 0..1; of the blur in pixels of an image of 224; "
         "quality of JPEG; shift of the brightness, in units of 0..1; factor of the contrast."
     )
-    top1_pct: float
+    score_pct: float
     comparison: PairedComparison | None = Field(None, description="Against FP32 on the same images; None for FP32.")
     p_corrected: float | None = Field(
         None, description="McNemar's p-value, corrected for the number of corruptions (Holm, 1979); None for FP32."
@@ -457,12 +494,12 @@ class AccuracyRow(Record):
     file: str = ""
     size_bytes: int = 0
     num_images: int = 0
-    top1_pct: float | None = None
+    score_pct: float | None = None
     top5_pct: float | None = None
-    top1_distinct_pct: float | None = Field(
-        None, description="top1_pct without near-duplicates of training images; None where the split holds none."
+    distinct_score_pct: float | None = Field(
+        None, description="score_pct without near-duplicates of training images; None where the split holds none."
     )
-    delta_top1_points: float | None = Field(None, description="top1_pct minus that of FP32.")
+    delta_points: float | None = Field(None, description="score_pct minus that of FP32.")
     agreement_pct: float | None = Field(None, description="Share of images on which the prediction equals FP32's.")
     ece_pct: float | None = Field(None, description="Expected calibration error over 15 bins of confidence, in %.")
     comparison: PairedComparison | None = Field(
@@ -479,7 +516,7 @@ class AccuracyRow(Record):
     @property
     def largest_corrupted_drop(self) -> tuple[str, float] | None:
         """Where degraded images cost most against FP32, and how many points; None where that was not measured."""
-        drops = [(row.name, -row.comparison.delta_top1_points) for row in self.corrupted if row.comparison]
+        drops = [(row.name, -row.comparison.delta_points) for row in self.corrupted if row.comparison]
         return max(drops, key=lambda drop: drop[1], default=None)
 
 
@@ -489,6 +526,7 @@ class AccuracyReport(Record):
     dataset_digest: str
     split_digest: str
     bundle_digest: str
+    task: TaskName = "classification"
     rows: tuple[AccuracyRow, ...]
     num_near_duplicates: int = Field(0, description="Validation images with a known near-duplicate in training.")
     most_frequent_class: str = Field("", description="The class with most validation images.")
@@ -497,6 +535,11 @@ class AccuracyReport(Record):
         description="Its share of the validation images: top-1 of a model that always answers it. None in reports up "
         "to version 0.1.",
     )
+
+    @property
+    def score_name(self) -> str:
+        """Of the task's score: top-1, mIoU."""
+        return TASKS[self.task].score_name
 
     def row(self, precision: str) -> AccuracyRow:
         """The row of a precision."""
@@ -657,11 +700,11 @@ def measures(accuracy: AccuracyReport, benchmark: BenchmarkReport) -> dict[str, 
     found: dict[str, float | None] = {}
     for row in accuracy.rows:
         single, batched = benchmark.row(row.precision, 1), benchmark.row(row.precision, largest)
-        found[f"{row.precision}_top1_pct"] = row.top1_pct
+        found[f"{row.precision}_score_pct"] = row.score_pct
         found[f"{row.precision}_p50_ms"] = single.sure_p50_ms if single else None
         found[f"{row.precision}_images_per_s"] = benchmark.sure_images_per_s(batched) if batched else None
         if row.precision != "fp32":
-            found[f"{row.precision}_delta_top1_points"] = row.delta_top1_points
+            found[f"{row.precision}_delta_points"] = row.delta_points
             found[f"{row.precision}_corrupted_drop_points"] = (row.largest_corrupted_drop or (None, None))[1]
             speedup = benchmark.speedup(row.precision, "fp32", largest)
             found[f"{row.precision}_speedup"] = speedup.median if speedup and not speedup.doubt else None
@@ -671,7 +714,7 @@ def measures(accuracy: AccuracyReport, benchmark: BenchmarkReport) -> dict[str, 
 class GateCheck(Record):
     """One threshold: what was measured, what is allowed, and whether it holds."""
 
-    name: str
+    name: Annotated[str, BeforeValidator(lambda name: _RENAMED_CHECKS.get(name, name))]
     measured: float | None = Field(description="None where it was not measured.")
     threshold: float
     verdict: Literal["pass", "fail", "not enough evidence"] = Field(

@@ -19,6 +19,7 @@ from components.common.contracts.records import (
     Precision,
     Recommendation,
     Record,
+    with_new_names,
 )
 from components.common.contracts.settings import StepConfig
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of, drop_lower, images_needed
@@ -34,23 +35,28 @@ class Thresholds(StepConfig):
     """Thresholds of the gate, which a model must meet."""
 
     precision: Literal["fp16", "int8"] = Field("int8", description="The precision that is to be promoted.")
-    max_top1_drop_points: float = Field(
-        0.5, ge=0, le=100, description="Most top-1 that the precision may lose against FP32, in percentage points."
+    max_drop_points: float = Field(
+        0.5,
+        ge=0,
+        le=100,
+        description="Most of the score that the precision may lose against FP32, in percentage points.",
     )
     confident: bool = Field(
         True,
-        description="Whether max_top1_drop_points and min_relative_top1_pct must hold with 95 % confidence, which "
+        description="Whether max_drop_points and min_relative_score_pct must hold with 95 % confidence, which "
         "proves them; false judges the measured drop alone.",
     )
-    min_relative_top1_pct: float = Field(
-        99.0, ge=0, le=100, description="Least top-1 that must remain, as a share of FP32's, in % (MLPerf asks for 99)."
+    min_relative_score_pct: float = Field(
+        99.0, ge=0, le=100, description="Least score that must remain, as a share of FP32's, in % (MLPerf asks for 99)."
     )
     require_above_chance: bool = Field(
         True,
         description="Whether FP32 and the precision must be right significantly more often than a model that always "
         "answers the most frequent class.",
     )
-    min_top1_pct: float = Field(0.0, ge=0, le=100, description="Least top-1 of the precision itself, in %; 0 for none.")
+    min_score_pct: float = Field(
+        0.0, ge=0, le=100, description="Least score of the precision itself, in %; 0 for none."
+    )
     max_class_drop_points: float = Field(
         0.0,
         ge=0,
@@ -61,8 +67,8 @@ class Thresholds(StepConfig):
         0.0,
         ge=0,
         le=100,
-        description="Most top-1 that the precision may lose against FP32 on images degraded in any single way, in "
-        "percentage points; 0 for no limit. It needs validate.corruptions.",
+        description="Most of the score that the precision may lose against FP32 on images degraded in any single way, "
+        "in percentage points; 0 for no limit. It needs validate.corruptions.",
     )
     min_validation_images: int = Field(
         100, ge=0, le=10**9, description="Fewest validation images that a verdict may rest on; 0 for any number."
@@ -82,6 +88,11 @@ class Thresholds(StepConfig):
     max_size_mb: float = Field(
         0.0, ge=0, description="Largest file of the model or engine, in units of 1,000,000 bytes; 0 for no limit."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, value: Any) -> Any:
+        return with_new_names(value, cls.model_fields)
 
     @model_validator(mode="after")
     def _compare_int8_with_fp16(self) -> "Thresholds":
@@ -116,9 +127,9 @@ class Evidence:
     own: AccuracyRow
 
     @property
-    def top1_pct(self) -> tuple[float, float]:
-        """Top-1 of FP32 and of the precision. Checks run where both were measured."""
-        return self.accuracy.row("fp32").top1_pct or 0.0, self.own.top1_pct or 0.0
+    def score_pct(self) -> tuple[float, float]:
+        """Scores of FP32 and of the precision. Checks run where both were measured."""
+        return self.accuracy.row("fp32").score_pct or 0.0, self.own.score_pct or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +141,7 @@ class CheckSpec:
         unit: Of what is measured and of its threshold.
         setting: The field of `Thresholds` that asks for it; 0 or false does not.
         measure: Judges the evidence by the threshold.
-        kind: "drop" is of top-1 against FP32, which `confident` wants proved; "accuracy" is what else predictions tell.
+        kind: "drop" is of the score against FP32, which `confident` wants proved; "accuracy" is what else they tell.
         reference: What a speed-up is over.
         is_limit: It holds for a precision by itself, so that one that would replace the judged one is asked, too.
         is_always_asked: A threshold of 0 is one.
@@ -177,17 +188,21 @@ def _text(measured: float, threshold: float) -> str:
     return f"{measured:.{decimals}f}"
 
 
-def _top1_drop(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
-    fp32_pct, own_pct = evidence.top1_pct
-    return _proved(check.at_most(allowed, "top-1 drop", fp32_pct - own_pct), evidence, allowed)
+def _score_drop(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
+    fp32_pct, own_pct = evidence.score_pct
+    return _proved(
+        check.at_most(allowed, f"{evidence.accuracy.score_name} drop", fp32_pct - own_pct), evidence, allowed
+    )
 
 
-def _relative_top1(check: CheckSpec, evidence: Evidence, threshold: float) -> GateCheck:
-    """The share that remains is the drop in other words: FP32's top-1 counts as it was measured."""
-    fp32_pct, own_pct = evidence.top1_pct
+def _relative_score(check: CheckSpec, evidence: Evidence, threshold: float) -> GateCheck:
+    """The share that remains is the drop in other words: FP32's score counts as it was measured."""
+    fp32_pct, own_pct = evidence.score_pct
     if fp32_pct == 0:
-        return check.open(threshold, "FP32 gets no image right, so there is no top-1 to keep a share of")
-    judged = check.at_least(threshold, "share of FP32's top-1", 100 * own_pct / fp32_pct)
+        return check.open(
+            threshold, f"FP32 gets no image right, so there is no {evidence.accuracy.score_name} to keep a share of"
+        )
+    judged = check.at_least(threshold, f"share of FP32's {evidence.accuracy.score_name}", 100 * own_pct / fp32_pct)
     return _proved(judged, evidence, drops_allowed(evidence.thresholds, fp32_pct)[-1], of="a drop of ")
 
 
@@ -224,17 +239,17 @@ def _above_chance(check: CheckSpec, evidence: Evidence, _: float) -> GateCheck:
     share_pct = evidence.accuracy.most_frequent_pct
     if share_pct is None:
         return check.open(0.0, "the most frequent class is not named in this report, validate again")
-    row = min(evidence.accuracy.row("fp32"), evidence.own, key=lambda row: row.top1_pct or 0.0)
-    top1 = row.top1_pct or 0.0
+    row = min(evidence.accuracy.row("fp32"), evidence.own, key=lambda row: row.score_pct or 0.0)
+    score = row.score_pct or 0.0
     always = f"{share_pct:.2f} % of always answering {evidence.accuracy.most_frequent_class!r}, the most frequent class"
-    text = f"top-1 of {row.precision.upper()} {_text(top1, round(share_pct, _DIGITS))}"
-    p_value = chance_of(round(top1 / 100 * row.num_images), row.num_images, share_pct / 100)
+    text = f"{evidence.accuracy.score_name} of {row.precision.upper()} {_text(score, round(share_pct, _DIGITS))}"
+    p_value = chance_of(round(score / 100 * row.num_images), row.num_images, share_pct / 100)
     if p_value < SIGNIFICANCE:
-        return check.found("pass", share_pct, f"{text}, above the {always}", top1)
-    if round(top1, _DIGITS) > share_pct:
-        return check.open(share_pct, f"{text} may be above the {always}, by chance: p = {p_value:.2g}", top1)
+        return check.found("pass", share_pct, f"{text}, above the {always}", score)
+    if round(score, _DIGITS) > share_pct:
+        return check.open(share_pct, f"{text} may be above the {always}, by chance: p = {p_value:.2g}", score)
     text = f"{text} is not above the {always}: the model has learned nothing, or its classes are in another order"
-    return check.found("fail", share_pct, text, top1)
+    return check.found("fail", share_pct, text, score)
 
 
 def _classes(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
@@ -324,8 +339,8 @@ def _p99(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
     return judged
 
 
-def _least_top1(check: CheckSpec, evidence: Evidence, threshold: float) -> GateCheck:
-    return check.at_least(threshold, "top-1", evidence.top1_pct[1])
+def _least_score(check: CheckSpec, evidence: Evidence, threshold: float) -> GateCheck:
+    return check.at_least(threshold, evidence.accuracy.score_name, evidence.score_pct[1])
 
 
 def _size(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
@@ -334,16 +349,20 @@ def _size(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
 
 _TABLE = (
     CheckSpec(
-        name="top1_drop_points",
+        name="drop_points",
         unit="points",
-        setting="max_top1_drop_points",
-        measure=_top1_drop,
+        setting="max_drop_points",
+        measure=_score_drop,
         kind="drop",
         is_always_asked=True,
     ),
-    CheckSpec(name="relative_top1_pct", unit="%", setting="min_relative_top1_pct", measure=_relative_top1, kind="drop"),
+    CheckSpec(
+        name="relative_score_pct", unit="%", setting="min_relative_score_pct", measure=_relative_score, kind="drop"
+    ),
     CheckSpec(name="above_chance", unit="%", setting="require_above_chance", measure=_above_chance, kind="accuracy"),
-    CheckSpec(name="top1_pct", unit="%", setting="min_top1_pct", measure=_least_top1, kind="accuracy", is_limit=True),
+    CheckSpec(
+        name="score_pct", unit="%", setting="min_score_pct", measure=_least_score, kind="accuracy", is_limit=True
+    ),
     CheckSpec(
         name="class_drop_points", unit="points", setting="max_class_drop_points", measure=_classes, kind="accuracy"
     ),
@@ -394,11 +413,11 @@ def accuracy_checks(thresholds: Thresholds, accuracy: AccuracyReport, own: Accur
 
 
 def _run(evidence: Evidence, checks: Iterable[CheckSpec]) -> list[GateCheck]:
-    """Those of the checks that are asked for; the first one alone where there is no top-1 to judge."""
+    """Those of the checks that are asked for; the first one alone where there is no score to judge."""
     for row in (evidence.own, evidence.accuracy.row("fp32")):
-        if row.top1_pct is None:
+        if row.score_pct is None:
             text = f"{row.precision.upper()} was not measured here: {row.note}"
-            return [_TABLE[0].open(evidence.thresholds.max_top1_drop_points, text)]
+            return [_TABLE[0].open(evidence.thresholds.max_drop_points, text)]
     return [found for check in checks if (found := check.judge(evidence)) is not None]
 
 
@@ -410,9 +429,9 @@ def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
     """Notes beside the verdict: no proof, doubts about the runtime, how much one image is."""
     own, fp32 = accuracy.row(thresholds.precision), accuracy.row("fp32")
     notes = [] if thresholds.confident else ["not proved: gate.confident is false, so the measured drop alone counts"]
-    doubts = own.note if own.top1_pct is not None else ""
+    doubts = own.note if own.score_pct is not None else ""
     # What makes FP32 worse makes the precision look better.
-    others = [part for part in fp32.note.split("; ") if part not in doubts] if fp32.top1_pct is not None else []
+    others = [part for part in fp32.note.split("; ") if part not in doubts] if fp32.score_pct is not None else []
     notes += [doubts, f"FP32, which it is compared with: {'; '.join(others)}" if others else ""]
     if 0 < fp32.num_images < _MANY_IMAGES:
         notes.append(f"one of {fp32.num_images:,} validation images is {100 / fp32.num_images:.2f} points")
@@ -430,7 +449,7 @@ def remedy(thresholds: Thresholds, accuracy: AccuracyReport, checks: Sequence[Ga
     more = "Validate on more images (a larger validation folder, or preprocess.val_fraction), allow"
     decided_by_more = deciding_images(thresholds, accuracy, accuracy.row(thresholds.precision)) is not None
     return (
-        f"{more if decided_by_more else 'Allow'} a larger drop (gate.max_top1_drop_points), or take the measured drop "
+        f"{more if decided_by_more else 'Allow'} a larger drop (gate.max_drop_points), or take the measured drop "
         "without a proof (--set gate.confident=false)"
     )
 
@@ -462,7 +481,7 @@ def recommend(
     replacing = Evidence(thresholds=thresholds, accuracy=accuracy, benchmark=benchmark, own=accuracy.row(other))
     if (
         reasons
-        and reaches_top1(thresholds, replacing.own)
+        and reaches_score(thresholds, replacing.own)
         and _passes(_run(replacing, [check for check in _TABLE if check.is_limit]))
     ):
         reason = f"{own.upper()} is accurate enough, but not fast enough: {'; '.join(reasons)}"
@@ -481,16 +500,16 @@ def _replacement(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: Be
 
 
 def is_accurate(thresholds: Thresholds, accuracy: AccuracyReport, precision: Precision) -> bool:
-    """True if a precision passes the checks on accuracy; FP32, which it is compared with, needs its top-1 alone."""
+    """True if a precision passes the checks on accuracy; FP32, which it is compared with, needs its score alone."""
     row = next((row for row in accuracy.rows if row.precision == precision), None)
     if row is None or precision == "fp32":
-        return row is not None and reaches_top1(thresholds, row)
+        return row is not None and reaches_score(thresholds, row)
     return _passes(accuracy_checks(thresholds, accuracy, row))
 
 
-def reaches_top1(thresholds: Thresholds, row: AccuracyRow) -> bool:
-    """True if a precision has the least top-1: all that can be asked of FP32, which the rest is measured against."""
-    return row.top1_pct is not None and round(row.top1_pct, _DIGITS) >= thresholds.min_top1_pct
+def reaches_score(thresholds: Thresholds, row: AccuracyRow) -> bool:
+    """True if a precision has the least score: all that can be asked of FP32, which the rest is measured against."""
+    return row.score_pct is not None and round(row.score_pct, _DIGITS) >= thresholds.min_score_pct
 
 
 def largest_batch(benchmark: BenchmarkReport) -> int:
@@ -509,9 +528,9 @@ def _slower_text(benchmark: BenchmarkReport, precision: Precision, other: Precis
 
 
 def drops_allowed(thresholds: Thresholds, fp32_pct: float) -> tuple[float, ...]:
-    """The drop that each limit allows, in percentage points: max_top1_drop_points, and the share that must remain."""
-    share = thresholds.min_relative_top1_pct / 100
-    return (thresholds.max_top1_drop_points, *([(1 - share) * fp32_pct] if share else []))
+    """The drop that each limit allows, in percentage points: max_drop_points, and the share that must remain."""
+    share = thresholds.min_relative_score_pct / 100
+    return (thresholds.max_drop_points, *([(1 - share) * fp32_pct] if share else []))
 
 
 def deciding_images(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyRow) -> int | None:
@@ -533,7 +552,7 @@ def _least_open(thresholds: Thresholds, accuracy: AccuracyReport, own: AccuracyR
     """The smallest drop that is allowed and within the interval, in points: the first that needs to be decided."""
     if own.comparison is None:
         return None
-    limits = drops_allowed(thresholds, accuracy.row("fp32").top1_pct or 0.0)
+    limits = drops_allowed(thresholds, accuracy.row("fp32").score_pct or 0.0)
     lower, upper = (round(end, _DIGITS) for end in (own.comparison.drop_lower_points, own.comparison.drop_upper_points))
     return min((limit for limit in limits if lower <= limit < upper), default=None)
 

@@ -65,11 +65,6 @@ class Predictions:
 
     @property
     def score_pct(self) -> float:
-        """top1_pct: the score of this task."""
-        return self.top1_pct
-
-    @property
-    def top1_pct(self) -> float:
         """Share of images whose most likely class is the label, in per cent."""
         return 100.0 * float(self.right.mean())
 

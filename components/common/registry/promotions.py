@@ -34,7 +34,7 @@ Kind = Literal["promote", "manual", "rollback"]
 
 
 class PairedImages(Record):
-    """The images on which only one of two versions is right, and how certain the difference in top-1 is."""
+    """The images on which only one of two versions is right, and how certain the difference in score is."""
 
     num_lost: int = Field(description="Images that the champion gets right and the version gets wrong.")
     num_gained: int = Field(description="Images that the champion gets wrong and the version gets right.")
@@ -60,10 +60,11 @@ class ChampionComparison(Record):
 
     champion_version: str
     champion_precision: Precision
-    champion_top1_pct: float
+    champion_score_pct: float
     precision: Precision = Field(description="What the version's verdict recommends.")
-    top1_pct: float
-    delta_points: float = Field(description="top-1 of the version minus that of the champion, in percentage points.")
+    score_pct: float
+    score_name: str = "top-1"
+    delta_points: float = Field(description="Score of the version minus that of the champion, in percentage points.")
     tolerance_points: float = Field(description="How much worse a new champion may be, in percentage points.")
     not_worse: bool
     split_digest: str = Field(description="Of the validation images that both were measured on.")
@@ -78,9 +79,9 @@ class ChampionComparison(Record):
         """One clause for a person."""
         again = f", measured again with {self.measured_again}" if self.measured_again else ""
         return (
-            f"top-1 {self.top1_pct:.2f} % ({self.precision.upper()}), champion version {self.champion_version} "
-            f"{self.champion_top1_pct:.2f} % ({self.champion_precision.upper()}{again}) on the same "
-            f"{self.num_images:,} images"
+            f"{self.score_name} {self.score_pct:.2f} % ({self.precision.upper()}), champion version "
+            f"{self.champion_version} {self.champion_score_pct:.2f} % ({self.champion_precision.upper()}{again}) on "
+            f"the same {self.num_images:,} images"
         )
 
 

@@ -1,4 +1,4 @@
-"""MLflow, and nothing else imports it. Metric names carry their unit: `val_top1_pct`, `p50_ms`, `images_per_s`.
+"""MLflow, and nothing else imports it. Metric names carry their unit: `val_score_pct`, `p50_ms`, `images_per_s`.
 
 A step finds its run by the contract of KFP's MLflow plugin: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_ID and
 MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the parent passes its own run in
@@ -190,8 +190,8 @@ class StepRun:
             params={"file": accuracy.file, "size_bytes": str(accuracy.size_bytes), "device": accuracy.device},
             model_type="classifier",
         )
-        metrics = {"top1_pct": accuracy.top1_pct, "top5_pct": accuracy.top5_pct}
-        metrics["delta_top1_points"] = accuracy.delta_top1_points
+        metrics = {"score_pct": accuracy.score_pct, "top5_pct": accuracy.top5_pct}
+        metrics["delta_points"] = accuracy.delta_points
         for row in benchmark:
             suffix = f"b{row.batch_size}"
             if not row.is_plain:
@@ -325,7 +325,7 @@ def _experiment(client: MlflowClient, name: str) -> str:
 
 def _saved_view() -> dict[str, str]:
     """A view of the experiment's runs in MLflow's UI, under *Views*: without it they have no metrics as columns."""
-    measures = ("fp32_top1_pct", "int8_top1_pct", "int8_delta_top1_points", "int8_speedup")
+    measures = ("fp32_score_pct", "int8_score_pct", "int8_delta_points", "int8_speedup")
     columns = ["tags.`enginery.verdict`", *(f"metrics.`{name}`" for name in measures)]
     now = get_current_time_millis()
     view = {"name": VIEW, "createdAt": now, "updatedAt": now, "state": json.dumps({"selectedColumns": columns})}

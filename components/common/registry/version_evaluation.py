@@ -45,9 +45,9 @@ class VersionEvaluation:
         return next((row for row in rows if row.precision == self.precision), None)
 
     @property
-    def top1_pct(self) -> float | None:
-        """Top-1 of that precision on the validation split."""
-        return self.row.top1_pct if self.row is not None else None
+    def score_pct(self) -> float | None:
+        """Score of that precision on the validation split."""
+        return self.row.score_pct if self.row is not None else None
 
     @property
     def split_digest(self) -> str:
@@ -70,8 +70,8 @@ class VersionEvaluation:
     def tags(self) -> dict[str, str]:
         """The same for the registry, whose versions are searched and read by tags."""
         digests = {f"{name.replace(' ', '_')}_digest": value for name, value in self.digests.items()}
-        top1 = {"top1_pct": f"{self.top1_pct:.4f}"} if self.top1_pct is not None else {}
-        return {**digests, **top1, "precision": self.precision, "verdict": self.verdict.manifest.word}
+        score = {"score_pct": f"{self.score_pct:.4f}"} if self.score_pct is not None else {}
+        return {**digests, **score, "precision": self.precision, "verdict": self.verdict.manifest.word}
 
     def measured(self, label: str) -> "Measured":
         """Return the measured accuracy of that precision.
@@ -79,12 +79,12 @@ class VersionEvaluation:
         Raises:
             EngineryError: it was not measured. `label` is what the message calls the version.
         """
-        if self.top1_pct is None:
+        if self.score_pct is None:
             raise EngineryError(
                 f"the report of {label} does not measure {self.precision.upper()}; validate it again",
                 code="precision-not-measured",
             )
-        return Measured(precision=self.precision, top1_pct=self.top1_pct, correct=self._correct())
+        return Measured(precision=self.precision, score_pct=self.score_pct, correct=self._correct())
 
     def _correct(self) -> np.ndarray | None:
         file = self.report.path / PREDICTIONS
@@ -115,7 +115,7 @@ class Measured:
     """The accuracy of one precision on a validation split."""
 
     precision: Precision
-    top1_pct: float
+    score_pct: float
     correct: np.ndarray | None  # [N] bool, in the split's order; None where the predictions are not at hand
     runtime: str = ""  # that measured it again; empty where its own report is on these images
 
@@ -129,16 +129,17 @@ def compare_versions(
         EngineryError: the version was not measured in the precision that its verdict recommends.
     """
     own = evaluation.measured("the version")
-    delta = own.top1_pct - champion.top1_pct
+    delta = own.score_pct - champion.score_pct
     paired = None
     if own.correct is not None and champion.correct is not None and len(own.correct) == len(champion.correct):
         paired = PairedImages.of(champion.correct, own.correct)
     return ChampionComparison(
         champion_version=champion_version,
         champion_precision=champion.precision,
-        champion_top1_pct=champion.top1_pct,
+        champion_score_pct=champion.score_pct,
         precision=own.precision,
-        top1_pct=own.top1_pct,
+        score_pct=own.score_pct,
+        score_name=evaluation.report.manifest.accuracy.score_name,
         delta_points=delta,
         tolerance_points=tolerance_points,
         not_worse=round(delta + tolerance_points, _DIGITS) >= 0,

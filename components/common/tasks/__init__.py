@@ -19,20 +19,17 @@ class TaskSpec:
 
     Attributes:
         name: In manifests and settings.
-        score_key: Of its score in names of metrics: int8_top1_pct.
         score_name: Of its score for people.
         label_member: The member of a sample in the shards that holds its label.
     """
 
     name: TaskName
-    score_key: str
     score_name: str
     label_member: str
 
 
 TASKS: dict[TaskName, TaskSpec] = {
-    spec.name: spec
-    for spec in (TaskSpec(name="classification", score_key="top1", score_name="top-1", label_member="cls"),)
+    spec.name: spec for spec in (TaskSpec(name="classification", score_name="top-1", label_member="cls"),)
 }
 
 

@@ -69,10 +69,10 @@ def main() -> None:
     try:
         value, data = uuid.uuid4().hex, os.urandom(1 << 20)
         client.log_param(run_id, "value", value)
-        client.log_metric(run_id, "top1_pct", 98.6, timestamp=int(1000 * time.time()))
+        client.log_metric(run_id, "score_pct", 98.6, timestamp=int(1000 * time.time()))
         run = client.get_run(run_id)
         check("a parameter is read as it was written", run.data.params.get("value"), value)
-        check("a metric is read as it was written", run.data.metrics.get("top1_pct"), 98.6)
+        check("a metric is read as it was written", run.data.metrics.get("score_pct"), 98.6)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "artifact.bin")
             file.write_bytes(data)

@@ -65,14 +65,14 @@ def test_top_classes(logits: list[float], expected: list[int]) -> None:
 def test_shares_are_of_all_images() -> None:
     top = np.array([[0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [5, 1, 2, 3, 4], [0, 1, 2, 3, 4]], np.int32)
     predictions = Predictions(top=top, labels=np.array([0, 0, 0, 5], np.int32))
-    assert (predictions.num_images, predictions.top1_pct, predictions.top5_pct) == (4, 25.0, 50.0)
+    assert (predictions.num_images, predictions.score_pct, predictions.top5_pct) == (4, 25.0, 50.0)
     other = Predictions(top=np.roll(top, 1, axis=1), labels=predictions.labels)
     assert (predictions.agreement_pct(predictions), predictions.agreement_pct(other)) == (100.0, 0.0)
     # Without a prediction an image is wrong, whatever its label.
     logits = np.array([[np.nan, np.nan], [2, 1], [1, np.nan], [np.inf, 0]], np.float32)
     predictions = Predictions(top=top_classes(logits), labels=np.array([0, 0, 1, 0], np.int32))
     assert predictions.right.tolist() == [False, True, False, True]
-    assert (predictions.num_undefined, predictions.top1_pct, predictions.top5_pct) == (2, 50.0, 50.0)
+    assert (predictions.num_undefined, predictions.score_pct, predictions.top5_pct) == (2, 50.0, 50.0)
 
 
 def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(
@@ -91,7 +91,7 @@ def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(
     assert [results[name].labels.tolist() for name in runners] == [listing, listing]
     assert seen == [(50, 120), (100, 120), (120, 120)]
     # A runner that knows nothing says class 0, by the rule on ties.
-    assert results["int8"].top1_pct == pytest.approx(100 * listing.count(0) / 120)
+    assert results["int8"].score_pct == pytest.approx(100 * listing.count(0) / 120)
     found = results["fp32"]
     logits = np.concatenate([Recorder().infer(batch) for batch in runners["fp32"].batches])
     assert found.top[:, 0].tolist() == logits.argmax(axis=1).tolist()

@@ -69,7 +69,7 @@ def test_a_step_logs_into_the_run_that_the_plugin_made_and_leaves_its_end_to_it(
     assert run.data.params["architecture"] == '"squeezenet1_1"'  # the plugin's
     assert run.data.params["train.architecture"] == "squeezenet1_1"
     assert run.data.params["train.world_size"] == "1"
-    assert "val_top1_pct" in run.data.metrics
+    assert "val_score_pct" in run.data.metrics
     assert [entry.dataset.name for entry in run.inputs.dataset_inputs] == ["train", "val"]
 
 

@@ -29,7 +29,7 @@ from ..networks import onnx_model
 
 SHAPES = ShapeSpec(height=8, width=8)
 CALIBRATION_METHODS = [method for method in EVERY_METHOD if method != "smoothquant"]  # convolutions are not smoothed
-DEFAULT = Budget(max_top1_drop_points=0.5, min_relative_top1_pct=99.0)
+DEFAULT = Budget(max_drop_points=0.5, min_relative_score_pct=99.0)
 WIDTHS = (3, 16, 16, 16, 32, 32, 32)
 HARD_CONV = 3  # reads the tensor with the outliers
 NUM_IMAGES = 756  # the first 256 calibrate, the others choose
@@ -138,7 +138,7 @@ def passing(top, labels):
 def test_an_easy_model_keeps_everything_in_int8(trained, digits, tmp_path):
     found = Search(trained, digits, tmp_path, list(CALIBRATION_METHODS))
     search = found.selection
-    assert search.fp32_top1_pct > 90  # it did learn to read
+    assert search.fp32_score_pct > 90  # it did learn to read
     assert [trial.method for trial in search.trials] == list(CALIBRATION_METHODS)
     chosen = search.trial(found.method, ())
     assert chosen is not None
@@ -154,7 +154,7 @@ def test_fallback_repairs_a_layer_with_outliers_the_same_way_each_time(trained, 
     first, again = (Search(hard, digits, tmp_path, runner=runner) for _ in range(2))
     search = first.selection
     (ruined,) = search.trials
-    assert ruined.delta_top1_points < -10
+    assert ruined.delta_points < -10
     assert not ruined.within_budget
     layers = quantizable_layers(search.model)
     assert first.exclude() == (layers[HARD_CONV],)
@@ -199,7 +199,7 @@ def test_the_candidate_within_budget_that_agrees_most_with_fp32_is_taken(num_cha
 def test_a_budget_that_nothing_holds_leaves_no_layer_in_int8(trained, digits, tmp_path):
     # FP32 itself is as good as FP32, so even a budget of zero is held in the end.
     hard = with_outliers(with_outliers(trained, 1e4), 1e4, conv=1)
-    found = Search(hard, digits, tmp_path, budget=Budget(max_top1_drop_points=0.0, min_relative_top1_pct=100.0))
+    found = Search(hard, digits, tmp_path, budget=Budget(max_drop_points=0.0, min_relative_score_pct=100.0))
     assert found.selection.trial("max", found.exclude()).within_budget
 
 
@@ -269,7 +269,7 @@ class Chain:
 
     def holds(self, excluded: Collection[str]) -> bool:
         num_lost = int((self.thresholds < self.damage(frozenset(self.names) - set(excluded))).sum())
-        return num_lost <= CHAIN_IMAGES * DEFAULT.max_top1_drop_points / 100
+        return num_lost <= CHAIN_IMAGES * DEFAULT.max_drop_points / 100
 
     def fewest(self, bad: Sequence[str]) -> int:
         """The size of the smallest subset of `bad` that suffices."""
@@ -346,7 +346,7 @@ def predictions(num_right: int, num_images: int) -> Predictions:
     ],
 )
 def test_budget(fp32, own, points, share, holds):
-    budget = Budget(max_top1_drop_points=points, min_relative_top1_pct=share)
+    budget = Budget(max_drop_points=points, min_relative_score_pct=share)
     assert budget.holds(predictions(fp32, 1000), predictions(own, 1000)) is holds
 
 
@@ -357,5 +357,5 @@ def test_budget(fp32, own, points, share, holds):
     [(0, 719, True), (1, 719, True), (3, 719, False), (3, 0, True), (3, 5000, True), (5, 5000, False), (3, 250, True)],
 )
 def test_the_budget_is_what_the_gate_would_pass(num_regressed, num_validation_images, holds):
-    budget = Budget(max_top1_drop_points=1.0, min_relative_top1_pct=0.0, num_validation_images=num_validation_images)
+    budget = Budget(max_drop_points=1.0, min_relative_score_pct=0.0, num_validation_images=num_validation_images)
     assert budget.holds(predictions(400, 400), predictions(400 - num_regressed, 400)) is holds

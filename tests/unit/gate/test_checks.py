@@ -34,31 +34,31 @@ def check(name: str, accuracy: AccuracyReport, benchmark: BenchmarkReport | None
 @pytest.mark.parametrize(
     ("name", "fp32", "own", "threshold", "verdict"),
     [
-        ("top1_drop_points", 80.0, 79.5, 0.5, "pass"),  # exactly the threshold
-        ("top1_drop_points", 80.0, 79.49, 0.5, "fail"),
-        ("top1_drop_points", 76.3, 75.8, 0.5, "pass"),  # 76.3 - 75.8 is 0.5000000000000000 and a bit in binary
-        ("top1_drop_points", 100 * 0.57, 100 * 0.56, 1.0, "pass"),
-        ("top1_drop_points", 80.0, 81.0, 0.0, "pass"),  # better than FP32
-        ("top1_drop_points", 80.0, 80.0, 0.0, "pass"),
-        ("top1_drop_points", 80.0, 79.99, 0.0, "fail"),
-        ("relative_top1_pct", 80.0, 79.2, 99, "pass"),
-        ("relative_top1_pct", 80.0, 79.19, 99, "fail"),
-        ("relative_top1_pct", 70.0, 69.3, 99, "pass"),
-        ("relative_top1_pct", 50.0, 60.0, 99, "pass"),
-        ("relative_top1_pct", 50.0, 0.0, 99, "fail"),
-        ("relative_top1_pct", 0.0, 0.0, 99, OPEN),  # there is no share of nothing
-        ("relative_top1_pct", 0.0, 20.0, 99, OPEN),
-        ("top1_pct", 30.0, 100 * 0.29, 29.0, "pass"),
-        ("top1_pct", 30.0, 28.99, 29.0, "fail"),
-        ("top1_pct", 30.0, 29.01, 29.0, "pass"),
+        ("drop_points", 80.0, 79.5, 0.5, "pass"),  # exactly the threshold
+        ("drop_points", 80.0, 79.49, 0.5, "fail"),
+        ("drop_points", 76.3, 75.8, 0.5, "pass"),  # 76.3 - 75.8 is 0.5000000000000000 and a bit in binary
+        ("drop_points", 100 * 0.57, 100 * 0.56, 1.0, "pass"),
+        ("drop_points", 80.0, 81.0, 0.0, "pass"),  # better than FP32
+        ("drop_points", 80.0, 80.0, 0.0, "pass"),
+        ("drop_points", 80.0, 79.99, 0.0, "fail"),
+        ("relative_score_pct", 80.0, 79.2, 99, "pass"),
+        ("relative_score_pct", 80.0, 79.19, 99, "fail"),
+        ("relative_score_pct", 70.0, 69.3, 99, "pass"),
+        ("relative_score_pct", 50.0, 60.0, 99, "pass"),
+        ("relative_score_pct", 50.0, 0.0, 99, "fail"),
+        ("relative_score_pct", 0.0, 0.0, 99, OPEN),  # there is no share of nothing
+        ("relative_score_pct", 0.0, 20.0, 99, OPEN),
+        ("score_pct", 30.0, 100 * 0.29, 29.0, "pass"),
+        ("score_pct", 30.0, 28.99, 29.0, "fail"),
+        ("score_pct", 30.0, 29.01, 29.0, "pass"),
     ],
 )
 def test_what_was_measured_at_the_threshold(name: str, fp32: float, own: float, threshold: float, verdict: str) -> None:
     """Without the interval, which `confident` asks for."""
     accuracy = accuracy_report(accuracy_row("fp32", fp32), accuracy_row("int8", own))
-    settings = {"max_top1_drop_points": 100.0, "confident": False, CHECKS[name].setting: threshold}
+    settings = {"max_drop_points": 100.0, "confident": False, CHECKS[name].setting: threshold}
     found = check(name, accuracy, **settings)
-    measured = {"top1_drop_points": fp32 - own, "relative_top1_pct": 100 * own / fp32 if fp32 else None}.get(name, own)
+    measured = {"drop_points": fp32 - own, "relative_score_pct": 100 * own / fp32 if fp32 else None}.get(name, own)
     assert (found.verdict, found.threshold) == (verdict, threshold)
     assert found.measured == (None if measured is None else pytest.approx(measured))
 
@@ -86,7 +86,7 @@ def test_a_drop_is_proved_or_open(
     lost: int, gained: int, num_images: int, allowed: float, verdict: str, said: str
 ) -> None:
     accuracy = accuracy_report(compared_row(lost, gained, num_images=num_images))
-    found = check("top1_drop_points", accuracy, max_top1_drop_points=allowed)
+    found = check("drop_points", accuracy, max_drop_points=allowed)
     assert (found.verdict, found.measured) == (verdict, pytest.approx(100 * (lost - gained) / num_images))
     assert said in found.explanation
 
@@ -94,13 +94,13 @@ def test_a_drop_is_proved_or_open(
 @pytest.mark.parametrize(("share_pct", "verdict"), [(95.9, "pass"), (96.5, OPEN), (98.0, "fail")])
 def test_the_share_of_fp32_is_proved_like_the_drop(share_pct: float, verdict: str) -> None:
     """30 of 1,000 are lost: with 95 % confidence at least 2.2 and at most 4.0 %."""
-    found = check("relative_top1_pct", accuracy_report(compared_row(30)), min_relative_top1_pct=share_pct)
+    found = check("relative_score_pct", accuracy_report(compared_row(30)), min_relative_score_pct=share_pct)
     assert found.verdict == verdict
 
 
 def test_the_number_of_images_that_would_tell_is_one() -> None:
     """Of two limits of the drop that are open, 0.9 points and 99 % of 100 %, the narrower decides both."""
-    thresholds = Thresholds(max_top1_drop_points=0.9, min_relative_top1_pct=99)
+    thresholds = Thresholds(max_drop_points=0.9, min_relative_score_pct=99)
     report = accuracy_report(compared_row(7))
     found = [entry.explanation for entry in run_checks(thresholds, report, speeds(GPU))[:2]]
     needed = deciding_images(thresholds, report, report.row("int8"))
@@ -177,7 +177,7 @@ def test_degraded_images(
 ) -> None:
     """A pass needs all of them within 1 point; a failure allows for their number."""
     pairs = [PairedComparison.of(1000, lost, gained) for lost, gained in counts]
-    rows = [CorruptedRow(kind="blur", strength=n, top1_pct=90, comparison=pair) for n, pair in enumerate(pairs)]
+    rows = [CorruptedRow(kind="blur", strength=n, score_pct=90, comparison=pair) for n, pair in enumerate(pairs)]
     accuracy = accuracy_report(compared_row(0, corrupted=tuple(rows)))
     found = check("corrupted_drop_points", accuracy, max_corrupted_drop_points=1.0, confident=confident)
     assert found.verdict == verdict
@@ -246,7 +246,7 @@ def test_latency_is_of_the_batch_that_is_asked_for() -> None:
 def test_accuracy_that_was_not_measured_does_not_pass(fp32: float | None, own: float | None, named: str) -> None:
     accuracy = accuracy_report(accuracy_row("fp32", fp32), accuracy_row("int8", own))
     (found,) = run_checks(Thresholds(max_size_mb=30), accuracy, speeds(GPU))
-    assert (found.name, found.verdict, found.measured) == ("top1_drop_points", OPEN, None)
+    assert (found.name, found.verdict, found.measured) == ("drop_points", OPEN, None)
     assert found.explanation == f"{named} was not measured here: needs TensorRT"
 
 
@@ -256,12 +256,12 @@ def test_what_is_set_is_checked_in_the_order_of_the_table() -> None:
         assert {entry.verdict for entry in checks} == {"pass"}
         return [entry.name for entry in checks]
 
-    kept = CorruptedRow(kind="jpeg", strength=10, top1_pct=90, comparison=PairedComparison.of(10_000, 0, 0))
+    kept = CorruptedRow(kind="jpeg", strength=10, score_pct=90, comparison=PairedComparison.of(10_000, 0, 0))
     accuracy = accuracy_report(compared_row(0, num_images=10_000, corrupted=(kept,)))
-    off = {"min_relative_top1_pct": 0, "min_validation_images": 0, "require_above_chance": False}
-    assert names(**off) == ["top1_drop_points"]
-    assert names() == ["top1_drop_points", "relative_top1_pct", "above_chance", "validation_images"]
-    limits = {"min_top1_pct": 50, "max_class_drop_points": 5, "max_p99_ms": 3, "max_size_mb": 30}
+    off = {"min_relative_score_pct": 0, "min_validation_images": 0, "require_above_chance": False}
+    assert names(**off) == ["drop_points"]
+    assert names() == ["drop_points", "relative_score_pct", "above_chance", "validation_images"]
+    limits = {"min_score_pct": 50, "max_class_drop_points": 5, "max_p99_ms": 3, "max_size_mb": 30}
     limits["max_corrupted_drop_points"] = 2
     assert names(min_speedup=3, min_speedup_fp16=1.2, **limits) == list(CHECKS)
     with pytest.raises(ValidationError, match="min_speedup_fp16 compares INT8 with FP16"):
@@ -276,10 +276,10 @@ def test_a_report_of_version_0_1_is_judged() -> None:
     found = report.row("int8").comparison
     assert found is not None
     assert found.drop_upper_points == drop_upper(found.num_images, found.num_lost, found.num_gained)
-    assert [check(name, report).verdict for name in ("top1_drop_points", "above_chance")] == ["pass", OPEN]
+    assert [check(name, report).verdict for name in ("drop_points", "above_chance")] == ["pass", OPEN]
     assert "above_chance" not in {entry.name for entry in run_checks(Thresholds.recorded({}), report, speeds({}))}
     older = accuracy_report(accuracy_row("int8", 80.0))  # without a comparison
-    for name in ("top1_drop_points", "class_drop_points"):
+    for name in ("drop_points", "class_drop_points"):
         unknown = check(name, older, max_class_drop_points=5)
         assert (unknown.verdict, unknown.explanation.endswith("validate again")) == (OPEN, True)
 
@@ -360,7 +360,7 @@ def test_a_latency_that_int8_does_not_keep_and_fp16_does(p99_ms: float, precisio
 
 @pytest.mark.parametrize(("least", "precision"), [(79.9, "fp32"), (80.0, "int8")])
 def test_fp32_is_recommended_with_the_least_top1_alone(least: float, precision: str) -> None:
-    thresholds = Thresholds(confident=False, min_top1_pct=least)
+    thresholds = Thresholds(confident=False, min_score_pct=least)
     accuracy = accuracy_report(accuracy_row("fp32", 79.9), accuracy_row("int8", 80.0))
     benchmark = speeds(ON_CPU)
     found = recommend(thresholds, run_checks(thresholds, accuracy, benchmark), accuracy, benchmark)

@@ -67,7 +67,7 @@ def test_a_pass_says_what_was_measured_and_how_int8_ran(tmp_path: Path, monkeypa
     assert (verdict.passed, verdict.precision, verdict.note, verdict.word) == (True, "int8", note, "pass")
     assert verdict.inputs == {"report": load(source, ReportManifest).digest, "bundle": "sha256:b"}
     assert verdict.checks[0].model_dump() == {
-        "name": "top1_drop_points",
+        "name": "drop_points",
         "measured": 0.25,
         "threshold": 0.5,
         "verdict": "pass",
@@ -140,7 +140,7 @@ def test_a_verdict_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     old = json.loads(file.read_text())
     del old["recommendation"]
     old["passed"], old["checks"] = False, [{**old["checks"][0], "measured": None, "verdict": "not measured"}]
-    old["config"] = {"precision": "int8", "max_top1_drop_points": 0.5, "min_relative_top1_pct": 99.0}
+    old["config"] = {"precision": "int8", "max_drop_points": 0.5, "min_relative_score_pct": 99.0}
     file.write_bytes(canonical_json({**old, "seal": seal_of(old)}))
     verdict = load(file.parent, VerdictManifest).manifest
     assert (verdict.checks[0].verdict, verdict.recommendation) == ("not enough evidence", None)
@@ -150,23 +150,23 @@ def test_a_verdict_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 def test_a_report_of_other_thresholds_is_refused_with_both_ways_out(tmp_path: Path) -> None:
     # validate's setting replaces all thresholds, so those that agree must be named too.
-    source = report(tmp_path / "report", compared_row(0), max_top1_drop_points=2.0, min_top1_pct=60.0)
-    with refuses("other-thresholds", "max_top1_drop_points") as caught:
-        run(GateConfig(min_top1_pct=60.0), StepLog("gate"), report=source, output=tmp_path / "verdict")
-    assert "max_top1_drop_points 2.0 there, 0.5 here" in str(caught.value)
-    assert "(--max-top1-drop-points 2.0)" in str(caught.value)
-    assert "(--gate '{max_top1_drop_points: 0.5, min_top1_pct: 60.0}')" in str(caught.value)
+    source = report(tmp_path / "report", compared_row(0), max_drop_points=2.0, min_score_pct=60.0)
+    with refuses("other-thresholds", "max_drop_points") as caught:
+        run(GateConfig(min_score_pct=60.0), StepLog("gate"), report=source, output=tmp_path / "verdict")
+    assert "max_drop_points 2.0 there, 0.5 here" in str(caught.value)
+    assert "(--max-drop-points 2.0)" in str(caught.value)
+    assert "(--gate '{max_drop_points: 0.5, min_score_pct: 60.0}')" in str(caught.value)
     assert not (tmp_path / "verdict").exists()
 
 
 def test_the_component_judges_by_the_parameter_and_the_settings(tmp_path: Path) -> None:
     """As KFP's executor calls it. The parameter is the pipeline's, which settings can't overrule."""
-    source = report(tmp_path / "report", compared_row(0), max_top1_drop_points=2.0, min_top1_pct=60.0)
+    source = report(tmp_path / "report", compared_row(0), max_drop_points=2.0, min_score_pct=60.0)
     given, verdict = SimpleNamespace(path=str(source)), SimpleNamespace(path=str(tmp_path / "verdict"))
-    settings = {"min_top1_pct": 60.0, "max_top1_drop_points": 1.0}
-    gate.python_func(report=given, max_top1_drop_points=2.0, settings=settings, verdict=verdict)
+    settings = {"min_score_pct": 60.0, "max_drop_points": 1.0}
+    gate.python_func(report=given, max_drop_points=2.0, settings=settings, verdict=verdict)
     config = load(tmp_path / "verdict", VerdictManifest).manifest.config
-    assert (config["max_top1_drop_points"], config["min_top1_pct"]) == (2.0, 60.0)
+    assert (config["max_drop_points"], config["min_score_pct"]) == (2.0, 60.0)
 
 
 def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:
     assert code == 3
     assert text.startswith("gate: INT8 did not pass: top-1 drop 10.00, allowed 0.5 points")
     report(tmp_path / "good", compared_row(0))
-    assert run_step("good", "--max-top1-drop-points", "3")[0] == 2
+    assert run_step("good", "--max-drop-points", "3")[0] == 2
     manifest = tmp_path / "good" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"top1_pct":100.0', '"top1_pct":99.0'))
+    manifest.write_text(manifest.read_text().replace('"score_pct":100.0', '"score_pct":99.0'))
     assert run_step("good")[0] == 1
 
 

@@ -76,8 +76,8 @@ def test_promote_has_no_key_and_the_same_arguments_have_the_same_keys(cached: Ca
         ("train.weight_decay=0.1", "train"),
         ("export.max_batch=64", "export"),
         ("validate.batch_size=8", "validate"),
-        ("gate.max_top1_drop_points=1", "export"),  # the budget of INT8
-        ("gate.min_top1_pct=1", "validate"),  # whose report opens with the verdict
+        ("gate.max_drop_points=1", "export"),  # the budget of INT8
+        ("gate.min_score_pct=1", "validate"),  # whose report opens with the verdict
         ("promote.alias=other", None),
         ("preprocess.num_workers=3", None),
     ],

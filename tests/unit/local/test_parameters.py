@@ -59,6 +59,12 @@ def arguments(tmp_path: Path) -> Arguments:
             {},
             {"train": {"weight_decay": 1e-4, "momentum": 0.8}, "gate": {"min_speedup": 1.5}},
         ),
+        (
+            "max_top1_drop_points: 2\ntrain:\n  target_top1_pct: 70\n",  # names of earlier versions
+            ["gate.min_top1_pct=50"],
+            {},
+            {"max_drop_points": 2.0, "train": {"target_score_pct": 70}, "gate": {"min_score_pct": 50}},
+        ),
         ("", [], {}, {"latency_budget": ""}),
         ("", [], {"latency_budget": "7 ms"}, {"latency_budget": "7ms"}),  # one setting, however it is typed
         ("latency_budget: 7\n", [], {}, {"latency_budget": "7ms"}),
@@ -108,7 +114,7 @@ INVALID = [
         ("unknown-input", "--set tain.momentum=1", "tain", "did you mean train?"),
         ("set-not-key-value", "--set momentum=1", "--set", ""),
         ("set-not-key-value", "--set train.momentum", "--set", ""),
-        ("set-the-gate", "--set export.gate={min_top1_pct: 1}", "export.gate", ""),
+        ("set-the-gate", "--set export.gate={min_score_pct: 1}", "export.gate", ""),
         ("not-a-mapping", "train: 3\n", "train", ""),
         ("invalid-yaml", "--set train.augmentation={a", "", ""),
         ("invalid-yaml", "- a\n", "", ""),

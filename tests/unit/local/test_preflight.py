@@ -110,7 +110,7 @@ def test_uris_are_not_opened_and_models_that_are_there_pass(tmp_path: Path) -> N
 
 def run_of(data: Path, **arguments: Any) -> dict[str, Any]:
     """Arguments of a run, as `resolve_arguments` gives them."""
-    return {"data": str(data), "seed": 0, "preprocess": {}, "gate": {}, "max_top1_drop_points": 0.5, **arguments}
+    return {"data": str(data), "seed": 0, "preprocess": {}, "gate": {}, "max_drop_points": 0.5, **arguments}
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_links_that_lead_nowhere_do_not_count(tmp_path: Path, few_digits: Path) 
 
 
 def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
-    proof = {"confident": True, "min_relative_top1_pct": 0.0}
-    check_inputs(run_of(few_digits, gate=proof, max_top1_drop_points=2.5))
-    assert "at least 149 are needed" in too_few(few_digits, proof, max_top1_drop_points=2.0)
+    proof = {"confident": True, "min_relative_score_pct": 0.0}
+    check_inputs(run_of(few_digits, gate=proof, max_drop_points=2.5))
+    assert "at least 149 are needed" in too_few(few_digits, proof, max_drop_points=2.0)
     # 99 % of FP32's top-1
-    assert "at least 299 are needed" in too_few(few_digits, {"confident": True}, max_top1_drop_points=2.5)
-    text = too_few(few_digits, proof, max_top1_drop_points=0.0)
+    assert "at least 299 are needed" in too_few(few_digits, {"confident": True}, max_drop_points=2.5)
+    text = too_few(few_digits, proof, max_drop_points=0.0)
     assert "no number is enough" in text
-    assert "Give a larger --max-top1-drop-points" in text
+    assert "Give a larger --max-drop-points" in text
     for points in (0.1, 0.5, 1.0, 5.0, 50.0):  # the gate's own interval lies within from so many images on
         number = images_to_prove(points)
         assert drop_upper(number, 0, 0) <= points < drop_upper(number - 1, 0, 0)

@@ -59,7 +59,7 @@ def test_the_first_version_is_champion(store: str, registry: Registry, tmp_path:
         "m version 1 registered in MLflow as @candidate and @champion: passed its gate, and there was no champion"
     )
     version, made = registry.version("m", "1"), promotion(tmp_path / "a-070")
-    shown = {name: version.tags[name] for name in ("verdict", "precision", "top1_pct", "validation_split_digest")}
+    shown = {name: version.tags[name] for name in ("verdict", "precision", "score_pct", "validation_split_digest")}
     assert list(shown.values()) == ["pass, not proved", "int8", "70.0000", "val-one"]
     assert version.tags["bundle_digest"] == made.bundle_digest == made.inputs["bundle"]
     assert {f"{name}_digest" for name in ("dataset", "report", "verdict")} <= set(version.tags)
@@ -69,7 +69,7 @@ def test_the_first_version_is_champion(store: str, registry: Registry, tmp_path:
     assert audit["changes"] == {name: {"before": None, "after": "1"} for name in ("candidate", "champion")}
 
     logged = registry.client.get_run(version.run_id)
-    assert logged.data.metrics["int8_top1_pct"] == 70
+    assert logged.data.metrics["int8_score_pct"] == 70
     assert logged.data.metrics == version_summary(registry, "m/1").headline()
     report = load(tmp_path / "a-070/report", ReportManifest).manifest
     assert {f"validate.{name}" for name in report.config} <= set(logged.data.params)
@@ -101,7 +101,7 @@ def test_no_worse_one_becomes_champion(
         compared = entry.change.comparison
         assert compared is not None
         assert compared.champion_version == champions(entries[:before])[-1]
-        assert compared.champion_top1_pct == top1[compared.champion_version]
+        assert compared.champion_score_pct == top1[compared.champion_version]
         assert ("champion" in entry.change.changes) is compared.not_worse
     if not tolerance:
         assert said[2] == (
@@ -194,7 +194,7 @@ def test_the_number_of_now_counts(
     new = make_chain(tmp_path / "new", reported, data=digits_dataset, favourite=4)
     said = promote_chain(store, new, tmp_path / "promotion")
     found = comparison(tmp_path)
-    assert found.champion_top1_pct == pytest.approx(10.0)
+    assert found.champion_score_pct == pytest.approx(10.0)
     assert found.measured_again == "openvino"
     assert found.paired is not None
     assert (found.paired.num_lost, found.paired.num_gained) == (12, 12)

@@ -20,7 +20,7 @@ def test_models_lists_versions(three: str) -> None:
     assert "@champion" in text
     assert "60.00" in text
     rows = json.loads(enginery("models", "m", "--json").output)
-    found = [(row["version"], row["aliases"], row["top1_pct"]) for row in rows]
+    found = [(row["version"], row["aliases"], row["score_pct"]) for row in rows]
     assert found == [("3", ["champion", "candidate"], 60.0), ("2", [], 40.0), ("1", [], 50.0)]
     assert {(row["verdict"], row["precision"]) for row in rows} == {("pass, not proved", "int8")}
 
@@ -133,7 +133,7 @@ def test_compare_of_versions_and_runs(three: str, registry: Registry, tmp_path: 
     for first, second in (("m@champion", "m/1"), ("m:3", "m:1")):
         found = json.loads(enginery("compare", first, second, "--json").output)
         assert [run["run_id"] for run in found["runs"]] == ["m/3", "m/1"]
-        rows = [(run["rows"]["int8"]["top1_pct"], run["rows"]["int8"]["verdict"]) for run in found["runs"]]
+        rows = [(run["rows"]["int8"]["score_pct"], run["rows"]["int8"]["verdict"]) for run in found["runs"]]
         assert rows == [(60.0, "pass, not proved"), (50.0, "pass, not proved")]
     assert "A  m/3" in enginery("compare", "m@champion", "m/1").output
     with refuses("same-run-twice"):

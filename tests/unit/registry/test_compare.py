@@ -82,10 +82,10 @@ def test_only_what_differs_is_shown_and_other_validation_images_are_warned_of(ho
     result = compare([find_summary(name, home / "runs") for name in (FIRST, SECOND)])
     assert result.arguments == {"epochs": {"A": "2", "B": "5"}, "train.augmentation.min_area": {"A": "0.7", "B": ""}}
     assert (result.data, result.versions, result.warnings) == ({}, {}, ())
-    assert result.runs[1].rows["int8"].top1_pct == 89.5
+    assert result.runs[1].rows["int8"].score_pct == 89.5
     result = compare([find_summary(name, home / "runs") for name in (FIRST, SECOND, OTHER)])
     assert result.data == {"validation split": {"A": "5" * 12, "B": "5" * 12, "C": "6" * 12}}
-    assert result.warnings == ("the validation images differ between A/B and C: top-1 can't be compared",)
+    assert result.warnings == ("the validation images differ between A/B and C: their scores can't be compared",)
 
 
 def test_digest_of_a_summary_without_one_comes_from_the_report(home: Path) -> None:
@@ -116,7 +116,7 @@ def test_summary_builder_keeps_the_digests_of_the_report(tmp_path: Path) -> None
     builder = SummaryBuilder(0.0)
     fields = run_summary(tmp_path).model_dump(exclude_unset=True)
     assert builder.summary(**fields).split_digest == ""
-    measured = AccuracyRow(precision="fp32", runtime="openvino", top1_pct=90.0)
+    measured = AccuracyRow(precision="fp32", runtime="openvino", score_pct=90.0)
     accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=(measured,))
     benchmark = BenchmarkReport(bundle_digest="b", rows=())
     builder.handle({"event": "results", "accuracy": accuracy.model_dump(), "benchmark": benchmark.model_dump()})
@@ -145,5 +145,5 @@ def test_command_runs(home: Path) -> None:
     assert lines[1][1:5] == ["done", "89.50", "-0.50", "pass"]
     assert max(len(line) for line in shown.splitlines()) <= 80
     printed = json.loads(enginery("runs", "--json").stdout)
-    assert printed[1]["int8_top1_pct"] == 89.5
-    assert printed[0]["int8_top1_pct"] is None
+    assert printed[1]["int8_score_pct"] == 89.5
+    assert printed[0]["int8_score_pct"] is None

@@ -79,7 +79,7 @@ def train(world: World = WORLD, **changed: Any) -> tuple[dict[str, torch.Tensor]
     """Weights after 8 steps, and what was measured."""
     trainer = build(world, **changed)
     result = trainer.fit()
-    return trainer.published().state_dict(), [result.train_loss, result.val_loss, result.val_top1_pct]
+    return trainer.published().state_dict(), [result.train_loss, result.val_loss, result.val_score_pct]
 
 
 def test_another_number_of_processes_needs_epochs_of_as_many_steps() -> None:

@@ -230,15 +230,15 @@ def test_the_best_epoch_can_be_the_result(go: Go, tmp_path: Path, monkeypatch: p
     go(sigterm_after=14, **settings)
     go(**settings, publish="best")
     checkpoint = load(tmp_path / "out", CheckpointManifest)
-    assert [epoch.val_top1_pct for epoch in checkpoint.manifest.history] == top1
-    assert checkpoint.manifest.metrics["val_top1_pct"] == 60.0
+    assert [epoch.val_score_pct for epoch in checkpoint.manifest.history] == top1
+    assert checkpoint.manifest.metrics["val_score_pct"] == 60.0
     published = load_file(checkpoint.file(WEIGHTS))
     assert all(torch.equal(value, weights[1][name]) for name, value in published.items())
 
 
 def test_epochs_without_validation(train: Train) -> None:
     history = train(validation_epochs=2, epochs=3).manifest.history
-    assert [epoch.val_top1_pct is None for epoch in history] == [True, False, False]
+    assert [epoch.val_score_pct is None for epoch in history] == [True, False, False]
 
 
 def test_two_at_once_and_foreign_files(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

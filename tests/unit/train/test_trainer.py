@@ -308,23 +308,23 @@ def test_mlperf_s_checker_accepts_the_log(train: Train, tmp_path: Path) -> None:
 
 def test_training_ends_when_validation_reaches_the_target(train: Train) -> None:
     small = {"architecture": "timm/resnet10t", "global_batch_size": 32}
-    top1 = [epoch.val_top1_pct or 0.0 for epoch in train(output="whole", **small).manifest.history]
+    top1 = [epoch.val_score_pct or 0.0 for epoch in train(output="whole", **small).manifest.history]
     target = max(top1[:2])
     expected = top1.index(target) + 1
     log = Log()
-    checkpoint = train(log, target_top1_pct=target, **small)
+    checkpoint = train(log, target_score_pct=target, **small)
     record = checkpoint.manifest
-    assert [epoch.val_top1_pct for epoch in record.history] == top1[:expected]
+    assert [epoch.val_score_pct for epoch in record.history] == top1[:expected]
     assert record.metrics["epochs_to_target"] == expected < len(top1)
     assert 0 < record.metrics["seconds_to_target"] == record.history[-1].elapsed_s
     assert log.epochs[-1] == record.metrics
     assert '"status": "success"' in checkpoint.file(MLLOG).read_text()
     assert f"top-1 on validation images after {expected} epochs" in "".join(log.said)
     log = Log()
-    checkpoint = train(log, "never", target_top1_pct=100, epochs=1)
+    checkpoint = train(log, "never", target_score_pct=100, epochs=1)
     assert "epochs_to_target" not in checkpoint.manifest.metrics
     assert '"status": "aborted"' in checkpoint.file(MLLOG).read_text()
-    best = checkpoint.manifest.metrics["val_top1_pct"]
+    best = checkpoint.manifest.metrics["val_score_pct"]
     assert f"which is 100: the best of 1 epochs has {best:.2f} %" in "".join(log.said)
 
 

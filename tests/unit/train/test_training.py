@@ -32,8 +32,8 @@ def test_it_learns_and_the_checkpoint_has_what_was_reported(
     assert len(losses) == 2
     assert losses[0] < 1.3 * math.log(10)  # a model that knows nothing loses ln 10
     assert losses[1] < 0.6 * math.log(10)
-    assert log.epochs[1]["val_top1_pct"] > 50
-    assert f"timm/resnet10t at {log.epochs[1]['val_top1_pct']:.2f} % top-1 after 2 epochs" in outcome
+    assert log.epochs[1]["val_score_pct"] > 50
+    assert f"timm/resnet10t at {log.epochs[1]['val_score_pct']:.2f} % top-1 after 2 epochs" in outcome
     assert (record.architecture, record.classes) == ("timm/resnet10t", tuple("0123456789"))
     assert record.inputs == {"dataset": digits_dataset.digest}
     assert (record.transform.resize_size, record.transform.crop_size) == (32, 32)
@@ -47,7 +47,7 @@ def test_it_learns_and_the_checkpoint_has_what_was_reported(
     with torch.no_grad():
         for batch in Loader(digits_dataset, "val", record.transform, batch_size=64):
             correct += int((model(batch.images).argmax(dim=1) == batch.labels).sum())
-    assert 100 * correct / 120 == pytest.approx(record.metrics["val_top1_pct"], abs=0.9)  # one image
+    assert 100 * correct / 120 == pytest.approx(record.metrics["val_score_pct"], abs=0.9)  # one image
 
 
 def test_one_seed_gives_one_model(train: Train, tiny_dataset: Artifact[DatasetManifest]) -> None:
@@ -93,7 +93,7 @@ def test_an_unknown_architecture_suggests(train: Train, tmp_path: Path, architec
 
 
 @pytest.mark.parametrize(
-    ("counts", "top1_pct", "warned"),
+    ("counts", "score_pct", "warned"),
     [
         ((50, 50), 50.0, True),
         ((50, 50), 59.0, True),  # two standard deviations of a guess are 10 points
@@ -102,10 +102,10 @@ def test_an_unknown_architecture_suggests(train: Train, tmp_path: Path, architec
         ((100,), 100.0, False),  # one class can't be missed
     ],
 )
-def test_the_chance_level(counts: tuple[int, ...], top1_pct: float, warned: bool) -> None:
+def test_the_chance_level(counts: tuple[int, ...], score_pct: float, warned: bool) -> None:
     log = Log()
     split = Split(num_images=sum(counts), shards=(), class_counts=counts, digest="")
-    warn_of_chance_level(log, config(), split, top1_pct)
+    warn_of_chance_level(log, config(), split, score_pct)
     assert ("learned nothing" in "".join(log.said)) == warned
 
 

@@ -53,7 +53,7 @@ def history(num_epochs: int) -> tuple[EpochRecord, ...]:
             train_loss=2.3071 / epoch,
             train_images_per_s=4321.0 + epoch,
             val_loss=None if epoch == 2 else 2.1973 / epoch,
-            val_top1_pct=81.37 + epoch / 7,
+            val_score_pct=81.37 + epoch / 7,
         )
         for epoch in range(1, num_epochs + 1)
     )
@@ -71,13 +71,13 @@ def accuracy_row(precision: str, fp32: Predictions, own: Predictions, classes: t
     worse, largest = class_losses(class_changes(classes, fp32, own))
     return measurements.accuracy_row(
         precision,
-        own.top1_pct,
+        own.score_pct,
         device="NVIDIA H200",
         file=f"{precision}.plan",
         size_bytes={"fp32": 108_849_268, "fp16": 48_625_236, "int8": 26_505_316}[precision],
         num_images=own.num_images,
         top5_pct=99.4937,
-        delta_top1_points=own.top1_pct - fp32.top1_pct,
+        delta_points=own.score_pct - fp32.score_pct,
         agreement_pct=own.agreement_pct(fp32),
         ece_pct={"fp32": 2.4671, "fp16": 2.4783, "int8": 3.1237}[precision],
         comparison=compare(fp32, own) if precision != "fp32" else None,
@@ -182,7 +182,7 @@ def placement() -> PlacementEntry:
                 latency_ms=129e3 / rate,
                 turns_images_per_s=(rate,),
                 build_seconds=41.7 + num_excluded,
-                delta_top1_points=delta,
+                delta_points=delta,
                 agreement_pct=None if delta is None else 99.2 + delta,
                 within_budget=None if delta is None else delta > -0.3,
                 chosen=name == "mixed 1",
@@ -195,7 +195,7 @@ def placement() -> PlacementEntry:
 
 def selection() -> SelectionEntry:
     tried = (("max", ()), ("percentile", ()), ("percentile", KEPT_IN_FLOAT))
-    first = {"top1_pct": 82.417, "delta_top1_points": -1.618, "low_points": -2.719, "high_points": -0.577}
+    first = {"score_pct": 82.417, "delta_points": -1.618, "low_points": -2.719, "high_points": -0.577}
     first["agreement_pct"] = 96.283
     trials = (
         Trial(
@@ -211,9 +211,9 @@ def selection() -> SelectionEntry:
     return SelectionEntry(
         runtime="torch",
         num_images=2053,
-        fp32_top1_pct=84.035,
-        max_top1_drop_points=0.73,
-        min_relative_top1_pct=98.6,
+        fp32_score_pct=84.035,
+        max_drop_points=0.73,
+        min_relative_score_pct=98.6,
         trials=tuple(trials),
         ranking=tuple(LayerCost(name=name, operator="Conv", cost_nats=0.0173 / n) for name, n in costs),
         num_ranking_images=259,
@@ -233,7 +233,7 @@ def degraded(report: Report) -> Report:
             CorruptedRow(
                 kind=kind,
                 strength=strength,
-                top1_pct=right / 4 + (pair.delta_top1_points if pair else 0.0),
+                score_pct=right / 4 + (pair.delta_points if pair else 0.0),
                 comparison=pair,
                 p_corrected=p_value and min(1.0, p_value),
             )
@@ -257,7 +257,7 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
     fp16, int8 = disturbed(fp32.top[:, 0], 0.01), disturbed(fp32.top[:, 0], 0.07)
     different = np.flatnonzero(fp32.top[:, 0] != int8.top[:, 0])[:24].tolist()
     checks = (
-        GateCheck(name="top1_drop_points", measured=1.0, threshold=0.5, verdict="fail", explanation="top-1 drop 1.00"),
+        GateCheck(name="drop_points", measured=1.0, threshold=0.5, verdict="fail", explanation="top-1 drop 1.00"),
         GateCheck(name="speedup", measured=None, threshold=2.0, verdict="not enough evidence", explanation="no speed"),
     )
     steps = ("preprocess", "train", "export", "validate")
@@ -334,7 +334,7 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
         training=TrainingRecord(
             history=history(num_epochs),
             config={"epochs": num_epochs, "learning_rate": 0.4173},
-            metrics={"train_loss": 0.7691, "val_top1_pct": 81.799, "train_images_per_s": 4324.0, "val_loss": 0.7324},
+            metrics={"train_loss": 0.7691, "val_score_pct": 81.799, "train_images_per_s": 4324.0, "val_loss": 0.7324},
             environment=machine(1),
         ),
         data=Data(

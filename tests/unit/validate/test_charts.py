@@ -34,7 +34,7 @@ def texts(svg: str) -> list[str]:
 
 @pytest.mark.parametrize("num_epochs", [1, 2, 3, 16, 90])
 def test_curves_have_whole_epochs_on_their_axes(num_epochs: int, make_history: History) -> None:
-    svg = training_chart(make_history(num_epochs))
+    svg = training_chart(make_history(num_epochs), "top-1")
     loss, top1, _ = svg.split(">epoch<")
     for part in (loss, top1[top1.index(">loss<") :]):
         ticks = [text for text in texts(part) if text.isdigit()]
@@ -91,38 +91,38 @@ def bold(svg: str) -> list[str]:
 
 def test_the_chosen_candidate_is_marked(selection: SelectionEntry) -> None:
     for trial, name in zip(selection.trials, ("max", "percentile", "percentile, 2 in float"), strict=True):
-        svg = trials_chart(selection, trial)
+        svg = trials_chart(selection, trial, "top-1")
         assert bold(svg) == [name]
         assert re.findall(r"fill: var\(--int8\); opacity", svg) == ["fill: var(--int8); opacity"]
     assert texts(svg).count("percentile") == 1
-    unknown = trials_chart(selection, None)
+    unknown = trials_chart(selection, None, "top-1")
     assert bold(unknown) == []
     assert "opacity" not in unknown
 
 
 def test_the_budget_is_a_line_at_the_tighter_limit(selection: SelectionEntry) -> None:
     for points, relative_pct, limit in ((0.73, 98.6, -0.73), (0.73, 99.6, -0.33614), (5.0, 98.6, -1.17649)):
-        update = {"max_top1_drop_points": points, "min_relative_top1_pct": relative_pct}
-        svg = trials_chart(selection.model_copy(update=update), selection.trials[2])
+        update = {"max_drop_points": points, "min_relative_score_pct": relative_pct}
+        svg = trials_chart(selection.model_copy(update=update), selection.trials[2], "top-1")
         assert dashed_at(svg) == pytest.approx(limit, abs=0.01)
         assert f"budget: \N{MINUS SIGN}{-limit:.2f} points" in texts(svg)
-    update = {"max_top1_drop_points": 50.0, "min_relative_top1_pct": 10.0}
-    svg = trials_chart(selection.model_copy(update=update), selection.trials[2])
+    update = {"max_drop_points": 50.0, "min_relative_score_pct": 10.0}
+    svg = trials_chart(selection.model_copy(update=update), selection.trials[2], "top-1")
     assert dashed_at(svg) is None
     assert "budget: \N{MINUS SIGN}50.00 points, off the axis" in texts(svg)
 
 
 def test_a_ruined_candidate_does_not_flatten_the_others(selection: SelectionEntry) -> None:
-    update = {"method": "mse", "delta_top1_points": -67.6, "low_points": -69.7, "high_points": -65.37}
+    update = {"method": "mse", "delta_points": -67.6, "low_points": -69.7, "high_points": -65.37}
     ruined = selection.trials[0].model_copy(update=update)
     with_it = selection.model_copy(update={"trials": (ruined, *selection.trials)})
     label = "top-1 against FP32"
-    svg = trials_chart(with_it, selection.trials[2])
-    assert axis(svg, label) == axis(trials_chart(selection, selection.trials[2]), label)
+    svg = trials_chart(with_it, selection.trials[2], "top-1")
+    assert axis(svg, label) == axis(trials_chart(selection, selection.trials[2], "top-1"), label)
     written = "\N{BLACK LEFT-POINTING TRIANGLE} \u221267.60 (\u221269.70 to \u221265.37)"
     assert written in texts(svg)
     # Where everything is ruined, the axis reaches down to it.
-    svg = trials_chart(selection.model_copy(update={"trials": (ruined,)}), ruined)
+    svg = trials_chart(selection.model_copy(update={"trials": (ruined,)}), ruined, "top-1")
     assert min(axis(svg, label)) <= -60
     assert written not in texts(svg)
 
@@ -132,7 +132,7 @@ def test_thirty_candidates_have_a_row_each(selection: SelectionEntry) -> None:
         names = tuple(f"/layer{index}/Conv" for index in range(number_of))
         return tuple(selection.trials[1].model_copy(update={"excluded": names[:index]}) for index in range(number_of))
 
-    svg = trials_chart(selection.model_copy(update={"trials": tried(31)}), None)
+    svg = trials_chart(selection.model_copy(update={"trials": tried(31)}), None, "top-1")
     rows = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>percentile[^<]*</text>', svg)]
     assert len(rows) == 31
     assert min(below - above for above, below in pairwise(rows)) > 12  # of text 9 high

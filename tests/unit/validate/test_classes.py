@@ -28,7 +28,7 @@ from components.validate.schema import Report
 from tests.unit.measurements import predictions
 from tests.unit.networks import read_here
 
-GATE: dict[str, Any] = {"max_top1_drop_points": 9.0, "min_relative_top1_pct": 90.0, "max_class_drop_points": 30.0}
+GATE: dict[str, Any] = {"max_drop_points": 9.0, "min_relative_score_pct": 90.0, "max_class_drop_points": 30.0}
 
 
 CLASSES = ("ant", "bee", "cat", "dog")
@@ -50,7 +50,7 @@ def test_classes_against_fp32_counted() -> None:
     assert largest.name == "bee"
     found = change(fp32, own)
     assert (found.num_images, found.num_lost, found.num_gained, found.num_differing) == (23, 6, 1, 7)
-    assert found.delta_top1_points == pytest.approx(-500 / 23)
+    assert found.delta_points == pytest.approx(-500 / 23)
 
 
 def test_a_class_that_gets_better_is_no_loss() -> None:
@@ -160,7 +160,7 @@ def test_swapped_classes_are_caught_and_named(
     report, verdict, said = judge(swapped, digits_dataset.path, tmp_path / "judged")
     assert not verdict.passed
     checks = {check.name: check for check in verdict.checks}
-    assert (checks["top1_drop_points"].verdict, checks["class_drop_points"].verdict) == ("fail", "fail")
+    assert (checks["drop_points"].verdict, checks["class_drop_points"].verdict) == ("fail", "fail")
     assert "significantly worse: " in said
     assert all(f"{name} by " in checks["class_drop_points"].explanation for name in names)
     assert checks["class_drop_points"].explanation in said

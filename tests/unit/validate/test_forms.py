@@ -229,7 +229,7 @@ def test_every_precision_has_a_matrix(name: str, start: str, reports: dict[str, 
     for other, matrix in confusion.others.items():
         row = rows.row(other)
         right = sum(matrix[index][index] for index in range(len(matrix)))
-        assert right == round(row.num_images * row.top1_pct / 100)
+        assert right == round(row.num_images * row.score_pct / 100)
         assert sum(map(sum, matrix)) == row.num_images
     assert ("A matrix of 1,000 classes could not be read" in page) == (not start)
 
@@ -264,7 +264,7 @@ def judged(
     change = {"comparison": PairedComparison.of(1000, lost, gained), "worse_classes": (), "largest_loss": None, **own}
     rows = (fp32, other, int8.model_copy(update=change))
     entry = GateCheck(name=check, measured=measured, threshold=0.5, verdict=verdict, explanation="")  # type: ignore[arg-type]
-    found = {"checks": (entry,), "recommendation": advice, "thresholds": Thresholds(min_top1_pct=99.0)}
+    found = {"checks": (entry,), "recommendation": advice, "thresholds": Thresholds(min_score_pct=99.0)}
     selection = report.calibration.selection
     assert selection is not None
     selection = selection.model_copy(update={"out_of_time": False})
@@ -284,17 +284,17 @@ FEW = {"verdict": "not enough evidence", "lost": 4, "gained": 3}  # 0.1 points, 
 FP16 = Recommendation(precision="fp16", reason="INT8 is slow")
 FP32 = Recommendation(precision="fp32", reason="INT8 is slow")
 REMEDIES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("top1_drop_points", FEW, "preprocess.val_fraction", "gate.confident=false"),
-    ("relative_top1_pct", FEW, "preprocess.val_fraction", "gate.confident=false"),
-    ("top1_drop_points", {"worse_classes": (LOSS,)}, "cat (30 of 40 images)", "export.num_selection_images"),
-    ("top1_drop_points", {}, "export.num_selection_images", ""),
-    ("top1_drop_points", {"fp16": True}, "export.num_selection_images", "gate.precision=fp16"),
-    ("top1_drop_points", {"export": {"fallback": False}}, "export.fallback=true", ""),
-    ("top1_drop_points", {"export": {"calibration_method": "max"}}, "export.calibration_method=auto", ""),
-    ("top1_drop_points", {"chosen": False}, "another one", ""),
-    ("top1_drop_points", {"top1_pct": None, "note": "sums saturate on AVX2"}, "7-bit", ""),
-    ("top1_drop_points", {"top1_pct": None, "note": "it needs a GPU"}, "a machine that runs INT8", ""),
-    ("top1_drop_points", {"comparison": None}, "Validate again", ""),
+    ("drop_points", FEW, "preprocess.val_fraction", "gate.confident=false"),
+    ("relative_score_pct", FEW, "preprocess.val_fraction", "gate.confident=false"),
+    ("drop_points", {"worse_classes": (LOSS,)}, "cat (30 of 40 images)", "export.num_selection_images"),
+    ("drop_points", {}, "export.num_selection_images", ""),
+    ("drop_points", {"fp16": True}, "export.num_selection_images", "gate.precision=fp16"),
+    ("drop_points", {"export": {"fallback": False}}, "export.fallback=true", ""),
+    ("drop_points", {"export": {"calibration_method": "max"}}, "export.calibration_method=auto", ""),
+    ("drop_points", {"chosen": False}, "another one", ""),
+    ("drop_points", {"score_pct": None, "note": "sums saturate on AVX2"}, "7-bit", ""),
+    ("drop_points", {"score_pct": None, "note": "it needs a GPU"}, "a machine that runs INT8", ""),
+    ("drop_points", {"comparison": None}, "Validate again", ""),
     ("class_drop_points", {"worse_classes": (LOSS,)}, "cat (30 of 40 images)", ""),
     ("class_drop_points", {"verdict": "not enough evidence", "largest_loss": LOSS}, "more images of cat", ""),
     ("corrupted_drop_points", {}, "training images", ""),
@@ -302,7 +302,7 @@ REMEDIES: list[tuple[str, dict[str, Any], str, str]] = [
     ("corrupted_drop_points", {"measured": None}, "validate.corruptions=true", ""),
     ("above_chance", {}, "Train again", ""),
     ("above_chance", {"measured": None}, "Validate again", ""),
-    ("top1_pct", {}, "Train for longer", ""),
+    ("score_pct", {}, "Train for longer", ""),
     ("validation_images", {"verdict": "not enough evidence"}, "at least 100 images", ""),
     ("speedup", {"advice": FP16}, "gate.precision=fp16", ""),
     ("speedup_fp16", {"advice": FP32}, "Ship FP32", ""),
@@ -333,7 +333,7 @@ def test_every_check_of_the_gate_has_a_remedy(reports: dict[str, Report]) -> Non
 
 def test_the_number_of_images_decides(reports: dict[str, Report]) -> None:
     """As many times the images with as many times the lost and gained ones are enough, and half of them are not."""
-    (step, _) = judged(reports["ten classes"], "top1_drop_points", **FEW)
+    (step, _) = judged(reports["ten classes"], "drop_points", **FEW)
     needed = int(step.split("about ")[1].split(" ")[0].replace(",", ""))
     times = needed / 1000
     assert drop_upper(needed, 4 * times, 3 * times) <= 0.5 < drop_upper(needed / 2, 2 * times, 1.5 * times)

@@ -91,7 +91,7 @@ def chain(few_digits: Path, run_preprocess: Any, tmp_path_factory: pytest.TempPa
     # Calibrated badly on purpose, so that INT8 differs from FP32, and with a budget that lets it.
     bad = {"num_calibration_images": 8, "calibration_method": "percentile", "calibration_percentile": 60}
     bad |= {"mixed_engines": 0}
-    config = resolve(ExportConfig, "export", bad, {"gate": {"max_top1_drop_points": 100, "min_relative_top1_pct": 0}})
+    config = resolve(ExportConfig, "export", bad, {"gate": {"max_drop_points": 100, "min_relative_score_pct": 0}})
     export(config, StepLog("export"), model=root / "checkpoint", dataset=dataset.path, output=root / "bundle")
     return Chain(
         dataset=dataset,
@@ -122,10 +122,10 @@ def test_the_verdict_comes_first(written: Written) -> None:
     assert not verdict.passed
     assert "passed" not in outcome(written.report)
     assert written.text.startswith(
-        f"{outcome(written.report)} timm/resnet10t, 10 classes, 32 \N{MULTIPLICATION SIGN} 32 px"
+        f"{outcome(written.report)} classification, timm/resnet10t, 10 classes, 32 \N{MULTIPLICATION SIGN} 32 px"
     )
     assert written.card.startswith(f"# timm/resnet10t: {outcome(written.report)}\n")
-    names = ["top1_drop_points", "relative_top1_pct", "above_chance", "validation_images"]
+    names = ["drop_points", "relative_score_pct", "above_chance", "validation_images"]
     assert [check.name for check in verdict.checks] == names
     places = [written.text.index(check.explanation) for check in verdict.checks]
     assert places == sorted(places)
@@ -138,7 +138,7 @@ def test_numbers_are_those_that_were_measured(written: Written) -> None:
     )
     assert (dumped["accuracy"], dumped["benchmark"]) == (accuracy, benchmark)
     for row in accuracy["rows"]:
-        shown = row["note"] if row["top1_pct"] is None else f"{row['precision'].upper()} {row['top1_pct']:.2f} "
+        shown = row["note"] if row["score_pct"] is None else f"{row['precision'].upper()} {row['score_pct']:.2f} "
         assert shown in written.text
     assert (benchmark["latency_budget"], "Latency budget" in written.text) == (None, False)
 
@@ -148,12 +148,12 @@ def test_degraded_images_are_measured_and_judged(chain: Chain, tmp_path: Path) -
     fp32, int8 = (one.report.accuracy.row(name) for name in ("fp32", "int8"))
     assert [row.name for row in fp32.corrupted] == [row.name for row in int8.corrupted]
     assert len(int8.corrupted) == 15
-    assert min(row.top1_pct for row in fp32.corrupted) < fp32.top1_pct
+    assert min(row.score_pct for row in fp32.corrupted) < fp32.score_pct
     for plain, row in zip(fp32.corrupted, int8.corrupted, strict=True):
         assert (plain.comparison, row.comparison.num_images) == (None, 120)
-        assert row.top1_pct - plain.top1_pct == pytest.approx(row.comparison.delta_top1_points)
+        assert row.score_pct - plain.score_pct == pytest.approx(row.comparison.delta_points)
         assert row.p_corrected >= row.comparison.mcnemar_p
-    drop = max(-row.comparison.delta_top1_points for row in int8.corrupted)
+    drop = max(-row.comparison.delta_points for row in int8.corrupted)
     (check,) = (entry for entry in one.report.verdict.checks if entry.name == "corrupted_drop_points")
     assert check.measured == measures(one.report.accuracy, one.report.benchmark)["int8_corrupted_drop_points"] == drop
     assert (check.verdict == "pass", "Degraded images" in one.text) == (False, True)
@@ -235,20 +235,20 @@ def test_confusion_and_classes_add_up(written: Written) -> None:
     labels, int8 = predictions["labels"], predictions["int8"][:, 0]
     matrix = np.array(written.report.confusion.matrix)
     assert matrix.sum() == 120
-    assert 100 * np.trace(matrix) / 120 == pytest.approx(written.report.accuracy.row("int8").top1_pct)
+    assert 100 * np.trace(matrix) / 120 == pytest.approx(written.report.accuracy.row("int8").score_pct)
     assert all(matrix[row, column] == ((labels == row) & (int8 == column)).sum() for row, column in np.ndindex(10, 10))
     off_diagonal = sorted(matrix[~np.eye(10, dtype=bool)].tolist(), reverse=True)
     assert [pair.num_images for pair in written.report.confusion.pairs] == [n for n in off_diagonal if n][:20]
     deltas = [entry.delta_points for entry in written.report.class_changes]
     assert deltas == sorted(deltas)
-    assert np.mean(deltas) == pytest.approx(written.report.change.delta_top1_points)  # 12 images in each class
+    assert np.mean(deltas) == pytest.approx(written.report.change.delta_points)  # 12 images in each class
 
 
 def test_training_is_told_by_epoch(written: Written, chain: Chain) -> None:
     history = chain.checkpoint.manifest.history
     first, last = history
     assert last.train_loss < first.train_loss
-    assert (last.val_top1_pct or 0) > 40  # chance is 10: it learns from mixed images, too
+    assert (last.val_score_pct or 0) > 40  # chance is 10: it learns from mixed images, too
     assert history[-1].model_dump(exclude_none=True) == chain.checkpoint.manifest.metrics
     training = written.report.training
     assert training is not None
@@ -317,7 +317,7 @@ def test_the_run_in_mlflow_holds_report_and_data(
     table = client.get_run(pipeline).data
     manifest = load(tmp_path / "report", ReportManifest).manifest
     assert table.metrics == measures(manifest.accuracy, manifest.benchmark)
-    assert {"fp32_top1_pct", "int8_delta_top1_points"} <= set(table.metrics)
+    assert {"fp32_score_pct", "int8_delta_points"} <= set(table.metrics)
     assert table.tags["enginery.verdict"] in ("INT8 fail", "INT8 not enough evidence")
     assert [entry.path for entry in client.list_artifacts(pipeline)] == ["report.html"]
     tags, numbers = client.get_run(run.run_id).data.tags, client.get_run(run.run_id).data.metrics
@@ -340,7 +340,7 @@ def test_the_run_in_mlflow_holds_report_and_data(
     assert found == {(precision, name, "READY") for precision, name in names.items()}
     for model in models:
         shown = {metric.key: metric.value for metric in model.metrics or ()}
-        assert shown["top1_pct"] == pytest.approx(manifest.accuracy.row(model.tags["precision"]).top1_pct)
+        assert shown["score_pct"] == pytest.approx(manifest.accuracy.row(model.tags["precision"]).score_pct)
     metrics = [metric for model in models for metric in model.metrics or []]
     assert metrics
     assert {(m.dataset_name, m.dataset_digest) for m in metrics} == {("val", entry.dataset.digest)}

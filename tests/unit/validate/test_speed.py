@@ -288,11 +288,11 @@ ROWS = (
 
 
 def budget(
-    budget_ms: float, *, int8_pct: float = 79.9, fp16_pct: float | None = 80.0, min_top1_pct: float = 0
+    budget_ms: float, *, int8_pct: float = 79.9, fp16_pct: float | None = 80.0, min_score_pct: float = 0
 ) -> LatencyBudget:
     measured = (("fp32", 80.0), ("fp16", fp16_pct), ("int8", int8_pct))
     accuracy = accuracy_report(*(accuracy_row(name, pct) for name, pct in measured))
-    return within_budget(budget_ms, ROWS, accuracy, Thresholds(confident=False, min_top1_pct=min_top1_pct))
+    return within_budget(budget_ms, ROWS, accuracy, Thresholds(confident=False, min_score_pct=min_score_pct))
 
 
 LEFT_OUT = "do not pass the checks on accuracy"
@@ -312,8 +312,8 @@ NONE = f"nothing within 0.5 ms; FP32 and FP16 and INT8 left out: {LEFT_OUT}"
         (7, {"int8_pct": 79.49}, ("int8",), f"{FP16}; INT8 left out: does not pass the checks on accuracy"),
         (7, {"int8_pct": 79.5}, (), AT_7_MS),  # exactly what is allowed
         (7, {"int8_pct": 10, "fp16_pct": None}, ("fp16", "int8"), f"{FP32}; FP16 and INT8 left out: {LEFT_OUT}"),
-        (0.5, {"min_top1_pct": 80.5}, ("fp32", "fp16", "int8"), NONE),
-        (0.5, {"min_top1_pct": 80, "int8_pct": 80}, (), NEAREST),
+        (0.5, {"min_score_pct": 80.5}, ("fp32", "fp16", "int8"), NONE),
+        (0.5, {"min_score_pct": 80, "int8_pct": 80}, (), NEAREST),
     ],
 )
 def test_the_fastest_accurate_way_within_the_budget_is_chosen(
@@ -361,7 +361,7 @@ def test_what_is_not_measured(
 
 
 @pytest.mark.parametrize(
-    ("top1_pct", "ratio", "shown", "hidden"),
+    ("score_pct", "ratio", "shown", "hidden"),
     [
         (90.0, (2.13, ""), ("2.13x", "2.06x to 2.23x", "1.23"), ("n/a",)),
         (90.0, (2.13, "it was busy"), ("unsure: it was busy",), ("2.13", "n/a")),
@@ -370,17 +370,17 @@ def test_what_is_not_measured(
     ],
 )
 def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
-    top1_pct: float | None, ratio: tuple[float, str] | None, shown: tuple[str, ...], hidden: tuple[str, ...]
+    score_pct: float | None, ratio: tuple[float, str] | None, shown: tuple[str, ...], hidden: tuple[str, ...]
 ) -> None:
     found = Speedup(median=ratio[0], low=2.06, high=2.23, doubt=ratio[1]) if ratio else None
     doubt = ratio[1] if ratio else ""
-    common = {"runtime": "openvino", "device": "CPU", "num_images": 120, "delta_top1_points": 0.0}
+    common = {"runtime": "openvino", "device": "CPU", "num_images": 120, "delta_points": 0.0}
     common |= {"p50_ms": None if doubt else 1.23, "latency_doubt": doubt}
     common |= {"images_per_s": 1000.0, "throughput_batch_size": 16 if ratio else None, "size_bytes": 1, "verdict": ""}
-    fp32 = SimpleNamespace(precision="fp32", top1_pct=90.0, speedup=None, note="", **common)
-    int8 = SimpleNamespace(precision="int8", top1_pct=top1_pct, speedup=found, note="needs TensorRT", **common)
+    fp32 = SimpleNamespace(precision="fp32", score_pct=90.0, speedup=None, note="", **common)
+    int8 = SimpleNamespace(precision="int8", score_pct=score_pct, speedup=found, note="needs TensorRT", **common)
     console = Console(file=io.StringIO(), width=120)
-    print_summary(console, SimpleNamespace(rows=[fp32, int8], recommendation=None))  # type: ignore[arg-type]
+    print_summary(console, SimpleNamespace(score_name="top-1", rows=[fp32, int8], recommendation=None))  # type: ignore[arg-type]
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(part in text for part in shown)
     assert not any(part in text for part in hidden)
@@ -391,9 +391,9 @@ def test_the_table_of_a_run_has_all_values_at_any_width(
     width: int | None, verdict: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a narrow terminal cells wrap at spaces; elsewhere there are no widths."""
-    common = {"runtime": "onnxruntime", "device": "CPU", "num_images": 120, "top1_pct": 91.23, "p50_ms": 123.45}
+    common = {"runtime": "onnxruntime", "device": "CPU", "num_images": 120, "score_pct": 91.23, "p50_ms": 123.45}
     common |= {"latency_doubt": ""}
-    common |= {"delta_top1_points": -10.12, "images_per_s": 12345.0, "throughput_batch_size": 16, "note": ""}
+    common |= {"delta_points": -10.12, "images_per_s": 12345.0, "throughput_batch_size": 16, "note": ""}
     speedup = Speedup(median=2.13, low=2.0, high=2.2, doubt="")
     rows = [
         SimpleNamespace(precision=name, size_bytes=size, verdict="not enough evidence", speedup=speedup, **common)
@@ -402,7 +402,7 @@ def test_the_table_of_a_run_has_all_values_at_any_width(
     monkeypatch.delenv("COLUMNS", raising=False)
     console = new_console()
     console.width = width or console.width
-    print_summary(console, SimpleNamespace(rows=rows, recommendation=None))  # type: ignore[arg-type]
+    print_summary(console, SimpleNamespace(score_name="top-1", rows=rows, recommendation=None))  # type: ignore[arg-type]
     values = ["INT8", "(onnxruntime)", "precision", "91.23", "-10.12", "123.45", "12,345", "2.13x", "25.6 MB", "12 kB"]
     text = capsys.readouterr().out
     assert [value for value in (*values, verdict) if value not in text] == []
