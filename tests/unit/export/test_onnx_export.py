@@ -95,10 +95,9 @@ def test_modules_keep_their_modes(net, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-@pytest.mark.parametrize("model", [Inverse(), torch.nn.Conv2d(3, 8, 3)])
-def test_what_torch_can_not_export_as_a_classifier(model, tmp_path):
+def test_what_torch_can_not_export(tmp_path):
     with refuses("exporter-failed"):
-        export_onnx(model, tmp_path / "a.onnx", SHAPES)
+        export_onnx(Inverse(), tmp_path / "a.onnx", SHAPES)
     assert not (tmp_path / "a.onnx").exists()
 
 
