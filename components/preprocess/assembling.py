@@ -2,6 +2,7 @@
 
 import shutil
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -32,11 +33,13 @@ from components.preprocess.data_card import (
     sample_positions,
     write_data_card,
 )
-from components.preprocess.data_issues import SPLITS, IssueFinder, Issues, SplitName, listed_paths
+from components.preprocess.data_issues import SPLITS, Issue, IssueFinder, Issues, SplitName, listed_paths
 from components.preprocess.near_issues import LIKE_TRAINING, NearFindings, find_near_duplicates
 from components.preprocess.packing import (
     REJECTED,
+    REJECTED_ANNOTATIONS,
     ShardRecord,
+    annotations_file,
     entries_of,
     has_thumbnails,
     json_lines,
@@ -82,6 +85,8 @@ def assemble(
     issues = finder.issues(listed_paths(output))
     if near is not None:
         issues = replace(issues, found=(*near.issues, *issues.found))
+    if line := _annotation_line(config, packed, finder, output):
+        issues = replace(issues, found=(Issue(kind="annotations", line=line), *issues.found))
     card = Card(
         source=config.data,
         classes=classes,
@@ -104,6 +109,7 @@ def assemble(
     artifact = seal(
         output,
         DatasetManifest,
+        task=config.task,
         inputs={},
         config=config,
         known={name: entry for record in records for name, entry in record.files.items()},
@@ -111,6 +117,7 @@ def assemble(
         splits=splits,
         statistics=statistics,
         num_rejected=sum(record.num_rejected for record in records) + sum(map(len, leaving.values())),
+        num_rejected_annotations=sum(record.num_rejected_annotations for record in records),
         near_duplicates=near.record if near is not None else None,
     )
     return artifact, issues
@@ -129,7 +136,7 @@ def _split(
     return Split(
         num_images=len(labels),
         shards=tuple(f"{name}.tar" for name in names),
-        class_counts=tuple(np.bincount(labels, minlength=finder.num_classes).tolist()),
+        class_counts=tuple(finder.class_counts(split).tolist()),
         digest=digest_file(output / f"{split}.jsonl"),
     )
 
@@ -181,7 +188,7 @@ def _leave_listings(
     write_atomically(listing, b"".join(kept))
     with (output / REJECTED).open("ab") as rejected:
         rejected.write(json_lines({"path": entry["path"], "reason": reasons[at]} for at, entry in left_out.items()))
-    finder.leave_out(reasons)
+    finder.leave_out(left_out)
     ends = list(accumulate(one.record.num_images for one in shards))
     leaving: dict[str, set[str]] = {}
     for place, entry in left_out.items():
@@ -197,8 +204,13 @@ def _join(target: Path, parts: Sequence[Path]) -> None:
 
 
 def join_rejected(packed: Sequence[Packed], output: Path) -> None:
-    """Write rejected.jsonl of these shards."""
+    """Write rejected.jsonl of these shards, and rejected_annotations.jsonl where something is wrong with any."""
     _join(output / REJECTED, [rejected_file(one.records, one.record.name) for one in packed])
+    with_boxes = [file for one in packed if (file := annotations_file(one.records, one.record.name)).exists()]
+    if any(file.stat().st_size for file in with_boxes):
+        _join(output / REJECTED_ANNOTATIONS, with_boxes)
+    else:
+        (output / REJECTED_ANNOTATIONS).unlink(missing_ok=True)
 
 
 def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: Path) -> None:
@@ -229,6 +241,35 @@ def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: P
             code="unusable-files",
             setting="preprocess.max_bad_fraction",
         )
+
+
+def _annotation_line(config: PreprocessConfig, packed: Sequence[Packed], finder: IssueFinder, output: Path) -> str:
+    """Say how many annotations something is wrong with, and what; "" where nothing is.
+
+    Raises:
+        UserError: more had to be left out than is allowed.
+    """
+    listing = output / REJECTED_ANNOTATIONS
+    if not listing.exists():
+        return ""
+    kinds: Counter[str] = Counter(entry["reason"].partition(":")[0] for entry in entries_of(listing))
+    first = next(entries_of(listing))
+    num_rejected = sum(one.record.num_rejected_annotations for one in packed)
+    total = num_rejected + sum(int(finder.class_counts(split).sum()) for split in SPLITS)
+    line = (
+        f"something is wrong with {kinds.total():,} of {total:,} annotations, of which {num_rejected:,} were left out "
+        f"({'; '.join(f'{kind}: {number:,}' for kind, number in kinds.most_common(8))}), such as {first['annotation']} "
+        f"of {first['path']}: {first['reason']}. {listing} lists all"
+    )
+    if num_rejected and (config.on_bad == "fail" or num_rejected > config.max_bad_fraction * total):
+        setting = "on_bad" if config.on_bad == "fail" else "max_bad_fraction"
+        raise UserError(
+            f"{line}. Correct them, or leave them out with {how_to_set('preprocess', 'on_bad', 'skip')} and "
+            f"{how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}",
+            code="unusable-annotations",
+            setting=f"preprocess.{setting}",
+        )
+    return line
 
 
 def _statistics(training: Sequence[ShardRecord], finder: IssueFinder) -> DatasetStatistics:

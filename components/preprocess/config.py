@@ -6,6 +6,7 @@ from pydantic import Field
 
 from components.common.contracts.foreign import MAX_PIXELS
 from components.common.contracts.settings import SPEED_ONLY, StepConfig
+from components.common.tasks import TaskName
 
 
 class PreprocessConfig(StepConfig):
@@ -15,6 +16,11 @@ class PreprocessConfig(StepConfig):
         min_length=1,
         description="Labelled images: a folder with one sub-folder per class or with train/ and val/, a tar or zip of "
         "it, WebDataset tars, or a CSV or Parquet table; a path or a URI such as s3://BUCKET/FOLDER.",
+    )
+    task: TaskName = Field(
+        "classification",
+        description="What the images are labelled for: classification (a folder per class) or detection (boxes as COCO "
+        "JSON, Pascal VOC XML or YOLO text files).",
     )
     val_fraction: float = Field(
         0.2, gt=0, lt=1, description="Share of each class held out for validation; unused when the folder has val/."

@@ -1,7 +1,7 @@
 """Look for issues of a dataset as a whole: copies, leaks, contradicting labels, uneven classes, odd sizes."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -128,17 +128,25 @@ class IssueFinder:
     def __init__(self, classes: Sequence[str]) -> None:
         self.classes = tuple(classes)
         self._parts = [np.empty(0, _ROW)]
+        self._counts = {split: np.zeros(len(self.classes), np.int64) for split in SPLITS}  # of images, or of objects
+        self._has_objects = False
 
     def add(self, split: SplitName, entries: Iterable[Mapping[str, Any]]) -> None:
         """Take entries of a split's listing, in its order. Further calls continue where the last one ended.
 
         Args:
             split: whose listing it is.
-            entries: with "label", "height", "width" and "sha256" (in hexadecimal digits).
+            entries: with "label", "height", "width" and "sha256" (in hexadecimal digits); perhaps with "objects", whose
+                fifth value is a class.
         """
+
+        def counted(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+            self._count(split, entry, 1)
+            return entry
+
         rows = (
             (bytes.fromhex(e["sha256"][: 2 * _DIGEST_BYTES]), e["label"], e["height"], e["width"], split == "val")
-            for e in entries
+            for e in map(counted, entries)
         )
         self._parts.append(np.fromiter(rows, _ROW))
 
@@ -149,9 +157,20 @@ class IssueFinder:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
 
-    def leave_out(self, places: Collection[int]) -> None:
-        """Forget images of the validation split, by their places in its listing, once all are added."""
-        self._parts = [np.delete(self._rows, np.flatnonzero(self.in_val())[list(places)])]
+    def _count(self, split: SplitName, entry: Mapping[str, Any], times: int) -> None:
+        self._has_objects |= "objects" in entry
+        for label in [int(row[4]) for row in entry["objects"]] if "objects" in entry else [entry["label"]]:
+            self._counts[split][label] += times
+
+    def leave_out(self, entries: Mapping[int, Mapping[str, Any]]) -> None:
+        """Forget images of the validation split: entries by their places in its listing, once all are added."""
+        self._parts = [np.delete(self._rows, np.flatnonzero(self.in_val())[list(entries)])]
+        for entry in entries.values():
+            self._count("val", entry, -1)
+
+    def class_counts(self, split: SplitName) -> np.ndarray:
+        """[classes] int64: images of each class in a split; objects, where images have several."""
+        return self._counts[split]
 
     @property
     def num_classes(self) -> int:
@@ -207,7 +226,7 @@ class IssueFinder:
         np.maximum.at(highest, contents, labels)
         masks = {
             "leak": (num_train > 0) & (num_val > 0),
-            "conflict": lowest < highest,
+            "conflict": (lowest < highest) & (not self._has_objects),
             "train": num_train > 1,
             "val": num_val > 1,
         }
@@ -264,25 +283,25 @@ class IssueFinder:
 
     def _class_issues(self) -> Iterable[Issue]:
         """Classes without images, and a largest class of more than 10 times the images of the smallest."""
-        counts = np.bincount(self.labels("train"), minlength=self.num_classes)
+        counts, things = self.class_counts("train"), "objects" if self._has_objects else "images"
         largest, smallest = int(counts.argmax()), int(np.where(counts > 0, counts, counts.max() + 1).argmin())
         if (ratio := counts[largest] / counts[smallest]) > _MAX_RATIO:
             line = (
-                f"the classes are uneven: {self.classes[largest]!r} has {ratio:,.1f} times as many training images as "
-                f"{self.classes[smallest]!r} ({counts[largest]:,} and {counts[smallest]:,}). Small classes are "
-                "learned worse, and top-1 hardly shows it; add images to them, and look at the report's accuracy by "
-                "class"
+                f"the classes are uneven: {self.classes[largest]!r} has {ratio:,.1f} times as many training {things} "
+                f"as {self.classes[smallest]!r} ({counts[largest]:,} and {counts[smallest]:,}). Small classes are "
+                "learned worse, and the score hardly shows it; add images to them, and look at the report's accuracy "
+                "by class"
             )
             yield Issue(kind="imbalance", line=line)
         for split in SPLITS:
-            empty = np.flatnonzero(np.bincount(self.labels(split), minlength=self.num_classes) == 0)
+            empty = np.flatnonzero(self.class_counts(split) == 0)
             if len(empty):
                 effect = (
                     "The model can't learn them" if split == "train" else "Nothing tells how well they are recognized"
                 )
                 line = (
-                    f"the {SPLIT_WORDS[split]} split has no image of {len(empty):,} of {self.num_classes:,} classes, "
-                    f"such as {self.classes[empty[0]]!r}. {effect}; add images of them"
+                    f"the {SPLIT_WORDS[split]} split has no {things[:-1]} of {len(empty):,} of {self.num_classes:,} "
+                    f"classes, such as {self.classes[empty[0]]!r}. {effect}; add images of them"
                 )
                 yield Issue(kind=f"no_{split}", line=line)
 

@@ -33,6 +33,8 @@ from components.common.contracts.settings import how_to_set
 from components.common.process.lifetime import end_with_creator
 from components.common.process.partial_output import earlier_outputs, hold, open_partial
 from components.common.process.steplog import StepLog
+from components.common.tasks import TASKS
+from components.preprocess.annotations import PACKERS
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import (
     THUMBNAIL_SIDE,
@@ -49,14 +51,14 @@ REJECTED = "rejected.jsonl"
 _JOINING = "joining"  # there while merge is at work: its shards are links, and writing into them would change the parts
 PLAN = "plan.json"  # in the folder of records: digest of what is packed
 # What decides which bytes are packed where; the rest of the config says what is done about what is found.
-_PACKING = ("shard_bytes", "max_pixels", "max_short_side", "jpeg_quality")
+_PACKING = ("task", "shard_bytes", "max_pixels", "max_short_side", "jpeg_quality")
 UNREADABLE = "unreadable: "  # begins the reason of a file that the system or a server did not give
 _BUFFER_BYTES = 1 << 16
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
 _USUAL_BYTES = 110_000  # of an image whose size nobody tells: the mean of ImageNet
 _USUAL_BYTES_PER_SQUARE = 0.4  # of a 4:3 image over its squared shorter side, as JPEG of quality 90
-_LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
+REJECTED_ANNOTATIONS = "rejected_annotations.jsonl"
 
 
 class TarWriter:
@@ -129,6 +131,7 @@ class ShardRecord(Record):
     name: FileName
     num_images: int
     num_rejected: int
+    num_rejected_annotations: int = 0  # of the packed images
     pixel_sum: tuple[float, float, float]  # per RGB channel, of values in 0..1
     pixel_square_sum: tuple[float, float, float]
     num_pixels: int
@@ -179,6 +182,11 @@ def rejected_file(records: Path, name: str) -> Path:
     return records / f"{name}.rejected.jsonl"
 
 
+def annotations_file(records: Path, name: str) -> Path:
+    """Path of a shard's annotations that something is wrong with: a JSON line each."""
+    return records / f"{name}.annotations.jsonl"
+
+
 def thumbnails_file(records: Path, name: str) -> Path:
     """Path of a shard's thumbnails: 48x48 bytes for each packed image, in order; empty if nobody looks at them."""
     return records / f"{name}.thumbnails"
@@ -192,7 +200,7 @@ def has_thumbnails(records: Path, record: ShardRecord) -> bool:
 
 def record_files(records: Path, name: str) -> tuple[Path, ...]:
     """All that is recorded of a shard."""
-    kinds = (listing_file, rejected_file, thumbnails_file)
+    kinds = (listing_file, rejected_file, annotations_file, thumbnails_file)
     return records / f"{name}.json", *(file(records, name) for file in kinds)
 
 
@@ -211,6 +219,7 @@ def write_shard(task: ShardTask) -> ShardRecord:
         name=task.name,
         num_images=len(content.entries),
         num_rejected=len(content.rejected),
+        num_rejected_annotations=sum(not entry["kept"] for entry in content.annotations),
         pixel_sum=content.sums.values(),
         pixel_square_sum=content.sums.squares(),
         num_pixels=content.sums.num_pixels,
@@ -218,6 +227,7 @@ def write_shard(task: ShardTask) -> ShardRecord:
     )
     write_atomically(listing_file(task.records, task.name), json_lines(content.entries))
     write_atomically(rejected_file(task.records, task.name), json_lines(content.rejected))
+    write_atomically(annotations_file(task.records, task.name), json_lines(content.annotations))
     write_atomically(task.records / f"{task.name}.json", record.model_dump_json().encode())
     return record
 
@@ -267,10 +277,11 @@ def leave_out(folder: Path, record: ShardRecord, keys: Container[str]) -> ShardR
 
 
 def _fill(archive: TarWriter, thumbnails: BinaryIO, task: ShardTask) -> "_Content":
-    content = _Content()
+    content, name = _Content(), task.config.task
     for number, sample in enumerate(task.samples, task.first_index):
         try:
-            data, extension, image = _image(task, sample)
+            data, extension, image, size = _image(task, sample)
+            label = PACKERS[name](sample, size, image.size)
         except (Rejected, Unreadable) as reason:
             content.rejected.append({"path": sample.path, "reason": str(reason)})
             continue
@@ -278,7 +289,11 @@ def _fill(archive: TarWriter, thumbnails: BinaryIO, task: ShardTask) -> "_Conten
             content.rejected.append({"path": sample.path, "reason": f"{UNREADABLE}{error.strerror or error}"})
             continue
         key = f"{number:09d}"
-        archive.add(key, {extension: data, "cls": f"{sample.label:0{_LABEL_WIDTH}d}".encode()})
+        archive.add(key, {extension: data, TASKS[name].label_member: label.data})
+        content.annotations += [
+            {"path": sample.path, "annotation": which, "reason": reason, "kept": kept}
+            for which, reason, kept in label.refused
+        ]
         content.sums.add(image)
         if task.config.near_duplicates != "keep":
             thumbnails.write(gray_thumbnail(image))
@@ -286,7 +301,7 @@ def _fill(archive: TarWriter, thumbnails: BinaryIO, task: ShardTask) -> "_Conten
             {
                 "key": key,
                 "path": sample.path,
-                "label": sample.label,
+                **label.entry,
                 "height": image.height,
                 "width": image.width,
                 "sha256": hashlib.sha256(data).hexdigest(),
@@ -307,8 +322,8 @@ def json_lines(entries: Iterable[Mapping[str, object]]) -> bytes:
     return "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries).encode(errors="backslashreplace")
 
 
-def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image]:
-    """The bytes to pack, their extension, and the image that the loader will see.
+def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image, tuple[int, int]]:
+    """The bytes to pack, their extension, the image that the loader will see, and its width and height before.
 
     Raises:
         Rejected: it can't be used.
@@ -319,18 +334,20 @@ def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image]:
     data = read_sample(task.storage, sample)
     config = task.config
     extension, image = decode(data, config.max_pixels)
-    if 0 < config.max_short_side < min(image.size):
+    size = image.size
+    if 0 < config.max_short_side < min(size):
         data, image = shrink(image, config.max_short_side, config.jpeg_quality)
         extension = "jpg"
     elif extension == "":
         data, extension = as_png(image), "png"
-    return data, extension, image
+    return data, extension, image, size
 
 
 @dataclass(kw_only=True)
 class _Content:
     entries: list[Mapping[str, object]] = field(default_factory=list)
     rejected: list[Mapping[str, object]] = field(default_factory=list)
+    annotations: list[Mapping[str, object]] = field(default_factory=list)
     sums: PixelSums = field(default_factory=PixelSums)
 
 
@@ -430,6 +447,7 @@ def plan_digest(config: PreprocessConfig, source: Source) -> str:
         for sample in samples:
             entry = f"{split}\0{sample.path}\0{sample.label}\0{sample.size_bytes}\0{sample.offset}\n"
             sha.update(entry.encode(errors="surrogateescape"))
+            sha.update(sample.annotation or b"")
     return "sha256:" + sha.hexdigest()
 
 

@@ -37,6 +37,7 @@ def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
             seed=config.seed,
             class_names_file=config.class_names_file,
             scratch=scratch,
+            task=config.task,
         )
         source.splits["train"] = stratified(source.splits["train"], config.seed)
         tasks = plan_tasks(config, source, output)

@@ -98,6 +98,7 @@ class DatasetManifest(Manifest):
     splits: dict[Literal["train", "val"], Split]
     statistics: DatasetStatistics
     num_rejected: int
+    num_rejected_annotations: int = Field(0, description="Objects of the packed images that were left out.")
     near_duplicates: NearDuplicates | None = Field(None, description="None where they were not looked for.")
 
     def _named_files(self) -> Iterator[str]:

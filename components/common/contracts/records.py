@@ -74,7 +74,9 @@ class Split(Record):
 
     num_images: int
     shards: tuple[FileName, ...] = Field(description="WebDataset tar files; each has a DALI index beside it (.idx).")
-    class_counts: tuple[int, ...] = Field(description="Images per class, in the order of `classes`.")
+    class_counts: tuple[int, ...] = Field(
+        description="Images per class, in the order of `classes`; objects, where images have several."
+    )
     digest: str = Field(description="Digest of the listing: label and content digest of every image, in order.")
 
 

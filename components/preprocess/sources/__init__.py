@@ -26,6 +26,8 @@ from components.common.data.places import (
     locate,
     translate_errors,
 )
+from components.common.tasks import TaskName
+from components.preprocess.sources.annotations import WANTED, boxes_source
 from components.preprocess.sources.folders import LocalTree, Tree, folder_source, remote_tree
 from components.preprocess.sources.samples import (
     FileStorage,
@@ -80,9 +82,9 @@ def _list_folder(data: str, _: Path, options: Options) -> Source:
     else:
         tree = LocalTree(place)
         refused = tree.unreadable  # filled as the tree is listed
-    if tars := tar_files(tree):
+    if (tars := tar_files(tree)) and options.of_tree is folder_source:
         return with_refused(shard_source(place, tars, options), refused)
-    return with_refused(folder_source(tree, FileStorage(place), options), refused)
+    return with_refused(options.of_tree(tree, FileStorage(place), options), refused)
 
 
 FOLDER = Kind(suffixes=(), list_samples=_list_folder)
@@ -166,11 +168,27 @@ def is_listed_soon(data: str, *, seconds: float) -> bool:
     return True
 
 
-def find_samples(data: str, *, val_fraction: float, seed: int, class_names_file: str, scratch: Path) -> Source:
+TREES: dict[TaskName, Callable[[Tree, Storage, Options], Source]] = {
+    "classification": folder_source,
+    "detection": boxes_source,
+}
+"""Lists the samples of a tree of files, by task."""
+
+
+def find_samples(
+    data: str,
+    *,
+    val_fraction: float,
+    seed: int,
+    class_names_file: str,
+    scratch: Path,
+    task: TaskName = "classification",
+) -> Source:
     """List the images of `data` and split them.
 
     Args:
         data: a path or an fsspec URI of a folder, an archive or a table.
+        task: what the images are labelled for.
         val_fraction: share of each class held out where the data has no split of its own.
         seed: of that choice.
         class_names_file: class names in the order of their labels; empty for the data's own.
@@ -182,4 +200,12 @@ def find_samples(data: str, *, val_fraction: float, seed: int, class_names_file:
     """
     check_data_folder(data)
     names = read_class_names(Path(class_names_file)) if class_names_file else None
-    return kind_of(data).list_samples(data, scratch, Options(names=names, val_fraction=val_fraction, seed=seed))
+    kind = kind_of(data)
+    if kind.is_table and task != "classification":
+        raise UserError(
+            f"{data} is a table, which has one class per image; for {task} {WANTED}",
+            code="no-annotations",
+            setting="data",
+        )
+    options = Options(names=names, val_fraction=val_fraction, seed=seed, of_tree=TREES[task])
+    return kind.list_samples(data, scratch, options)

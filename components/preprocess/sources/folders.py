@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from components.common.contracts.errors import UserError
 from components.common.data.places import (
@@ -149,7 +149,7 @@ class LocalTree:
         A folder that several links lead to is listed once. Links to what can't be read are left out.
         """
         root = self._place.root
-        seen = {root, *(self._real(str(above)) for above in PurePosixPath(path).parents)}
+        seen = {root, *(self._real(str(above)) for above in PurePosixPath(path).parents)} if path else set()
         waiting = [path]
         while waiting:
             current = waiting.pop()
@@ -173,6 +173,10 @@ class LocalTree:
     def read(self, path: str) -> bytes:
         """The bytes of a file. Raises OSError or Unreadable."""
         return self._place.read(path, most_bytes=MAX_TEXT_BYTES)
+
+    def open(self, path: str) -> BinaryIO:
+        """A file of any size, to read from its beginning. Raises OSError or Unreadable."""
+        return self._place.open(path)
 
     def _real(self, path: str) -> str:
         return os.path.realpath(os.path.join(self._place.root, path))
@@ -245,6 +249,16 @@ class ListedTree:
             raise FileNotFoundError(path)
         check_size(file.size_bytes, MAX_TEXT_BYTES)
         return self._storage.read(sample_of(file, 0))
+
+    def open(self, path: str) -> BinaryIO:
+        """As LocalTree; of an archive as much as fits into memory."""
+        if isinstance(self._storage, FileStorage):
+            return self._storage.place.open(path)
+        file = next((file for file in self._files.get(path.rpartition("/")[0], ()) if file.path == path), None)
+        if file is None:
+            raise FileNotFoundError(path)
+        check_size(file.size_bytes)
+        return io.BytesIO(self._storage.read(sample_of(file, 0)))
 
 
 Tree = LocalTree | ListedTree
@@ -357,7 +371,7 @@ def archive_source(data: str, listing: Listing, storage: Storage, options: Optio
     tree = ListedTree(data, listing.files.values(), storage, listing.folders)
     tops = tree.folders("")
     if len(tops) > 1 or _is_kaggle_imagenet(tree) or not (tops and tree.folders(tops[0])):
-        return with_refused(folder_source(tree, storage, options), listing.refused)
+        return with_refused(options.of_tree(tree, storage, options), listing.refused)
     top = f"{tops[0]}/"
     files = [file._replace(path=file.path[len(top) :]) for file in listing.files.values() if file.path.startswith(top)]
     folders = [folder[len(top) :] for folder in listing.folders if folder.startswith(top)]
@@ -365,7 +379,7 @@ def archive_source(data: str, listing: Listing, storage: Storage, options: Optio
     refused = {
         path[len(top) :] if path.startswith(top) else f"../{path}": reason for path, reason in listing.refused.items()
     }
-    return with_refused(folder_source(ListedTree(data, files, storage, folders), storage, options), refused)
+    return with_refused(options.of_tree(ListedTree(data, files, storage, folders), storage, options), refused)
 
 
 def damaged(name: str, problem: str) -> UserError:

@@ -2,10 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from components.common.contracts.digests import digest_bytes
 from components.common.contracts.errors import UserError
@@ -118,6 +118,7 @@ class Sample:
     size_bytes: int  # 0 where it is not known
     offset: int = -1  # of the file's bytes within an uncompressed tar, or of its header within a zip; -1 elsewhere
     zipped: ZipEntry | None = None  # None for what is not in a zip
+    annotation: bytes | None = None  # what the data says of the image but for one class, as its task's packer reads it
 
 
 class Storage(Protocol):
@@ -201,6 +202,8 @@ class Options:
     names: ClassNames | None  # of class_names_file
     val_fraction: float
     seed: int
+    of_tree: "Callable[[Any, Storage, Options], Source]"
+    """Lists the samples of a tree of files, by task."""
 
 
 def hold_out(

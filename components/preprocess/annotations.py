@@ -1,0 +1,78 @@
+"""What is packed beside an image: its label, by task, as the loader reads it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from components.common.tasks import TaskName
+from components.preprocess.decoding import Rejected
+from components.preprocess.sources import Sample
+
+_LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
+_TOLERANCE = 1.0  # px by which boxes may reach out of the image, as where pixels are counted from 1
+_MIN_SIDE = 0.5  # px of a box
+_NO_OBJECT = (0.0, 0.0, 0.0, 0.0, -1.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLabel:
+    """The label of an image, and what of it could not be used."""
+
+    data: bytes
+    entry: dict[str, Any]  # of the listing: "label", and of boxes "objects"
+    # names of annotations, what is wrong with them, and whether they are kept all the same
+    refused: list[tuple[str, str, bool]] = field(default_factory=list)
+
+
+def _pack_class(sample: Sample, size: tuple[int, int], packed: tuple[int, int]) -> PackedLabel:
+    return PackedLabel(data=f"{sample.label:0{_LABEL_WIDTH}d}".encode(), entry={"label": sample.label})
+
+
+def _pack_boxes(sample: Sample, size: tuple[int, int], packed: tuple[int, int]) -> PackedLabel:
+    """Boxes as little-endian float32 [n, 6]: x1, y1, x2, y2 in pixels of the packed image, class, 1 if ignored.
+
+    An image without objects has one row of class -1: no member of a tar is empty.
+
+    Raises:
+        Rejected: the annotations are of an image of another size.
+    """
+    found = json.loads(sample.annotation or b"{}")
+    named = found.get("size")
+    if named is not None and tuple(named) != size:
+        raise Rejected(
+            f"annotated at another size: boxes of {named[0]}x{named[1]} pixels, an image of {size[0]}x{size[1]}"
+        )
+    sides = np.array([*size, *size], np.float64)
+    rows, refused = [], [(name, reason, kept) for name, reason, kept in found.get("refused", ())]
+    for name, *corners, label, ignored in found.get("rows", ()):
+        box = np.array(corners, np.float64) * (sides if found["relative"] else 1)
+        inside = np.clip(box, 0, sides)
+        if (box[2:] - box[:2] <= 0).any():
+            refused.append((name, f"a box of no size: {_text(box)}", False))
+        elif (inside[2:] - inside[:2] < _MIN_SIDE).any():
+            what = "outside of the image" if (inside[2:] <= inside[:2]).any() else "of less than half a pixel within it"
+            refused.append((name, f"a box {what}: {_text(box)} of {size[0]}x{size[1]}", False))
+        else:
+            if np.abs(box - inside).max() > _TOLERANCE:
+                refused.append((name, f"a box partly outside of the image, cut at its edge: {_text(box)}", True))
+            scale = np.tile(np.array(packed) / size, 2)
+            rows.append((*(inside * scale).tolist(), float(label), float(ignored)))
+    array = np.array(rows or [_NO_OBJECT], "<f4")
+    objects = [[round(value, 2) for value in row] for row in array.tolist()] if rows else []
+    largest = max(rows, key=lambda row: (row[2] - row[0]) * (row[3] - row[1]), default=_NO_OBJECT)
+    entry = {"label": max(0, int(largest[4])), "objects": objects}
+    return PackedLabel(data=array.tobytes(), entry=entry, refused=refused)
+
+
+def _text(box: np.ndarray) -> str:
+    return "[" + ", ".join(f"{value:g}" for value in box.round(2)) + "]"
+
+
+PACKERS: dict[TaskName, Callable[[Sample, tuple[int, int], tuple[int, int]], PackedLabel]] = {
+    "classification": _pack_class,
+    "detection": _pack_boxes,
+}
+"""By task: from a sample, the sides of its image (width, height; upright) and of the packed one to its label."""

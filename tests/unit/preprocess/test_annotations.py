@@ -1,0 +1,301 @@
+"""Boxes from COCO, Pascal VOC and YOLO: the same objects from each, and what becomes of bad input."""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.preprocess.sources.annotations import json_arrays
+from tests.conftest import preprocess
+from tests.unit.refusals import refuses
+
+from .builders import archive, gradient, listing, rejected
+
+WIDTH, HEIGHT = 64, 48
+CLASSES = ("cat", "dog")
+Box = tuple[float, float, float, float, int, int]
+OBJECTS: dict[str, list[Box]] = {
+    "a": [(4, 8, 20, 40, 0, 0), (30, 2, 60, 30, 1, 0)],
+    "b": [],
+    "c": [(0, 0, 64, 48, 1, 0)],
+    "d": [(10, 10, 12, 14, 0, 0)],
+}
+
+
+def write_images(folder: Path, names: Sequence[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        gradient(HEIGHT, WIDTH, shift=sum(name.encode()) % 97).save(folder / f"{name}.png")
+
+
+def coco(names: Sequence[str]) -> dict[str, Any]:
+    annotations = [
+        {"image_id": names.index(name), "category_id": 10 + kind, "bbox": [x, y, x2 - x, y2 - y], "iscrowd": crowd}
+        for name in names
+        for x, y, x2, y2, kind, crowd in OBJECTS[name]
+    ]
+    return {
+        "info": {"year": 2024, "nested": [1, {"a": []}]},
+        "annotations": [{"id": number, **each} for number, each in enumerate(annotations)],
+        "images": [
+            {"id": number, "file_name": f"{name}.png", "width": WIDTH, "height": HEIGHT}
+            for number, name in enumerate(names)
+        ],
+        "categories": [{"id": 11, "name": "dog"}, {"id": 10, "name": "cat"}],
+    }
+
+
+def write_coco(root: Path) -> None:
+    for split, names in (("train", "abc"), ("val", "d")):
+        write_images(root / split / "images", names)
+        (root / split / "annotations.json").write_text(json.dumps(coco(names)), encoding="utf-8")
+
+
+def write_coco_as_published(root: Path) -> None:
+    (root / "annotations").mkdir(parents=True)
+    for split, names in (("train2017", "abc"), ("val2017", "d")):
+        write_images(root / split, names)
+        (root / "annotations" / f"instances_{split}.json").write_text(json.dumps(coco(names)), encoding="utf-8")
+        captions = {"images": [], "annotations": [{"id": 1, "image_id": 0, "caption": "a cat"}]}
+        (root / "annotations" / f"captions_{split}.json").write_text(json.dumps(captions), encoding="utf-8")
+
+
+def write_voc(root: Path) -> None:
+    write_images(root / "JPEGImages", "abcd")
+    (root / "Annotations").mkdir()
+    (root / "ImageSets" / "Main").mkdir(parents=True)
+    for split, names in (("train", "abc"), ("val", "d")):
+        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("\n".join(names), encoding="utf-8")
+    for name, boxes in OBJECTS.items():
+        objects = "".join(
+            f"<object><name>{CLASSES[kind]}</name><difficult>{ignored}</difficult><bndbox><xmin>{x1 + 1}</xmin>"
+            f"<ymin>{y1 + 1}</ymin><xmax>{x2}</xmax><ymax>{y2}</ymax></bndbox></object>"
+            for x1, y1, x2, y2, kind, ignored in boxes
+        )
+        size = f"<size><width>{WIDTH}</width><height>{HEIGHT}</height><depth>3</depth></size>"
+        text = f"<annotation><filename>{name}.png</filename>{size}{objects}</annotation>"
+        (root / "Annotations" / f"{name}.xml").write_text(text, encoding="utf-8")
+
+
+def write_yolo(root: Path) -> None:
+    for split, names in (("train", "abc"), ("val", "d")):
+        write_images(root / "images" / split, names)
+        (root / "labels" / split).mkdir(parents=True)
+        for name in names:
+            lines = [
+                f"{kind} {(x1 + x2) / 2 / WIDTH} {(y1 + y2) / 2 / HEIGHT} {(x2 - x1) / WIDTH} {(y2 - y1) / HEIGHT}"
+                for x1, y1, x2, y2, kind, _ in OBJECTS[name]
+            ]
+            if lines:  # an image without objects may have no file
+                (root / "labels" / split / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+    (root / "data.yaml").write_text("train: images/train\nnames: {0: cat, 1: dog}\n", encoding="utf-8")
+
+
+def packed(data: Path, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+    return preprocess(data, output, **{"task": "detection", "near_duplicates": "keep", **settings})
+
+
+def objects(dataset: Artifact[DatasetManifest]) -> dict[str, list[list[float]]]:
+    return {
+        Path(entry["path"]).stem: entry["objects"] for split in ("train", "val") for entry in listing(dataset, split)
+    }
+
+
+def problems(dataset: Artifact[DatasetManifest]) -> list[tuple[str, str, bool]]:
+    lines = dataset.file("rejected_annotations.jsonl").read_text(encoding="utf-8").splitlines()
+    return [(Path(e["path"]).stem, e["reason"].partition(":")[0], e["kept"]) for e in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize("write", [write_coco, write_coco_as_published, write_voc, write_yolo])
+def test_all_formats_hold_the_same_objects(write: Callable[[Path], None], tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    manifest = dataset.manifest
+    assert (manifest.task, manifest.classes, manifest.num_rejected) == ("detection", CLASSES, 0)
+    assert manifest.splits["train"].class_counts == (1, 2)
+    assert manifest.splits["val"].class_counts == (1, 0)
+    found = objects(dataset)
+    assert found.keys() == OBJECTS.keys()
+    for name, boxes in OBJECTS.items():
+        np.testing.assert_allclose(np.reshape(found[name], (-1, 6)), np.reshape(boxes, (-1, 6)), atol=0.01)
+    assert not (dataset.path / "rejected_annotations.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["data.zip", "data.tar.gz", "data.tar"])
+def test_an_archive_holds_what_the_folder_does(name: str, tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    file = archive(tmp_path / name, tmp_path / "data", "top/")
+    assert objects(packed(file, tmp_path / "x")) == objects(packed(tmp_path / "data", tmp_path / "y"))
+
+
+def test_labels_beside_the_image_are_float32_rows_and_scale_with_it(tmp_path: Path) -> None:
+    import tarfile
+
+    write_coco(tmp_path / "data")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_short_side=24)
+    with tarfile.open(dataset.file("val-000000.tar")) as archive:
+        (member,) = [one for one in archive if one.name.endswith(".boxes")]
+        row = np.frombuffer(archive.extractfile(member).read(), "<f4")  # type: ignore[union-attr]
+    np.testing.assert_allclose(row, [5, 5, 6, 7, 0, 0], atol=1e-6)
+    rows = {}
+    for shard in dataset.manifest.splits["train"].shards:
+        with tarfile.open(dataset.file(shard)) as archive:
+            for one in archive:
+                if one.name.endswith(".boxes"):
+                    rows[one.name] = np.frombuffer(archive.extractfile(one).read(), "<f4").reshape(-1, 6)  # type: ignore[union-attr]
+    assert sorted(len(each) for each in rows.values()) == [1, 1, 2]
+    assert any((each[:, 4] == -1).all() for each in rows.values())  # the image without objects
+
+
+def test_without_splits_images_are_held_out_and_another_order_of_classes_is_kept(tmp_path: Path) -> None:
+    write_images(tmp_path / "data", "abcd")
+    (tmp_path / "data" / "_annotations.coco.json").write_text(json.dumps(coco("abcd")), encoding="utf-8")
+    names = tmp_path / "names.txt"
+    names.write_text("dog\ncat\n", encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", val_fraction=0.5, class_names_file=str(names))
+    assert dataset.manifest.classes == ("dog", "cat")
+    assert {split: info.num_images for split, info in dataset.manifest.splits.items()} == {"train": 2, "val": 2}
+    assert [int(row[4]) for row in objects(dataset)["a"]] == [1, 0]
+
+
+def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    content = coco("abc")
+    bad: list[dict[str, Any]] = [
+        {"id": 90, "image_id": 1, "category_id": 10, "bbox": [100, 100, 5, 5]},
+        {"id": 91, "image_id": 1, "category_id": 10, "bbox": [5, 5, 0, 5]},
+        {"id": 92, "image_id": 1, "category_id": 99, "bbox": [5, 5, 5, 5]},
+        {"id": 93, "image_id": 1, "category_id": 10, "bbox": [5, 5, float("nan"), 5]},
+        {"id": 94, "image_id": 1, "category_id": 10},
+        {"id": 95, "image_id": 77, "category_id": 10, "bbox": [5, 5, 5, 5]},
+        {"id": 96, "image_id": 1, "category_id": 10, "bbox": [60, 40, 20, 4]},
+        {"id": 97, "image_id": 1, "category_id": 11, "bbox": [1, 1, 9, 9]},
+        {"id": 97, "image_id": 1, "category_id": 11, "bbox": [1, 1, 9, 9]},
+        {"id": 97, "image_id": 1, "category_id": 11, "bbox": [2, 2, 9, 9]},
+        {"id": 98, "image_id": 1, "category_id": 10, "bbox": [3, 3, 9, 9], "iscrowd": 1},
+    ]
+    content["annotations"] += [{"iscrowd": 0, **each} for each in bad]
+    for number, name in ((50, "missing.png"), (51, "small.png"), (52, "one.png"), (52, "two.png")):
+        content["images"].append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
+    folder = tmp_path / "data" / "train" / "images"
+    gradient(20, 30).save(folder / "small.png")
+    write_images(folder, ["one", "two", "unnamed"])
+    (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9, on_leak="warn")
+    assert sorted(problems(dataset)) == sorted(
+        [
+            ("b", "a box outside of the image", False),
+            ("b", "a box of no size", False),
+            ("b", "unknown class", False),
+            ("b", "no box of four numbers", False),
+            ("b", "no box of four numbers", False),
+            ("b", "a box partly outside of the image, cut at its edge", True),
+            ("b", "listed twice", False),
+            ("b", "its id is that of another annotation; both are kept", True),
+        ]
+    )
+    assert dataset.manifest.num_rejected_annotations == 6
+    assert objects(dataset)["b"] == [
+        [60, 40, 64, 44, 0, 0],
+        [1, 1, 10, 10, 1, 0],
+        [2, 2, 11, 11, 1, 0],
+        [3, 3, 12, 12, 0, 1],
+    ]
+    assert objects(dataset)["a"] == [list(box) for box in OBJECTS["a"]]
+    assert {Path(path).name: reason.partition(":")[0] for path, reason in rejected(dataset.path).items()} == {
+        "missing.png": "train/annotations.json names it, and it is not there",
+        "small.png": "annotated at another size",
+        "one.png": "its id is that of another image, too",
+        "two.png": "its id is that of another image, too",
+        "unnamed.png": "no annotation file names it",
+        "annotations.json: image 77": "annotations of an image that the file does not list",
+    }
+    card = dataset.file("data_card.html").read_text(encoding="utf-8")
+    assert "Something is wrong with 8 of" in card
+    for name in ("one", "two", "unnamed", "small"):
+        (folder / f"{name}.png").unlink()
+    content["images"] = content["images"][:3]
+    content["annotations"] = [each for each in content["annotations"] if each["image_id"] != 77]
+    (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    with refuses("unusable-annotations", "preprocess.max_bad_fraction"):
+        packed(tmp_path / "data", tmp_path / "many", max_bad_fraction=0.3)
+    with refuses("unusable-annotations", "preprocess.on_bad"):
+        packed(tmp_path / "data", tmp_path / "strict", on_bad="fail", max_bad_fraction=0.9)
+
+
+def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
+    write_voc(tmp_path / "voc")
+    bomb = '<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation><filename>a.png</filename></annotation>'
+    (tmp_path / "voc" / "Annotations" / "a.xml").write_text(bomb, encoding="utf-8")
+    (tmp_path / "voc" / "JPEGImages" / "c.png").unlink()
+    found = packed(tmp_path / "voc", tmp_path / "x", max_bad_fraction=0.9)
+    why = rejected(found.path)
+    assert why["Annotations/a.xml"] == "no annotations of Pascal VOC: it declares entities"
+    assert why["c.png"] == "Annotations/c.xml names it, and it is not there"
+    assert objects(found).keys() == {"b", "d"}
+
+    write_yolo(tmp_path / "yolo")
+    lines = "0 0.5 0.5 0.25 0.5\n7 0.5 0.5 0.1 0.1\n1 0.5 0.5\n1 nan 0.5 0.1 0.1\n1 0.25 0.25 0.75 0.25 0.75 0.75\n"
+    (tmp_path / "yolo" / "labels" / "train" / "b.txt").write_text(lines, encoding="utf-8")
+    (tmp_path / "yolo" / "labels" / "train" / "gone.txt").write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
+    found = packed(tmp_path / "yolo", tmp_path / "y", max_bad_fraction=0.9)
+    assert objects(found)["b"] == [[24, 12, 40, 36, 0, 0], [16, 12, 48, 36, 1, 0]]
+    assert [reason for _, reason, _ in problems(found)] == [
+        "no class and box of five numbers",
+        "no class and box of five numbers",
+        "unknown class",
+    ]
+    assert rejected(found.path)["labels/train/gone.txt"] == "labels of an image that is not there"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"images": [{"id": 1, "file_name": "a.png"}',
+        '{"images": [1], "annotations": []}',
+        '{"images": [{"id": 1}], "annotations": []}',
+        '{"images": ' + "[" * 100_000,
+        '{"images": [{"id": 1, "file_name": "a.png"} {"id": 2}]}',
+        '{"images" []}',
+    ],
+)
+def test_json_that_is_none_or_not_as_coco_asks(text: str, tmp_path: Path) -> None:
+    write_images(tmp_path / "data", "a")
+    (tmp_path / "data" / "annotations.json").write_text(text, encoding="utf-8")
+    with refuses("damaged-annotations"):
+        packed(tmp_path / "data", tmp_path / "x")
+
+
+def test_without_annotations_or_objects(tmp_path: Path) -> None:
+    write_images(tmp_path / "data", "ab")
+    with refuses("no-annotations", "data"):
+        packed(tmp_path / "data", tmp_path / "x")
+    content = {**coco("ab"), "annotations": [], "categories": []}
+    (tmp_path / "data" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    with refuses("no-objects"):
+        packed(tmp_path / "data", tmp_path / "x")
+
+
+def test_a_file_is_read_piece_by_piece() -> None:
+    """Of a file of gigabytes only a piece is in memory: the reader never asks for more than a few at once."""
+
+    class Counted(io.BytesIO):
+        largest = 0
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            assert size is not None
+            Counted.largest = max(Counted.largest, size)
+            return super().read(size)
+
+    entry = {"id": 123456, "segmentation": [[1.5] * 400], "name": "é"}
+    text = '{"x": {"annotations": []}, "annotations": [' + ",\n".join([json.dumps(entry)] * 4000) + "]}"
+    assert len(text) > 5 << 20
+    found = list(json_arrays(Counted(text.encode()), "it", ["annotations"]))
+    assert found == [("annotations", None), *[("annotations", entry)] * 4000]
+    assert Counted.largest <= 1 << 21
